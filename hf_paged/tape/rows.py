@@ -1,5 +1,5 @@
-"""Lists of elementwise operations and reductions of rows, fused: one call of `rows.cpp` runs a
-list. `lower.py` and `passes.py` decide which operations are fused."""
+"""Fused lists of elementwise operations and reductions of rows: one call of `rows.cpp` runs a list.
+`lower.py` and `passes.py` decide which operations are fused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class TensorLayout(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal for layouts that access the same numbers, even in tensors of different sizes."""
+        """A key that is equal for layouts that access the same numbers, even in tensors of
+        different sizes."""
         ref = self.ref
         return ref.buffer_id, ref.offset, ref.dtype, self.strides, self.is_narrow
 
@@ -56,8 +57,9 @@ Shape = tuple[int, ...]
 
 
 def _pad_dims(values: Sequence[int], sizes: Sequence[int], padding: int) -> tuple[int, ...] | None:
-    """Returns the values of the dimensions that count rows (all but the last) without those of size
-    1, padded in front to three with `padding`; `None` if there are more than three."""
+    """Returns the values of the dimensions that count rows (all but the last), without dimensions
+    of size 1, and with `padding` in front of them so that there are three; `None` if there are
+    more."""
     selected = [value for value, size in zip(values, sizes[:-1]) if size != 1]
     num_padding = 3 - len(selected)
     if num_padding < 0:
@@ -75,8 +77,8 @@ def shape_of(sizes: tuple[int, ...]) -> Shape | None:
 
 
 def layout(x: Tensor, ref: TensorRef, sizes: tuple[int, ...]) -> TensorLayout | None:
-    """Returns the layout of a tensor broadcast to `sizes`; `None` if it cannot be broadcast, or has
-    too many dimensions."""
+    """Returns the layout of a tensor that is broadcast to `sizes`; `None` if it cannot be, or if
+    more than three dimensions count rows."""
     sizes = sizes or (1,)
     try:
         strides = x.expand(sizes).stride()
@@ -94,8 +96,8 @@ def layout(x: Tensor, ref: TensorRef, sizes: tuple[int, ...]) -> TensorLayout | 
 
 
 class RowOps:
-    """A list of instructions over rows of one shape. A stored value also stays in its register, for
-    later instructions to read."""
+    """A list of instructions over rows of one shape. Stored numbers also stay in their register,
+    which later instructions can read."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -104,8 +106,8 @@ class RowOps:
         self._registers: dict[Any, int] = {}  # by `TensorLayout.key` of their content
 
     def accesses(self, *ops: str) -> list[TensorLayout]:
-        """Returns the memory that loads and stores access, in order; if `ops` are passed, only
-        the memory that these access."""
+        """Returns the memory that loads and stores access, in order; with `ops` ("load", "store"),
+        only the memory that these access."""
         return [
             instruction.memory
             for instruction in self.instructions
@@ -233,7 +235,7 @@ class RowOps:
     def _allocate_registers(self) -> tuple[dict[int, int], list[bool]]:
         """Renumbers registers, so that those whose content is no longer needed are reused. Returns
         the new number of each old register, and whether each new register is narrow."""
-        last: dict[int, int] = {}  # index of the last instruction that uses a register
+        last: dict[int, int] = {}  # by old register: index of the last instruction that uses it
         for index, instruction in enumerate(self.instructions):
             registers = (instruction.out, *instruction.inputs)
             last |= dict.fromkeys(registers, index)

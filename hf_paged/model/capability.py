@@ -291,9 +291,9 @@ def _store(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
 
 
 def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """A key for the code of a model's forward, for the shapes and dtypes with which it computes,
-    and for its device, but not for the values of weights. It is computed in about a millisecond,
-    and keeps no model alive."""
+    """A key for the code of a model's forward, the shapes of its weights, and the dtypes and device
+    with which it computes, but not for the values of weights. It is computed in about a
+    millisecond, and keeps no model alive."""
     module_types = tuple((type(module), module.training) for module in modules)
     attributes: list[Any] = []
     # verdicts depend on shapes: a longer table has more positions

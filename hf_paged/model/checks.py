@@ -143,7 +143,7 @@ def run_kernels(trial: Trial) -> None:
 
 
 def _is_expected(error: Exception) -> bool:
-    """Whether the error means that a forward failed or ran out of memory. Interrupts do not."""
+    """Whether the error is not an interrupt, and means that a forward failed or lacked memory."""
     return isinstance(error, ForwardFailedError) or (
         is_out_of_memory(error) and not is_interrupt(error)
     )

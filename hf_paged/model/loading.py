@@ -28,9 +28,9 @@ _SOURCE_OPTIONS = {
 
 
 def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
-    """Loads a model of the class that its config names, or a causal language model if transformers
-    has no such class; from the folder of a PEFT adapter, the base model with the adapter. `options`
-    (`dtype`, `device_map`, ...) and errors are those of `from_pretrained`."""
+    """Loads a model of the class that its config names, or a causal language model if the config
+    names no class of transformers; from the folder of a PEFT adapter, the base model with the
+    adapter. `options` (`dtype`, `device_map`, ...) and errors are those of `from_pretrained`."""
     try:
         config = AutoConfig.from_pretrained(name_or_path, **_source_options(options))
         architectures = config.architectures

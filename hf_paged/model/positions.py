@@ -117,8 +117,8 @@ def num_positions(
     """Returns the number of positions in the shortest of the model's fixed tables, and in the
     shortest of its growing tables, which the forward replaces when they are too short. Either is
     `None` if there is no such table or a forward fails. A table is an axis that each decode step
-    reads at one index, one more than the step before. `encoder_inputs`: model inputs for a model
-    with an encoder."""
+    reads at one index, which is one more than in the step before. `encoder_inputs`: model inputs
+    for a model with an encoder."""
     try:
         tables = _find_tables(trial, encoder_inputs)
     except ForwardFailedError:

@@ -34,8 +34,8 @@ from .values import (
     ABSENT,
     CONTAINERS,
     LIBRARIES,
-    NOTES,
-    PLUMBING,
+    BOOKKEEPING,
+    SKIPPED,
     SCALARS,
     STANDARD,
     attributes_of,
@@ -51,7 +51,7 @@ _MAX_DEPTH = 8  # of nested containers: some hold themselves
 MARSHAL_VERSION = 2  # the bytes of later versions also depend on reference counts
 # Attributes of modules that are skipped. The forward does not depend on `name_or_path`,
 # which says where the model was loaded from.
-_IGNORED = PLUMBING | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
+_IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
 # Modules whose classes load, save or generate: no forward depends on them.
 _UNRELATED_MODULES = (
     "abc",
@@ -198,7 +198,7 @@ class Reading:
                 if isinstance(value, types.FunctionType):
                     self._add_method(name, value)
                     described.append((name, self._function(value, 0)))
-                elif name[:2] == "__" or name in NOTES:
+                elif name[:2] == "__" or name in BOOKKEEPING:
                     continue
                 elif type(value) in SCALARS or (is_user_class and isinstance(value, _DATA_TYPES)):
                     described.append((name, self._value(value)))

@@ -137,7 +137,7 @@ class ModelState(Reading):
         return _pointers(self._parts) == _pointers(other._parts)
 
     def hold(self) -> None:
-        """Takes the reference of `is_in_place`, which keeps the tensors alive."""
+        """Takes the reference of `is_in_place`. The reference keeps the tensors alive."""
         self._parts = self._read_parts()
         self._addresses = list(map(Tensor.data_ptr, self._all_tensors))
         self._is_unverified, self._is_in_place = False, True

@@ -58,7 +58,7 @@ of the tests' models."""
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in a check. If the error `is_permanent`, later checks would fail as well."""
+    """A forward failed in a check. If the error `is_permanent`, later checks would also fail."""
 
     is_permanent = False
 

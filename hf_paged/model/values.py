@@ -18,7 +18,7 @@ SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
 CONTAINERS = (dict, list, deque, set)
 """Containers that code can change in place."""
 # Attributes that transformers sets on a model or its class for its own bookkeeping.
-NOTES = frozenset(
+BOOKKEEPING = frozenset(
     {
         "_auto_class",
         "_can_set_attn_implementation_cached_value",
@@ -28,14 +28,14 @@ NOTES = frozenset(
         "warnings_issued",
     }
 )
-PLUMBING = NOTES.union(vars(nn.Module()))
-"""Attributes to skip when the other attributes of a module are visited: notes, and those that torch
-gives every module. (`reading` and `writes` visit parameters, buffers, submodules, forward hooks and
-modes separately, as far as they need them.)"""
+SKIPPED = BOOKKEEPING.union(vars(nn.Module()))
+"""Attributes to skip when the other attributes of a module are visited: bookkeeping, and those that
+torch gives every module. (`reading` and `writes` visit parameters, buffers, submodules, forward
+hooks and modes separately, as far as they need them.)"""
 # The standard library, except `types`: user code keeps data in `types.SimpleNamespace`.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
-# Packages whose objects' attributes are not read, except those of modules, tensors and configs:
-# forwards rarely depend on them, and from them half the process can be reached.
+# Packages that are not user code. Except for modules, tensors and configs, attributes of their
+# objects are mostly not read: forwards rarely depend on them, and they lead to half the process.
 LIBRARIES = STANDARD | {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
 
 ABSENT = object()  # stands for a missing attribute

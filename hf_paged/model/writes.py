@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..interrupts import is_interrupt, restoring
-from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_user_object, plain_tensors
+from .values import ABSENT, CONTAINERS, BOOKKEEPING, SKIPPED, SCALARS, is_user_object, plain_tensors
 
 MAX_COPIED = 256 << 20
 """Maximum bytes of tensors that a [`Snapshot`] copies, the smallest first."""
@@ -99,7 +99,7 @@ class Snapshot:
         parts: list[Any] = []
         for _, _, before in self._tables:
             for name, value in before.items():
-                if name not in PLUMBING:
+                if name not in SKIPPED:
                     parts += self._reachable(value)
         generators = {part for part in parts if isinstance(part, torch.Generator)}
         self._generators = [(x, x.get_state()) for x in generators]
@@ -156,7 +156,7 @@ class Snapshot:
         return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
     def restore(self, by_engine: bool, writes: list[Write]) -> None:
-        """Restores everything in the copy but `NOTES`. First adds the differences to `writes`."""
+        """Restores everything in the copy but `BOOKKEEPING`. First adds the differences to `writes`."""
         changed = [(x, saved) for x, saved in self._copies if not _parts_are_equal(x, saved)]
         refilled = [
             (value, elements)
@@ -175,8 +175,8 @@ class Snapshot:
                 else:  # resized
                     x.set_(saved)
         for _, table, before in self._tables:
-            notes = {name: x for name, x in table.items() if name in NOTES}
-            restore_attributes(table, {**before, **notes})
+            kept = {name: x for name, x in table.items() if name in BOOKKEEPING}
+            restore_attributes(table, {**before, **kept})
 
     def _writes(self, changed: set[int], by_engine: bool) -> Iterator[Write]:
         """Yields the differences. `changed`: ids of tensors and containers whose content has
@@ -190,7 +190,7 @@ class Snapshot:
                     tensors = (part for part in _parts(after) if isinstance(part, Tensor))
                     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
                     is_written = not changed.isdisjoint(map(id, parts))
-                if is_written and name not in PLUMBING:
+                if is_written and name not in SKIPPED:
                     yield Write(module, table, name, before, copy_value(after), by_engine)
 
 

@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 class Checks:
     """The outcomes of the checks of one model's recorded steps, by kind of step.
 
-    In a recording, the forward gets a column for each token that the block tables can hold, which
-    are more than the rows have, so code that depends on the number of columns may give other
-    results. So a check covers only tables of its size, and rows at least as long as those that it
-    compared: with shorter rows, the difference between columns and tokens is larger. A kind whose
-    results differ once is refused for tables of any size."""
+    In a recording, the forward gets as many columns as the block tables can hold tokens, more than
+    the rows have, so code that depends on the number of columns may give other results. So a check
+    covers only tables of its size, and rows at least as long as those that it compared: with
+    shorter rows, the difference between columns and tokens is larger. A kind whose results differ
+    once is refused for tables of any size."""
 
     def __init__(self) -> None:
         self._refused = set[Hashable]()

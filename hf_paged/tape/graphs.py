@@ -68,8 +68,8 @@ returns logits `(m, vocab_size)`."""
 # steps without a graph of their own size before one is recorded: a recording takes about as long as
 # three steps (an estimate, not measured)
 MIN_USES = 3
-# the same if the context `is_fixed`: roughly the number of replays that pay for a recording, since
-# a context with other ranges may soon replace this one
+# the same if the context `is_fixed`: roughly the number of replays that pay for a recording, which
+# is useless once a context with other ranges replaces this one
 MIN_FIXED_USES = 64
 # maximum number of stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider
 # tables and adapters

@@ -1,5 +1,5 @@
 """The buffers at fixed addresses from which a recorded step reads its tokens and block tables, and
-which are filled with one copy per step. Also those to which it writes logits."""
+those to which it writes logits. One copy per step fills the former."""
 
 from __future__ import annotations
 

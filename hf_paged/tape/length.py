@@ -116,7 +116,7 @@ def with_ranges(func: Any, args: Any, kwargs: Any) -> Any:
         ranges = [
             _positions_between(item.start, item.stop) if _is_range(item) else None for item in items
         ]
-        # beside an index tensor, a tensor of positions does not select the elements of the slice
+        # beside an index tensor, a tensor of positions would not select what the slice selects
         are_basic = all(isinstance(item, (slice, int, type(None))) for item in items)
         if are_basic and sum(positions is not None for positions in ranges) == 1:
             pairs = zip(items, ranges)

@@ -108,9 +108,9 @@ class Lowering:
             self._add_torch_op(operation)
 
     def _retain(self, tensors: Iterable[Tensor]) -> None:
-        """Of these tensors, treats those without a buffer: keeps them alive for the tape, unless
-        they stay alive anyway and no operation writes to them, and adds a fixed buffer for each to
-        which an operation before the last writes."""
+        """For each tensor without a buffer: keeps it alive for the tape, unless it stays alive
+        anyway and no operation writes to it, and adds a fixed buffer if an operation before the
+        last writes to it."""
         for tensor in tensors:
             if self.buffers.id_of(tensor) is not None:
                 continue

@@ -48,7 +48,7 @@ _FROM_PYTHON = frozenset(
 
 HostResults = list[tuple[Any, Any, Any]]
 """The operations that wait for the device or copy to or from it, in order: for each, the function,
-a copy of its source on the host (`None` if it has none), and the result."""
+a copy of its source if that is on the host (otherwise `None`), and the result."""
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -145,7 +145,7 @@ class CaptureGuard(TorchDispatchMode):
 class HostResultReplay(TorchDispatchMode):
     """While a forward runs again, returns the `host_results` of [`CaptureGuard`] instead of running
     operations that wait or copy between host and device. Raises [`NotCapturable`] if these
-    operations, or the sources of their copies, differ from those of the first run."""
+    operations, or the sources of copies from the host, differ from those of the first run."""
 
     def __init__(self, host_results: HostResults) -> None:
         super().__init__()

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .buffers import DTYPE_NUMBERS, AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
 
-_OPS = (
+_OP_NAMES = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"
     " sigmoid silu gelu gelu_tanh sin cos log softplus sum mean largest copy"
 ).split()
 REDUCTIONS = frozenset({"sum", "mean", "largest"})  # to one number per row
-OPS = {name: number for number, name in enumerate(_OPS)}  # enum RowOp
+OP_NUMBERS = {name: number for number, name in enumerate(_OP_NAMES)}  # enum RowOp
 
 MEMORY = struct.Struct("Qq3qq")  # struct RowMemory
 INSTRUCTION = struct.Struct("6id")  # struct RowInstruction
@@ -217,7 +217,7 @@ class RowOps:
                 start = address(memory.ref)
                 dtype_id = DTYPE_NUMBERS[memory.ref.dtype]
                 memories += MEMORY.pack(start, dtype_id, *memory.strides)
-            fields = OPS[op], registers[out], a, b, DTYPE_NUMBERS[dtype], 0
+            fields = OP_NUMBERS[op], registers[out], a, b, DTYPE_NUMBERS[dtype], 0
             instructions += INSTRUCTION.pack(*fields, number)
         packed_narrow = struct.pack(f"{len(are_narrow)}i", *are_narrow)
         call = CALL.pack(
@@ -235,10 +235,11 @@ class RowOps:
     def _allocate_registers(self) -> tuple[dict[int, int], list[bool]]:
         """Renumbers registers, so that those whose content is no longer needed are reused. Returns
         the new number of each old register, and whether each new register is narrow."""
-        last: dict[int, int] = {}  # by old register: index of the last instruction that uses it
+        # by old register: index of the last instruction that uses it
+        last_uses: dict[int, int] = {}
         for index, instruction in enumerate(self.instructions):
             registers = (instruction.out, *instruction.inputs)
-            last |= dict.fromkeys(registers, index)
+            last_uses |= dict.fromkeys(registers, index)
         free: dict[bool, list[int]] = {False: [], True: []}  # new registers, by `is_narrow`
         numbers: dict[int, int] = {}
         are_narrow: list[bool] = []
@@ -251,6 +252,6 @@ class RowOps:
                     are_narrow.append(is_narrow)
                 numbers[instruction.out] = unused.pop()
             for register in {instruction.out, *instruction.inputs}:
-                if last[register] == index:
+                if last_uses[register] == index:
                     free[self.are_narrow[register]].append(numbers[register])
         return numbers, are_narrow

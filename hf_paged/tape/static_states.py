@@ -29,8 +29,8 @@ class StaticStates:
         self._resident_states: list[Tensor] = []
 
     def copy_in(self, layers: Sequence[Any]) -> None:
-        """Copies the states of these layers to the first rows of the buffers. No layers may
-        hold views of the buffers (`move_in`)."""
+        """Copies the states of these layers to the first rows of the buffers. No layers may hold
+        views of the buffers (`move_in`)."""
         states = state_tensors(layers)
         torch._foreach_copy_(self._views_like(states), states)
 

@@ -32,11 +32,11 @@ from .code import code_hash, globals_module, names_of
 from .forwards import is_idle_hook
 from .values import (
     ABSENT,
+    BOOKKEEPING,
     CONTAINERS,
     LIBRARIES,
-    BOOKKEEPING,
-    SKIPPED,
     SCALARS,
+    SKIPPED,
     STANDARD,
     attributes_of,
     is_user_module,
@@ -49,8 +49,8 @@ _FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
 _TORCH_SCALAR_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
 MARSHAL_VERSION = 2  # the bytes of later versions also depend on reference counts
-# Attributes of modules that are skipped. The forward does not depend on `name_or_path`,
-# which says where the model was loaded from.
+# Attributes of modules that are not read. The forward does not depend on `name_or_path`, which says
+# where the model was loaded from.
 _IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
 # Modules whose classes load, save or generate: no forward depends on them.
 _UNRELATED_MODULES = (

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..interrupts import is_interrupt, restoring
-from .values import ABSENT, CONTAINERS, BOOKKEEPING, SKIPPED, SCALARS, is_user_object, plain_tensors
+from .values import ABSENT, BOOKKEEPING, CONTAINERS, SCALARS, SKIPPED, is_user_object, plain_tensors
 
 MAX_COPIED = 256 << 20
 """Maximum bytes of tensors that a [`Snapshot`] copies, the smallest first."""
@@ -156,7 +156,8 @@ class Snapshot:
         return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
     def restore(self, by_engine: bool, writes: list[Write]) -> None:
-        """Restores everything in the copy but `BOOKKEEPING`. First adds the differences to `writes`."""
+        """Adds the differences to `writes`, then restores everything in the copy but
+        `BOOKKEEPING`."""
         changed = [(x, saved) for x, saved in self._copies if not _parts_are_equal(x, saved)]
         refilled = [
             (value, elements)

@@ -203,7 +203,7 @@ class Capability:
         if reason is not None and processes is None:
             return reason
         code_key = self._last_code_key or self._find_code_key(modules)
-        key = _key(check, kind, cache, code_key)
+        key = _verdict_key(check, kind, cache, code_key)
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
             state = _DONE if key in verdicts else _PENDING
@@ -229,7 +229,8 @@ class Capability:
                 return verdict
         # a new key: keys leave out attributes that only forwards write, and `judge_writes` may just
         # have noted some
-        _store(model, _key(check, kind, cache, self._find_code_key(modules)), verdict)
+        key = _verdict_key(check, kind, cache, self._find_code_key(modules))
+        _store_verdict(model, key, verdict)
         return verdict
 
     def _find_code_key(self, modules: Modules) -> Hashable:
@@ -243,8 +244,8 @@ class Capability:
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
     """Records why packed forwards of the model fail although `packed_check` has passed. While the
     model's `_code_key` stays the same, `choose_layout` chooses no packed layout."""
-    key = _key(packed_check, None, cache, _code_key(model, list(model.modules())))
-    _store(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
+    key = _verdict_key(packed_check, None, cache, _code_key(model, list(model.modules())))
+    _store_verdict(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
 
 
 def _input_names(prompts: Any) -> tuple[str, ...]:
@@ -272,7 +273,7 @@ def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
     return has_global_hooks, modules
 
 
-def _key(
+def _verdict_key(
     check: Callable[..., Any],
     kind: Any,
     cache: PagedCache,
@@ -282,7 +283,7 @@ def _key(
     return check, kind, tuple(layers), code_key
 
 
-def _store(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
+def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
     with _lock:
         verdicts = _verdicts.setdefault(model, {})
         while key not in verdicts and len(verdicts) >= _MAX_VERDICTS:

@@ -79,9 +79,9 @@ def packed_check(trial: Trial) -> Layout | str:
     with trial.forwards():
         rows = sample_tokens(model)
         whole_logits = model(input_ids=rows, use_cache=False, return_dict=True).logits
-        decode_logits = trial.plain(rows[:, : _FIRST_LENGTH + 2], _FIRST_LENGTH)
+        decode_logits = trial.decode_rows(rows[:, : _FIRST_LENGTH + 2], _FIRST_LENGTH)
         padded_rows = rows[:, [0, 0, *range(_FIRST_LENGTH + 1)]]
-        padded_logits = trial.plain(padded_rows, _FIRST_LENGTH + 2, padding=2)
+        padded_logits = trial.decode_rows(padded_rows, _FIRST_LENGTH + 2, padding=2)
     memory = scratch_memory()
     try:
         packed_logits = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS, memory)
@@ -138,11 +138,11 @@ def run_kernels(trial: Trial) -> None:
         trial.run(Layout(), rows, (end,), steps, trial_memory)
     except Exception as error:
         # large blocks may not fit in memory now, and requests can wait for memory
-        if not _is_expected(error):
+        if not _is_forward_failure(error):
             raise
 
 
-def _is_expected(error: Exception) -> bool:
+def _is_forward_failure(error: Exception) -> bool:
     """Whether the error is not an interrupt, and means that a forward failed or lacked memory."""
     return isinstance(error, ForwardFailedError) or (
         is_out_of_memory(error) and not is_interrupt(error)
@@ -196,8 +196,8 @@ def side_by_side_check(trial: Trial) -> Layout:
     with trial.forwards():
         rows = sample_tokens(model)
         for row, prompt_length, length in zip(rows.split(1), prompt_lengths, _SIDE_BY_SIDE_LENGTHS):
-            decode_logits.append(trial.plain(row[:, :length], prompt_length)[:, 0])
-            prefill_logits.append(trial.plain(row[:, :length], length)[0, 0])
+            decode_logits.append(trial.decode_rows(row[:, :length], prompt_length)[:, 0])
+            prefill_logits.append(trial.decode_rows(row[:, :length], length)[0, 0])
     last_logits = torch.stack([logits[-1] for logits in decode_logits])
     depends_on_splits = trial.difference(last_logits, torch.stack(prefill_logits)) is not None
     logits_iterators = list(map(iter, decode_logits))  # by row
@@ -436,7 +436,7 @@ def merge_check(trial: Trial) -> bool:
             packed = runner.advance(runner.add_prompts(merged, new_token), num_steps=2)
         return trial.difference(torch.cat(plain, dim=1).flatten(0, 1), packed) is None
     except Exception as error:  # separate forwards may still fit in memory
-        if not _is_expected(error):
+        if not _is_forward_failure(error):
             raise
         return False
 
@@ -490,7 +490,7 @@ def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[Writ
             write.table[write.name] = copy_value(write.after)
         prompts = trial.prompts
         if prompts is None:
-            logits = trial.plain(row, _FIRST_LENGTH)
+            logits = trial.decode_rows(row, _FIRST_LENGTH)
         else:
             logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
         for key, write in writes.items():

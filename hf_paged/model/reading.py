@@ -136,7 +136,7 @@ class Reading:
         self._globals = list[tuple[dict[str, Any], str]]()  # namespaces and the names read there
         self._arrays = list[Any]()
         self._write_only = notes_of(model).write_only
-        self._number(model)
+        self._number_of(model)
         described = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
         num_described = 0
         while num_described < len(self._objects) or self._functions:
@@ -169,7 +169,7 @@ class Reading:
                 attributes.append((name, self._value(value)))
         return kind, attributes
 
-    def _number(self, item: Any) -> int:
+    def _number_of(self, item: Any) -> int:
         count = len(self._objects)
         number = self._object_numbers.setdefault(id(item), count)
         if number == count:
@@ -217,7 +217,7 @@ class Reading:
             if type(value) in SCALARS:
                 described.append((name, value))
             elif name == "config" and hasattr(value, "to_dict"):
-                described.append((name, self._number(value)))
+                described.append((name, self._number_of(value)))
             elif value is not ABSENT:
                 described.append((name, self._value(value)))
         for table in (module._parameters, module._buffers, module._modules):
@@ -254,7 +254,7 @@ class Reading:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):
-            return "module", self._number(value)
+            return "module", self._number_of(value)
         if isinstance(value, _CONTAINER_TYPES):
             return self._container(value, depth)
         if isinstance(value, enum.Enum):
@@ -309,7 +309,7 @@ class Reading:
         if isinstance(value, types.ModuleType):
             return "named", value.__name__
         if isinstance(value, type) and is_user_module(value.__module__):
-            return "class", self._number(value)
+            return "class", self._number_of(value)
         return "named", value.__module__, value.__qualname__
 
     def _instance(self, value: Any, depth: int) -> Any:
@@ -326,7 +326,7 @@ class Reading:
         is_read = is_user_module(kind.__module__) and self._num_plain_objects < _MAX_PLAIN_OBJECTS
         if is_read or is_numbered:
             self._num_plain_objects += not is_numbered
-            return "object", self._number(value)
+            return "object", self._number_of(value)
         return "object", self._library_object(value, depth)
 
     def _watch_container(self, value: Any) -> None:

@@ -164,7 +164,7 @@ class Trial:
         self.dtypes |= {x.dtype for x in tensors_of(cached) if x.is_floating_point()}
         return torch.stack(logits)
 
-    def plain(self, rows: Tensor, prompt_length: int, padding: int = 0) -> Tensor:
+    def decode_rows(self, rows: Tensor, prompt_length: int, padding: int = 0) -> Tensor:
         """As `decode`, for token ids `rows` `(rows, length)`: returns the logits after the first
         `prompt_length` tokens, of which the first `padding` are masked, and after each later
         token."""

@@ -83,8 +83,8 @@ def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
 class Snapshot:
     """A copy of what modules hold besides parameters, submodules and hooks: attributes, the
     elements of containers, the attributes of user classes' objects, the content of tensors and the
-    state of generators. It leaves out tensors for which `MAX_COPIED` or memory does not suffice,
-    and containers beyond `_MAX_CONTAINERS`."""
+    state of generators. It leaves out tensors that are not strided, tensors for which `MAX_COPIED`
+    or memory does not suffice, and containers beyond `_MAX_CONTAINERS`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [

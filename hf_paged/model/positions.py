@@ -59,8 +59,8 @@ class PositionReads(TorchDispatchMode):
 
     def _axis_reads(self, kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
         """Returns the size of each axis that an operation indexes or slices, and the indices that
-        it reads. A slice counts as one index: its last or, if the slice extends to the end of the
-        axis, its first, counted from that end."""
+        it reads. A slice counts as one index: its last or, for `x[start:]`, its first, counted from
+        the end of the axis."""
         if kind is _aten.embedding:
             return [(len(args[0]), _index_values(args[1]))]
         if kind in (_aten.gather, _aten.index_select) and args[0].dim():

@@ -221,8 +221,9 @@ def _memories_of(owner: Any) -> list[PagedMemory]:
 
 @guarded
 def free(model: Any) -> None:
-    """Frees the pool of a model, or of an object that has a model as `.model`, such as an engine or
-    a pipeline. Caches that a caller holds keep their blocks until they are garbage-collected."""
+    """Frees the pool of a model, or of an object that has a model as `.model`, such as a pipeline
+    or an engine, whose requests are cancelled. Caches that a caller holds keep their blocks until
+    they are garbage-collected."""
     if isinstance(getattr(model, "memory", None), PagedMemory):
         return model.free()  # an engine has its own pool
     with _lock:

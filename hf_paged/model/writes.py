@@ -91,7 +91,7 @@ class Snapshot:
             (module, table, dict(table))
             for module in model.modules()
             for table in (vars(module), module._buffers)
-            # the tables of traced and scripted modules are no dicts, and their code sets no
+            # the tables of traced and scripted modules are not dicts, and their code sets no
             # attributes
             if isinstance(table, dict)
         ]

@@ -15,12 +15,12 @@ from ..kernels.triton.cascade import SharedPrefix
 # tables have columns for at least this many tokens per row, so that short sequences can grow
 # without a new graph
 MIN_TABLE_TOKENS = 1024
-# the same with `reads_keys`: the forward then computes with a key for each token that tables hold
+# the same with `reads_keys`: the forward then computes with a key for each of these tokens
 MIN_TABLE_TOKENS_IF_READ = 64
 # Maximum tokens of chunks in a recorded step: with more, the GPU computes for longer than the host
 # needs to launch (vLLM records up to 512 tokens). An estimate, not a measurement
 MAX_CHUNK_TOKENS = 512
-# capacities of a recorded step with any chunks, and with any shared prefixes
+# minimum numbers of chunks and of shared prefixes for which steps with any are recorded
 MIN_CHUNKS, MIN_PREFIXES = 4, 4
 
 Prefixes = tuple[tuple[SharedPrefix, ...], ...]

@@ -138,16 +138,17 @@ class RectangleReplays:
             return None
         groups = []
         for number, group in enumerate(self._groups):
-            size = group.blocks.block_size
+            block_size = group.blocks.block_size
             tables = [blocks.tables[number] for blocks in rectangle.blocks]
             if self._recorder.reads_keys and any(table.num_dropped for table in tables):
                 return None  # a mask would need each row's first column
             rows = zip(rectangle.paddings, tables)
-            origins = [padding + table.num_dropped * size for padding, table in rows]
+            origins = [padding + table.num_dropped * block_size for padding, table in rows]
             indices = [column - origin for origin in origins]
             block_ids = [table.block_ids for table in tables]
             slots = [
-                ids[index // size] * size + index % size for ids, index in zip(block_ids, indices)
+                ids[index // block_size] * block_size + index % block_size
+                for ids, index in zip(block_ids, indices)
             ]
             seq_lens = [index + 1 for index in indices]
             groups.append(GroupTokens(slots, block_ids, seq_lens, origins))

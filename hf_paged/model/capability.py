@@ -1,5 +1,5 @@
-"""Chooses the layout in which a model runs: from its modules and config, then by comparing forwards
-(`checks`). There is no list of model names."""
+"""Chooses the layout in which a model runs, first by its modules and config (`structure`), then by
+comparing forwards (`checks`). There is no list of model names."""
 
 from __future__ import annotations
 

@@ -170,6 +170,7 @@ class Reading:
         return kind, attributes
 
     def _number_of(self, item: Any) -> int:
+        """Returns the item's index in `_objects`, after adding the item if it is new."""
         count = len(self._objects)
         number = self._object_numbers.setdefault(id(item), count)
         if number == count:

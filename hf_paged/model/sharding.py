@@ -77,7 +77,7 @@ def serve_rank(model: Any) -> None:
 
     Raises:
         ValueError: in process 0, and for a model that is not sharded.
-        RuntimeError: while a call of this process uses the model.
+        RuntimeError: while another call of this process uses the model.
         RankLostError: if another process has ended.
     """
     _ranks().serve(model)

@@ -141,9 +141,9 @@ class StepGraphs:
         self._states: Items[Any] = ()
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
-        """Drops all graphs if they were recorded in another state of the model or of torch's
-        options, apart from in-place changes of weights, or without `reads_keys` (as in
-        `Recorder.begin`). A recording that raises `KeysReadError` also sets `reads_keys`."""
+        """Drops all graphs if they were recorded in another state of the model (apart from the
+        content of its tensors) or of torch's options, or, with `reads_keys` (as in
+        `Recorder.begin`), without it. A recording that raises `KeysReadError` also sets it."""
         model = self._model()
         assert model is not None
         text_config = model.config.get_text_config(decoder=True)

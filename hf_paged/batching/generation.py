@@ -265,15 +265,17 @@ class RequestState(Generation):
             if type(criterion) is MaxTimeCriteria and criterion not in callers_criteria
         ]
         self._streamer, self._tokenizer = options.streamer, tokenizer
-        self._text_tracker = None if tokenizer is None else TextTracker(tokenizer)
         self._added_at = time.perf_counter()
         self._first_token_seconds: float | None = None  # as in `Timings.first_token`
         # an interrupt that came while the tokenizer decoded the result; `EngineCore.end` raises it
         # after queueing the result
         self.interrupt: BaseException | None = None
         self.is_reported = False  # whether its result is in `output_queue`
-        # length of the decoding at the last call of `outputs`, and the outputs that it returned
-        self._last_report: tuple[int, list[Output]] = (self._prompt_length, [])
+        # of the last call of `outputs`: the decoding's length, the outputs, and the tracker after
+        # them, or `None` without text; assigned together, so that an interrupt leaves all or none
+        tracker = None if tokenizer is None else TextTracker(tokenizer)
+        self._last_report: tuple[int, list[Output], TextTracker | None]
+        self._last_report = self._prompt_length, [], tracker
 
     def prepare_again(self, model: PreTrainedModel) -> None:
         """Prepares the prompt's inputs again, including encoder outputs, after the weights
@@ -312,13 +314,8 @@ class RequestState(Generation):
             self.new_tokens = [
                 {row: token for row, token in tokens.items() if lengths[row] == decoding.length}
             ]
-        outputs: list[Output]
-        if self._text_tracker is None:
-            outputs = list(zip(self.new_tokens or [{}], itertools.repeat(None)))
-        else:
-            outputs = self._with_text(self.new_tokens)
-        self._last_report = decoding.length, outputs
-        return outputs
+        self._last_report = decoding.length, *self._with_text(self.new_tokens)
+        return self._last_report[1]
 
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
         """Returns the tokens of the result that no output has reported, in the form of `outputs`:
@@ -341,8 +338,8 @@ class RequestState(Generation):
             for position in range(num_reported, max(map(len, token_rows), default=0))
         ]
         try:
-            *earlier, (tokens, text) = self._with_text(tokens_by_position)
-            held_text = "" if self._text_tracker is None else self._text_tracker.flush()
+            (*earlier, (tokens, text)), tracker = self._with_text(tokens_by_position)
+            held_text = "" if tracker is None else tracker.flush()
             if held_text:
                 text = (text or "") + held_text
             return [*earlier, (tokens, text)]
@@ -350,14 +347,17 @@ class RequestState(Generation):
             self._result_error(error)
             return [(tokens, None) for tokens in tokens_by_position] or [({}, None)]
 
-    def _with_text(self, tokens_by_position: list[dict[int, int]]) -> list[Output]:
-        """Returns the tokens of consecutive positions with their text. If the tokenizer raises,
-        sets `error`, unless it is already set, and returns the remaining tokens without text. An
-        interrupt of the tokenizer leaves the text tracker unchanged."""
+    def _with_text(
+        self, tokens_by_position: list[dict[int, int]]
+    ) -> tuple[list[Output], TextTracker | None]:
+        """Returns the tokens of consecutive positions with their text, and the text tracker after
+        them. If the tokenizer raises, sets `error`, unless it is already set, and returns the
+        remaining tokens without text."""
         outputs: list[Output] = []
-        tracker = (
-            copy.copy(self._text_tracker) if len(tokens_by_position) > 1 else self._text_tracker
-        )
+        tracker = self._last_report[2]
+        if tracker is None:
+            return list(zip(tokens_by_position or [{}], itertools.repeat(None))), None
+        tracker = copy.copy(tracker)
         has_ended = self.decoding.finish_reasons[0] is not None
         for next_position, tokens in enumerate(tokens_by_position or [{}], 1):
             text = None
@@ -372,8 +372,7 @@ class RequestState(Generation):
                     self.error = error if self.error is None else self.error
                     tracker = None
             outputs.append((tokens, text))
-        self._text_tracker = tracker
-        return outputs
+        return outputs, tracker
 
     def _result_error(self, error: BaseException) -> Exception:
         """Returns the error that the result holds for an exception of the tokenizer: for an

@@ -147,6 +147,7 @@ class StepLoop:
         drafter's state. With `recompute`, also drops the K/V of unfinished requests, which are then
         recomputed."""
         try:
+            self._finish_recovery()
             if self.drafter.instance is not None:
                 self.drafter.instance.change_weights()
             with self.executor.lock:

@@ -282,10 +282,10 @@ def decode(tokenizer: Any, token_ids: list[int]) -> Any:
     request instead of the thread."""
     try:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
-    except (Exception, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as panic:
-        raise RuntimeError(f"the tokenizer cannot decode the new tokens: {panic!r}") from panic
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RuntimeError(f"the tokenizer cannot decode the new tokens: {error!r}") from error
 
 
 # a character of which bytes are still missing decodes to the replacement character

@@ -27,7 +27,7 @@ from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.config import KV_DTYPES, MAX_BLOCK_SIZE, MIN_BLOCK_SIZE
-from hf_paged.kernels import costs, preferred
+from hf_paged.kernels import costs, preferred_backend
 from hf_paged.step import StepMetadata
 
 SIZES = [
@@ -89,7 +89,7 @@ def time_of(calls: list[AttentionCall], backend: Any) -> float:
 def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[str, float]]:
     """Nanoseconds per token, by kernel and dtype, then block size: the geometric mean over loads of
     the median over as many turns as fit into `seconds`, at least one."""
-    first = preferred(torch.empty(0, device=device))
+    first = preferred_backend(torch.empty(0, device=device))
     kernels = dict.fromkeys([first, "gather"] if device == "cpu" else [first])
     dtypes = ["float32"] if quick else ["float32", "bfloat16", "float16", *KV_DTYPES]
     dims, loads = ([64], [(2, 1, 64, 1)]) if quick else (list(HEADS), LOADS[device])

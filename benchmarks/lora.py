@@ -63,7 +63,7 @@ class Contender(NamedTuple):
             next(forwards)
             return run(*args)
 
-        apart = patch(LoopAdapters, "_mixable", lambda *_: {})
+        apart = patch(LoopAdapters, "_get_mixable", lambda *_: {})
         with patch(model_runner, "run", counted), contextlib.nullcontext() if self.mixes else apart:
             seconds, results = runner.clocked(
                 lambda: self.engine.generate(prompts, options, adapter=self.adapters)

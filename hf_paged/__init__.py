@@ -1,11 +1,11 @@
 """Paged KV memory for Hugging Face `generate`: the same tokens, with keys and values in blocks of a
 pool that rows share.
 
-    # any model; calls of several threads share forwards
+    # calls of several threads share forwards if the model allows it
     model.generate(**inputs, cache_implementation="paged")
     # with a limit
     model.generate(**inputs, cache_implementation="paged", cache_config={"num_blocks": 4096})
-    # the route of the call, and why; bytes
+    # how the last call was served, and why; the bytes of its keys and values
     hf_paged.last_route(model), hf_paged.memory_stats(model)
 
     # many requests: continuous batching
@@ -19,13 +19,13 @@ The public names (`help(hf_paged.PagedEngine)` explains one):
 
     install, uninstall        add "paged" to `generate` (importing hf_paged does so); undo it
     last_route, Route         the route of a model's last call, and the reason for it
-    memory_stats, MemoryStats memory of a model's keys and values, also that of a plain cache
+    memory_stats, MemoryStats bytes of a model's keys and values, and those of a plain cache
     free                      frees a model's pool
     budget                    limits the pools of all models together, in bytes
     check_integrity           checks a model's pool against its block tables
     PagedConfig               every option of the memory and of the engine
     PrefixTiers               the option for host memory and disk below the prefix cache
-    VirtualStorage            the option for rows that are also contiguous addresses
+    VirtualStorage            the option for rows that are also contiguous in virtual addresses
     PagedEngine               continuous batching of many requests on one model
     RequestOutput             new tokens of a request, as `stream` and `step` return them
     RequestResult             a finished request: its sequences, error, timings
@@ -33,9 +33,9 @@ The public names (`help(hf_paged.PagedEngine)` explains one):
     EngineStats               an engine's state and counters
     PagedCache                a `transformers.Cache` whose keys and values are in blocks
     serve_rank                serves a sharded model's engine in the other processes
-    OutOfBlocksError          raised when a limit leaves too few blocks
-    EngineStalledError        raised when an engine's requests cannot advance
-    RankLostError             raised when another process of a sharded model has ended
+    OutOfBlocksError          raised when a limit, or free memory, allows too few blocks
+    EngineStalledError        raised when many steps in a row produced no token
+    RankLostError             raised when a process of a sharded model has ended or is out of step
 """
 
 import sys as _sys
@@ -46,8 +46,9 @@ __version__ = "0.2.0"
 
 
 def _is_command() -> bool:
-    """Whether Python imports the package to run `python -m hf_paged`. That command needs no model,
-    so it starts at once, without torch and transformers. Any other import calls `install`."""
+    """Whether Python imports the package to run `python -m hf_paged`. Of its commands, only
+    `inspect` needs torch and transformers, so this import skips them. Any other import calls
+    `install`."""
     # while Python looks for the module, `sys.argv` begins with "-m" instead of the module's path;
     # in `sys.orig_argv`, the module's name precedes the remaining arguments
     return _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv) :][0] in (
@@ -72,7 +73,7 @@ if not _is_command():
     from .config import PrefixTiers as PrefixTiers
     from .config import VirtualStorage as VirtualStorage
     from .generation.install import install as install
-    from .generation.install import install_of_environment as _install_of_environment
+    from .generation.install import install_from_environment as _install_from_environment
     from .generation.install import uninstall as uninstall
     from .model.registry import Route as Route
     from .model.registry import check_integrity as check_integrity
@@ -82,11 +83,11 @@ if not _is_command():
     from .model.sharding import RankLostError as RankLostError
     from .model.sharding import serve_rank as serve_rank
 
-    _install_of_environment()
+    _install_from_environment()
 
-# `from hf_paged import *` imports all public names here: modules among them would replace a user's
-# `config`, `model` or `cache`. An `__all__` instead would make `help(hf_paged)` print every class
-# in full.
+# A star import takes every public name of this module. Submodules among these names would replace a
+# user's `config`, `model` or `cache`. An `__all__` instead would make `help(hf_paged)` print every
+# class in full.
 for _name in [
     name for name, value in globals().items() if isinstance(value, _Module) and name[:1] != "_"
 ]:

@@ -34,7 +34,7 @@ except ValueError as error:  # an invalid default that the environment sets
     sys.exit(2)
 
 STARTUP_FOLDER = Path(__file__).resolve().with_name("tools") / "startup"  # contains `sitecustomize`
-# by option of the command: the option of `install`
+# by option of the command `run`: the option of `install` that it sets
 INSTALL_OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}
 
 # An engine shares its cores with the web server, so one thread of a parallel loop may have no core.
@@ -156,7 +156,7 @@ def command_of_file(path: str) -> list[str]:
     if suffix.startswith(".py") or re.search(r"\bpython[\d.]*( |$)", program):
         return [sys.executable, path]
     content = Path(path).read_bytes()
-    if os.access(path, os.X_OK) and (program or b"\0" in content):  # a binary
+    if os.access(path, os.X_OK) and (program or b"\0" in content):  # a binary has NUL bytes
         return [path]
     with contextlib.suppress(SyntaxError, ValueError):
         if not program:
@@ -170,10 +170,10 @@ def command_of_file(path: str) -> list[str]:
 
 def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
     """Returns the environment for a program that imports hf_paged with these defaults of
-    `PagedConfig` and these options of `install`."""
+    `PagedConfig` and these options of `install`, besides those in this process's environment."""
     outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(STARTUP_FOLDER), *filter(None, outer_paths)]
-    outer = json.loads(os.environ.get(config.VARIABLE) or "{}")
+    outer = json.loads(os.environ.get(config.CONFIG_VARIABLE) or "{}")
     outer_options = os.environ.get(config.INSTALL_VARIABLE, "").split(",")
     all_options = [*filter(None, outer_options), *options]
     is_server = INSTALL_OPTIONS["engine"] in options and "OMP_WAIT_POLICY" not in os.environ
@@ -181,7 +181,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
         **(SERVER_ENVIRONMENT if is_server else {}),
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        config.VARIABLE: json.dumps({**outer, **settings}),
+        config.CONFIG_VARIABLE: json.dumps({**outer, **settings}),
         config.INSTALL_VARIABLE: ",".join(dict.fromkeys(all_options)),
     }
 
@@ -214,7 +214,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--version",
         action="store_true",
-        help="print the versions of hf_paged and of what it runs on",
+        help="print the versions of hf_paged and of its dependencies",
     )
     commands = parser.add_subparsers(dest="command", title="commands", metavar="COMMAND")
     run = commands.add_parser(
@@ -230,10 +230,12 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument(
         "--engine",
         action="store_true",
-        help="transformers' continuous batching runs on hf_paged's engine",
+        help="run transformers' continuous batching on hf_paged's engine",
     )
     run.add_argument(
-        "--paged", action="store_true", help="also page calls of `generate` that name no cache"
+        "--paged",
+        action="store_true",
+        help="use paged memory also in calls of `generate` that name no cache",
     )
     run.add_argument(
         "--set",

@@ -1,5 +1,5 @@
-"""The private names of transformers that hf_paged uses, checked on import. No other module uses
-them. Functions that call a method of the model take the model first."""
+"""The private names of transformers that hf_paged uses; no other module uses them. The import fails
+if a required one is missing. Functions that call a method of the model take the model first."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ BEAM_METHODS = (
 
 
 def _replaced_methods(*loops: str) -> tuple[str, ...]:
-    """The private methods that these loops of transformers call on the model and the engine's loops
-    do not. `UPDATE_INPUTS` is left out, since some layouts of the engine call it."""
+    """Returns the private methods that these loops of transformers call on the model and the
+    engine's loops do not. `UPDATE_INPUTS` is left out, since some layouts of the engine call it."""
     codes = []
     for loop in loops:
         function = getattr(GenerationMixin, loop, lambda: None)
         codes.append(inspect.unwrap(function).__code__)
-    for code in codes:  # the loop also adds the code of functions and comprehensions inside
+    for code in codes:  # the list grows by the code of functions and comprehensions in `code`
         codes += filter(inspect.iscode, code.co_consts)
     names: dict[str, Any] = {}
     for code in codes:
@@ -166,8 +166,8 @@ _STOP_MODE = _require(StopStringCriteria, "_get_stop_string_matching_mode")
 
 
 def _stop_mode(tokenizer: Any) -> str | None:
-    """The kind of the tokenizer's decoder if `StopStringCriteria` compares bytes for it; `None` if
-    it compares text."""
+    """Returns the kind of the tokenizer's decoder if `StopStringCriteria` compares its tokens as
+    bytes; `None` if as text."""
     return getattr(StopStringCriteria, _STOP_MODE)(tokenizer)
 
 
@@ -196,7 +196,8 @@ class _OneToken:
 
 
 def token_text(tokenizer: Any, name: str, token: int) -> Any:
-    """Returns the text of a token, in the form of `stop_texts`."""
+    """Returns the text of a token, whose name in the vocabulary is `name`, in the form of
+    `stop_texts`."""
     one_token = _OneToken(tokenizer, {name: token})
     (text,), _ = StopStringCriteria.clean_tokenizer_vocab(
         one_token, stop_string_matching_mode=_stop_mode(tokenizer)
@@ -262,8 +263,9 @@ if not _current_names:
     logger.warning(
         Topic.VERSIONS(
             "`prepare_inputs_for_generation` of transformers %s has none of the arguments by which"
-            " hf_paged knows a cache (%s), so no cache is paged: install a version from 5.17 to"
-            " 5.24, or a newer hf_paged; or import hf_paged before code that replaces this method"
+            " hf_paged recognizes a cache (%s), so no cache is paged: install a version from 5.17"
+            " to 5.24, or a newer hf_paged; or import hf_paged before code that replaces this"
+            " method"
         ),
         transformers.__version__,
         ", ".join(CACHE_NAMES),
@@ -271,8 +273,8 @@ if not _current_names:
 
 
 def cache_name(model: Any) -> str:
-    """Returns the name of the argument for the cache in the model's forward: the one in its
-    signature or, if it has none, that of the installed version."""
+    """Returns the name of the model's forward argument for the cache: the one in the forward's
+    signature or, if there is none, that of the installed version."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), OUTPUT_CACHE)
 
@@ -364,8 +366,8 @@ def is_pipeline(model: Any) -> bool:
 
 def shard_ranks(model: Any) -> list[int] | None:
     """Returns the global ranks, in order, of the processes among which `from_pretrained` has split
-    the model by tensor or pipeline parallelism, without data-parallel replicas; `None` if there is
-    only one."""
+    the model by tensor or pipeline parallelism, without data-parallel replicas; `None` if one
+    process holds the whole model."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return None
@@ -392,9 +394,10 @@ def layer_configs(config: Any) -> Sequence[Any]:
     return config.per_layer_config
 
 
-def split_heads(model: Any) -> tuple[int, int] | None:
+def sharded_heads(model: Any) -> tuple[int, int] | None:
     """Returns the number of KV heads (the greatest common divisor, if layers differ) and the number
-    of processes over which they are sharded; `None` if they are not, or their number is unknown."""
+    of processes over which they are sharded; `None` if the heads are not sharded, or if their
+    number is unknown."""
     plan = getattr(model, "tp_plan", None) or {}
     size = getattr(model, "tp_size", None) or 1
     split = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}

@@ -12,18 +12,18 @@ from torch import nn
 
 from .switches import NOTHING, Switches, Switching
 
-# Names of the attributes that hold a function that a call of the module runs: two of torch's, and
-# accelerate's `_old_forward`, the function that its hook wraps.
+# Attributes whose functions a call of the module runs: two of torch's, and accelerate's
+# `_old_forward`, which holds the function that accelerate's hook wraps.
 FUNCTION_ATTRIBUTES = ("forward", "_compiled_call_impl", "_old_forward")
 _ORIGINAL = "_torchdynamo_orig_callable"
 _UNSET: Any = object()
 
 
 def uncompiled(function: Any) -> Any:
-    """The function that `torch.compile` wrapped, as a method of the same object if `function` is a
-    method; `function` itself if `torch.compile` did not make it. A caller's own wrapper of a
-    compiled function is also returned unchanged, although `functools.wraps` gives it that
-    function's attributes."""
+    """Returns the function that `torch.compile` wrapped, as a method of the same object if
+    `function` is a method; `function` itself if `torch.compile` did not make it. A caller's own
+    wrapper of a compiled function is also returned unchanged, although `functools.wraps` gives it
+    that function's attributes."""
     if isinstance(function, types.MethodType):
         inner = uncompiled(function.__func__)
         return (
@@ -46,13 +46,13 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_switched(module: nn.Module) -> bool:
-    """Whether the module is within `running_eagerly`."""
+    """Whether a `running_eagerly` context of the module is open."""
     return id(module) in _switches.entries
 
 
 def replaced_forward(module: nn.Module) -> Any:
-    """The function that replaces the `forward` of the module's class; `None` if there is none, or
-    if it is only the class's own, compiled."""
+    """Returns the function that replaces the `forward` of the module's class; `None` if there is
+    none, or if it is the class's own `forward`, compiled or not."""
     function = vars(module).get("forward")
     if function is None:
         return None
@@ -81,8 +81,8 @@ def _switching(module: nn.Module) -> Switching:
 
     def restore() -> None:
         for before, original in saved.values():
-            # The loop finds no name if a caller's code has set another function, and a different
-            # name if accelerate's hook was added or removed in the meantime.
+            # The inner loop finds no name if a caller's code has set another function, and a
+            # different name if accelerate's hook was added or removed in the meantime.
             for name in [name for name in FUNCTION_ATTRIBUTES if attributes.get(name) is original]:
                 if before is not _UNSET:
                     attributes[name] = before

@@ -1,5 +1,5 @@
-"""`PagedConfig`: every option of the paged memory and of the engine, with units and validation. It
-allocates nothing and imports no torch."""
+"""`PagedConfig`: every option of the paged memory and of the engine, with units and validation. The
+module allocates nothing, and imports no torch unless an option is unknown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
 AUTO = "auto"
-MAX_VIRTUAL_BLOCK_SIZE = 1 << 14  # with pages of 2 MiB
+MAX_VIRTUAL_BLOCK_SIZE = 1 << 14  # enough for blocks that fill pages of 2 MiB
 SPECULATION = (None, "ngram")
 PREEMPTION = ("auto", "recompute", "swap")
 KV_DTYPES = ("int8", "fp8_e4m3", "fp8_e5m2")
@@ -27,7 +27,7 @@ _REMOVED_OPTIONS = {
     " `blocks_ahead` maps ahead without a thread",
 }
 # environment variable with JSON that overrides the defaults in this process
-VARIABLE = "HF_PAGED_CONFIG"
+CONFIG_VARIABLE = "HF_PAGED_CONFIG"
 # environment variable with the options that the import passes to `install`
 INSTALL_VARIABLE = "HF_PAGED_INSTALL"
 
@@ -40,7 +40,7 @@ def is_whole(value: Any) -> bool:
 def shown(value: Any) -> str:
     """Returns a shortened `repr` on one line; if `repr` fails, a text with the type's name."""
     try:
-        return " ".join(reprlib.repr(value).split())  # one line
+        return " ".join(reprlib.repr(value).split())
     except Exception:  # an object's `__repr__` fails, or an integer has too many digits
         return f"a value of type {type(value).__name__}"
 
@@ -75,7 +75,7 @@ def _check_names(
             raise error_class(
                 f"{owner} has no option `{option}` any more: {_REMOVED_OPTIONS[option]}"
             )
-    # imported here, since the command `run` does without transformers
+    # imported here, since the command `run` must not import transformers
     from transformers import GenerationConfig
 
     quoted = ", ".join(f"`{name}`" for name in unknown)
@@ -110,23 +110,25 @@ def _refusing_unknown_options(cls: type[T]) -> type[T]:
 
 @contextlib.contextmanager
 def _naming_variable() -> Iterator[None]:
+    """Adds the name of the environment variable to errors about its values."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{VARIABLE} sets wrong defaults: {error}") from None
+        raise ValueError(f"{CONFIG_VARIABLE} sets invalid defaults: {error}") from None
 
 
 def _with_environment_defaults(cls: type) -> type:
-    text = os.environ.get(VARIABLE) or "{}"
+    text = os.environ.get(CONFIG_VARIABLE) or "{}"
     try:
         defaults = json.loads(text)
     except ValueError:
         defaults = None
     if not isinstance(defaults, dict):
         raise ValueError(
-            f'{VARIABLE} is {text!r}: it must be a JSON object, such as {{"num_blocks": 4096}}'
+            f"{CONFIG_VARIABLE} is {text!r}: it must be a JSON object, such as"
+            ' {"num_blocks": 4096}'
         )
-    _check_names(VARIABLE, defaults, cls.__annotations__)
+    _check_names(CONFIG_VARIABLE, defaults, cls.__annotations__)
     with _naming_variable():
         for name, value in defaults.items():
             if isinstance(value, (list, dict)) and name not in _NESTED_TYPES:
@@ -145,13 +147,13 @@ class PrefixTiers:
     them.
 
     A block is copied to host memory when it is evicted, when its pool is released or when the
-    process ends. A thread writes it to disk once the weights that computed it are fingerprinted: at
-    the latest when 64 MiB are waiting or an engine has no more requests. If blocks arrive faster
-    than the disk can write them, blocks are skipped while more than 256 MiB plus a quarter of the
-    free memory are waiting. If the disk is full, writing is tried again after a minute. If the
-    folder itself fails later (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new
-    engine, or a call after `free`, tries it again. An engine that is garbage-collected without
-    `free` does not write its cached blocks.
+    process ends. A thread writes it to disk once the weights that computed it are fingerprinted,
+    which happens at the latest when 64 MiB of blocks wait for that or an engine has no more
+    requests. If blocks arrive faster than the disk can write them, further ones are lost while more
+    than 256 MiB plus a quarter of the free memory are waiting. If the disk is full, writing is
+    tried again after a minute. If the folder itself fails later (permission lost, `EIO`, `ESTALE`),
+    the disk tier is off until a new engine, or a call after `free`, tries it again. An engine that
+    is garbage-collected without `free` does not write its cached blocks.
 
     Args:
         disk_path (`str` or path, *optional*):
@@ -163,11 +165,13 @@ class PrefixTiers:
         disk_bytes (`int`, defaults to 16 GiB):
             Maximum size of these files in bytes; the least recently used are deleted first.
         host_bytes (`int`, defaults to 4 GiB):
-            Maximum host memory in bytes for blocks of a pool on another device, not counting those
-            still to be written to disk. A pool in host memory has no host tier.
+            Maximum host memory in bytes for blocks of a pool on another device, not counting blocks
+            that wait for a fingerprint or to be written to disk. A pool in host memory has no host
+            tier.
 
     Raises:
         ValueError: if a value is out of range.
+        TypeError: for an unknown option.
     """
 
     disk_path: str | os.PathLike[str] | None = None
@@ -208,8 +212,8 @@ class VirtualStorage:
     under Linux, and on CUDA devices with `cuda.bindings`; elsewhere a call raises `ValueError`
     before it allocates memory.
 
-    A model's own code reads a batch as one view if the paddings of the batch's rows differ by whole
-    blocks only, otherwise as a copy. A view that such code keeps after its step keeps its values.
+    A model's own code reads a batch as one view if the paddings of the batch's rows differ only by
+    whole blocks, otherwise as a copy. A view that such code keeps after its step keeps its values.
     Rows take at most half of the mappings that the system allows a process (`vm.max_map_count`):
     beyond that, idle rows lose theirs first, then rows are gathered, and the log says so. A child
     process (`os.fork`) gets its own copy of the pages.
@@ -227,6 +231,7 @@ class VirtualStorage:
 
     Raises:
         ValueError: if a value is out of range.
+        TypeError: for an unknown option.
     """
 
     page_bytes: int | None = None
@@ -283,7 +288,7 @@ class PagedConfig:
             needs.
         memory_fraction (`float`, *optional*):
             Maximum share, in (0, 1], of the memory that is free when the pool is created. `None`:
-            limited only by the machine.
+            limited only by free memory and `hf_paged.budget`.
         prefix_caching (`bool`, defaults to `True`):
             Keep full blocks after their request ends, for prompts that begin with the same tokens.
             They are evicted when blocks are needed, and when the model's weights or active adapter
@@ -312,22 +317,23 @@ class PagedConfig:
             How a request frees its blocks when another one needs them: `"recompute"` drops its keys
             and values, `"swap"` copies them to host memory, `"auto"` does whichever is faster by
             measured speeds (PagedAttention, arXiv 2309.06180, section 4.5). Keys and values that
-            the model computed before it was changed are always copied.
+            the model computed before it was changed are copied whenever possible.
         capture (`bool`, defaults to `True`):
             Record decode steps and replay them. With the Triton kernels they become CUDA graphs,
             also steps with up to 512 prompt tokens, and consecutive small operations are fused
             where that gives the forward's logits. On the CPU they become lists of C++ calls, with
             hf_paged's matrix products for few rows in half precision (up to 256 with AMX or where
-            PyTorch has none for the dtype, otherwise 64). A model whose forward synchronizes with
-            the device or draws random numbers runs uncaptured, and the log says so. Side effects of
-            a forward other than on tensors (a counter, a log) happen only while recording.
-            Recordings are kept with the pool; `hf_paged.free(model)` or `engine.free()` frees both.
+            PyTorch has no kernel for the dtype, otherwise 64). A model whose forward synchronizes
+            with the device or draws random numbers runs uncaptured, and the log says so. A
+            forward's side effects other than on tensors (a counter, a log) happen only while
+            recording. Recordings are kept with the pool; `hf_paged.free(model)` or `engine.free()`
+            frees both.
         batch_invariant (`bool`, defaults to `False`):
             Compute the same bits for a row whatever the batch and schedule: alone or in any batch,
             in chunks, after preemption, with or without cached prefixes. Only on the CPU, with the
-            C++ kernels, for models whose forwards are packed; others raise `ValueError`. It is
-            slower (docs/guide/engine.md). Named after Thinking Machines' `batch_invariant_ops` and
-            vLLM's option.
+            C++ kernels, for models whose forwards are packed; otherwise calls raise `ValueError`.
+            Steps are slower (docs/guide/engine.md). Named after Thinking Machines'
+            `batch_invariant_ops` and vLLM's option.
         cache_salt (`str`, *optional*):
             Identifies the tenant. Cached blocks serve only requests with the salt of the request
             that computed them, so that time to first token reveals nothing about other tenants'
@@ -336,10 +342,10 @@ class PagedConfig:
             holds the salt as plain text. `PagedEngine.add_request` takes one per request. `None`:
             all requests without a salt share blocks.
         idle_release_seconds (`float`, *optional*, defaults to 60):
-            Seconds without a call after which the pool's memory is returned to the system, with
-            cached prefixes and recorded steps. The next call allocates again and generates the same
-            tokens. 0: after each call, or once an engine has no unfinished request, for example
-            when training follows each rollout. `None`: only with `hf_paged.free(model)` or
+            Seconds without a call after which the pool's memory is returned to the system, together
+            with cached prefixes and recorded steps. The next call allocates again and generates the
+            same tokens. 0: after each call, or once an engine has no unfinished request, for
+            example when training follows each rollout. `None`: only with `hf_paged.free(model)` or
             `engine.free()`. Blocks that a caller's cache holds keep the pool alive.
         speculation (`str`, *optional*):
             `"ngram"`: if a row's last tokens have occurred before, in its text or in the output of
@@ -362,6 +368,7 @@ class PagedConfig:
     Raises:
         ValueError: if a value is out of range; the message names the option, the value and the
             limits.
+        TypeError: for an unknown option.
     """
 
     block_size: int | str = 16
@@ -388,12 +395,12 @@ class PagedConfig:
         is_auto = isinstance(size, str) and size == AUTO
         allowed = f"'auto', or a power of two from {MIN_BLOCK_SIZE} to {max_size} (tokens)"
         self._check("block_size", is_size or is_auto, allowed)
-        count = "a whole number of at least 1"
+        at_least_one = "a whole number of at least 1"
         for name in ("num_blocks", "max_chunk_tokens"):
             value = getattr(self, name)
-            self._check(name, value is None or _is_count(value), f"None or {count}")
+            self._check(name, value is None or _is_count(value), f"None or {at_least_one}")
         allowed = (
-            "None with `block_size` 'auto', whose blocks differ in size: limit bytes by"
+            "None with `block_size` 'auto', whose blocks differ in size: limit bytes with"
             " `memory_fraction` or `hf_paged.budget`"
         )
         self._check("num_blocks", self.num_blocks is None or not is_auto, allowed)
@@ -403,7 +410,7 @@ class PagedConfig:
         for name in ("prefix_caching", "capture", "batch_invariant"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs"):
-            self._check(name, _is_count(getattr(self, name)), count)
+            self._check(name, _is_count(getattr(self, name)), at_least_one)
         is_dtype = self.kv_dtype is None or self.kv_dtype in KV_DTYPES
         self._check("kv_dtype", is_dtype, f"None or one of {', '.join(map(repr, KV_DTYPES))}")
         choices = f"one of {', '.join(map(repr, PREEMPTION))}"

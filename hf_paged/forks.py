@@ -21,7 +21,8 @@ _fork_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> threading.Lock:
-    """Makes a lock that is free in a child process. The thread that holds it must not fork."""
+    """Makes a lock that is free in a child process. A thread must not fork while it holds the
+    lock."""
     new_lock = threading.Lock()
     _locks.add(new_lock)
     return new_lock
@@ -36,12 +37,13 @@ def rlock() -> threading.RLock:
 
 
 def notify_in_child(listener: Any) -> None:
-    """Makes child processes call `listener.after_fork(freed)`. `freed` are the locks that other
-    threads held at the fork: the state that these locks guard may be half changed."""
+    """Makes child processes call `listener.after_fork(freed)`. `freed` is the set of this module's
+    locks that other threads held at the fork: the state that they guard may be half changed. The
+    listener is referenced weakly."""
     _child_listeners.add(listener)
 
 
-def around_forks(listener: Any) -> None:
+def notify_around_forks(listener: Any) -> None:
     """Makes each fork call `listener.before_fork()`, then `listener.after_in_parent()` in the
     parent and `listener.after_in_child()` in the child. The last is called before any `after_fork`,
     since one of those may drop the listener, which is referenced weakly."""
@@ -49,7 +51,7 @@ def around_forks(listener: Any) -> None:
 
 
 def _notify(name: str) -> None:
-    """Calls this method of all listeners around forks, also after one that raises."""
+    """Calls the method `name` of each listener of `notify_around_forks`, even after one raised."""
     for listener in list(_fork_listeners):
         try:
             getattr(listener, name)()

@@ -44,11 +44,15 @@ class GrammarCompiler:
         model: PreTrainedModel,
     ) -> GrammarProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
-        `ValueError` if several are set, if the constraint is too long or cannot be compiled, or if
-        there is no tokenizer; `ImportError` if xgrammar is not installed."""
+        `ValueError` if several are set, if the constraint has another type, is too long or cannot
+        be compiled, or without a tokenizer that xgrammar can read; `ImportError` if xgrammar is not
+        installed."""
         name, value = _constraint_of(options)
         if tokenizer is None:
-            raise ValueError(f"`{name}` is about text: make the engine with `tokenizer=`")
+            raise ValueError(
+                f"`{name}` constrains text, and the engine has no tokenizer: make it with"
+                " `tokenizer=`"
+            )
         config = model.config.get_text_config(decoder=True)
         compiler = self._compiler_for(tokenizer, config.vocab_size)
         compile_value = getattr(compiler, COMPILE_METHODS[name])
@@ -94,7 +98,7 @@ def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
     if length > MAX_CHARACTERS:
         raise ValueError(
             f"`{name}` has {length} characters: a request may have at most {MAX_CHARACTERS}"
-            f" (`MAX_CHARACTERS` in `{__name__}`), since longer ones take long to compile"
+            f" (`MAX_CHARACTERS` in `{__name__}`), since compiling a longer one takes too long"
         )
     return name, value
 
@@ -109,13 +113,13 @@ class GrammarProcessor(LogitsProcessor):
         self._matcher_type = _xgrammar().GrammarMatcher
         self._vocab_size = compiled.tokenizer_info.vocab_size
         self._stop_tokens: list[int] = []
-        self._start: int | None = None  # number of prompt tokens
+        self._num_prompt_tokens: int | None = None  # known from the first call on
         # the last step's matchers, by a row's new tokens; `None` for a row whose text has ended
         self._matchers: dict[tuple[int, ...], Any] = {}
 
     def set_stop_tokens(self, tokens: Tensor | None) -> None:
         """Sets the EOS tokens, which are allowed once the text is complete. Negative ids stand for
-        no token. Raises `ValueError` if there is none."""
+        no token. Raises `ValueError` if no token remains."""
         ids = [] if tokens is None else [token for token in tokens.flatten().tolist() if token >= 0]
         if not ids:
             raise ValueError(
@@ -125,17 +129,17 @@ class GrammarProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         vocab_size = self._vocab_size
-        if self._start is None:
-            self._start = input_ids.shape[1]
-        rows = [tuple(tokens) for tokens in input_ids[:, self._start :].tolist()]
+        if self._num_prompt_tokens is None:
+            self._num_prompt_tokens = input_ids.shape[1]
+        rows = [tuple(tokens) for tokens in input_ids[:, self._num_prompt_tokens :].tolist()]
         self._matchers = self._advance_matchers(rows)
         shape = (len(rows), -(-vocab_size // 32))
         mask = torch.zeros(shape, dtype=torch.int32, device="cpu")
-        ended: list[int] = []
+        ended_rows: list[int] = []
         for row, tokens in enumerate(rows):
             matcher = self._matchers[tokens]
             if matcher is None:
-                ended.append(row)
+                ended_rows.append(row)
                 continue
             matcher.fill_next_token_bitmask(mask, row)
             if not mask[row].any():
@@ -147,11 +151,11 @@ class GrammarProcessor(LogitsProcessor):
         bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1
         allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
         # columns of `scores` without a token; if negative, tokens without a column
-        num_missing = scores.shape[1] - vocab_size
-        allowed = torch.nn.functional.pad(allowed, (0, num_missing))
-        if ended:
+        num_extra_columns = scores.shape[1] - vocab_size
+        allowed = torch.nn.functional.pad(allowed, (0, num_extra_columns))
+        if ended_rows:
             for token in self._stop_tokens:
-                allowed[ended, token] = True
+                allowed[ended_rows, token] = True
         return scores.masked_fill(~allowed, float("-inf"))
 
     def _advance_matchers(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:

@@ -54,13 +54,14 @@ class Group:
     layers: dict[str, int]  # number of layers, by shape of their K/V
     is_latent: bool
     block_size: int  # tokens
-    reason: str | None  # of the block size, if "auto" chose it
+    reason: str | None  # why "auto" chose the block size; `None` if it is given
     block_bytes: int  # over all layers of the group
     token_bytes: int
-    kernels: dict[str, str]  # by step, attention backends; empty if attention is not in place
+    kernels: dict[str, str]  # attention backend by step; empty if attention gathers blocks
 
     def num_blocks(self, length: int) -> int:
-        """Returns the most blocks that a sequence holds at once on its way to `length` tokens."""
+        """Returns the maximum number of blocks that a sequence holds at once while it grows to
+        `length` tokens."""
         return GroupSpec(self.kind, self.window).num_spanned(0, length, 1, 0, self.block_size)
 
 
@@ -73,9 +74,9 @@ class Report:
     num_parameters: int
     weight_bytes: int
     free_bytes: int  # on the device now
-    left_bytes: int  # free for blocks, after the weights
+    left_bytes: int  # free bytes that remain for blocks after the weights are loaded
     max_positions: int | None
-    token_bytes: int  # of one token over all layers, while it is in every sliding window
+    token_bytes: int  # of a token's K/V over all layers, while it is in every sliding window
     tokens_per_gib: int  # tokens in a GiB of `hf_paged.budget`, host memory or disk
     other_layers: dict[str, int]  # number of cache layers without blocks, by class
     dtype: str
@@ -210,27 +211,27 @@ def print_report(report: Report) -> None:
     groups = report.groups
     storage = ""
     if report.kv_dtype is not None:
-        storage = f", stored as {report.kv_dtype} with a scale a token and head"
+        storage = f", stored as {report.kv_dtype} with one scale per token and head"
     lines = [
         f"{report.model} ({report.model_type}), {report.dtype}, on {report.device}",
         f"{report.num_parameters:,} parameters, {format_bytes(report.weight_bytes)} of weights",
-        f"Keys and values{storage}:" if groups else "It keeps no keys and values in blocks.",
+        f"Keys and values{storage}:" if groups else "No layer keeps keys and values in blocks.",
     ]
     for group in groups:
         shapes = ", ".join(f"{count} x {shape}" for shape, count in group.layers.items())
         lines.append(f"  {group.num_layers} layers with {group.name}: {shapes}")
-        block = f"{format_bytes(group.block_bytes)} a block of {group.block_size} tokens"
-        lines.append(f"    {format_bytes(group.token_bytes)} a token, {block}")
+        block = f"{format_bytes(group.block_bytes)} per block of {group.block_size} tokens"
+        lines.append(f"    {format_bytes(group.token_bytes)} per token, {block}")
         if group.reason is not None:
-            lines.append(f"    {group.block_size} tokens a block: {group.reason}")
+            lines.append(f"    {group.block_size} tokens per block: {group.reason}")
     if len(groups) > 1:
-        lines.append(f"  all: {format_bytes(report.token_bytes)} a token")
+        lines.append(f"  all layers: {format_bytes(report.token_bytes)} per token")
     for name, num_layers in report.other_layers.items():
-        lines.append(f"{num_layers} layers hold a state of their own, not in blocks ({name}).")
+        lines.append(f"{num_layers} layers hold a state outside of blocks ({name}).")
     if groups:
         free_text = format_bytes(report.free_bytes)
         left_text = format_bytes(report.left_bytes)
-        lines.append(f"What fits: {free_text} are free, {left_text} beside the weights")
+        lines.append(f"Memory: {free_text} free, of which the weights leave {left_text} for:")
         for fit in report.fits:
             length = fit["length"]
             blocks = sum(group.num_blocks(length) for group in groups)
@@ -271,7 +272,7 @@ def main(arguments: list[str] | None = None) -> int:
             if torch.device(name).type in devices:
                 return torch.device(name)
         raise argparse.ArgumentTypeError(
-            f"{name!r} is not here: this machine has {', '.join(devices)}"
+            f"device {name!r} is not available: this machine has {', '.join(devices)}"
         )
 
     dtypes = ("auto", "float32", "bfloat16", "float16")
@@ -286,13 +287,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--dtype", choices=dtypes, default="auto", help="auto: the dtype of the configuration"
     )
     parser.add_argument(
-        "--device", type=device, default=devices[-1], help="whose memory (%(default)s)"
+        "--device",
+        type=device,
+        default=devices[-1],
+        help="the device whose memory and kernels are reported (%(default)s)",
     )
     parser.add_argument(
-        "--length", type=int, help="tokens of the sequences that are to fit (2048, or fewer)"
+        "--length",
+        type=int,
+        help="tokens of each sequence (2048, or the model's positions if there are fewer)",
     )
     parser.add_argument(
-        "--kv-dtype", choices=KV_DTYPES, help="in which keys and values are stored (as computed)"
+        "--kv-dtype",
+        choices=KV_DTYPES,
+        help="the dtype in which keys and values are stored (the one that the model computes)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = vars(parser.parse_args(arguments))

@@ -78,7 +78,8 @@ class _Restoring(contextlib._GeneratorContextManager[T]):
 def restoring(
     function: Callable[P, Iterator[T]],
 ) -> Callable[P, contextlib.AbstractContextManager[T]]:
-    """As `contextlib.contextmanager`, for contexts that restore the state that they change."""
+    """Like `contextlib.contextmanager`, for contexts that restore the state that they change: the
+    [`guarded`] call around such a context ends it if an interrupt has kept it from ending."""
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> contextlib.AbstractContextManager[T]:
@@ -91,12 +92,13 @@ def restoring(
 def guarded(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function: a call that raises ends the [`restoring`] contexts that an interrupt
     has kept from ending, and restores torch's gradient mode, function and dispatch modes and
-    autocast, whose contexts an interrupt can break in the same way."""
+    autocast, whose contexts an interrupt can break in the same way. The outermost call then
+    notifies the owners of other state (`ends_with_calls`)."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         depth = len(_thread_contexts.open)
-        restore_torch = _torch_state()
+        restore_torch = _torch_restorer()
         _thread_contexts.num_calls += 1
         try:
             result = function(*args, **kwargs)
@@ -132,13 +134,13 @@ def end_modes(num_before: tuple[int, int]) -> None:
             torch._C._pop_torch_dispatch_stack(None)
 
 
-def _torch_state() -> Callable[[], None]:
+def _torch_restorer() -> Callable[[], None]:
     """Returns a function that restores torch's current gradient mode, function and dispatch modes
     and autocast."""
     has_gradients = torch.is_grad_enabled()
     num_before = num_modes()
-    # unpacking a `map` calls both functions in one bytecode: an interrupt between them would leave
-    # autocast nested one level deeper
+    # unpacking a `map` calls both functions in one bytecode, so no interrupt can arrive between
+    # them and leave autocast nested one level deeper
     increment, decrement = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
     _, depth = map(next, (iter(increment, None), iter(decrement, None)))
     is_cache_enabled = torch.is_autocast_cache_enabled()
@@ -188,7 +190,7 @@ def _clear_frames(error: BaseException) -> None:
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
-            with contextlib.suppress(RuntimeError):  # the frame of the guarded call itself
+            with contextlib.suppress(RuntimeError):  # the guarded call's own frame still runs
                 trace.tb_frame.clear()
         trace = trace.tb_next
 
@@ -234,9 +236,9 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def _received_frame(frame: FrameType, interrupted: FrameType) -> bool:
-    """Whether a frame got the frame that it interrupted as an argument, as signal handlers do. (It
-    does not suffice to compare its code with that of the current handlers: a handler may install
-    another handler before it raises.)"""
+    """Whether a frame, not of hf_paged, got the frame that it interrupted as an argument, as signal
+    handlers do. (It does not suffice to compare its code with that of the current handlers: a
+    handler may install another handler before it raises.)"""
     code = frame.f_code
     if code.co_filename.startswith(_PACKAGE):
         return False

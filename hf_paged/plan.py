@@ -1,4 +1,4 @@
-"""`StepPlan`: what one step computes, as columns of plain data. A plan is immutable and holds no
+"""`StepPlan`: what one step computes, as columns of plain data. A plan is frozen and holds no
 tensors."""
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from typing import Any
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StepPlan:
     """The tokens that a step computes: for row `i`, the `counts[i]` tokens of `sequences[i]` after
-    the first `starts[i]`. The sequence's blocks hold these first tokens and have slots for the new.
-    A count includes the row's draft, which follows its last token. Decodes come first.
+    the first `starts[i]`. The sequence's blocks hold these first tokens and have slots for the new
+    ones. A count includes the row's draft, which follows its last token. Decodes come first.
 
     A plan advances no row: the loop does, when it commits the plan after the forward."""
 
     sequences: Items[Any]
     starts: Items[int]
     counts: Items[int]
-    num_logits: Items[int]  # per row: one after its last token, and one for each draft token
-    num_decodes: int  # leading rows that compute one token, or their last token and a draft
+    # per row: 0 if tokens remain after this step, otherwise 1 and one for each draft token
+    num_logits: Items[int]
+    # number of leading rows that compute one token, or their last token and a draft
+    num_decodes: int
     has_drafts: bool = False
     has_inputs: bool = False  # rows may have inputs besides token ids
     has_chunks: bool = False  # there are rows after the decodes
@@ -32,7 +34,8 @@ class StepPlan:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
-        """Plans `count` more tokens of each `(sequence, count)` in `rows`, decodes first."""
+        """Plans `count` more tokens of each `(sequence, count)` in `rows`, of which decodes must
+        come first."""
         sequences: list[Any] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -40,11 +43,11 @@ class StepPlan:
         for sequence, count in rows:
             start = sequence.num_computed_tokens
             num_drafted = len(sequence.draft)
-            is_last = start + count - num_drafted >= len(sequence.token_ids)
+            has_logits = start + count - num_drafted >= len(sequence.token_ids)
             sequences.append(sequence)
             starts.append(start)
             counts.append(count)
-            num_logits.append(1 + num_drafted if is_last else 0)
+            num_logits.append(1 + num_drafted if has_logits else 0)
         num_decodes = _count_decodes(counts, num_logits)
         return cls(
             sequences,
@@ -66,7 +69,8 @@ class StepPlan:
         return sum(self.counts)
 
     def select(self, rows: Items[int]) -> StepPlan:
-        """Returns the plan of these rows alone, in this order: decodes must come first."""
+        """Returns the plan of these rows alone, in this order, in which decodes must come first.
+        It has no admitted or preempted requests."""
         counts = [self.counts[row] for row in rows]
         num_logits = [self.num_logits[row] for row in rows]
         num_decodes = _count_decodes(counts, num_logits)
@@ -88,8 +92,8 @@ class StepPlan:
         return [range(start, end) for start, end in pairwise(bounds)]
 
     def digest(self) -> int:
-        """Returns a hash of the data that must be the same in every process that runs this step,
-        without block ids, which may differ."""
+        """Returns a hash of the rows' positions, tokens, numbers of draft tokens and adapters,
+        which must be the same in every process that runs this step. Block ids may differ."""
         numbers: list[int] = []
         for sequence, start, count in zip(self.sequences, self.starts, self.counts):
             num_drafted = len(sequence.draft)

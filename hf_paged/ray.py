@@ -38,7 +38,7 @@ except ImportError as error:
 ERROR = "__inference_error__"
 """The `ray.data.llm` column with the error of a failed row; empty for other rows."""
 
-_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, besides "stream"
+_BODY_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, besides "stream"
 
 
 class _Worker:
@@ -68,9 +68,9 @@ class _Worker:
             # `None` values stay, as in `PagedEngine.add_request`
             self._options = dict(generation_config)
 
-    def _config(self, options: Any) -> Any:
-        """Returns the defaults, overridden by a request's options. Returns a value of an invalid
-        type unchanged, so that the engine refuses it."""
+    def _merge(self, options: Any) -> Any:
+        """Returns the defaults, overridden by a request's options. Returns `options` of an invalid
+        type unchanged, so that the engine refuses them."""
         if not isinstance(options, (GenerationConfig, Mapping, type(None))):
             return options
         return {**self._options, **_options(options)}
@@ -80,22 +80,23 @@ class LLMPredictor(_Worker):
     """
     A callable class for `ray.data.Dataset.map_batches`: generates tokens for a batch of prompts.
 
-    Each worker creates an engine and runs batches through it, in the order of their rows. If a row
-    cannot be served, a column holds its error, and the other rows finish. If a worker dies, Ray
-    restarts it and repeats its unfinished batches; sampled rows with a seed are the same again.
+    Each worker creates an engine and runs batches through it. Results keep the order of rows. If a
+    row cannot be served, a column holds its error, and the other rows finish. If a worker dies, Ray
+    restarts it and repeats its unfinished batches; rows with a seed get the same samples again.
 
-    Prompts are a column of text, token ids or chat messages. Two more columns are optional.
-    `generation_config`: options of the row, which override those of all rows; nulls, with which
-    Arrow fills missing fields, are ignored. (Where rows set different options, pass
+    Prompts are a column of text, token ids or chat messages. By default, two more columns are read
+    if they exist. `generation_config`: options of the row, which override those of all rows; nulls,
+    with which Arrow fills missing fields, are ignored. (If rows set different options, pass
     `batch_format="pyarrow"`: NumPy and pandas have no missing integers and convert the column to
     floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. Without seeds,
     the samples depend on how rows are batched, ordered and repeated.
 
-    The result has the batch's columns and these, which replace namesakes (most names are those of
-    `ray.data.llm`): `generated_text` and `generated_tokens` (`list[int64]`) of the first sequence,
-    `num_input_tokens`, `num_generated_tokens`, `finish_reason`, `sequences` (all sequences of the
-    row, as structs with the fields of [`SequenceResult`]), `prompt_logprobs`, `prompt_top_logprobs`
-    (null unless requested in `options`), and `__inference_error__` (`"ValueError: ..."`, or empty).
+    The result has the batch's columns and the following, which replace columns of the same names
+    (most names are those of `ray.data.llm`): `generated_text`, `generated_tokens` (`list[int64]`),
+    `num_generated_tokens` and `finish_reason` of the first sequence, `num_input_tokens`,
+    `sequences` (all sequences of the row, as structs with fields of [`SequenceResult`]),
+    `prompt_logprobs` and `prompt_top_logprobs` (null unless requested), and `__inference_error__`
+    (`"ValueError: ..."`, or empty).
 
     Args:
         model_source (`str` or callable): A name or folder for `PagedEngine.from_pretrained`, or a
@@ -112,7 +113,7 @@ class LLMPredictor(_Worker):
     Raises:
         ValueError: for a model or options that `PagedEngine` refuses; in a call, for a batch
             without the prompt column.
-        TypeError: for unknown options, or if `model_source` returns no `PagedEngine`.
+        TypeError: for unknown options, or if `model_source` does not return a `PagedEngine`.
         torch.AcceleratorError: in a call, if the process has lost the device.
 
     Example:
@@ -170,7 +171,7 @@ class LLMPredictor(_Worker):
         if is_whole(seed):
             # the samples must not depend on a row's position in a batch
             columns.setdefault("seed", [seed] * len(rows))
-        configs = [self._config(config) for config in row_configs]
+        configs = [self._merge(config) for config in row_configs]
         results = self.engine.generate(prompts, configs, **{**self.options, **columns})
         for result in results:
             if isinstance(result.error, torch.AcceleratorError):
@@ -191,8 +192,8 @@ class LLMServer(_Worker):
     "stream": true}` returns them as server-sent events of JSON with the fields of
     [`RequestOutput`]; without `stream`, it returns the [`RequestResult`] as JSON. When a client
     disconnects, or a handle's response is cancelled, its request ends and frees its blocks.
-    `max_ongoing_requests` of the deployment, by default 5, limits the requests that Serve sends to
-    a replica at once: set it to the batch size that the engine should reach.
+    The deployment's `max_ongoing_requests`, by default 5, limits how many requests Serve sends to a
+    replica at once: set it to the batch size that the engine should reach.
 
     Args:
         model_source, generation_config, engine_kwargs (as in [`LLMPredictor`]): Each replica makes
@@ -204,8 +205,8 @@ class LLMServer(_Worker):
     async def generate(
         self, prompt: Any, generation_config: Any = None, **options: Any
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Streams the outputs of one prompt, with the arguments of `PagedEngine.astream`."""
-        outputs = self.engine.astream([prompt], [self._config(generation_config)], **options)
+        """Streams the outputs of one prompt. `options`: arguments of `PagedEngine.astream`."""
+        outputs = self.engine.astream([prompt], [self._merge(generation_config)], **options)
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 error = None if output.result is None else output.result.error
@@ -224,8 +225,8 @@ class LLMServer(_Worker):
         return self.engine.stats()
 
     async def __call__(self, request: Any) -> Any:
-        """Answers a `starlette.requests.Request`: with status 400 if it is invalid, and with 500 if
-        it fails before anything is streamed."""
+        """Answers a `starlette.requests.Request`: with status 400 if it is invalid or needs more
+        blocks than there are, and with 500 if it fails otherwise before anything is streamed."""
         from starlette.responses import Response, StreamingResponse
 
         try:
@@ -233,11 +234,11 @@ class LLMServer(_Worker):
             is_stream = body.pop("stream", False)
             if not isinstance(is_stream, bool):
                 raise ValueError(f"`stream` is {is_stream!r}: it must be true or false")
-            unknown = body.keys() - _FIELDS
+            unknown = body.keys() - _BODY_FIELDS
             if unknown:
                 raise ValueError(
-                    f"the body has unknown fields {sorted(unknown)}: known are {sorted(_FIELDS)}"
-                    " and stream"
+                    f"the body has unknown fields {sorted(unknown)}: the known ones are"
+                    f" {sorted(_BODY_FIELDS)} and stream"
                 )
             if "prompt" not in body:
                 raise ValueError("the body has no `prompt`: pass a text, token ids or messages")
@@ -283,7 +284,7 @@ def _error_text(error: Exception | None) -> str:
 
 
 def _options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the options that a generation config sets, without nulls (`_is_missing`)."""
+    """Returns the options that a generation config sets, without missing values."""
     options: Mapping[str, Any]
     if isinstance(config, GenerationConfig):
         options = config.to_dict()

@@ -51,9 +51,9 @@ def is_installed(name: str) -> bool:
 
 @functools.cache
 def room(name: str, option: str) -> Any:
-    """Imports the room with this name (`ROOMS`) and returns its module, which implements one of the
-    protocols below, if there is one for it. `option`: the feature that needs the room, as users
-    write it, for the error message. Raises [`RoomMissingError`] if the room is not installed."""
+    """Imports the room with this name (`ROOMS`) and returns its module, which implements the room's
+    protocol below, if it has one. `option`: the feature that needs the room, as users write it, for
+    the error message. Raises [`RoomMissingError`] if the room is not installed."""
     require(name, option)
     return importlib.import_module(f"{__package__}.{name}")
 
@@ -65,19 +65,19 @@ def require(name: str, option: str) -> None:
     if not is_installed(name):
         raise RoomMissingError(
             f"{option} needs `{__package__}.{name}`, which this installation of hf_paged lacks:"
-            " install all of hf_paged, or leave the option out",
+            " install all of hf_paged, or do without it",
             name=f"{__package__}.{name}",
         )
 
 
-def optional(name: str) -> Any | None:
+def room_if_installed(name: str) -> Any | None:
     """Returns the module of the room with this name; `None` if the room is not installed."""
     return room(name, "") if is_installed(name) else None
 
 
 class OnDemand(Generic[Part]):
-    """A part that few engines and `generate` calls need. `make` makes it when the `OnDemand` is
-    first called; until then, `instance` is `None`. Without `make` it must not be called."""
+    """A part that few engines and `generate` calls need. The first call of this object makes the
+    part with `make`; until then, `instance` is `None`. Without `make`, calls are not allowed."""
 
     def __init__(self, make: Callable[[], Part] | None = None) -> None:
         self._make = make
@@ -107,7 +107,7 @@ class TapeRoom(Protocol):
 
     def batch_invariant_operations(self) -> AbstractContextManager[None]:
         """A context, within `in_fixed_order`, in which all operations of this thread are
-        batch-invariant. An operation without such a kernel raises `NotPackable`."""
+        batch-invariant. An operation without a batch-invariant kernel raises `NotPackable`."""
 
 
 class ResolvedAdapter(NamedTuple):
@@ -115,29 +115,29 @@ class ResolvedAdapter(NamedTuple):
 
     key: Hashable = None  # for `Request.adapter`
     namespace: Hashable = None  # in the prefix cache; the same in every process
-    num_bytes: int = 0  # that it takes of the pool while the request runs
+    num_bytes: int = 0  # bytes of the pool that it takes while the request runs
 
 
 class AdaptersRoom(Protocol):
     """`hf_paged.adapters`."""
 
     def check_wrapped(self, levels: Sequence[Any]) -> None:
-        """Raises `ValueError` for adapters that only PEFT's own `generate` computes. `levels`: the
-        wrappers of a model, outermost first, then the model."""
+        """Raises `ValueError` for an always active adapter that only PEFT's own `generate` can
+        compute. `levels`: the wrappers of a model, outermost first, then the model."""
 
     def check_served(self, model: nn.Module, adapter: Hashable) -> None:
-        """Raises `ValueError` if layers in the model compute other results than PEFT does with the
-        adapter; with `None`, than PEFT does with the model as it is now."""
+        """Raises `ValueError` if the model, with its layers switched to the adapter (`None`: with
+        the adapters that are active now), would compute other results than PEFT does."""
 
-    def has_activated(self, model: nn.Module) -> bool:
-        """Whether an adapter is active now: `check_served` may then raise although it has passed
-        before."""
+    def has_activated_lora(self, model: nn.Module) -> bool:
+        """Whether the model has an activated LoRA (aLoRA). Then `check_served` depends on which
+        adapters are active, so that it may raise although it has passed before."""
 
     def resolve_adapter(
         self, model: nn.Module, name: str | None, takes_ids: bool
     ) -> ResolvedAdapter:
         """Returns the adapter that a request's option `adapter` names. `takes_ids`: whether the
-        prompt is nothing but token ids. Raises `ValueError` if the adapter cannot be served."""
+        prompt consists of token ids alone. Raises `ValueError` if the adapter cannot be served."""
 
     def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
         """A context for a forward of `model` with the adapter of this name."""
@@ -156,7 +156,8 @@ class TiersRoom(Protocol):
     make_tier: MakeTier
 
     def check(self, config: PagedConfig) -> None:
-        """Raises `OSError` if the folder of `config.prefix_tiers` cannot be used."""
+        """Creates the folder of `config.prefix_tiers`, if it is set and missing. Raises `OSError`
+        if the folder cannot be used."""
 
     def save(
         self,
@@ -171,7 +172,7 @@ class TiersRoom(Protocol):
         namespace."""
 
     def load(self, core: EngineCore, path: Any) -> int:
-        """Loads the blocks in a file of `save` into the prefix cache and returns the number of
+        """Loads into the prefix cache the blocks in a file that `save` wrote. Returns the number of
         tokens in them."""
 
 
@@ -183,8 +184,8 @@ class VirtualRoom(Protocol):
     def fit_blocks(
         self, config: PagedConfig, model_config: Any, device: torch.device
     ) -> PagedConfig:
-        """Returns the config with a block size, not below the given one, that fills whole pages.
-        Raises `ValueError` if pages cannot be mapped or are too large."""
+        """Returns the config with the smallest block size, not below the given one, that fills
+        whole pages. Raises `ValueError` if pages cannot be mapped or are too large."""
 
 
 class ToolsRoom(Protocol):
@@ -221,8 +222,8 @@ class SpeculationRoom(Protocol):
     def reason_against(
         self, model: PreTrainedModel, config: Any, assistance: Assistance
     ) -> str | None:
-        """Why rows with this generation config cannot have drafts, apart from their layout; `None`
-        if they can."""
+        """Returns why rows with this generation config cannot have drafts, apart from their layout;
+        `None` if they can."""
 
     def reasons_against_call(self, call: Candidate, assistance: Assistance) -> Iterable[str]:
         """Yields the reasons why rows of a `generate` call cannot have drafts; only the first

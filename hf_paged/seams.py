@@ -1,6 +1,6 @@
 """The seams of the core: the protocols that features implement, and `EngineParts`, which passes
-implementations to an engine. It contains no code of a feature; the protocols of rooms' modules are
-in `hf_paged.rooms`."""
+implementations to an engine. The module contains no feature's code; the protocols of rooms' modules
+are in `hf_paged.rooms`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:  # types of the core alone
 
 class Drafter(Protocol):
     """Drafts the next tokens of a loop's rows; each row is a `Generation` of its own. Drafts do not
-    change the rows' tokens. A `PagedEngine` makes its drafter with `EngineParts.drafter`."""
+    change a row's tokens unless `Draft.is_drawn`. `EngineParts.drafter` makes a drafter."""
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
         """Begins to draft for a row, before its request is queued. Returns whether the row's first
@@ -62,8 +62,8 @@ class Drafter(Protocol):
     ) -> Iterable[tuple[Generation, Draft | Exception]]:
         """Called before each step. Returns drafts (`decoding.base.Draft`) of token ids below
         `num_embeddings`, for attached rows that have a `Generation.sequence_to_draft`. `num_rows`:
-        the open rows of running requests, attached or not. An error returned for a row ends that
-        row; a raised error ends the step and, after recovery, reaches the step's caller."""
+        how many open rows the running requests have, attached or not. An error returned for a row
+        ends it; a raised error ends the step and, after recovery, reaches the step's caller."""
 
     def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
         """Called after a step has verified a row's draft and appended the new tokens."""
@@ -84,42 +84,42 @@ MakeDrafter = Callable[..., Drafter]
 a weak proxy, so that the drafter does not keep the loop alive."""
 
 
-# Differences between the tokens of one forward
+# Properties of the tokens of one forward
 
 
 class ForwardContext(Protocol):
-    """A difference between the tokens of a packed forward beyond their ids and positions, such as
-    their adapters. It applies while its context manager is open."""
+    """A property of a packed forward's tokens beyond their ids and positions, such as their
+    adapters. It applies while the context manager that returned this object is open."""
 
     variant: Hashable  # part of the keys of recorded steps
-    names: Any  # from which another process makes the same context
-    num_ranges: int = 0  # keys whose `ranges` of tokens recorded steps read on the device
+    names: Any  # data from which another process makes the same context
+    num_ranges: int = 0  # number of keys whose token ranges recorded steps read on the device
     is_fixed: bool = False  # whether a recorded step is valid only for this context's ranges
     takes_chunks: bool = True  # whether recorded steps may have chunks of prompts
-    tensors: Sequence[Tensor] = ()  # that forwards read beside the model's
+    tensors: Sequence[Tensor] = ()  # tensors that forwards read besides the model's
 
     def begin(self, num_tokens: int, head_tokens: list[int] | None) -> None:
-        """Called before the model's forward of `num_tokens` tokens. `head_tokens`: the tokens for
-        which the head computes logits, or `None` for all; an empty list in a recorded step, where
-        only the device knows them."""
+        """Called before the model's forward of `num_tokens` tokens. `head_tokens`: the indices of
+        the tokens for which the head computes logits; `None` if for all; an empty list in a
+        recorded step, where only the device knows them."""
         return None
 
     def ranges(
         self, keys: Sequence[Hashable], num_decodes: int, num_tokens: int
     ) -> list[tuple[Bounds, Bounds]]:
-        """Returns the ranges of this step's tokens for the `keys` of a recorded step, in order:
-        (range among the decodes, range among the other tokens)."""
+        """Returns, for each of a recorded step's `keys`, the two ranges `[start, end)` of this
+        step's tokens that have it, counted from the step's first token: decodes, other tokens."""
         return []
 
     def record(self, ranges: Tensor, max_tokens: int, has_others: bool) -> RecordedContext | None:
         """Called before a step of up to `max_tokens` tokens is recorded. The step reads its
-        `ranges` `(n, 2)` on the device: two for each key, or one if all tokens are decodes, that
-        is, without `has_others`. Returns `None` if the step reads no ranges."""
+        `ranges` `(n, 2)` on the device: two for each key, or one without `has_others`, when all
+        tokens are decodes. Returns `None` if the step needs no `RecordedContext`."""
         return None
 
 
 class RecordedContext(Protocol):
-    """The `ForwardContext` of a recorded step, which keeps it alive."""
+    """The part of a `ForwardContext` that a recorded step keeps alive."""
 
     keys: Sequence[Hashable]  # for `ForwardContext.ranges`
 
@@ -143,10 +143,10 @@ class Adapters(Protocol):
         """Called when an admitted request stops running: it has ended or is preempted."""
 
     def prefetch(self, waiting: Sequence[Request]) -> None:
-        """Called in each step, after scheduling, with the `waiting` requests in order."""
+        """Called in each step, after scheduling: may load adapters of `waiting` requests ahead."""
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
-        """As `Runner.run`, but with the adapter of each row, in as few forwards
+        """Like `Runner.run`, but with the adapter of each row, in as few forwards
         (`Executor.compute`) as possible. Raises `RowsError` if an adapter cannot be used."""
 
     def using(self, adapter: Hashable) -> AbstractContextManager[ForwardContext | None]:
@@ -156,7 +156,7 @@ class Adapters(Protocol):
         """Drops all state that depends on the model, since the model may have changed."""
 
     def counts(self) -> dict[str, int]:
-        """Returns fields of `EngineStats`."""
+        """Returns the values of some fields of `EngineStats`, by name."""
 
 
 # Steps that run again, or ahead
@@ -167,8 +167,8 @@ class Recorder(Protocol):
     recorder, which therefore outlives the runner of the steps."""
 
     is_checked: bool
-    """Whether the last replay is known to give the results of the model's own forward. If not, the
-    replay has changed no states: the caller also runs that forward, then calls `check`."""
+    """Whether the last replay needs no comparison with the model's own forward. If it needs one,
+    the replay has changed no states: the caller also runs that forward, then calls `check`."""
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Called before steps of the model in this state: drops recordings of other states.
@@ -190,15 +190,15 @@ class Recorder(Protocol):
         owns; `None` if no recording can serve it. The recorder records `forward`, which takes token
         ids and positions `(1, n)`, the step of each layer group, the tokens whose logits are
         computed, the context and other model inputs. `token_ids` `(n,)`, int64, on the device,
-        replace those of `tokens`, all decodes. `keeps_hidden`: whether the forward also stores
-        hidden states. `kind`: steps of different kinds have separate recordings. `states`: cache
-        layers with the rows' states, which the step changes; their tensors then belong to the
-        recording until it runs other rows. `checked_as`: the kind of step that one check covers;
-        `None`: only steps whose forward reads keys are checked."""
+        replace those of `tokens`, which must be decodes only. `keeps_hidden`: whether the forward
+        also stores hidden states. `kind`: steps of different kinds have separate recordings.
+        `states`: cache layers with the rows' states, which the step changes; their tensors then
+        belong to the recording until it runs other rows. `checked_as`: the kind of step that one
+        check covers; `None`: only steps whose forward reads keys are checked."""
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Compares results of the model's own forward, `(rows, ...)`, with those of the last
-        replay. If any differ, steps of its kind are no longer replayed."""
+        """Compares pairs of results, each `(rows, ...)`: that of the model's own forward and that
+        of the last replay. If any differ, steps of the replay's kind are no longer replayed."""
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
         """Returns the recorder for decode steps of rectangles of the model, whose empty cache is
@@ -220,11 +220,11 @@ class RectangleRecorder(Protocol):
     """Records decode steps of rectangles and replays them."""
 
     def begin(self, state: ModelState | None) -> None:
-        """As `Runner.begin`."""
+        """Like `Runner.begin`."""
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Replays a step with the model inputs `prepared`; changes states if `Recorder.is_checked`.
-        Returns logits `(rows, vocab_size)`, or `None` if no recording serves the step."""
+        """Replays a step with the model inputs `prepared`; changes states if `Recorder.is_checked`
+        then holds. Returns logits `(rows, vocab_size)`; `None` if no recording serves the step."""
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the last step, a replay, with
@@ -261,7 +261,7 @@ nothing can be recorded."""
 
 
 class Storage(Protocol):
-    """The memory of the blocks of one layer group, whose ids a pool allocates. `KVBlocks` and
+    """The memory of one layer group's blocks. A pool allocates the ids of blocks. `KVBlocks` and
     `kernels/quantized.py` define the format of their content."""
 
     pool: BlockPool  # allocates the ids; its `BlockSelector` may be the storage's
@@ -309,8 +309,8 @@ class Storage(Protocol):
         its blocks. Raises `ValueError` if heads, dims or device differ."""
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Grows every layer to at least `num_blocks` and at most `most` blocks. Raises as
-        `make`."""
+        """Grows every layer to at least `num_blocks` and at most `most` blocks. Raises what `make`
+        raises."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, for each pair `(source, target)`.
@@ -372,9 +372,9 @@ class Tier(Protocol):
 
     def restore(self, blocks: BlockManager, sequence: request.Sequence) -> bool:
         """Copies kept blocks to the pool and registers them for `match`, if the sequence's cached
-        prefix becomes longer. Returns `False`, and changes nothing, if there are no such blocks, if
-        too few blocks are free, or if copying fails. Called after the current weights have been
-        verified."""
+        prefix becomes longer. Returns `False`, and registers nothing, if there are no such blocks,
+        if too few blocks are free, or if copying fails; cached blocks may have been evicted. Called
+        after the current weights have been verified."""
 
     @property
     def wants_confirmation(self) -> bool:
@@ -402,8 +402,9 @@ or `None` and the reason why there is none."""
 
 class Processes(Protocol):
     """The processes that compute each forward of a model together, each with a shard of its weights
-    and the K/V heads of that shard. Either all of them make the same calls, or one leads: it
-    schedules and samples, and the others do what it requests."""
+    and the K/V heads of that shard. Either all of them make the same calls, so that `run`, `moved`
+    and `adapters` do nothing, or one leads: it schedules and samples, the others do what it
+    requests, and `check` does nothing."""
 
     leads: bool  # whether this process leads
 
@@ -411,12 +412,12 @@ class Processes(Protocol):
         """Returns the minimum of a number over all processes."""
 
     def agree(self, number: int) -> int:
-        """Returns the number of the first process, for decisions that must be the same in all
-        processes although their measured times differ."""
+        """Returns the `number` that the first process passed, for decisions that must be the same
+        in all processes although their measured times differ."""
 
     def fingerprint(self, model: nn.Module, state: ModelState | None) -> bytes | None:
-        """As `model.state.fingerprint`, over the shards of all processes; `None` if a shard cannot
-        be read."""
+        """Like `model.state.fingerprint`, over the shards of all processes; `None` if a shard
+        cannot be read."""
 
     def check(self, plan: StepPlan) -> None:
         """Called before a step's forward. Raises `RankLostError` if another process has scheduled
@@ -424,7 +425,7 @@ class Processes(Protocol):
 
     def run(self, tokens: PackedTokens, extra: list[int], names: Any) -> None:
         """Announces the next `PackedRunner.compute` to the other processes, with its `tokens`, its
-        `extra_tokens` as `extra`, and the `names` of its `ForwardContext`, `None` without one."""
+        `extra_indices` as `extra`, and the `names` of its `ForwardContext`, `None` without one."""
 
     def forward(self) -> AbstractContextManager[None]:
         """A context for a forward of all processes: an error passes through if each of them raises
@@ -451,8 +452,8 @@ class Leader(Processes, Protocol):
         between two messages would leave the processes waiting for each other."""
 
     def check_request(self, options: RequestOptions) -> None:
-        """Raises `ValueError` for options, or a config, budget or model, that an engine over
-        several processes does not support; `RuntimeError` after the engine has been closed."""
+        """Raises `ValueError` if an engine over several processes does not support these options,
+        or its config, budget or model; `RuntimeError` after the engine has been closed."""
 
     def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
         """Calls `factory.choose_layout` in all processes, in this one through `choose`. Raises
@@ -481,8 +482,8 @@ class Grammars(Protocol):
         self, options: RequestOptions, tokenizer: Any, model: PreTrainedModel
     ) -> LogitsProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
-        `ValueError` if several are set, if one cannot be compiled or if there is no tokenizer;
-        `ImportError` if the compiler is not installed."""
+        `ValueError` if several are set, if the constraint cannot be compiled, or without a suitable
+        tokenizer; `ImportError` if the compiler is not installed."""
 
 
 @dataclass(frozen=True)

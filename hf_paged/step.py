@@ -22,8 +22,8 @@ Plan = TypeVar("Plan")
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """Copies a CPU tensor to `device`; to a CUDA device through pinned memory, so that the host
-    does not wait."""
+    """Copies a CPU tensor to `device`. The copy to a CUDA device goes through pinned memory, so
+    that the host does not wait."""
     is_cuda = device.type == "cuda"
     if is_cuda:
         host = host.pin_memory()
@@ -33,8 +33,8 @@ def to_device(host: Tensor, device: torch.device) -> Tensor:
 def numbers_on(
     device: torch.device, numbers: Sequence[Any], dtype: torch.dtype | None = torch.long
 ) -> Tensor:
-    """Copies numbers, or lists of numbers of equal length, to `device`, as `to_device` does; dtype
-    `None`: the dtype that torch infers."""
+    """Copies numbers, or lists of numbers of equal length, to `device`, as `to_device` does.
+    `dtype=None`: the dtype that torch infers."""
     return to_device(torch.tensor(numbers, dtype=dtype, device="cpu"), device)
 
 
@@ -44,11 +44,12 @@ class NotPackable(RuntimeError):
 
 
 class NotCapturable(RuntimeError):
-    """A step cannot be captured and replayed with other inputs, because it needs the host."""
+    """A step cannot be captured and replayed with other inputs: for example, its forward waits for
+    the device, or its attention needs lengths on the host."""
 
 
 class KeysReadError(NotCapturable):
-    """Code other than our attention reads keys or values in a step that is recorded."""
+    """In a step that is being recorded, code other than our attention reads keys or values."""
 
 
 @dataclasses.dataclass
@@ -58,16 +59,17 @@ class ReadCounters:
 
     in_place: int = 0
     gathered: int = 0
-    gathered_decodes: int = 0
-    latent: int = 0
+    gathered_decodes: int = 0  # those of `gathered` in steps of one query per row
+    latent: int = 0  # applications of an MLA expansion to outputs instead of latents
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadCounters:
         return ReadCounters()  # a copied cache starts at 0
 
 
 class Lengths(NamedTuple):
-    """The lengths of a step as int32 tensors on the device of its block tables. `query_start` is
-    `None` in a recorded step that has only decodes, since their rows have one query each."""
+    """The lengths of a step, as in `StepMetadata`, as int32 tensors on the device of its block
+    tables. `query_start` is `None` in a recorded step that has only decodes, since their rows have
+    one query each."""
 
     seq_lens: Tensor  # (n,)
     starts: Tensor  # (n,)
@@ -75,7 +77,8 @@ class Lengths(NamedTuple):
     origins: Tensor | None = None  # (n,), for packed rows only
 
     def rows(self, first: int, last: int, start: int) -> Lengths:
-        """Slices to rows `[first, last)`, the first of which begins at token `start`."""
+        """Returns the lengths of rows `[first, last)`, the first of which begins at token
+        `start`."""
         query_start = self.query_start
         if query_start is not None:
             query_start = query_start[first : last + 1]
@@ -104,15 +107,15 @@ class Cascade(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
-    """`n` rows with `T` tokens in all. The cache makes one for each layer group; attention narrows
-    it to the positions that are visible under a mask. Query `i` of a row is at position
-    `seq_len - query_len + i`, which is negative for a padding query."""
+    """The metadata of `n` rows with `T` tokens in all. The cache makes one object for each layer
+    group; attention narrows it to the positions that are visible under a mask. Query `i` of a row
+    is at position `seq_len - query_len + i`, which is negative for a padding query."""
 
     block_tables: Tensor
     """`(n, max_blocks)` int32, rows contiguous, on the pool's device. Entries past a row's last
     block are not read."""
     query_start: tuple[int, ...]  # n + 1: row i has tokens [query_start[i], query_start[i + 1])
-    # tokens of each row, including new ones; () if only the device knows them
+    # number of tokens of each row, including new ones; () if only the device knows these numbers
     seq_lens: tuple[int, ...]
     starts: tuple[int, ...]  # first visible position of each row; () if `seq_lens` is ()
     block_size: int
@@ -131,13 +134,14 @@ class StepMetadata:
     """In a captured step: the prefixes that its leading one-query rows share. Other steps find them
     in `block_ids`."""
     key_len: int | None = None
-    """For packed rows and the model's own attention code: the number of keys that the code gets for
-    each row, which is that of the longest row; otherwise `None`."""
+    """For packed rows and the model's own attention code: the number of keys that this code gets
+    for every row (those of the longest row or, in a recorded step, the slots of a block table).
+    Otherwise `None`."""
     columns: range | None = None
     """Columns of the padded batch that a layer's keys and values have, including new ones; `None`
     for packed rows."""
-    # for each row, its position 0: as a column if there are `columns`, otherwise as a position in
-    # the sequence
+    # for each row, where its position 0 is: a column if there are `columns`, otherwise a position
+    # in the sequence
     origins: tuple[int, ...] = ()
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)  # `None` if rows differ; 1 without rows
@@ -213,6 +217,8 @@ class StepMetadata:
 
     @property
     def on_device(self) -> Lengths:
+        """The lengths on the device: those that a replay reads, or a copy of the host's, made
+        once."""
         return self.lengths or self.plan(_copy_lengths)
 
     @property
@@ -312,8 +318,8 @@ def _copy_lengths(step: StepMetadata) -> Lengths:
 
 
 def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
-    """Splits a step into runs of consecutive rows with equal `query_len` that are all first
-    prefills, or none of them. Returns (slice of tokens, step) for each run."""
+    """Splits a step into runs of consecutive rows with equal `query_len`, in which either all rows
+    are first prefills or none is. Returns (slice of tokens, step) for each run."""
 
     def kind(row: int) -> tuple[int, bool]:
         query_len = step.query_start[row + 1] - step.query_start[row]

@@ -40,6 +40,7 @@ class Switches(Generic[T]):
         `on_all_restored` is called whenever no object is switched any more."""
         self._lock = forks.lock()
         self._switching = switching
+        # by `id`: a switched object, its functions, and a thread id for each of its open calls
         self.entries: dict[int, tuple[T, Switching, list[int]]] = {}
         self._on_all_restored = on_all_restored
         forks.notify_in_child(self)
@@ -48,7 +49,7 @@ class Switches(Generic[T]):
     def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:
         """A context in which `items` are switched. It may be entered any number of times, and by
         several threads at once."""
-        return _Switching(self, list(items))
+        return _SwitchedContext(self, list(items))
 
     def enter(self, item: T) -> None:
         with self._lock:
@@ -62,7 +63,7 @@ class Switches(Generic[T]):
         with self._lock:
             threads = self.entries[id(item)][2]
             threads.remove(threading.get_ident())
-            self._end(item, threads)
+            self._restore_if_unused(item, threads)
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process, ends the calls of other threads, which do not exist there."""
@@ -79,9 +80,9 @@ class Switches(Generic[T]):
         """Ends the calls of all threads except those for which `is_retained` is true."""
         for item, _, threads in list(self.entries.values()):
             threads[:] = filter(is_retained, threads)
-            self._end(item, threads)
+            self._restore_if_unused(item, threads)
 
-    def _end(self, item: T, threads: list[int]) -> None:
+    def _restore_if_unused(self, item: T, threads: list[int]) -> None:
         if not threads:
             _, (_, restore), _ = self.entries.pop(id(item))
             restore()
@@ -89,7 +90,7 @@ class Switches(Generic[T]):
                 self._on_all_restored()
 
 
-class _Switching(Generic[T]):
+class _SwitchedContext(Generic[T]):
     """The context of `Switches.switched`."""
 
     __slots__ = ("_items", "_switches")

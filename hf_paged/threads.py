@@ -70,27 +70,27 @@ def start(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread | None:
-    """Makes and starts a thread; returns `None` if it does not begin, as `begin` says."""
+    """Makes and starts a thread; returns `None` if `begin` returns an error."""
     thread = make(run, name, daemon, on_error)
     return thread if begin(thread) is None else None
 
 
 def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
-    """As `asyncio.to_thread`, but submits the function before the caller awaits the result. Raises
-    `RuntimeError` if no thread can be started."""
+    """Like `asyncio.to_thread`, but submits the function before the caller awaits the result.
+    Raises `RuntimeError` if no thread can be started."""
     run = contextvars.copy_context().run
     try:
         return asyncio.get_running_loop().run_in_executor(None, run, function, *args)
     except (RuntimeError, MemoryError) as error:
         if is_interrupt(error) or not ("thread" in str(error) or isinstance(error, MemoryError)):
-            raise  # the executor has been shut down
+            raise  # an interrupt, or the executor has been shut down
         raise RuntimeError(NO_THREAD) from error
 
 
 def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) -> None:
-    """Waits for a condition of `lock`, which this thread must hold exactly once. After any error
-    the thread holds the lock again, even if an interrupt arrives after `Condition.wait` has
-    released the lock and before the `try` there."""
+    """Waits for a condition of `lock`, which this thread must hold exactly once, for up to
+    `seconds`. After any error the thread holds the lock again, even if an interrupt arrives in
+    `Condition.wait` between the release of the lock and the `try` that follows it."""
     try:
         condition.wait(seconds)
     except BaseException:
@@ -113,7 +113,7 @@ def attempt(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
         try:  # comes first, since an interrupt could arrive at any call before it
             lock.release()
         except RuntimeError:
-            pass  # another thread holds it
+            pass  # this thread does not hold it
 
 
 _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
@@ -121,8 +121,9 @@ _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.Wea
 
 def step_lock(model: nn.Module, main_model: nn.Module | None = None) -> threading.RLock:
     """Returns the model's lock. An engine or call holds the lock from scheduling to the end of the
-    forward, and while it reads the model's state, since all share the model's adapters. A model
-    that shares modules with `main_model` gets the lock of `main_model`."""
+    forward, and while it reads the model's state, since all of them switch the same model's
+    adapters. A model that shares modules with `main_model` gets the lock of `main_model`, if that
+    is passed in the first call for the model."""
     return _step_locks.setdefault(
         model, forks.rlock() if main_model is None else step_lock(main_model)
     )

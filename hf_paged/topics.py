@@ -9,8 +9,8 @@ _POINTER = "[troubleshooting.md#"
 
 
 class Topic(enum.Enum):
-    """A row in the page's table; a topic's value is the row's anchor. `Topic.HOOKS("text")` appends
-    a pointer to the row, unless the text quotes a cause that already has a pointer."""
+    """The rows of the page's table; a topic's value is its row's anchor. `Topic.HOOKS("text")`
+    appends a pointer to the row, unless the text quotes a cause that already has a pointer."""
 
     ADAPTERS = "adapters"
     ASSISTED = "assisted"
@@ -51,7 +51,7 @@ class Topic(enum.Enum):
 
 
 class TopicError(Exception):
-    """The base of hf_paged's errors whose messages end with a pointer to their topic."""
+    """The base of hf_paged's errors whose messages contain a pointer to a topic."""
 
     topic: Topic
 

@@ -196,7 +196,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"streamer": STREAMER},
         (
             "`streamer` is a TextStreamer, which takes one row, and there are 2: pass a list of"
-            " streamers, one a row"
+            " streamers, one per row"
         ),
     ),
     "streamer of one sample": (
@@ -207,7 +207,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         },
         (
             "`streamer` is a TextIteratorStreamer, which takes one row, and there are 3: pass a"
-            " list of streamers, one a row"
+            " list of streamers, one per row"
         ),
     ),
     "beams a float": (

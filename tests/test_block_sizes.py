@@ -93,7 +93,7 @@ def test_groups_have_sizes_of_their_own(name: str) -> None:
         stats = hf_paged.memory_stats(model)
         assert sizes(stats) == {"full attention": 32, f"window of {models.WINDOW} tokens": 4}
         assert (
-            "sequences of 161 tokens (2 of them); times of"
+            "2 sequences of 161 tokens on average; times of"
             in stats.block_sizes["full attention"].reason
         )
         assert stats.cached_blocks > 0

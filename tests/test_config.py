@@ -197,15 +197,16 @@ def test_tiers_need_the_prefix_cache() -> None:
 def test_a_list_in_the_environment_is_refused_by_name(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(config.VARIABLE, json.dumps({name: [1]}))
+    monkeypatch.setenv(config.CONFIG_VARIABLE, json.dumps({name: [1]}))
     with pytest.raises(
-        ValueError, match=rf"{config.VARIABLE} sets wrong defaults: `{name}` is \[1\]: it must be "
+        ValueError,
+        match=rf"{config.CONFIG_VARIABLE} sets invalid defaults: `{name}` is \[1\]: it must be ",
     ):
         runpy.run_path(config.__file__)
 
 
 @pytest.mark.parametrize("value", ['"folder"', '{"disk_path": "folder"}'])
 def test_tiers_are_set_by_the_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(config.VARIABLE, f'{{"prefix_tiers": {value}}}')
+    monkeypatch.setenv(config.CONFIG_VARIABLE, f'{{"prefix_tiers": {value}}}')
     made = runpy.run_path(config.__file__)["PagedConfig"]()
     assert made.prefix_tiers.disk_path == "folder" and hash(made)

@@ -300,7 +300,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "schema without tokenizer": (
         lambda: add(schema={"type": "object"}),
         ValueError,
-        ("`schema` is about text", "`tokenizer=`"),
+        ("`schema` constrains text", "`tokenizer=`"),
     ),
     "more sequences than beams": (
         lambda: add(config={"num_beams": 2, "num_return_sequences": 3}),

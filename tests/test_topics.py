@@ -23,7 +23,7 @@ TREES = {
 }
 LOGGED = {"warning", "error", "exception", "log", "warn_once", "log_once"}
 REASONS = re.compile(
-    r"_?reasons?_|_?reasons$|(?!finish).*_(reason|check)$|foreign_attention$|_other_inputs$|_difference$"
+    r"_?reasons?_|_?reasons$|(?!finish).*_(reason|check)$|foreign_attention$|_difference$"
 )
 """Functions that return or yield reasons: why a route, a layout or a draft is ruled out."""
 WRAPPED = {

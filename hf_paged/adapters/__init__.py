@@ -1,15 +1,15 @@
 """PEFT's LoRA adapters for a model's requests: rows with different adapters share packed forwards,
-and adapters in folders take memory of the block pool. Implements `rooms.AdaptersRoom`; imports no
-other room."""
+and the weights of adapters in folders are charged to the block pool. Implements
+`rooms.AdaptersRoom`; imports no other room."""
 
 from .files import resolve_adapter
 from .loop_adapters import LoopAdapters as make_adapters
-from .peft_models import check_served, check_wrapped, has_activated, row_adapters, use_adapter
+from .peft_models import check_served, check_wrapped, has_activated_lora, row_adapters, use_adapter
 
 __all__ = [
     "check_served",
     "check_wrapped",
-    "has_activated",
+    "has_activated_lora",
     "make_adapters",
     "resolve_adapter",
     "row_adapters",

@@ -1,4 +1,4 @@
-"""LoRA adapters in folders that PEFT saved: checks, loading, and the store of loaded weights.
+"""LoRA adapters that PEFT saved in folders: checks, loading, and the store of loaded weights.
 `pages.py` holds the blocks that account for the weights."""
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class AdapterFile(NamedTuple):
 
 
 def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> ResolvedAdapter:
-    """Resolves the adapter name of a request, which names an adapter of the model or, failing that,
-    a folder that PEFT saved. `takes_ids`: whether the prompt is plain token ids. Raises
+    """Resolves the adapter name of a request: the name of an adapter of the model or, failing that,
+    of a folder in which PEFT saved one. `takes_ids`: whether the prompt is plain token ids. Raises
     [`AdapterError`] if the adapter cannot be served, and `ValueError` if it is in a folder and the
     prompt has other inputs."""
     check_served(model, name)
@@ -90,8 +90,9 @@ def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> Reso
 
 
 def read_adapter_file(name: str) -> AdapterFile:
-    """Returns the adapter in a folder, after checking its config and the shapes of its weights.
-    Raises [`AdapterError`] if the adapter cannot be served or read, or if PEFT is missing."""
+    """Returns the adapter in a folder, after checking its config and the names and sizes of its
+    weights. Raises [`AdapterError`] if the adapter cannot be served or read, or if PEFT is
+    missing."""
     path = os.path.realpath(name)
     try:
         _read_config(path)
@@ -113,13 +114,13 @@ def read_adapter_file(name: str) -> AdapterFile:
         unknown_keys = sorted(layers.keys() - set(_SUFFIXES))
         if unknown_keys:
             raise _unsupported(name, f"{unknown_keys[0]!r} does not belong to a linear layer")
-        a, b, bias = (layers[suffix] for suffix in _SUFFIXES)
-        incomplete = sorted((a ^ b) | (bias - a))
+        a_layers, b_layers, bias_layers = (layers[suffix] for suffix in _SUFFIXES)
+        incomplete = sorted((a_layers ^ b_layers) | (bias_layers - a_layers))
         if incomplete:
             raise ValueError(
                 f"{incomplete[0]} is missing some LoRA weights: save the adapter again"
             )
-        if not a:
+        if not a_layers:
             raise ValueError("it has no weights")
     except AdapterError:
         raise
@@ -129,8 +130,8 @@ def read_adapter_file(name: str) -> AdapterFile:
 
 
 def _read_config(path: str) -> Any:
-    """Returns PEFT's config of a folder. Raises [`AdapterError`] if such adapters cannot be loaded
-    on demand, and `ImportError` without PEFT."""
+    """Returns the PEFT config in a folder. Raises [`AdapterError`] if adapters with this config
+    cannot be loaded on demand, and `ImportError` without PEFT."""
     try:
         import peft
     except ImportError as error:
@@ -186,8 +187,8 @@ def _digest(file: str, *stat: int) -> str:
 
 def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
     """Loads an adapter's weights to the CPU, by module of `model`; converts half precision to
-    float32 as PEFT does. Raises [`AdapterError`] if the weights do not fit this model, or if the
-    files have changed since the request named them."""
+    float32 as PEFT does. Raises [`AdapterError`] if the files cannot be read or have changed since
+    the request named them, or if the weights do not fit this model."""
     from peft.utils import load_peft_weights
     from peft.utils.other import get_pattern_key
 
@@ -244,8 +245,8 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
 
 @dataclasses.dataclass
 class _Loading:
-    """An adapter that a thread loads. If the thread has ended without setting `parts`, because
-    loading failed or the process was forked meanwhile, `AdapterStore.get` loads the adapter."""
+    """An adapter that a thread loads. If the thread ends without setting `parts`, because loading
+    failed or the process was forked meanwhile, `AdapterStore.get` loads the adapter."""
 
     thread: threading.Thread | None = None
     parts: dict[nn.Module, LoraWeights] | None = None
@@ -254,7 +255,7 @@ class _Loading:
 class AdapterStore:
     """The loaded weights of adapters in folders. Resident weights are on the model's devices until
     the pool evicts the adapter and `forget` is called. For a model that is not on the CPU, copies
-    of the last used adapters also stay in host memory."""
+    of the adapters that became resident last also stay in host memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -262,7 +263,7 @@ class AdapterStore:
         self._loading: dict[AdapterFile, _Loading] = {}
         self._host: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
         self._last_number = 0  # in `Adapter.key`
-        self.num_loads = 0  # from files, so far
+        self.num_loads = 0  # adapters loaded from files so far
 
     def __contains__(self, file: AdapterFile) -> bool:
         """Whether the adapter's weights are resident."""
@@ -273,7 +274,7 @@ class AdapterStore:
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter
-        parts = self._cpu_weights(file)
+        parts = self._take_cpu_weights(file)
         resident = {}
         is_copied = False
         for module, lora in parts.items():
@@ -286,8 +287,8 @@ class AdapterStore:
             self._keep_on_host(file, parts)
         return adapter
 
-    def _cpu_weights(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
-        """Takes the weights on the CPU from host memory or a prefetch; otherwise loads them."""
+    def _take_cpu_weights(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
+        """Returns the weights on the CPU, taken from host memory or a prefetch, or else loaded."""
         parts = self._host.pop(file, None)
         if parts is not None:
             return parts
@@ -322,8 +323,8 @@ class AdapterStore:
         self._resident.pop(file, None)
 
     def forget_others(self, modules: set[nn.Module]) -> None:
-        """Drops all prefetched weights, and the other weights of every adapter on a module that is
-        not among the model's current `modules`."""
+        """Drops all prefetched weights, and the weights on devices and in host memory of every
+        adapter on a module that is not among the model's current `modules`."""
         for file, adapter in list(self._resident.items()):
             if not modules.issuperset(adapter.parts):
                 self._resident.pop(file, None)

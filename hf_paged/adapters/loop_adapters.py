@@ -79,18 +79,17 @@ class LoopAdapters:
         self.pages = AdapterPages(blocks, weakref.WeakMethod(self.forget))
         self._prefetched: list[Hashable] = []  # files of the last `prefetch`
         self._model_adapters: dict[str, Adapter] = {}  # by name
-        # names in `_model_adapters` whose adapters were read since the model could last have
-        # changed
+        # names of `_model_adapters` that were read since the last `forget_model`
         self._checked_names: set[str] = set()
         self._numbers = itertools.count()  # in `Adapter.key`
         # By modules, why adapters on them cannot be mixed; `None` if they can. A lack of memory is
         # also kept until `forget_model`: checks in every step would cost more than separate
         # forwards.
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
-        # neither cached function refers to this object, since a cycle would keep it alive
+        # neither cached function may refer to this object, since a cycle would keep it alive
         self._takes_ranges = functools.lru_cache(MAX_MIXES)(takes_ranges)
         make_mix = functools.partial(_make_mix, model, self._takes_ranges)
-        self._mix = functools.lru_cache(MAX_MIXES)(make_mix)  # of consecutive token ranges
+        self._mix_of = functools.lru_cache(MAX_MIXES)(make_mix)  # of consecutive token ranges
 
     def counts(self) -> dict[str, int]:
         return {
@@ -116,7 +115,7 @@ class LoopAdapters:
         self.pages.unpin(request.adapter, request)
 
     def prefetch(self, waiting: Items[Request]) -> None:
-        """For the next requests, starts to load the adapters that are not resident in the pool."""
+        """Starts to load those adapters of the next requests that are not in the pool."""
         next_requests = waiting[:MAX_PREFETCH_REQUESTS]
         needed = dict.fromkeys(
             request.adapter for request in next_requests if request.adapter_bytes
@@ -137,11 +136,11 @@ class LoopAdapters:
         if not isinstance(adapter, AdapterFile):
             return use_adapter(self._model, adapter)
         self._check_unmerged(adapter)
-        return mixing(self._model, self._mix(((self.load(adapter), 0, 0),)))
+        return mixing(self._model, self._mix_of(((self.load(adapter), 0, 0),)))
 
     def context_of(self, names: Any) -> contextlib.AbstractContextManager[ForwardContext | None]:
-        """A context like the one whose `ForwardContext.names` these are, made in another process.
-        Raises [`AdapterError`] if an adapter is missing or cannot be mixed."""
+        """A context like that of another process whose `ForwardContext.names` are `names`. Raises
+        [`AdapterError`] if an adapter is missing, or cannot be loaded or mixed."""
         if not isinstance(names, list):
             check_adapter(self._model, names)
             return self.using(names)
@@ -151,7 +150,7 @@ class LoopAdapters:
             if isinstance(adapter, str):
                 raise AdapterError(name, adapter)
             ranges.append((adapter, start, end))
-        return mixing(self._model, self._mix(tuple(ranges)))
+        return mixing(self._model, self._mix_of(tuple(ranges)))
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
         """Runs one forward for all rows that can be mixed, then one forward per adapter for the
@@ -163,7 +162,7 @@ class LoopAdapters:
         parts: list[LogitsPart] = []
         separate_rows = list(range(len(plan)))
         if executor.runner.is_packed:
-            mixable = self._mixable(names, executor.slowed_by)
+            mixable = self._get_mixable(names, executor.slowed_by)
             rows = [
                 row
                 for row, sequence in enumerate(plan.sequences)
@@ -174,7 +173,7 @@ class LoopAdapters:
                 compute = functools.partial(executor.compute, executor.runner.run)
                 mixed_plan = plan.select(rows)
                 try:
-                    logits = run_mixed(self._model, compute, mixed_plan, row_adapters, self._mix)
+                    logits = run_mixed(self._model, compute, mixed_plan, row_adapters, self._mix_of)
                     parts.append((rows, logits))
                     separate_rows = sorted(set(separate_rows) - set(rows))
                 except NotMixableError as error:
@@ -210,14 +209,14 @@ class LoopAdapters:
         self._forget_mixes()
 
     def _forget_mixes(self) -> None:
-        self._mix.cache_clear()
+        self._mix_of.cache_clear()
         self._takes_ranges.cache_clear()
 
     def _check_unmerged(self, adapter: Hashable) -> None:
         name = adapter.path if isinstance(adapter, AdapterFile) else adapter
         check_unmerged(peft_layers(self._model), adapter, name)
 
-    def _mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
+    def _get_mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
         """Returns, by name, the adapters of a step whose rows can share a forward; none if fewer
         than two can. Adds to `reasons` why others cannot. Raises what `_find_adapter` raises, and
         [`AdapterError`] if adapters are merged into the weights."""
@@ -246,7 +245,7 @@ class LoopAdapters:
 
     def load(self, file: AdapterFile) -> Adapter:
         """Returns an adapter's weights; loads them first if needed, in all processes that hold
-        shards of the model. Raises [`AdapterError`] if one of these cannot."""
+        shards of the model. Raises [`AdapterError`] if one of them cannot load the weights."""
         is_new = file not in self.store
         adapter = self.store.get(file)
         if is_new and self._processes is not None:
@@ -270,7 +269,7 @@ class LoopAdapters:
         if name is None:
             name = active_adapter(self._model)
         if not isinstance(name, str):
-            return "several adapters are active at once"
+            return "no single adapter is active in all layers"
         if name == BASE:
             return NO_ADAPTER
         previous = self._model_adapters.get(name)
@@ -287,12 +286,13 @@ class LoopAdapters:
 
     def check_mixing(self, module_names: tuple[str, ...]) -> str | None:
         """Checks in short forwards whether rows with different adapters on these modules get the
-        same results together as alone. Returns why not; `None` if they do."""
+        same results together as alone. Returns why they do not, or why that cannot be checked;
+        `None` if they do."""
         if self._processes is not None:
             self._processes.adapters("check_mixing", module_names)
         try:
             adapters = [_random_adapter(self._model, module_names, rank) for rank in (3, 2)]
-        except ValueError as error:  # one of the layers is sharded in a way that adapters cannot be
+        except ValueError as error:  # adapters cannot be sharded as one of the layers is
             return Topic.ADAPTERS(str(error))
         adapters.append(NO_ADAPTER)
 
@@ -334,7 +334,7 @@ def _make_mix(
 
 def _random_adapter(model: PreTrainedModel, module_names: Iterable[str], rank: int) -> Adapter:
     """Returns a random adapter on the modules of these names, the same in every process. Raises
-    `ValueError` if one of them is sharded in a way that adapters cannot be."""
+    `ValueError` if adapters cannot be sharded as one of the modules is."""
     generator = torch.Generator().manual_seed(rank)
     parts = dict[nn.Module, LoraWeights]()
 

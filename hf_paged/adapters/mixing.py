@@ -35,9 +35,9 @@ class Mix(ForwardContext):
     """The adapters of a packed step's tokens, and the products that they add to modules'
     outputs."""
 
-    def __init__(self, ranges: Ranges, head: nn.Module | None, can_record: bool = False) -> None:
-        """`head`: the linear layer that computes logits, if any. `can_record`: whether one recorded
-        step can serve all ranges of these adapters (`takes_ranges`)."""
+    def __init__(self, ranges: Ranges, head: nn.Module | None, reads_ranges: bool = False) -> None:
+        """`head`: the linear layer that computes logits, if any. `reads_ranges`: whether one
+        recorded step can serve all ranges of these adapters (`takes_ranges`)."""
         distinct_adapters = dict.fromkeys(adapter for adapter, *_ in ranges)
         self.adapters = [adapter for adapter in distinct_adapters if adapter is not NO_ADAPTER]
         self._ranges = ranges
@@ -49,10 +49,10 @@ class Mix(ForwardContext):
         self._deltas = {module: self._deltas_of(module, ranges) for module in self.weights}
         self.variant: Hashable = key_of(ranges)
         self.names = [(adapter.key[0], start, end) for adapter, start, end in ranges]
-        self.is_fixed = not can_record
+        self.is_fixed = not reads_ranges
         # in a recorded step with chunks, the ranges of the rows that the head gets are unknown
-        self.takes_chunks = can_record and head not in self._deltas
-        if can_record:
+        self.takes_chunks = reads_ranges and head not in self._deltas
+        if reads_ranges:
             self.variant = frozenset(adapter.key for adapter in self.adapters)
             self.num_ranges = len(self.adapters)
         parts = itertools.chain.from_iterable(self.weights.values())
@@ -104,10 +104,10 @@ class Mix(ForwardContext):
         x = args[0]
         x = x.reshape(-1, x.shape[-1])
         out = output.reshape(-1, output.shape[-1])
-        step = recorded_deltas.get()
+        recorded = recorded_deltas.get()
         deltas: Deltas | RecordedDeltas | None = None
-        if step is not None:
-            deltas = step[module]
+        if recorded is not None:
+            deltas = recorded[module]
         elif self._has_one_adapter:
             deltas = self._deltas_of(module, ((self._ranges[0][0], 0, len(x)),))
         elif self._head_tokens is not None and module is self._head:
@@ -177,7 +177,7 @@ def key_of(ranges: Ranges) -> tuple[Any, ...]:
 
 
 active_mix: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
-"""The mix of this thread's forwards; `None` if all rows run with one adapter of the model."""
+"""The mix of this thread's forwards; `None` outside of `mixing`."""
 
 
 recorded_deltas: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar(

@@ -40,7 +40,7 @@ class AdapterPages:
         weak_on_evict: Callable[[], Callable[[Any], None] | None],
     ) -> None:
         """`weak_on_evict`: a weak reference to a function, which is called with each adapter that
-        is evicted."""
+        counts as evicted (`_drop`)."""
         self._block_manager = block_manager
         self._group_index: int | None = None
         for index, group in enumerate(block_manager.groups):
@@ -166,8 +166,8 @@ class AdapterPages:
         table.num_tokens = len(block_ids) * table.block_size
 
     def _evict_adapter_of(self, block_id: int) -> None:
-        """Drops the adapter of a block that the pool has evicted. It has no holders, since the
-        block was cached."""
+        """Drops the adapter of a block that the pool has evicted. The adapter has no holders, since
+        the block was cached."""
         adapter = self._adapter_by_block[block_id]
         for other_id in self._adapters[adapter].block_ids or ():
             if other_id != block_id:

@@ -20,7 +20,7 @@ from ..interrupts import restoring
 from ..kernels.lora import LoraWeights
 from ..seams import ForwardContext
 from ..topics import Topic, TopicError
-from .shards import is_split, local, local_weights
+from .shards import is_split, local_weights, to_local
 
 BASE = "__base__"  # PEFT's name for "no adapter"
 _STATE_ATTRIBUTES = {"_active_adapter", "_disable_adapters"}  # of PEFT's layers
@@ -115,19 +115,20 @@ def _is_activated(config: Any) -> bool:
     return bool(getattr(config, "alora_invocation_tokens", None))
 
 
-def has_activated(model: nn.Module) -> bool:
+def has_activated_lora(model: nn.Module) -> bool:
+    """Whether the model has an activated LoRA (`_is_activated`)."""
     return any(map(_is_activated, _configs(model).values()))
 
 
 def check_served(model: nn.Module, name: Hashable) -> None:
-    """Raises [`AdapterError`] if PEFT's layers in the model do not suffice to switch to the adapter
-    `name` and to compute it; `None`: to compute the active adapters."""
+    """Raises [`AdapterError`] unless PEFT's layers in the model can switch to the adapter `name`
+    and compute it or, if `name` is `None`, compute the active adapters."""
     reason = None if name is None else _unswitchable_reason(model)
     if reason is not None:
         raise AdapterError(
             name,
-            f"adapter {name!r} cannot be chosen for a request: {reason}. Activate it by"
-            " `peft_model.set_adapter`, or disable all, and leave `adapter` out",
+            f"adapter {name!r} cannot be chosen for a request: {reason}. Activate it with"
+            " `peft_model.set_adapter`, or disable all adapters, and leave `adapter` out",
         )
     configs = _configs(model)
     reasons = {adapter_name: wrapper_reason(config) for adapter_name, config in configs.items()}
@@ -254,8 +255,8 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
 
 
 def active_adapter(model: nn.Module) -> str | None:
-    """Returns the name of the active adapter: `"__base__"` if there is none, `None` if several are
-    active, or if only some layers are disabled."""
+    """Returns the name of the active adapter: `"__base__"` if all layers are disabled, `None` if
+    only some are, or if not exactly one adapter is active."""
     are_disabled = {bool(layer._disable_adapters) for layer in peft_layers(model)}
     if False not in are_disabled:
         return BASE
@@ -309,8 +310,8 @@ def find_adapter(
         is_peft_layer = type(layer).__module__ == "peft.tuners.lora.layer"
         if not is_peft_layer or unmixable_reason(base) is not None:
             return (
-                f"the base of adapter {name!r} is quantized, or not a plain linear layer, in"
-                f" {type(base).__name__}"
+                f"adapter {name!r} is on a {type(base).__name__} that is quantized or not a plain"
+                " linear layer"
             )
         dropout = layer.lora_dropout[name]
         if dropout.training and getattr(dropout, "p", 0) > 0:
@@ -341,7 +342,7 @@ def find_adapter(
 
 def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | None:
     """Returns what identifies an adapter's state: options and identities of tensors of PEFT's
-    layers and of their base layers; `None` if some no longer exist."""
+    layers and of their base layers; `None` if one of these no longer exists."""
     state: list[Any] = []
     try:
         for layer, base in sources:
@@ -350,7 +351,7 @@ def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | No
                 layer.scaling[name],
                 layer.lora_dropout[name].training,
             ]
-            for tensor in map(local, (base.weight, *_tensors(layer, name))):
+            for tensor in map(to_local, (base.weight, *_tensors(layer, name))):
                 state.append(None if tensor is None else (id(tensor), tensor.data_ptr()))
     except (AttributeError, KeyError):
         return None

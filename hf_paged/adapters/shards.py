@@ -22,7 +22,7 @@ def is_split(tensor: Any) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
-def local(tensor: Any) -> Any:
+def to_local(tensor: Any) -> Any:
     """Returns this process's shard of a split tensor, the same object in every call; any other
     tensor, or `None`, is returned unchanged."""
     if not is_split(tensor):
@@ -50,7 +50,7 @@ def local_weights(
             return None
         if tensor is a:
             group = tensor.device_mesh.get_group()
-    return LoraWeights(a, b, bias, scaling, group).map(local)
+    return LoraWeights(a, b, bias, scaling, group).map(to_local)
 
 
 def local_shard(
@@ -71,7 +71,7 @@ def local_shard(
     styles = _COLWISE | _ROWWISE
     if not isinstance(module, nn.Linear) or style not in styles:
         raise ValueError(
-            f"{name} is split over processes in a way that adapters cannot be ({style!r})"
+            f"{name} is split over processes as {style!r}, and adapters cannot be split like that"
         )
 
     def shard_of(whole: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def local_shard(
             weight.placements,
             src_data_rank=None,
         )
-        shard: Tensor = local(split).to(
+        shard: Tensor = to_local(split).to(
             whole.device,
             copy=True,
             memory_format=torch.contiguous_format,

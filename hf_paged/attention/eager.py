@@ -1,5 +1,6 @@
-"""Attention by a model's own code in a packed step: its operations on keys and scores are recorded
-symbolically, until it multiplies by the values. The backends then compute the result."""
+"""Attention by a model's own code in a packed step: the code's operations on keys and scores are
+recorded symbolically until it multiplies the weights by the values. Then the backends compute the
+result."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from ..cache.handles import DeferredTensor, RowTensor
 from ..kernels import quantized
 from ..step import NotCapturable, NotPackable, StepMetadata, row_groups
 from . import backends
-from .backends.reference import AttentionCall, pair
+from .backends.reference import AttentionCall, paired_blocks
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_HIDING_BIAS = -1e4  # a bias of at most this hides a key
@@ -27,29 +28,29 @@ MAX_HIDING_BIAS = -1e4  # a bias of at most this hides a key
 def with_key_len(step: StepMetadata) -> StepMetadata:
     """Returns the packed step with the `key_len` that a model's own attention code sees: the length
     of the longest row or, if only the device knows the lengths, the capacity of the block tables.
-    Raises `NotPackable` if layers have a window, `NotCapturable` for recorded rows of several
-    tokens."""
+    Raises `NotPackable` if the step has a window, `NotCapturable` if a recorded step may have
+    several queries per row."""
     if step.window is not None:
-        raise NotPackable("its own attention code gets keys through a sliding window")
+        raise NotPackable("the model's own attention code gets keys of a sliding window")
     if step.lengths is None:
         return dataclasses.replace(step, key_len=max(step.seq_lens))
     if step.query_len != 1:
-        raise NotCapturable("its own attention code would get several queries of a row")
+        raise NotCapturable("the model's own attention code would get several queries of a row")
     return dataclasses.replace(step, key_len=step.block_tables.shape[1] * step.block_size)
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
-    """Returns a decorator of the function that replaces the torch functions of these names if an
-    argument is a `DeferredTensor`. Their forms that write in place (`add_`, `__iadd__`) write the
-    result to the scores that they are called on."""
+    """Returns a decorator that registers a function as the replacement of the torch functions of
+    these names, for calls with a `DeferredTensor`. Forms that write in place (`add_`, `__iadd__`)
+    write the function's result to the scores that they are called on, or raise `NotPackable`."""
 
     def register(function: Function) -> Function:
         @functools.wraps(function)
         def write(torch_function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(x, Scores):
                 raise NotPackable(
-                    f"`{torch_function.__name__}` writes to packed keys or values, or packed scores"
-                    " to a plain tensor"
+                    f"`{torch_function.__name__}` writes to packed keys or values, or writes packed"
+                    " scores to a plain tensor"
                 )
             return x.write(function(torch_function, x, *args, **kwargs))
 
@@ -68,7 +69,7 @@ class Scores(DeferredTensor):
 
     query: Tensor  # (heads, T, dim)
     key: RowTensor
-    # what operations in place change, which tensors that share memory in PyTorch therefore share:
+    # changed by operations in place, so scores that would share memory in PyTorch share this dict.
     # "scale": float; "bias": Tensor with three axes that broadcast to (heads, T, key_len), or None
     terms: dict[str, Any]
     is_softmax: bool
@@ -113,18 +114,20 @@ class Scores(DeferredTensor):
         for name, argument in self.arguments.items():
             is_kept = isinstance(result, Scores) and result.arguments[name] is argument
             if name != "terms" and not is_kept:
-                raise NotPackable("an operation in place changes more than terms of packed scores")
+                raise NotPackable(
+                    "an operation in place changes more than scale and bias of packed scores"
+                )
         self.terms.update(result.terms)
         return self
 
 
-def flat(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+def as_tuple(arguments: tuple[Any, ...]) -> tuple[int, ...]:
     """Returns sizes or axes that were passed one by one or as one sequence."""
     first = arguments[0]
     return tuple(first) if isinstance(first, (tuple, list)) else arguments
 
 
-# -- operations on keys, values and scores -------------------------------------------------------
+# Operations on keys, values and scores
 
 
 @defer("contiguous")
@@ -191,7 +194,7 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
         first, second = dims
         axes[first], axes[second] = axes[second], axes[first]
     else:
-        axes = [axis % ndim for axis in flat(dims)]
+        axes = [axis % ndim for axis in as_tuple(dims)]
     swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
     if not isinstance(x, RowTensor) or axes != swapped:
         raise NotPackable(f"packed keys, values or scores are permuted to axes {axes}")
@@ -201,7 +204,7 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
 @defer("view", "reshape")
 def _view(function: Any, x: Any, *shape: Any) -> Any:
     """Adds or removes the first axis, of length 1."""
-    requested = flat(shape)
+    requested = as_tuple(shape)
     ndim = len(requested)
     sizes = (1, *x.sizes)[-ndim:]
     # one size may be -1
@@ -267,7 +270,9 @@ def _scale(function: Any, scores: Any, factor: Any) -> Any:
     is_division = "div" in function.__name__
     if not isinstance(scores, Scores):
         if is_division:
-            raise NotPackable("packed keys or values are divided, or a tensor by packed scores")
+            raise NotPackable(
+                "packed keys or values are divided, or a tensor is divided by packed scores"
+            )
         scores, factor = factor, scores
     is_number = isinstance(factor, (int, float))
     if isinstance(factor, Tensor):
@@ -275,8 +280,8 @@ def _scale(function: Any, scores: Any, factor: Any) -> Any:
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
     if not is_scores or not is_number or not factor > 0:
         raise NotPackable(
-            "packed keys, values or attention weights are scaled, or packed scores by something"
-            " other than one positive number"
+            "packed keys, values or attention weights are scaled, or packed scores are scaled by"
+            " something other than one positive number"
         )
     factor = float(factor)
     if is_division:
@@ -294,8 +299,8 @@ def _add(function: Any, scores: Any, other: Any) -> Any:
     is_dense = isinstance(other, Tensor) and not isinstance(other, DeferredTensor)
     if not isinstance(scores, Scores) or not is_dense:
         raise NotPackable(
-            "something is added to packed keys or values, or something other than a plain tensor to"
-            " packed scores"
+            "something is added to packed keys or values, or something other than a plain tensor is"
+            " added to packed scores"
         )
     return scores.add_bias(scores.key.step.plan(_bias, other))
 
@@ -335,8 +340,8 @@ def _softmax(
     is_scores = isinstance(scores, Scores) and not scores.is_softmax
     if not is_scores or dim not in (-1, len(scores.sizes) - 1):
         raise NotPackable(
-            "a softmax of packed keys, values or attention weights, or along an axis other than the"
-            " last"
+            "a softmax is taken of packed keys, values or attention weights, or along an axis other"
+            " than the last"
         )
     # `torch.softmax` also takes the dtype by position
     for argument in args:
@@ -358,7 +363,7 @@ def _sdpa(
     **options: Any,
 ) -> Tensor:
     if attn_mask is None or is_causal:
-        raise NotPackable("attention without a mask, or with `is_causal`")
+        raise NotPackable("attention is called without a mask, or with `is_causal`")
     scores = _matmul(torch.matmul, query, key.replace(is_transposed=True))
     if attn_mask.dtype == torch.bool:
         bias = key.step.plan(_bias_where, attn_mask, False)
@@ -371,7 +376,7 @@ def _sdpa(
     return _attend(_dropout(F.dropout, weights, dropout_p), value)
 
 
-# -- biases, computed once per step for all layers that get the same tensor ----------------------
+# Biases, computed once per step for all layers that get the same tensor
 
 
 def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
@@ -387,20 +392,22 @@ def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
     num_tokens = step.num_tokens
     is_whole = num_tokens > 0 and added.shape[1:] == (num_tokens, step.key_len)
     if is_whole and step.lengths is None:  # a recorded step must not read the mask
-        is_causal = torch.where(step.plan(_is_past), added == 0, added <= MAX_HIDING_BIAS)
-        if bool(is_causal.all()):
+        matches_causal = torch.where(
+            step.plan(_past_keys_mask), added == 0, added <= MAX_HIDING_BIAS
+        )
+        if bool(matches_causal.all()):
             return None
     return added
 
 
-def _bias_where(step: StepMetadata, mask: Tensor, hides: bool) -> Tensor | None:
-    """Returns the `_bias` of a boolean mask that hides the keys where it equals `hides`."""
-    hidden = mask if hides else ~mask
+def _bias_where(step: StepMetadata, mask: Tensor, hidden_value: bool) -> Tensor | None:
+    """Returns the `_bias` of a boolean mask that hides the keys where it equals `hidden_value`."""
+    hidden = mask if hidden_value else ~mask
     added = torch.zeros(mask.shape, device=mask.device)
     return _bias(step, added.masked_fill_(hidden, -math.inf))
 
 
-def _is_past(step: StepMetadata) -> Tensor:
+def _past_keys_mask(step: StepMetadata) -> Tensor:
     """Returns a mask `(T, key_len)` bool of the keys at or before each token's position."""
     positions: list[int] = []
     for seq_len, (start, end) in zip(step.seq_lens, itertools.pairwise(step.query_start)):
@@ -410,7 +417,7 @@ def _is_past(step: StepMetadata) -> Tensor:
     return key_positions <= torch.tensor(positions, device=device)[:, None]
 
 
-# -- the attention -------------------------------------------------------------------------------
+# Attention
 
 
 def _attend(weights: Scores, value: RowTensor) -> Tensor:
@@ -427,7 +434,7 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
     dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
     query = weights.query.transpose(0, 1).to(dtype)
     bias = weights.terms["bias"]
-    call = AttentionCall(query, pair(key, value), step, weights.terms["scale"])
+    call = AttentionCall(query, paired_blocks(key, value), step, weights.terms["scale"])
     if bias is None:
         output = backends.attend(call)
     elif bias.shape[1] == 1:

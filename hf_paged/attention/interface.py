@@ -17,20 +17,20 @@ from ..cache.handles import LazyTensor, PagedTensor
 from ..cache.kv_blocks import KVBlocks
 from ..step import NotCapturable, NotPackable, StepMetadata
 from . import backends, switch
-from .backends.reference import AttentionCall, pair
+from .backends.reference import AttentionCall, paired_blocks
 from .latent import ExpandedTensor, attend_packed
 from .masks import (
     PagedMask,
     in_table_coordinates,
     mask_observer,
     packed_step,
-    parse,
+    parse_mask,
     rectangle_step,
 )
 from .observers import attention_observer
 
-# Maximum queries per row of attention that reads blocks in place. A row with more is a prefill
-# chunk, for which gathering once and calling sdpa takes less than 3% longer.
+# Maximum queries per row for which attention outside packed steps reads blocks in place. A row with
+# more is a prefill chunk, for which gathering once and calling sdpa takes less than 3% longer.
 MAX_IN_PLACE_QUERIES = 16
 
 Features = tuple[float, float | None, Tensor | None, Tensor | None]
@@ -65,7 +65,7 @@ def paged_mask(**arguments: Any) -> Tensor | None:
     pattern = None
     if make_mask in switch.STOCK_MASKS:
         mask_function = arguments.get("mask_function", causal_mask_function)
-        pattern = parse(mask_function)
+        pattern = parse_mask(mask_function)
     if pattern is None:
         if make_mask is None:
             return None
@@ -87,12 +87,13 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
     to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast, in that of
-    autocast. Keys and values that are handles of a [`PagedCache`] are read in place if that gives
-    the same result as the model's implementation; otherwise that is called with ordinary tensors,
-    and its attention weights, if any, are returned, too. `attention_mask`: a [`PagedMask`], or a
-    mask for the model's implementation, which also defines the `kwargs` (`scaling`, `dropout`,
-    `softcap`, `s_aux`, `position_bias`, ...). Raises `NotPackable` if a packed step needs features
-    that the backends lack.
+    autocast. Keys and values that are handles of a [`PagedCache`] are read in place if rows have
+    few queries and the result equals that of the model's implementation. Otherwise that
+    implementation is called with ordinary tensors, and its attention weights, if any, are returned,
+    too. `attention_mask`: a [`PagedMask`], or a mask for the model's implementation, which also
+    defines the `kwargs` (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...). Raises
+    `NotPackable` if the backends cannot compute a packed step, `NotCapturable` if a recorded step
+    needs the host, and `ValueError` if the mask shows padding that was not stored.
     """
     # checked here, since the wrapper of `torch.compiler.disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
@@ -112,12 +113,12 @@ def _paged_attention(
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
     is_latent = isinstance(key, ExpandedTensor)
     if (is_pair or is_latent) and key.step.columns is None:
-        return _packed(module, query, key, value, mask, kwargs), None
+        return _attend_packed_step(module, query, key, value, mask, kwargs), None
     if is_latent:
         if query.shape[2] <= MAX_IN_PLACE_QUERIES:  # otherwise the product would be wasted
             in_place = key.absorb(query, value)
     elif is_pair and key.fresh is None:
-        in_place = query, pair(key, value), None
+        in_place = query, paired_blocks(key, value), None
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
@@ -128,7 +129,7 @@ def _paged_attention(
     if in_place is not None:
         in_place_query, blocks, expand = in_place
         features = _features(module, in_place_query, key.step, kwargs)
-        output = _in_place(in_place_query, key.step, blocks, mask, bool(is_causal), features)
+        output = _attend_in_place(in_place_query, key.step, blocks, mask, bool(is_causal), features)
         if output is not None:
             if expand is not None:
                 output = expand(output)
@@ -149,7 +150,7 @@ def _dense(x: Any) -> Any:
 _untraced = torch.compiler.disable(_paged_attention)
 
 
-def _packed(
+def _attend_packed_step(
     module: nn.Module,
     query: Tensor,
     key: PagedTensor | ExpandedTensor,
@@ -157,8 +158,8 @@ def _packed(
     mask: Tensor | None,
     kwargs: dict[str, Any],
 ) -> Tensor:
-    """Attention of a packed step. Raises `NotPackable` if the backends cannot compute it, since the
-    model's own implementation cannot either."""
+    """Computes the attention of a packed step, `(1, T, heads, value_dim)`. Raises `NotPackable` if
+    the backends cannot compute it, since the model's own implementation cannot either."""
     step = key.step
     features = _features(module, query, step, kwargs)
     if features is None or features[3] is not None:
@@ -186,11 +187,11 @@ def _packed(
         query = query.squeeze(2)
     else:
         query = query[0].transpose_(0, 1)
-    call = AttentionCall(query, pair(key, value), metadata, *features, fresh)
+    call = AttentionCall(query, paired_blocks(key, value), metadata, *features, fresh)
     return backends.attend(call).unsqueeze_(0)
 
 
-def _in_place(
+def _attend_in_place(
     query: Tensor,
     step: StepMetadata,
     blocks: KVBlocks,
@@ -198,8 +199,8 @@ def _in_place(
     is_causal: bool,
     features: Features | None,
 ) -> Tensor | None:
-    """Attention that reads blocks through the block tables; `None` if gathering is as fast, or if
-    the call needs a dense mask or unsupported features."""
+    """Computes attention that reads blocks through the block tables. Returns `None` if gathering is
+    as fast, or if the call needs a dense mask or unsupported features."""
     batch, _, query_len, _ = query.shape
     if features is None or query_len > MAX_IN_PLACE_QUERIES:
         return None
@@ -213,7 +214,7 @@ def _in_place(
             return None
         if step.lengths is not None and step.window is not None:
             raise NotCapturable(
-                "a position bias in a window, whose first position only the device knows"
+                "a position bias applies to a window whose first position only the device knows"
             )
         position_bias = position_bias[..., -len(step.columns) :]
         position_bias = in_table_coordinates(position_bias, step)
@@ -231,8 +232,9 @@ def _features(
     step: StepMetadata,
     kwargs: dict[str, Any],
 ) -> Features | None:
-    """Returns the features that the model's own implementation would apply; `None` if it may apply
-    others (it is foreign code, or has dropout), or if a gradient is required."""
+    """Returns the features that the model's own implementation would apply. Returns `None` if it
+    may compute anything else (it is foreign code, has dropout or rejects a softcap), or if a
+    gradient is required."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
     # cached per step for all layers of one class and config, since reading the config takes a
@@ -291,7 +293,8 @@ def sdpa_on_handles(
         if scale is None:
             scale = query.shape[-1] ** -0.5
         features = (scale, None, None, None)
-        output = _in_place(query, key.step, pair(key, value), attn_mask, False, features)
+        blocks = paired_blocks(key, value)
+        output = _attend_in_place(query, key.step, blocks, attn_mask, False, features)
         if output is not None:
             return output.transpose(1, 2)
     query, key, value, mask = map(_dense, (query, key, value, attn_mask))

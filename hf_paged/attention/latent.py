@@ -22,9 +22,8 @@ from .backends.reference import AttentionCall
 from .switch import is_from_transformers
 
 MAX_ABSORBED_QUERIES = 16
-"""Maximum number of queries with which a row of a packed step absorbs the expansion into its
-queries. A row with more, such as a chunk of a prompt, has its latents expanded once for all of
-them."""
+"""Rows of a packed step with at most this many queries absorb the expansion into the queries. For a
+row with more, such as a chunk of a prompt, the latents are expanded once for all of its queries."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,11 +89,11 @@ class ExpandedTensor(LazyTensor):
     def absorb(
         self, query: Tensor, value: Tensor
     ) -> tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
-        """Returns the attention over latents that replaces this one: its queries `(batch, heads,
-        query_len, rank + rope_dim)`, the blocks of that width that serve as both keys and values,
-        and the function that maps its output `(batch, query_len, heads, rank + rope_dim)` to
-        `(..., value_dim)`. `None` if latents and rotary keys are not adjacent in memory, or if
-        `value` comes from another expansion."""
+        """Returns an equivalent attention over latents: its queries `(batch, heads, query_len, rank
+        + rope_dim)`, blocks of the same width that serve as both keys and values, and the function
+        that maps its output `(batch, query_len, heads, rank + rope_dim)` to `(..., value_dim)`.
+        Returns `None` if latents and rotary keys are not adjacent in memory, or if `value` comes
+        from another expansion."""
         module = self.expansion.module
         latent = self.expansion.latent
         rotary = self.expansion.rotary
@@ -120,7 +119,7 @@ class ExpandedTensor(LazyTensor):
         return query, layer.latents, expand
 
 
-# -- packed steps --------------------------------------------------------------------------------
+# Packed steps
 
 
 def attend_packed(
@@ -130,11 +129,11 @@ def attend_packed(
     step: StepMetadata,
     features: Any,
 ) -> Tensor:
-    """Attention of a packed step, `(T, heads, value_dim)`, for queries `(1, heads, T, key_dim)`.
-    Leading rows of few queries absorb the expansion, if `absorb` can. For the other rows, if any,
-    all latents, including cached ones, are expanded into temporary blocks of keys and values;
-    raises `NotCapturable` if the step is recorded. `features`: scale, softcap and sinks of the
-    call."""
+    """Computes the attention of a packed step, `(T, heads, value_dim)`, for queries `(1, heads, T,
+    key_dim)`. Leading rows with few queries absorb the expansion, if `absorb` can. For the other
+    rows, all latents, including cached ones, are expanded into temporary blocks of keys and values.
+    Raises `NotCapturable` if a recorded step has such rows. `features`: scale, softcap and sinks of
+    the call."""
     short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
     num_absorbed = 0
     outputs = []
@@ -175,8 +174,8 @@ def _expanded_tables(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
     lengths."""
     if step.lengths is not None:
         raise NotCapturable(
-            "the latents of rows with many queries are expanded, and their number depends on the"
-            " rows' lengths"
+            "the latents of rows with many queries are expanded, and the number of latents depends"
+            " on the rows' lengths"
         )
     size = step.block_size
     counts = [-(-seq_len // size) for seq_len in step.seq_lens]
@@ -189,7 +188,7 @@ def _expanded_tables(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
     return dataclasses.replace(step, block_tables=tables, block_ids=()), block_ids
 
 
-# -- the models' own expansion -------------------------------------------------------------------
+# The models' own expansion
 
 
 def can_absorb(module: nn.Module) -> bool:
@@ -219,8 +218,8 @@ _wrapped: dict[type, Callable[..., Any]] = {}
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
     """Replaces `expand_kv(latent, rotary)` of the modules' classes, where it is transformers' own
-    code, by functions that return `ExpandedTensor`s for handles whose tokens are all in blocks.
-    `unwrap_expansions` undoes this."""
+    code, by functions that return `ExpandedTensor`s for handles whose tokens are all in blocks, if
+    the layer `can_absorb` and gradients are disabled. `unwrap_expansions` undoes this."""
     classes = {type(module) for module in modules}
     for cls in classes:
         original = vars(cls).get("expand_kv")

@@ -22,8 +22,8 @@ from transformers.masking_utils import (
 from ..cache.handles import LazyTensor
 from ..step import NotCapturable, NotPackable, StepMetadata
 
-# `interface.paged_mask` calls it with every symbolic mask, so that a call learns which leading
-# positions its model treats as padding.
+# The function that `interface.paged_mask` calls with every symbolic mask, so that a call learns
+# which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None
 )
@@ -41,7 +41,7 @@ class MaskPattern(NamedTuple):
     chunk: int | None = None
 
 
-def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
+def parse_mask(mask_function: Callable[..., Any]) -> MaskPattern | None:
     """Returns the pattern of a causal, sliding-window, chunked or bidirectional mask function of
     `transformers.masking_utils`; `None` for any other."""
     is_causal = mask_function is causal_mask_function
@@ -58,9 +58,9 @@ def parse(mask_function: Callable[..., Any]) -> MaskPattern | None:
 
 
 def _maker_of(function: Any) -> tuple[str, dict[str, Any]]:
-    """Returns the name of the top-level function of `transformers.masking_utils` in whose code this
-    one is defined (its own name if it is one), and the values in this function's closure, by name;
-    `""` for functions of other modules."""
+    """For a function of `transformers.masking_utils`, returns the name of the top-level function
+    that contains its definition (or its own name, if it is top-level), and the values in its
+    closure, by name. For functions of other modules, returns `""` and no values."""
     if getattr(function, "__module__", None) != "transformers.masking_utils":
         return "", {}
     values = [cell.cell_contents for cell in function.__closure__ or ()]
@@ -163,8 +163,8 @@ class PagedMask(LazyTensor):
 
     @functools.cached_property
     def visible_columns(self) -> Columns | None:
-        """The columns of the padded batch that the 2D padding mask shows; `None` as for
-        `unpadded_columns`."""
+        """The columns of the padded batch that the 2D padding mask shows; `None` if
+        `unpadded_columns` returns `None`."""
         arguments = self.arguments
         return unpadded_columns(
             arguments.get("attention_mask"),
@@ -198,19 +198,19 @@ def unpadded_columns(
     return firsts, ends
 
 
-# -- a step under a mask, computed once for all layers -------------------------------------------
+# A step under a mask, computed once for all layers
 
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """Returns a packed step with the mask's window or chunks. Raises `NotPackable` unless the mask
-    is a causal `PagedMask` of exactly these tokens, without padding, and shows no token whose block
-    may have been freed."""
+    """Returns a packed step with the mask's window or chunks. Raises the errors of `_in_chunks`,
+    and `NotPackable` unless the mask is a causal `PagedMask` of exactly these tokens, without
+    padding, and shows no token whose block may have been freed."""
     if mask is None:
         raise NotPackable("the attention mask is None")
     if not isinstance(mask, PagedMask):
         raise NotPackable(
-            "the attention mask is a dense tensor, not a symbolic causal mask of transformers (with"
-            " or without a window or chunks)"
+            "the attention mask is a dense tensor, not one of transformers' causal masks (with or"
+            " without a window or chunks)"
         )
     pattern = mask.pattern
     num_tokens = step.num_tokens
@@ -219,8 +219,8 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     offset = mask.arguments.get("kv_offset", 0)
     if mask.shape != (1, 1, num_tokens, num_tokens) or offset:
         raise NotPackable(
-            f"the attention mask was made for other sizes than {num_tokens} tokens in one row: its"
-            f" shape is {tuple(mask.shape)}, and its first key is {offset}"
+            f"the attention mask was not made for {num_tokens} tokens in one row: its shape is"
+            f" {tuple(mask.shape)}, and its first key is {offset}"
         )
     if mask.visible_columns != ((0,), (num_tokens,)):
         raise NotPackable("the attention mask hides tokens")
@@ -295,7 +295,7 @@ def rectangle_step(
     """Returns a step of rows with equally many queries, and an additive bias in table coordinates
     or `None`, which together have the effect of `mask`. If only a dense mask has that effect,
     returns `None` instead of the pair. Raises `NotCapturable` if the mask of a recorded step may
-    hide tokens that the layer keeps, and `ValueError` as `_step_from_columns`."""
+    hide tokens that the layer keeps, and `ValueError` as `_step_from_columns` does."""
     columns = step.columns
     assert columns is not None
     if step.lengths is not None:
@@ -329,7 +329,7 @@ def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     if mask is None:
         return step
     if not isinstance(mask, PagedMask) or mask.pattern.chunk is not None:
-        raise NotCapturable("its mask is a dense tensor, or has chunks")
+        raise NotCapturable("the attention mask is a dense tensor, or has chunks")
     # a causal mask without a window hides none of the tokens that the layer keeps
     if mask.pattern.causal and mask.pattern.window not in (None, step.window):
         raise NotCapturable(
@@ -340,8 +340,8 @@ def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
 
 
 def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:
-    """Returns the columns that a symbolic mask shows in a step with these `columns`; `None` if it
-    has other sizes, or if its effect is not a range of columns per row, or differs between
+    """Returns the columns that a symbolic mask shows in a step with these `columns`; `None` if the
+    mask has other sizes, or if its effect is not a range of columns per row, or differs between
     implementations."""
     arguments = mask.arguments
     pattern = mask.pattern
@@ -396,8 +396,8 @@ def _step_from_columns(
     for origin, first, end in zip(step.origins, firsts, ends):
         if max(first, columns.start) < origin and end > first:
             raise ValueError(
-                f"the attention mask shows position {first}, but the first {origin} positions of"
-                " that row were padding in an earlier step and were not stored: pass a mask that"
+                f"the attention mask shows position {first} of a row, but the row's first {origin}"
+                " positions were padding in an earlier step and were not stored: pass a mask that"
                 " hides them, as before"
             )
         if pattern.chunk is not None:  # chunks count from the row's first real token

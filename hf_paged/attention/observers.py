@@ -49,13 +49,13 @@ class LookAhead:
             is_causal = mask.pattern.causal
         elif mask is not None:
             is_causal = False
-        if not is_causal and not any(mask is known_mask for known_mask in self._masks):
+        if not is_causal and not any(mask is observed for observed in self._masks):
             self._masks.append(mask)
 
     def look_ahead_mask(self) -> Tensor | None:
         """Returns a bool mask `(rows, length)` that marks the positions that attended to a later
-        one, these later ones, and all positions between; `None` if masks have unsupported
-        sizes."""
+        one, these later ones, and all positions between; `None` if a mask has an unsupported
+        shape."""
         num_rows = len(self.paddings)
         length = self.length
         looks_ahead = torch.zeros(num_rows, length, dtype=torch.bool, device="cpu")
@@ -103,7 +103,7 @@ class EncoderColumns:
     ) -> None:
         num_rows, _, num_keys = sizes
         is_of_encoder = (num_rows, num_keys) == (self.num_rows, self.width)
-        if is_of_encoder and not any(mask is known_mask for known_mask in self._masks):
+        if is_of_encoder and not any(mask is observed for observed in self._masks):
             self._masks.append(mask)
 
     def columns(self) -> Columns | None:

@@ -28,7 +28,7 @@ from ..topics import Topic
 NAME = "hf_paged"
 
 
-class _Switched(str):
+class _SwitchedName(str):
     """Our name in a switched config. It compares equal to the config's original name, too, and
     pickles as that name."""
 
@@ -48,9 +48,9 @@ class _Switched(str):
 
 
 @functools.cache
-def _switched(original: str) -> _Switched:
+def _switched_name(original: str) -> _SwitchedName:
     """Returns the same object for the same name, so that the config is equal in every step."""
-    name = _Switched(NAME)
+    name = _SwitchedName(NAME)
     name.original = original
     return name
 
@@ -69,7 +69,7 @@ def _switching(config: PreTrainedConfig) -> Switching:
     def switch() -> None:
         if _register is not None:
             _register()
-        compat.set_attention(config, _switched(original))
+        compat.set_attention(config, _switched_name(original))
 
     return switch, functools.partial(compat.set_attention, config, original)
 
@@ -101,8 +101,8 @@ def use_paged_attention(
 
 
 def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Returns the compiled modules that update a cache. Dynamo cannot trace the update, and would
-    compile the code around it in many pieces."""
+    """Returns the compiled modules that may update a cache. Dynamo cannot trace the update, and
+    would compile the code around it in many pieces."""
     layers = []
     for module in modules:
         has_compiled_code = is_compiled(module) or is_switched(module)
@@ -118,7 +118,7 @@ def model_attention(config: PreTrainedConfig | None, cls: type | None = None) ->
     if config is None:
         return "sdpa"
     implementation = config._attn_implementation or "eager"
-    if isinstance(implementation, _Switched):
+    if isinstance(implementation, _SwitchedName):
         return implementation.original
     if implementation != NAME:
         return implementation
@@ -173,8 +173,9 @@ STOCK_FUNCTIONS = (
 
 
 def stock_function(cls: type, implementation: str) -> Callable[..., Any] | None:
-    """Returns `model_attention_function` if it and its mask function are transformers' own code,
-    whose results are known; `None` if other code registered or replaced one, or if none exists."""
+    """Returns the `model_attention_function` if that and the implementation's mask function are
+    transformers' own code; `None` if other code registered or replaced one of them, or if one is
+    missing."""
     if compat.mask_function(implementation) not in STOCK_MASKS:
         return None
     try:
@@ -241,12 +242,12 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     switchable = []
     for config, _ in _readers(modules):
         name = compat.attention_of(config)  # read once, since another thread's call may restore it
-        if name != NAME or isinstance(name, _Switched):
+        if name != NAME or isinstance(name, _SwitchedName):
             switchable.append(config)
     return switchable
 
 
-# -- reading the models' source code -------------------------------------------------------------
+# Reading the models' source code
 
 _parsing = forks.lock()
 
@@ -264,7 +265,7 @@ def _tree(code: Any) -> ast.Module | None:
 @functools.cache
 def _calls_interface(cls: type) -> bool:
     """Whether the code of the class, without its bases, updates a cache and calls the attention
-    interface; false if its source is not available."""
+    interface; false for whole models, and if the source is not available."""
     tree = _tree(cls)
     if tree is None or issubclass(cls, PreTrainedModel):
         return False
@@ -274,9 +275,9 @@ def _calls_interface(cls: type) -> bool:
 
 @functools.cache
 def _updates_cache(cls: type) -> bool:
-    """Whether the code of the class or of its bases may update a cache; true if its source is not
-    available."""
-    if issubclass(cls, PreTrainedModel):  # only its layers update caches
+    """Whether the code of the class or of its bases may update a cache; false for whole models, and
+    true if the source is not available."""
+    if issubclass(cls, PreTrainedModel):  # only a model's layers update caches
         return False
     for base in cls.__mro__:
         package, _, _ = base.__module__.partition(".")
@@ -314,9 +315,9 @@ _PLAIN_CALLS = set(
 
 @functools.cache
 def eager_features(function: Callable[..., Any] | None) -> frozenset[str] | None:
-    """Returns the features that an eager attention function, by its source, adds to
-    softmax(q k * scale + mask) v: any of `softcap`, `position_bias` and `sinks`. `None` if it may
-    compute anything else, so that our kernels cannot replace it."""
+    """Returns the features that an eager attention function, according to its source, adds to
+    softmax(q k * scale + mask) v: any of `softcap`, `position_bias` and `sinks`. Returns `None` if
+    the function may compute anything else, so that our kernels cannot replace it."""
     tree = _tree(function)
     if function is None or tree is None:
         return None

@@ -1,1 +1,1 @@
-"""Continuous batching: many requests, one packed forward per step."""
+"""Continuous batching: each step computes tokens of many requests, if possible in one forward."""

@@ -1,5 +1,5 @@
-"""Checks and converts callers' arguments before memory is allocated; its errors name the invalid
-argument. Prompts are converted in `prompt_forms.py`."""
+"""Checks and converts callers' arguments before memory is allocated; the errors name the invalid
+argument. `prompt_forms.py` converts prompts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class ServedByGenerateError(ValueError):
 
 MAX_TOP_LOGPROBS = 1 << 20  # more than any vocabulary; at most the whole vocabulary is returned
 
-# limits per request, since every step compares all stop strings of a request while the others wait;
-# a program may raise these limits
+# limits per request, since each step compares all stop strings of a request while other requests
+# wait; a program may raise these limits
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 4096
 
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """The unchecked arguments of `PagedEngine.add_request`, except the prompt and its generation
-    config."""
+    """The arguments of `PagedEngine.add_request`, not checked yet, except the prompt and its
+    generation config."""
 
     request_id: Any = None
     priority: Any = 0
@@ -61,8 +61,8 @@ class Assistance:
     """Arguments of assisted generation that are not part of the generation config."""
 
     model: Any = None  # a smaller `PreTrainedModel`
-    tokenizer: Any = None  # the model's, if the assistant has a different one
-    assistant_tokenizer: Any = None
+    tokenizer: Any = None  # of the model; used only if the assistant has a different one
+    assistant_tokenizer: Any = None  # of the assistant, if it differs
 
 
 def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
@@ -78,8 +78,8 @@ def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
 
 
 def requested_new_tokens(generation_config: Any) -> int:
-    """Returns the `max_new_tokens` of a request's config or dict of options; 1 if it is not an
-    int."""
+    """Returns the `max_new_tokens` of a request's config or dict of options; 1 if the option is
+    missing or not an int."""
     options = generation_config
     if isinstance(options, GenerationConfig):
         options = vars(options)
@@ -99,8 +99,8 @@ def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after
 
 
 def reject_engine_arguments(options: Mapping[str, Any]) -> None:
-    """Raises `TypeError` for keyword arguments `options` that [`PagedEngine`] does not have; does
-    nothing if there are none."""
+    """Raises `TypeError` for `options`, the unknown keyword arguments of a call of [`PagedEngine`];
+    does nothing if there are none."""
     if not options:
         return
     fields = PagedConfig.__annotations__
@@ -120,8 +120,8 @@ def reject_engine_arguments(options: Mapping[str, Any]) -> None:
 
 
 def reject_request_arguments(names: Iterable[str]) -> None:
-    """Raises `TypeError` for keyword arguments `names` that requests do not have; does nothing if
-    there are none."""
+    """Raises `TypeError` for `names`, those of the unknown keyword arguments of a request; does
+    nothing if there are none."""
     if unknown := list(names):
         hint = suggest(unknown, [*RequestOptions.__annotations__, *generation_options()])
         raise TypeError(
@@ -137,8 +137,8 @@ def quoted(names: Iterable[str]) -> str:
 
 def check_generates(model: Any) -> None:
     """Raises `ValueError` unless `model` is a model with a language-modeling head and loaded
-    weights, and `ServedByGenerateError` for an encoder-decoder model with its own cache class or a
-    model that keeps states in its modules."""
+    weights, and `ServedByGenerateError` for an encoder-decoder model with its own cache class, or
+    for a model that keeps states in its modules."""
     if isinstance(model, type) or not callable(getattr(model, "can_generate", None)):
         remedy = "it must be a model, from `AutoModelForCausalLM.from_pretrained` for instance"
         if isinstance(model, (str, os.PathLike)):
@@ -177,7 +177,7 @@ def check_weights(model: Any) -> None:
 
 def check_path(name_or_path: Any) -> None:
     """Raises `ValueError` unless `name_or_path` is a string or a path, and `FileNotFoundError` for
-    a path that does not exist."""
+    a path that does not exist: a name on the Hub starts with no `/`, `.` or `~`."""
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ValueError(
             f"`name_or_path` is {shown(name_or_path)}: pass a name or a folder, or call"
@@ -209,7 +209,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def check_assistant(value: Any, tokenizer: Any = None) -> None:
-    """Raises `ValueError` unless `value` is `None` or a model, and for an assistant's tokenizer
+    """Raises `ValueError` unless `value` is `None` or a model, and for an assistant's `tokenizer`
     without an assistant."""
     if value is not None and not callable(getattr(value, "can_generate", None)):
         raise ValueError(f"`assistant_model` is {shown(value)}: it must be None or a model")
@@ -249,7 +249,7 @@ def checked_options(options: RequestOptions, default_salt: str | None) -> Reques
 
 def check_logprobs(options: RequestOptions) -> int:
     """Checks the options for log-probabilities, and returns `top_logprobs` as an int. Raises
-    `ValueError` if one is invalid, or if alternatives are requested without log-probabilities."""
+    `ValueError` for invalid values, and for alternatives without log-probabilities."""
     for name in ("return_logprobs", "prompt_logprobs"):
         if not isinstance(getattr(options, name), bool):
             value = shown(getattr(options, name))
@@ -286,7 +286,7 @@ def as_list(name: str, value: Any) -> list[Any]:
 
 def check_stop_strings(value: Any, name: str = "stop_strings") -> None:
     """Raises `ValueError` unless `value` is a string or a non-empty list or tuple of strings, and
-    for more than `MAX_STOP_STRINGS` strings or `MAX_STOP_CHARACTERS` characters."""
+    for more than `MAX_STOP_STRINGS` strings or, in total, `MAX_STOP_CHARACTERS` characters."""
     strings = [value] if isinstance(value, str) else value
     is_list = isinstance(strings, (list, tuple)) and bool(strings)
     if not is_list or not all(isinstance(text, str) for text in strings):
@@ -314,7 +314,7 @@ def check_streamer(value: Any) -> None:
 
 
 def check_streamed_rows(streamer: Any, num_rows: int, remedy: str) -> None:
-    """Raises `ValueError` if `streamer` takes a single row and there are more; the message ends
+    """Raises `ValueError` if `streamer` takes only one row and there are more; the message ends
     with `remedy`."""
     if isinstance(streamer, TextStreamer) and num_rows > 1:
         raise ValueError(
@@ -326,8 +326,8 @@ def check_streamed_rows(streamer: Any, num_rows: int, remedy: str) -> None:
 def check_ids(value: Any, mask: Any, is_whole_prompt: bool) -> None:
     """Raises `ValueError` unless `value` is `None` or an int64 or int32 tensor `(rows, length,
     ...)` with at least one row. If no cached tokens or embeddings precede the ids
-    (`is_whole_prompt`), each row needs at least one. If both are 2-D, `mask` must have the ids'
-    shape."""
+    (`is_whole_prompt`), each row needs at least one id. If both are 2-D, `mask` must have the shape
+    of the ids."""
     if value is None:
         return
     if not isinstance(value, Tensor):
@@ -356,9 +356,9 @@ def check_ids(value: Any, mask: Any, is_whole_prompt: bool) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
-    """Raises `ValueError` unless `num_beams` and `num_return_sequences` are integers and the limits
-    on tokens are numbers or tensors; each may also be `None`. With `check_range`, the two counts
-    must also be at least 1, and not bools."""
+    """Raises `ValueError` unless `num_beams` and `num_return_sequences` are integers, and the
+    limits on tokens are numbers or tensors; each may also be `None`. With `check_range`, the two
+    counts must also be at least 1, and must not be bools."""
     for name in ("num_beams", "num_return_sequences"):
         value = options.get(name)
         if value is None:
@@ -368,7 +368,7 @@ def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> No
             is_count = is_whole(value) and int(value) >= 1
         if not is_count:
             raise ValueError(f"`{name}` is {shown(value)}: it must be a whole number of at least 1")
-    # plain `generate` also accepts 3.0, and itself raises for numbers that are too low
+    # `generate` also accepts 3.0 for these, and itself raises for numbers that are too low
     for name in ("max_new_tokens", "max_length", "min_new_tokens", "min_length"):
         if not isinstance(options.get(name), (Real, Tensor, type(None))):
             raise ValueError(
@@ -378,7 +378,8 @@ def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> No
 
 def check_generation_config(value: Any) -> None:
     """Raises `ValueError` unless `value` is `None`, a `GenerationConfig` or a dict of its options.
-    Most values are validated later, with the model's defaults, when a request is prepared."""
+    Most values of options are validated later, together with the model's defaults, when a request
+    is prepared."""
     if value is None:
         return
     if isinstance(value, GenerationConfig):
@@ -403,7 +404,7 @@ def check_generation_config(value: Any) -> None:
         raise ValueError(f"`GenerationConfig` has no option {quoted(unknown)}{hint}")
     check_numbers(value)
     for name in ("num_beams", "num_return_sequences"):
-        # `generate` also rejects `None` passed as a keyword argument
+        # `generate`, too, rejects `None` as a keyword argument
         if value.get(name, 1) is None and not is_saved_config(value):
             raise ValueError(
                 f"`{name}` is None: leave it out, or pass a whole number of at least 1"
@@ -417,5 +418,5 @@ def is_saved_config(value: Any) -> bool:
 
 
 def generation_options() -> list[str]:
-    """Returns the names of `generate`'s options."""
+    """Returns the names of the options of `GenerationConfig`."""
     return [name for name in vars(GenerationConfig()) if not name.startswith("_")]

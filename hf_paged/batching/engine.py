@@ -47,10 +47,10 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     You may change the model between calls and between steps: later requests reuse no K/V computed
     with other weights. Unfinished requests keep their K/V; `weights_update` can recompute them. Add
-    forward hooks, dropout, attention functions, or code that depends on shapes, while no request is
-    unfinished: when the first request is added, the engine decides whether the model runs packed,
-    and a later change may give wrong tokens to unfinished and new requests. The engine is
-    thread-safe. A thread that changes the model while other threads take steps must do so within
+    forward hooks, dropout, attention functions, or code that depends on shapes, only while no
+    request is unfinished: when the first request is added, the engine decides whether the model
+    runs packed, and a later change may give wrong tokens to unfinished and new requests. The engine
+    is thread-safe. A thread that changes the model while other threads take steps must do so within
     `weights_update` or `pause`.
 
     Args:
@@ -59,8 +59,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             engine runs the wrapped model.
         config ([`PagedConfig`] or `dict`, *optional*): Block size, budgets, preemption.
         tokenizer (*optional*): Needed for text prompts, stop strings, and text in the results.
-        parts ([`hf_paged.seams.EngineParts`], *optional*): Parts of your own, which replace those
-            that the config selects.
+        parts ([`hf_paged.seams.EngineParts`], *optional*): Your own parts, which replace those that
+            the config selects.
 
     Raises:
         ValueError: for a model that cannot generate, is on the meta device, or was sharded by FSDP;
@@ -116,7 +116,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             name_or_path (`str` or path): A model, or a PEFT adapter, which is loaded with its base
                 model.
             config ([`PagedConfig`] or `dict`, *optional*): The engine's config.
-            tokenizer (*optional*): Default: the one that is saved with the model, if any.
+            tokenizer (*optional*): Default: the tokenizer that is saved with the model, if any.
             load_kwargs: Arguments of the model's `from_pretrained`: `dtype`, `device_map`,
                 `quantization_config`, `revision`, `attn_implementation`, ...
 
@@ -162,8 +162,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         assistant_tokenizer: Any = None,
         **unknown: Any,
     ) -> str:
-        """Queues a request and returns its id. Runs no forward before the next `step`, except for
-        some `inputs`.
+        """Queues a request, which later steps compute, and returns its id. In this call, the model
+        runs only for checks (if it is new or has changed), and to encode some `inputs`.
 
         Args:
             input_ids (`list[int]`, `torch.Tensor`, `str`, `list[dict]`, or a mapping): The prompt,
@@ -176,16 +176,18 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 for images, `{"input_features": ...}` for audio. This call runs the encoder of an
                 encoder-decoder model; vision towers run with the prefill, or in this call if the
                 model does not run packed. Prompts that differ only in text, length and float inputs
-                share one prefill forward.
+                can share one prefill forward.
             generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's
                 own, as in `generate`. A dict acts as `generate`'s keyword arguments:
                 `{"eos_token_id": None}` disables EOS. `max_time` (seconds) counts from the first
                 step that runs the request.
-            request_id (`str`, *optional*): A unique id; by default the engine generates one.
-            priority (`int`, within 2**31): Lower runs earlier; a long wait outweighs any priority.
+            request_id (`str`, *optional*): An id that no unfinished request has. Default: a
+                generated id.
+            priority (`int`, within 2**31): Lower runs earlier: by 1, ahead of up to 256 earlier
+                arrivals.
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this
                 request's rows.
-            streamer (*optional*): As in `generate`. It gets the prompt in this call; its `end` is
+            streamer (*optional*): As in `generate`. It gets the prompt in this call. Its `end` is
                 called when the request ends, even with an error.
             adapter (`str` or path, *optional*): The PEFT adapter to run with: the name of a loaded
                 adapter, `"__base__"` for none, or a folder with a LoRA adapter, whose weights are
@@ -219,20 +221,20 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 the model's; the engine then needs its own `tokenizer`.
 
         Raises:
-            ValueError: for an empty prompt, ids outside the vocabulary (except a config's ids for
+            ValueError: for an empty prompt, ids outside the vocabulary (except the config's ids for
                 images and other media, if `inputs` has media), messages without a chat template, an
                 id in use, an unknown adapter, or an adapter that only PEFT's own `generate`
                 computes (aLoRA, Poly); for arguments of the wrong type or outside their limits; for
                 options that contradict each other, that only `generate` serves or that the engine's
-                config decides; if the autocast dtype or the layers' windows have changed and
+                config decides; if the autocast dtype or the layers' windows have changed while
                 requests are unfinished; for a schema, expression or grammar that cannot be
-                compiled, or with a model that has no EOS token.
+                compiled, or if the model has no EOS token to end its text.
             TypeError: for unknown arguments, such as generation options outside
                 `generation_config`.
             ImportError: for a schema, expression or grammar, if xgrammar is not installed.
             OutOfBlocksError: if the request needs more blocks than there can ever be.
-            IndexError: for a prompt that is longer than the model's table of positions, if it has
-                one (GPT-2, OPT).
+            IndexError: for a prompt that is longer than the table of positions of the model (such
+                as GPT-2 or OPT).
         """
         reject_request_arguments(unknown)
         options = RequestOptions(
@@ -258,8 +260,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     @guarded
     def cancel(self, request_id: str) -> None:
-        """Ends a request and frees its blocks. Its last output holds the result, with the tokens so
-        far. Raises `ValueError` if no unfinished request has that id."""
+        """Ends a request and frees its blocks. The request's last output holds the result, with the
+        tokens so far. Raises `ValueError` if no unfinished request has that id."""
         core = self._core
         with core.lock:
             state = core.requests.get(request_id)
@@ -274,8 +276,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         """Takes a step: computes the requests that fit, and samples the next token of each sequence
         whose prompt is computed (several tokens with drafts). Returns the outputs of requests added
         with `add_request`; `generate` and `stream` read those of their own requests. Also returns
-        the outputs of steps that other threads have taken since the last call: all results, and the
-        last 16,384 outputs without a result (the results hold the tokens of dropped outputs).
+        the outputs of steps that other threads have taken since the last call: all outputs with a
+        result, and the last 16,384 others (the results hold the tokens of dropped outputs).
 
         You may change the model between two steps. A quick check in each step notices changes of
         attributes, hooks, forwards, adapters and whole weights. Before cached blocks of earlier
@@ -286,9 +288,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         Waits while another thread has paused the engine. Raises `RuntimeError` if this thread has
         paused it. Raises the error of a step that cannot be completed, such as `OutOfBlocksError`
         while other calls or models hold the blocks, or `EngineStalledError`; the next call repeats
-        that step. If that also raises, the requests that the step would compute (the running ones;
-        if none runs or blocks are short, the first waiting one) end with the error, and the others
-        continue.
+        that step. If the step fails again, the call raises nothing: the requests that the step
+        would compute (the running ones; if none runs or blocks are too few, the first waiting one)
+        end with the error, and the others continue.
         """
         return self._core.take_step()
 
@@ -315,7 +317,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             generation_config ([`GenerationConfig`], `dict`, or a list of them, *optional*): One for
                 all prompts, or a list with one per prompt.
             attention_mask (`torch.Tensor`, *optional*): For `prompts` as a 2-D tensor, a mask of
-                its shape. Zeros mark padding on the left or right, which is removed.
+                the same shape. Zeros mark padding on the left or right, which is removed.
             progress (`bool`, *optional*): Whether to show a progress bar (tqdm). `None`: in a
                 terminal or notebook, once the call has taken 2 seconds.
             options: Arguments of `add_request`, for all prompts: `priority`, `logits_processor`,
@@ -332,7 +334,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 an option's values; for a mask of another shape, or with zeros between tokens; for a
                 mapping of several rows with inputs besides token ids; for `request_id`, `streamer`
                 or `inputs` with several prompts.
-            RuntimeError: if this thread has paused the engine.
+            RuntimeError: if this thread has paused the engine, or another one has freed it during
+                the call.
             RankLostError: if a process that holds a shard of the model has ended.
         """
         stream = RequestStream(
@@ -348,9 +351,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         attention_mask: Any = None,
         **options: Any,
     ) -> Generator[RequestOutput, None, None]:
-        """Yields the outputs of all prompts as they become available. Generated request ids follow
-        the order of the prompts; closing the iterator cancels unfinished requests. Arguments,
-        `options` and errors are those of `generate`; there is no progress bar."""
+        """Yields the outputs of all prompts as they become available. Generated request ids are
+        numbered in the order of the prompts. Closing the iterator cancels unfinished requests. The
+        arguments and errors are those of `generate`; there is no progress bar."""
         return RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
         ).stream()
@@ -363,7 +366,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         attention_mask: Any = None,
         **options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The asynchronous version of `stream`: steps run in a worker thread, and several streams
+        """The asynchronous version of `stream`: steps run in worker threads, and several streams
         share them. A cancelled reader returns at once; its requests end after the step in
         progress."""
         stream = RequestStream(
@@ -373,26 +376,27 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
 
     def pause(self) -> Pause:
         """Waits for the step in progress, then blocks further steps until `resume` or the end of
-        `with engine.pause():`. Requests may be added meanwhile. `step`, `generate`, `stream` and
-        `astream` wait in other threads, and raise `RuntimeError` in this one. If several threads
-        pause, steps continue once all of them have resumed."""
+        `with engine.pause():`. Requests may be added meanwhile. `step`, `generate` and `stream`
+        wait in other threads, and raise `RuntimeError` in this one; `astream`, whose steps run in
+        worker threads, always waits. If several threads pause, steps continue once all of them have
+        resumed."""
         return self._core.pauses.begin(is_persistent=True)
 
     def resume(self) -> None:
-        """Ends one pause, preferably this thread's. Raises `RuntimeError` if there is none."""
+        """Ends one pause, preferably of this thread. Raises `RuntimeError` if there is none."""
         self._core.pauses.end()
 
     @restoring
     def weights_update(self, policy: str = "recompute") -> Iterator[None]:
-        """A context that pauses the engine, so that any thread may change the model in any way.
-        When it ends, even with an exception, earlier cached blocks are dropped. For changes outside
-        of this context, `step` acts as with `"keep"` if it detects them.
+        """A context that pauses the engine, so that any thread may change the model. When the
+        context ends, even with an exception, earlier cached blocks are dropped. If `step` detects
+        changes made outside of this context, it acts as with `"keep"`.
 
         Args:
             policy (`str`): How unfinished requests continue. They always keep their tokens.
                 `"recompute"`: their K/V are computed again with the new weights, as after a
-                preemption. `"keep"`: they keep their K/V, and only new tokens use the new weights.
-                Any other value raises `ValueError`.
+                preemption. `"keep"`: they keep their K/V, and only tokens computed later use the
+                new weights. Any other value raises `ValueError`.
         """
         if policy not in ("recompute", "keep"):
             raise ValueError(f"`policy` is {policy!r}: it must be one of 'recompute', 'keep'")
@@ -413,8 +417,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         cache_salt: str | None = None,
     ) -> int:
         """Writes the K/V of a prompt to a safetensors file that only its owner can read (mode
-        600). `load_prefix` loads it into this engine, or into an engine of the same model in
-        another process. Generates one token first, which computes the blocks that are not cached.
+        600). `load_prefix` loads the file into this engine, or into an engine of the same model in
+        another process. First generates one token, to compute the blocks that are not cached.
         Returns the number of tokens in the file: those of the prompt's full blocks.
 
         Args:
@@ -449,10 +453,11 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         same adapter and cache salt reuse them if their prompts begin with the saved tokens. Returns
         how many tokens the blocks hold.
 
-        No code in the file is run (it is safetensors, not pickle). Its size is checked against this
-        model before its blocks are read; its layers, shapes, dtypes, tokens and hash before they
-        are used. The checks detect damage, not forgery: someone who can write the file can cause
-        wrong tokens, for any prompt, adapter and cache salt. Load only files that you trust.
+        No code in the file is run (it is safetensors, not pickle). The file's size is checked
+        against this model before its blocks are read; its layers, shapes, dtypes, tokens and hash
+        are checked before the blocks are used. The checks detect damage, not forgery: someone who
+        can write the file can cause wrong tokens, for any prompt, adapter and cache salt. Load only
+        files that you trust.
 
         Raises:
             ValueError: for an incomplete file or another kind of file; for a prefix computed by
@@ -469,7 +474,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     @guarded
     def reset_prefix_cache(self) -> None:
         """Empties the pool's prefix cache; `prefix_tiers` keep their verified blocks. Unfinished
-        requests keep their blocks, but later requests do not reuse them."""
+        requests keep their blocks, which later requests do not reuse."""
         with self._core.lock, self.memory.changing():
             if self._core.loop is not None:
                 self._core.loop.blocks.drop_cached()
@@ -491,5 +496,5 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a `PagedEngine` cannot be pickled or copied, since its blocks and locks belong to this"
-            " process: make one in each process, from the model"
+            " process: make an engine in each process, from the model"
         )

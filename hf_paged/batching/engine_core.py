@@ -1,5 +1,5 @@
-"""`EngineCore` adds an engine's requests, reports their outputs and ends them, under one lock. The
-step loop schedules and computes them."""
+"""`EngineCore` adds, steps, reports and ends an engine's requests under one lock. The step loop
+schedules and computes the requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import counting, setup_seconds
 from .arguments import RequestOptions, as_list, checked_options, requested_new_tokens
-from .engine_loop import EngineLoop, check_positions
+from .engine_loop import EngineLoop, limit_positions
 from .execution.executor import StableSpan
 from .generation import Generation, Output, RequestState
 from .loop import StepLoop
@@ -41,11 +41,11 @@ from .results import RequestOutput, RequestTotals, trim_pending
 
 
 class EngineCore(EngineLoop):
-    """Adds, runs and ends an engine's requests, in a step loop that fits the model's current
-    state."""
+    """An engine's requests, and the methods that add, step and end them in the step loop of
+    `EngineLoop`."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
-        # held, through `lock`, by the methods, and by callers while they read attributes
+        # guards changes of the attributes; a method, or its caller, acquires it through `lock`
         self.inner_lock = forks.rlock()
         super().__init__(model, config, parts, lead(model, config, self), self.inner_lock)
         self.lock: AbstractContextManager[Any] = self.inner_lock
@@ -59,10 +59,11 @@ class EngineCore(EngineLoop):
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
         self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
-        self._stepping_thread_id: int | None = None  # id of the thread that takes a step
+        self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
         self._num_pool_users = 0  # number of open `keeping_pool` contexts
-        self._last_step_failed = False  # if the next step fails, too, its requests end
-        self._shortage: Shortage | None = None  # set while steps wait for memory of other models
+        self._last_step_failed = False  # if the next one fails, too, its requests end
+        # set while steps wait for memory that other models hold
+        self._shortage: Shortage | None = None
         self._id_numbers = itertools.count()  # for generated request ids
         forks.notify_in_child(self)
         ends_with_calls(self)
@@ -88,10 +89,10 @@ class EngineCore(EngineLoop):
         reports_tokens: bool = True,
     ) -> str:
         """Queues a request and returns its id. Its outputs go to `output_queue` (default:
-        `pending_outputs`); without `reports_tokens`, only the result does. Raises the errors of
-        `PagedEngine.add_request`."""
-        # without the lock, so that other threads can take steps meanwhile: tokenizing and compiling
-        # may take long
+        `pending_outputs`); without `reports_tokens`, only the output with its result does. Raises
+        the errors of `PagedEngine.add_request`."""
+        # without the lock, so that other threads can take steps meanwhile: tokenizing a prompt and
+        # compiling a grammar may take long
         prompt, inputs = split_inputs(prompt, options.inputs)
         ids: list[int] = []
         if prompt is not None or inputs is None:
@@ -152,8 +153,9 @@ class EngineCore(EngineLoop):
             raise
 
     def _with_id(self, options: RequestOptions) -> RequestOptions:
-        """Returns the checked options, with an id. Raises `ValueError` for invalid options, an id
-        in use, or a model that no longer fits the unfinished requests."""
+        """Returns the options as from `checked_options`, with an id. Raises `ValueError` for an
+        invalid id, adapter or assistant, an id in use, or a model that no longer fits the
+        unfinished requests, and the errors of `Leader.check_request`."""
         options = checked_options(options, self.config.cache_salt)
         if self.requests:
             self.check_unchanged()
@@ -171,9 +173,10 @@ class EngineCore(EngineLoop):
     def check_length(
         self, ids: list[int], request_id: Hashable = None, num_new_tokens: int = 1
     ) -> None:
-        """Raises `OutOfBlocksError` or `IndexError`, as `add` does, if a prompt of token ids can
-        never fit together with `num_new_tokens` new tokens. Does not wait for a step in progress.
-        Checks nothing if no request is unfinished, or if the model has an encoder."""
+        """Raises, as `add` does, `IndexError` if a prompt of token ids is longer than the model's
+        table of positions, and `OutOfBlocksError` if the prompt and `num_new_tokens` new tokens can
+        never fit into the memory. Does not wait for a forward in progress. Checks nothing if no
+        request is unfinished, or if the model has an encoder."""
         loop = self.loop
         if loop is None or not self.requests or self.model.config.is_encoder_decoder:
             return
@@ -234,7 +237,7 @@ class EngineCore(EngineLoop):
 
     def free(self) -> None:
         """Cancels every request and drops the loop. After an interrupt, call it again."""
-        # an `ExitStack` cancels all requests, even if one of them raises
+        # an `ExitStack` cancels all requests, even if cancelling one of them raises
         with self.lock, contextlib.ExitStack() as stack:
             stack.callback(self.retire)
             for state in reversed(self.requests.values()):
@@ -248,7 +251,7 @@ class EngineCore(EngineLoop):
 
     def _end_cancelled(self) -> None:
         cancelled = self._cancelled.copy()
-        with contextlib.ExitStack() as stack:  # ends all requests, even if one of them raises
+        with contextlib.ExitStack() as stack:  # ends all requests, even if ending one raises
             for state in cancelled:
                 stack.callback(self._end_if_unfinished, state)
         del self._cancelled[: len(cancelled)]
@@ -258,8 +261,8 @@ class EngineCore(EngineLoop):
             self.end(state, "cancelled")
 
     def end_calls(self) -> None:
-        """After an error of this thread's outermost call (`interrupts.ends_with_calls`): drops the
-        state of a step that an interrupt left open."""
+        """Called after this thread's outermost call has raised (`interrupts.ends_with_calls`):
+        drops the state of a step that an interrupt left open."""
         if self._stepping_thread_id == threading.get_ident():
             with self.lock:
                 self._end_cancelled()
@@ -268,7 +271,8 @@ class EngineCore(EngineLoop):
 
     def remove(self, state: RequestState) -> None:
         """Removes a request without queueing an output. After the last request, releases the
-        executor's state, and marks the memory as unused."""
+        executor's state, and marks the memory as unused unless a `keeping_pool` context is
+        open."""
         try:
             if self.loop is not None:
                 self.loop.drop(state)
@@ -314,8 +318,8 @@ class EngineCore(EngineLoop):
                     state.prepare_again(self.model)
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a forked child, where only this thread exists: drops all requests if another thread
-        held the lock."""
+        """Called in a forked child, where only this thread exists: drops what other threads left in
+        the engine, and all requests if another thread held the lock."""
         self.pauses.after_fork()
         self._num_pool_users = 0
         if self.inner_lock in freed:
@@ -328,7 +332,7 @@ class EngineCore(EngineLoop):
         """Ends requests whose adapter only PEFT's own `generate` can compute. `add` rejects such
         adapters, but the caller may have activated one since."""
         adapters = adapters_for(self.model)
-        if adapters is None or not adapters.has_activated(self.model):
+        if adapters is None or not adapters.has_activated_lora(self.model):
             return
         for state in list(self.requests.values()):
             try:
@@ -351,18 +355,20 @@ class EngineCore(EngineLoop):
                 outputs = pending.copy()
                 pending.clear()
             return outputs
-        except BaseException:  # also a deferred interrupt: the next step returns these outputs
+        except BaseException:  # the next step returns these outputs
             with self.lock:
-                # if `clear` has run
+                # whether `clear` has run: `lock` may raise a deferred interrupt after it
                 if outputs and (not pending or pending[0] is not outputs[0]):
                     pending[:0] = outputs
             raise
 
     @guarded
     def step(self, span: StableSpan) -> None:
-        """Takes a step and queues its outputs. Raises the error of a step that cannot be completed;
-        the next call repeats that step. If the step fails again, the requests that it would compute
-        end with the error, and nothing is raised. Does not wait for pauses."""
+        """Takes a step and queues its outputs. Raises interrupts, and the error of a step that
+        cannot be completed; the next call repeats that step. If the step fails again, the requests
+        that it would compute end with the error, which is not raised. A step that lacks memory
+        because other models hold it returns without an error, for up to `budget.PATIENCE` seconds.
+        Does not wait for pauses."""
         if self.loop is None:
             self._end_orphaned()
         loop = self.get_loop()
@@ -372,7 +378,7 @@ class EngineCore(EngineLoop):
         is_outermost = self._stepping_thread_id != threading.get_ident()
         self._stepping_thread_id = threading.get_ident()
         # cheaper than a `counting` context in every step
-        token = setup_seconds.set(self.setup_seconds)
+        reset_token = setup_seconds.set(self.setup_seconds)
         try:
             self._end_unsupported()
             try:
@@ -390,13 +396,13 @@ class EngineCore(EngineLoop):
         except Exception as error:
             if is_interrupt(error):
                 raise
-            failed_before, self._last_step_failed = self._last_step_failed, bool(self.requests)
-            if not failed_before:
+            has_failed_twice, self._last_step_failed = self._last_step_failed, bool(self.requests)
+            if not has_failed_twice:
                 raise
             self._fail_requests(loop, error)
             self._last_step_failed = False  # the next step computes other requests
         finally:
-            setup_seconds.reset(token)
+            setup_seconds.reset(reset_token)
             if is_outermost:
                 if self._cancelled:
                     self._end_cancelled()
@@ -414,8 +420,8 @@ class EngineCore(EngineLoop):
 
     def _queue_outputs(self, loop: StepLoop) -> None:
         """Queues the outputs of requests that advanced, and the results of requests that ended."""
-        while loop.unreported:  # an interrupt leaves the request that it interrupted in front
-            state = loop.unreported[0]
+        while loop.unreported:
+            state = loop.unreported[0]  # removed last: after an interrupt, it is still in front
             if isinstance(state, RequestState) and self.requests.get(state.request_id) is state:
                 self._queue_step_outputs(state, loop.unreported)
             else:  # the request has ended already
@@ -424,7 +430,7 @@ class EngineCore(EngineLoop):
     def _queue_step_outputs(self, state: RequestState, unreported: deque[Generation]) -> None:
         """Queues the outputs of a request's last step, and its result if it ended. Removes the
         request from `unreported`; if it ended, `_queue_outputs` does so afterwards."""
-        step_outputs: list[Output] | None = None  # `None`: `end` finds the unreported tokens
+        step_outputs: list[Output] | None = None  # `None`: `end` reports the unreported tokens
         if state.error is None:
             try:
                 step_outputs = state.outputs()
@@ -450,11 +456,12 @@ class EngineCore(EngineLoop):
 
     def get_loop(self, new_state: RequestState | None = None) -> StepLoop:
         """Returns the loop, to which the caller will add `new_state` (`None`: no request). Without
-        unfinished requests, acts as `renew`; with some, raises the errors of `check_positions`."""
+        a loop or unfinished requests, acts as `renew`; otherwise raises the errors of
+        `limit_positions` for `new_state`."""
         if self.loop is None or not self.requests:
             return self.renew(new_state, keeps_pool=self._num_pool_users > 0)
         if new_state is not None:
-            check_positions(new_state, self.layout)
+            limit_positions(new_state, self.layout)
         return self.loop
 
     def counts(self) -> Counter[str]:

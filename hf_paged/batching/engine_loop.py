@@ -1,6 +1,6 @@
-"""`EngineLoop` makes the step loop and the memory of an engine, and replaces them when the model or
-the block sizes change. It also checks and prepares requests before they enter the loop.
-`engine_core.py` keeps the list of requests."""
+"""`EngineLoop` makes the step loop and the memory of an engine. While no request is unfinished, it
+replaces both if the model has changed or other block sizes are better. It also checks and prepares
+requests before they enter the loop. `engine_core.py` keeps the list of requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .generation import RequestState
 from .loop import StepLoop
 from .scheduling.timeline import Timeline
 
-# counters of a loop, by their names in `EngineStats`
+# counters of the loops, by their names in `EngineStats`; they are 0 before the first loop
 LOOP_COUNTERS = (
     "num_generated_tokens",
     "num_preemptions",
@@ -50,8 +50,8 @@ LOOP_COUNTERS = (
 
 
 class EngineLoop:
-    """Makes an engine's step loop, and replaces the loop when the model has changed. `leader`
-    drives the processes that hold other shards, if any. Callers hold the engine's `outer_lock`."""
+    """Makes and replaces an engine's step loop and memory (`renew`). `leader` drives the processes
+    that hold other shards, if any. Callers hold `outer_lock`, the engine's lock."""
 
     def __init__(
         self,
@@ -66,35 +66,35 @@ class EngineLoop:
         self._parts = parts
         self.leader = leader
         self._outer_lock = outer_lock
-        self.loop: StepLoop | None = None  # `None` while no memory is allocated
+        self.loop: StepLoop | None = None  # `None` before the first request, and after `retire`
         self.memory = self._new_memory()  # the loop's memory
         self.timeline = Timeline()  # shared by successive loops
         self.layout = Layout()  # of the loop's forwards
         # seconds spent on preparations that later requests reuse, by part (`Route.setup_seconds`)
         self.setup_seconds: dict[str, float] = {}
-        self.has_shared_prefills = False  # whether a prompt was computed once for several rows
+        # whether a request had several rows, whose prompt is computed once for all of them
+        self.has_shared_prefills = False
         self._loop_key: tuple[Any, ...] = ()  # properties of the model that the loop was made for
         self._loop_config_repr = ""  # `_config_repr` of the model when the loop was made
-        self._earlier_counts: Counter[str] = Counter(
-            dict.fromkeys(LOOP_COUNTERS, 0)
-        )  # of earlier loops
+        # counters summed over earlier loops
+        self._earlier_counts: Counter[str] = Counter(dict.fromkeys(LOOP_COUNTERS, 0))
 
     def renew(self, state: RequestState | None, keeps_pool: bool) -> StepLoop:
         """Called without unfinished requests. Returns the loop, to which the caller will add
         `state` (`None`: no request). Makes a new loop if there is none, if the model's layers,
         layout, dtype, device or autocast dtype have changed or, unless `keeps_pool`, if other block
-        sizes are better. Before it allocates memory, raises `ValueError` if an engine over several
-        processes cannot serve the model, and the errors of `choose_layout` and
-        `check_positions`."""
+        sizes are better. Before it allocates memory, raises the errors of `choose_layout` (over
+        several processes, of `Leader.choose_layout`) and of `limit_positions`; later, those of
+        `make_loop`."""
         model = self.model
         config = self.config
         probe_cache = empty_cache(model, PagedMemory(config))  # never gets a block
-        # `verdicts` caches the verdicts of checks of prompts while the model is unchanged
+        # `verdicts` caches the results of checks of prompts while the model is unchanged
         self._capability = Capability(model, probe_cache, make_runner, verdicts={})
         choose = functools.partial(choose_layout, model, probe_cache, config.batch_invariant)
         layout = choose() if self.leader is None else self.leader.choose_layout(choose)
         if state is not None:
-            check_positions(state, layout)
+            limit_positions(state, layout)
         device = compute_device(model)
         loop_key = (
             _layers(probe_cache),
@@ -110,7 +110,7 @@ class EngineLoop:
             return self.loop
         self.retire()
         cache = empty_cache(model, self.memory)
-        # all at once, since each growth copies the existing blocks
+        # for all blocks at once, since each growth copies the existing ones
         cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         self.loop = make_loop(
             model,
@@ -132,28 +132,28 @@ class EngineLoop:
         return self.loop
 
     def check_unchanged(self) -> None:
-        """Raises `ValueError` if the model's layers or the autocast dtype have changed since the
-        loop was made. Called while the loop has unfinished requests."""
+        """Called while requests are unfinished. Raises `ValueError` if the autocast dtype, or the
+        types or windows of the model's layers, have changed since these requests began."""
         if self.loop is None:
             return
-        loop_dtype = self.loop.executor.autocast
+        loop_dtype = self.loop.executor.autocast_dtype
         dtype = autocast_dtype(compute_device(self.model))
         if dtype != loop_dtype:
             raise ValueError(
-                f"autocast uses {dtype} here, and {loop_dtype} in unfinished requests: add this"
-                " request when they have ended"
+                f"autocast uses {dtype} here, but {loop_dtype} in unfinished requests (None: it is"
+                " off): add this request after these have ended"
             )
         if _config_repr(self.model) == self._loop_config_repr:
-            return  # the usual case, without the cost of a cache
+            return  # the usual case, which needs no cache to compare layers
         loop_layers = self._loop_key[0]
         layers = _layers(empty_cache(self.model, self.memory))
         if layers != loop_layers:
             windows = [window for _, window in layers]
             loop_windows = [window for _, window in loop_layers]
             raise ValueError(
-                f"the config now has layers with the windows {windows}, and unfinished requests"
-                f" began with {loop_windows}: change `sliding_window` and `layer_types` while no"
-                " request is unfinished"
+                f"the config now has layers with the windows {windows}, but unfinished requests"
+                f" began with {loop_windows}: change `sliding_window` and `layer_types` only while"
+                " no request is unfinished"
             )
 
     def _new_memory(self, previous_sizes: BlockSizes | None = None) -> PagedMemory:
@@ -171,7 +171,7 @@ class EngineLoop:
         )
 
     def retire(self) -> None:
-        """Drops the loop, keeps its counts, and replaces its memory by a new, empty one."""
+        """Drops the loop, keeps its counts, and replaces its memory with a new, empty one."""
         counts = self.loop_counts()
         if self.leader is not None:
             self.leader.retire()
@@ -217,8 +217,8 @@ class EngineLoop:
             note_route(self.model, self.route)
 
     def prepare(self, state: RequestState) -> None:
-        """Prepares a request for the loop's forwards. Raises `ValueError` if they cannot compute
-        it."""
+        """Prepares a request for the loop's forwards. Raises `ValueError` if these cannot compute
+        it, and `IndexError` if a prompt with inputs is longer than the table of positions."""
         reason = self.layout.unsupported_reason
         reason_against_drafts = self.layout.reason_against_drafts
         if state.request.inputs is not None:
@@ -232,8 +232,7 @@ class EngineLoop:
         self._choose_speculation(state, reason_against_drafts)
 
     def _prepare_inputs(self, state: RequestState) -> None:
-        """Prepares a prompt with inputs besides token ids. Raises `ValueError` if the loop's
-        forwards cannot compute it."""
+        """Prepares a prompt with inputs besides token ids. Raises as `prepare`."""
         assert state.request.inputs is not None
         if self.config.batch_invariant:
             raise batch_invariant_error(self.model, "prompts are more than token ids")
@@ -242,13 +241,13 @@ class EngineLoop:
             self._prepare_packed(state, prompts)
             return
         self._prepare_rows(state, prompts)
-        # whether rows can run side by side depends on the prompts of requests
+        # the layout without these prompts may keep rows apart that can run side by side with them
         if prompts.join_key is not None and not self.layout.is_side_by_side:
             self.layout = self.layout._replace(is_side_by_side=True)
         self.note_route()
 
     def _prepare_packed(self, state: RequestState, prompts: Prompts) -> None:
-        """Prepares prompts with inputs for packed forwards. Raises as `_prepare_inputs`."""
+        """Prepares a prompt with inputs for packed forwards. Raises as `prepare`."""
         model = self.model
         prompts.prepare_positions(model)
         reason, can_reuse, can_begin_after_text = self._capability.check_prompts(prompts)
@@ -262,7 +261,7 @@ class EngineLoop:
         prompts.assign(state.request, 0, keys, can_begin_after_text)
 
     def _prepare_rows(self, state: RequestState, prompts: Prompts) -> None:
-        """Prepares prompts with inputs for rectangles. Raises as `_prepare_inputs`."""
+        """Prepares a prompt with inputs for rectangles. Raises as `prepare`."""
         model = self.model
         if not model.config.is_encoder_decoder:
             state.encode_media(model)
@@ -281,9 +280,9 @@ class EngineLoop:
         )
 
     def _choose_speculation(self, state: RequestState, reason: str | None) -> None:
-        """Clears the request's `assistance` unless tokens can be drafted for it. `reason` says why
-        drafts are impossible; `None` if the layout allows them. Raises `ValueError` if the request
-        asks for drafts that are impossible."""
+        """Clears the request's `assistance` if no drafts are requested or possible. `reason` says
+        why they are impossible; `None` if the layout allows them. Raises `ValueError` if the
+        request's own options ask for impossible drafts."""
         assistance = state.assistance
         config = state.decoding.config
         assert assistance is not None and self.loop is not None
@@ -296,15 +295,15 @@ class EngineLoop:
                 reason = speculation.reason_against(self.model, config, assistance)
             if reason is not None:
                 raise ValueError(
-                    f"the engine cannot assist this request: {reason}. Leave out `assistant_model`,"
-                    " `prompt_lookup_num_tokens` and the like, or call `generate` with one row"
+                    f"the engine cannot assist this request: {reason}. Leave out `{option}`, or"
+                    " call `generate` with one row"
                 )
         draft_source = option or self.config.speculation or self._parts.drafter
         if reason is not None or draft_source is None:
             state.assistance = None
 
 
-def check_positions(state: RequestState, layout: Layout) -> None:
+def limit_positions(state: RequestState, layout: Layout) -> None:
     """Limits a request of token ids to the model's table of positions. Raises `IndexError` if the
     prompt is longer than the table. Does nothing for a prompt with other inputs."""
     if state.request.inputs is None:

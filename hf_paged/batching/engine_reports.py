@@ -1,4 +1,4 @@
-"""The reports of a `PagedEngine`: its route, statistics, block map and plots. They do not change
+"""The reports of a `PagedEngine`: its route, statistics, block map and plots. Reports do not change
 the engine."""
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class EngineReports:
 
     @property
     def route(self) -> Route | None:
-        """How requests are served, and why; `None` before the first request, and after `free`. The
-        engine also records the route for `last_route(model)`."""
+        """How requests are served, and why; `None` before the first request, and after `free` until
+        the next one. The engine also records the route for `last_route(model)`."""
         with self._core.lock:
             return self._core.route
 
@@ -39,8 +39,8 @@ class EngineReports:
 
     @guarded
     def stats(self) -> EngineStats:
-        """Returns the numbers of running requests, waiting requests and blocks, and counters since
-        the engine was made."""
+        """Returns the current numbers of running requests, waiting requests and blocks, and
+        counters since the engine was made."""
         core = self._core
         with core.lock:
             memory = self.memory.stats()
@@ -70,9 +70,9 @@ class EngineReports:
 
     @property
     def memory(self) -> PagedMemory:
-        """The memory that holds the requests' blocks. `free` replaces it; so does the first request
-        after the others have ended, if the model's layers, layout, dtype, device or autocast dtype
-        have changed, or if other block sizes are better."""
+        """The memory that holds the requests' blocks. `free` replaces it. So does the first request
+        after all earlier ones have ended, if the model's layers, layout, dtype, device or autocast
+        dtype have changed, or if other block sizes are better."""
         return self._core.memory
 
     def block_map(self) -> dict[int | None, list[int]]:
@@ -83,7 +83,7 @@ class EngineReports:
         with core.lock, self.memory.lock:
             groups = [] if core.loop is None else core.loop.blocks.groups
             self_groups = [group for group in groups if group.spec.kind == "self"]
-            return {group.spec.window: group.pool.states() for group in self_groups}
+            return {group.spec.window: group.pool.holder_counts() for group in self_groups}
 
     @guarded
     def check_integrity(self) -> None:
@@ -106,7 +106,7 @@ class EngineReports:
         the returned figure as in `plot_memory`. One row for each of the last `max_requests`
         requests shows when the request was in prefill, in decode, recomputed, waiting, preempted or
         swapped out. Each step that verified a draft shows the draft's length and the number of
-        accepted tokens. Covers only the last few thousand `timeline.intervals()` and
+        accepted tokens. Covers only the last 4096 closed `timeline.intervals()`, and the last 4096
         `timeline.verifications()`. Raises `ValueError` for another unit, or for `max_requests`
         below 1."""
         tools: rooms.ToolsRoom = rooms.room("tools", "`plot_timeline`")
@@ -116,7 +116,7 @@ class EngineReports:
         return tools.plot_intervals(intervals, unit, ax, max_requests, verifications)
 
     def _repr_html_(self) -> str | None:
-        tools: rooms.ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
         return None if tools is None else tools.engine_html(self)
 
     def __repr__(self) -> str:

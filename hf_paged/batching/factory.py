@@ -1,5 +1,5 @@
 """Chooses the layout of a model's forwards (packed if possible, else rectangles) and builds the
-`StepLoop`. `model/capability.py` makes the checks behind the choice."""
+`StepLoop`. The choice follows the checks of `model/capability.py`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ from .scheduling.preemption import CostModel, Preemption
 from .scheduling.scheduler import Scheduler
 from .scheduling.timeline import Timeline
 
-UNLIMITED = 1 << 60  # sequences, or tokens per step
+UNLIMITED = 1 << 60  # more sequences, or tokens per step, than any loop has
 # more blocks than any memory holds: a reservation of this size is reduced to the available memory
 UNLIMITED_BLOCKS = 1 << 40
-# prompt tokens in a step that also decodes; a CPU computes them in the time of a few decode steps
+# most prompt tokens in a step that also decodes; a CPU computes them in the time of a few decodes
 CPU_CHUNK_TOKENS = 256
 
 
 def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """Returns an empty paged cache with the layers of the cache that `generate` would build. For an
-    encoder-decoder, its `cross` cache is for the keys and values of the encoder's output."""
+    encoder-decoder model, it has a `cross` cache for the keys and values of the encoder's
+    output."""
     cache = PagedCache.from_empty(stock_cache(model), memory)
     if model.config.is_encoder_decoder:
         cache.cross = PagedCache.from_empty(stock_cache(model), memory, "cross")
@@ -60,9 +61,9 @@ def make_loop(
     timeline: Timeline | None = None,
 ) -> StepLoop:
     """Makes a loop that runs forwards of the model in this layout, on the memory of `cache`, the
-    model's empty cache. `config` is an argument of its own, since calls of other threads may
-    replace the memory's config; `max_num_seqs` overrides the config's value. Raises
-    `RoomMissingError` if an option needs a room that is not installed."""
+    model's empty cache. `config` is a separate argument, since calls of other threads may replace
+    the memory's config; `max_num_seqs` overrides the value in `config`. Raises `RoomMissingError`
+    if an option needs a room that is not installed."""
     memory = cache.memory
     processes = memory.processes
     make_recorder = parts.recorder
@@ -72,14 +73,14 @@ def make_loop(
         model, cache, layout, config.batch_invariant, make_recorder, processes
     )
     is_packed = layout.unsupported_reason is None
-    # the memory keeps the block manager for later calls, whose options may differ
+    # set for every loop: the memory keeps its block managers, and the options of calls may differ
     block_manager.prefix_caching = config.prefix_caching and (is_packed or layout.can_chunk)
     make_tier = parts.tier
     if make_tier is None and config.prefix_tiers is not None:
         make_tier = room("tiers", "`prefix_tiers`").make_tier
-    tier, reason = None, None
+    tier, reason_against_tier = None, None
     if make_tier is not None:
-        tier, reason = make_tier(model, memory, block_manager, config, layout)
+        tier, reason_against_tier = make_tier(model, memory, block_manager, config, layout)
     block_manager.set_tier(tier)
     guard = WeightsGuard(model, memory, block_manager)
     swapper = BlockSwapper(block_manager)
@@ -91,14 +92,14 @@ def make_loop(
         can_chunk=is_packed,
         replays_all_prompts=layout.depends_on_splits,
         encoder_blocks=runner.encoder_blocks,
-        cost=CostModel() if config.preemption == "auto" else None,
+        cost_model=CostModel() if config.preemption == "auto" else None,
         agree=int if processes is None else processes.agree,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
 
     def make_drafter() -> Drafter:
-        # the error names the config's `speculation`: for drafts that a request's own options ask
-        # for, `reason_against` has imported the room earlier
+        # an error would name the config's `speculation`: for drafts that a request's own options
+        # ask for, `EngineLoop` and `Candidate` have imported the room already
         make = parts.drafter or room("speculation", "`speculation`").Speculator
         make_assistant_runner = functools.partial(make_runner, make_recorder=make_recorder)
         return make(model, config, memory, runner, weak_scheduler, make_assistant_runner)
@@ -126,14 +127,14 @@ def make_loop(
     # weak, since the scheduler holds the drafter: a cycle would keep the model and its memory alive
     weak_scheduler = weakref.proxy(scheduler)
     executor = Executor(model, memory, runner, scheduler, guard, adapters)
-    if reason is not None:
-        executor.slowed_by.add(f"`prefix_tiers` has no effect: {reason}")
+    if reason_against_tier is not None:
+        executor.slowed_by.add(f"`prefix_tiers` has no effect: {reason_against_tier}")
     return StepLoop(executor, memory, block_manager, scheduler, drafter)
 
 
 def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
     """Returns how many prompt tokens a step that also decodes may compute; `None`: as many as
-    `max_num_batched_tokens` leaves."""
+    `max_num_batched_tokens` leaves after the decodes."""
     if config.max_chunk_tokens is None and compute_device(model).type == "cpu":
         return CPU_CHUNK_TOKENS
     return config.max_chunk_tokens
@@ -143,8 +144,8 @@ def choose_layout(
     model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
 ) -> Layout:
     """Returns the best layout in which each sequence gets the same results as alone. With
-    `batch_invariant`, raises `ValueError` if rows would still depend on one another, and
-    `RoomMissingError` without the room that computes rows in a fixed order."""
+    `batch_invariant`, raises `ValueError` if the numbers of a row would still depend on other rows,
+    and `RoomMissingError` without the room `tape`, which computes rows in a fixed order."""
     layout = Capability(model, cache, make_runner).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")
@@ -170,8 +171,8 @@ def batch_invariant_error(model: PreTrainedModel, reason: str) -> ValueError:
 def find_recorder(
     model: PreTrainedModel, cache: PagedCache, capture: bool = True
 ) -> Recorder | None:
-    """Returns the recorder of the model's steps; `None` if `capture` is `False`, or if nothing can
-    record them."""
+    """Returns the recorder of the model's steps; `None` if `capture` is `False`, or if the steps
+    cannot be recorded."""
     # communication between the processes of a sharded model cannot be recorded
     if not capture or is_sharded(model) or not is_installed("tape"):
         return None
@@ -188,16 +189,16 @@ def make_runner(
     processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
     """Returns the block manager of the model's sequences in this layout, and the runner that
-    computes their steps. `batch_invariant`, and the `processes` that compute each step together,
-    are for packed layouts only. The checks of a model pass neither `make_recorder`, since they take
-    too few steps to replay any, nor `processes`."""
+    computes their steps. Only packed layouts use `batch_invariant`, and `processes`, which compute
+    each step together. The checks of a model pass neither `make_recorder`, since they take too few
+    steps to replay any, nor `processes`."""
     recorder = None if make_recorder is None else make_recorder(model, cache)
     if layout.unsupported_reason is None:
         runner = PackedRunner(
             model, cache, layout.can_mix_lengths, recorder, batch_invariant, processes
         )
         return cache.memory.manager(cache.groups), runner
-    # each sequence also has a slot for its states, even if the model has none: the slot represents
+    # each sequence also has a slot for its states, even if the model has none: the slot stands for
     # everything that one step passes to the next
     state_spec = StateSpec(is_empty=not state_layers(cache))
     block_manager = cache.memory.manager([*cache.groups, state_spec])

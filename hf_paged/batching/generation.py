@@ -1,5 +1,5 @@
-"""`Generation`, the unit of work of a step loop: a decoding, the sequences of its rows, and their
-state between two steps. The loop and its ledger advance it."""
+"""`Generation`, the unit of work of a step loop: a decoding, the sequences of its rows, and the
+state of both between two steps. The loop and its ledger advance generations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence, Status
 from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, Timings, decode
 
-_MAX_PRIORITY = 2**31 - 1  # keeps `Request.key` exact as a float
+_MAX_PRIORITY = 2**31 - 1  # keeps `Request.sort_key` exact as a float
 
 Output = tuple[dict[int, int], str | None]
 """The new tokens of one position, by row, and the text that the first row's token adds."""
@@ -49,24 +49,24 @@ class Generation:
     decoding: Any  # a `Decoding`
     # by row of the decoding: its request, and the index of its sequence in the request
     rows: list[tuple[Request, int]]
-    keep_blocks: bool = False  # keep the blocks of ended rows, for a cache that `generate` returns
+    keep_blocks: bool = False  # whether ended rows keep blocks, for a cache that `generate` returns
     # set if a drafter may draft for its only row or, after `split`, for the row of each part
     assistance: Assistance | None = None
     # with `keep_blocks`, by ended row: its blocks, and the number of tokens in them
     kept_blocks: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
     parts: list[Generation] = field(default_factory=list)  # after `split`, one per row
-    # tokens of the last step, by row: one dict per position, several if draft tokens were accepted,
-    # none for beams
+    # tokens of the last step, by row: one dict per position (several if draft tokens were accepted,
+    # none for beams)
     new_tokens: list[dict[int, int]] = field(default_factory=list)
     drafter: Drafter | None = None  # attached to its only row (`attach_drafter`)
     # counts of verified drafts and their tokens, by field name of `RequestResult`
     draft_counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None  # the error that ended it early
-    is_closed: bool = False  # its rows need no further step
+    is_closed: bool = False  # whether it has ended: its rows need no further step
     # whether the logits of all open rows are computed, and their tokens are not appended yet
     is_sampling: bool = False
-    # whether the loop need not report its steps: its reader reads only the result, and the time of
-    # the first token is recorded
+    # whether the loop reports only its end: its reader needs only the result, and the time of the
+    # first token is recorded
     skips_reports: bool = False
     parent: Generation | None = None  # the generation that was split into this part and others
     # by row, `(vocab,)` logits of rows that wait for other rows
@@ -82,12 +82,12 @@ class Generation:
 
     @property
     def is_done(self) -> bool:
-        """Whether it is closed, or all of its parts are done."""
+        """Whether the generation is closed, or all of its parts are done."""
         return self.is_closed or (bool(self.parts) and all(part.is_done for part in self.parts))
 
     @property
     def can_split(self) -> bool:
-        """Whether it has several requests whose rows can advance independently."""
+        """Whether the generation has several requests whose rows can advance independently."""
         return (
             len(self.requests) > 1
             and not (self.parts or self.is_sampling)
@@ -112,7 +112,8 @@ class Generation:
     def take_logits(self, logits: Tensor | None, index_by_row: dict[int, int]) -> Tensor | None:
         """Takes a step's logits `(n, vocab)`: those of row `r` have the index `index_by_row[r]`. If
         all open rows have logits now, returns these in order, `(len(open_rows), vocab)`, and keeps
-        none. Otherwise keeps copies of the new ones; then, or if no row is open, returns `None`."""
+        none. Otherwise keeps copies of the new ones and returns `None`. Also returns `None` if no
+        row is open."""
         rows = self.decoding.open_rows
         if self.is_closed or not rows:
             return None
@@ -134,7 +135,7 @@ class Generation:
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an interrupted step can be undone (`rewind`) and repeated."""
+        """Whether an interrupted sampling can be undone (`rewind`) and repeated."""
         if not self.is_single or self.is_closed:
             return False
         return isinstance(self.decoding, SampleDecoding) and self.decoding.can_repeat
@@ -149,8 +150,8 @@ class Generation:
 
     @property
     def sequence_to_draft(self) -> Sequence | None:
-        """The sequence of its only row if the next step can verify a draft: without one, the step
-        would compute just the sequence's last token. Otherwise `None`."""
+        """The sequence of its only row, if the next step would compute only the sequence's last
+        token and can verify a draft of the tokens after it; otherwise `None`."""
         ((request, index),) = self.rows
         if request.status is not Status.RUNNING or self.is_sampling:
             return None
@@ -169,11 +170,12 @@ class Generation:
         request.sequences[index].draft = draft.tokens
 
     def drop_logits(self) -> None:
-        """Drops the logits of rows that wait for other rows. These rows are then recomputed."""
+        """Drops the logits of rows that wait for other rows. The caller has these rows
+        recomputed."""
         self._logits = {}
 
     def close(self) -> None:
-        """Marks it as closed, and drops its logits."""
+        """Marks the generation as closed, and drops its logits."""
         self._logits, self.is_closed = {}, True
 
     def attach_drafter(self, drafter: Drafter) -> None:
@@ -189,7 +191,7 @@ class Generation:
 
 
 class RequestState(Generation):
-    """An engine's request. Its outputs go to `output_queue`. Raises the errors of
+    """An engine's request. Its outputs go to `output_queue`. The constructor raises the errors of
     `PagedEngine.add_request` for the generation config and the options; the caller has checked the
     form of the prompt."""
 
@@ -219,16 +221,18 @@ class RequestState(Generation):
         )
         decoding, call = prepare()
         for processor in decoding.logits_processor:
-            set_stop_tokens = getattr(processor, "set_stop_tokens", None)  # of grammars only
+            # only the processors of grammars have this method
+            set_stop_tokens = getattr(processor, "set_stop_tokens", None)
             if set_stop_tokens is not None:
                 set_stop_tokens(compat.special_token(decoding.config, "eos"))
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence per request")
-        # in tokens, without embeddings; of the decoder's prompt, if the model has an encoder
+        # in tokens, without positions passed as embeddings; of the decoder's prompt, if the model
+        # has an encoder
         self._prompt_length = decoding.length
         tokens = decoding.input_ids[0].tolist()
         namespace = (adapter.namespace, options.cache_salt)
         prompts = None if call is None else _prompts_of(model, call)
-        # prompt positions that were passed as embeddings, without token ids
+        # number of prompt positions passed as embeddings, which have no token ids
         num_embedded = 0 if prompts is None else prompts.length - len(tokens)
         sequences = [Sequence([0] * num_embedded + tokens)]
         max_num_tokens = decoding.max_length + num_embedded
@@ -253,22 +257,25 @@ class RequestState(Generation):
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
         self.request_id, self.output_queue = options.request_id, output_queue
-        self.reports_tokens = reports_tokens  # if False, only the result is reported
+        self.reports_tokens = reports_tokens  # if false, only the result is reported
         callers_criteria = options.stopping_criteria or ()
-        self.request.clocks = [
+        self.request.time_criteria = [
             criterion
             for criterion in decoding.stopping_criteria
             if type(criterion) is MaxTimeCriteria and criterion not in callers_criteria
         ]
         self._streamer, self._tokenizer = options.streamer, tokenizer
-        self._text_tracker = None if tokenizer is None else TextTracker(tokenizer)
         self._added_at = time.perf_counter()
         self._first_token_seconds: float | None = None  # as in `Timings.first_token`
-        # an interrupt that came while the tokenizer decoded; raised after the result is queued
+        # an interrupt that came while the tokenizer decoded the result; `EngineCore.end` raises it
+        # after queueing the result
         self.interrupt: BaseException | None = None
         self.is_reported = False  # whether its result is in `output_queue`
-        # length of the decoding at the last call of `outputs`, and the outputs that it returned
-        self._last_report: tuple[int, list[Output]] = (self._prompt_length, [])
+        # of the last call of `outputs`: the decoding's length, the outputs, and the tracker after
+        # them, or `None` without text; assigned together, so that an interrupt leaves all or none
+        tracker = None if tokenizer is None else TextTracker(tokenizer)
+        self._last_report: tuple[int, list[Output], TextTracker | None]
+        self._last_report = self._prompt_length, [], tracker
 
     def prepare_again(self, model: PreTrainedModel) -> None:
         """Prepares the prompt's inputs again, including encoder outputs, after the weights
@@ -284,7 +291,7 @@ class RequestState(Generation):
 
     def encode_media(self, model: PreTrainedModel) -> None:
         """Encodes the prompt's images and audio with the model's own encoders. Called before the
-        prefill, since an error in a shared prefill would fail all of its requests."""
+        prefill, since an error in a shared prefill would end all requests that share it."""
         assert self.request.inputs is not None
         prompts = self.request.inputs[0]
         with step_lock(model), use_adapter(model, self.request.adapter), torch.no_grad():
@@ -292,8 +299,8 @@ class RequestState(Generation):
 
     def outputs(self) -> list[Output]:
         """Returns the new tokens of the last step with their text, in order; an empty list if
-        tokens are not reported. Sets `error` if the tokenizer raises. A repeated call, also after
-        an interrupted one, returns the same outputs."""
+        tokens are not reported. Sets `error` if the tokenizer raises. Repeated calls, even after an
+        interrupted one, return the same outputs."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.perf_counter() - self._added_at
         if not self.reports_tokens:
@@ -307,18 +314,13 @@ class RequestState(Generation):
             self.new_tokens = [
                 {row: token for row, token in tokens.items() if lengths[row] == decoding.length}
             ]
-        outputs: list[Output]
-        if self._text_tracker is None:
-            outputs = list(zip(self.new_tokens or [{}], itertools.repeat(None)))
-        else:
-            outputs = self._with_text(self.new_tokens)
-        self._last_report = decoding.length, outputs
-        return outputs
+        self._last_report = decoding.length, *self._with_text(self.new_tokens)
+        return self._last_report[1]
 
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
-        """Returns the tokens of the result that no output has reported, in the form of `outputs`: a
-        step that failed, or during which the request was cancelled, may have accepted some. The
-        last output includes the text that the text tracker was holding back."""
+        """Returns the tokens of the result that no output has reported, in the form of `outputs`:
+        there may be some if a step failed, or if the request was cancelled during a step. The last
+        output includes the text that the text tracker has held back."""
         if not self.reports_tokens:
             return []
         token_rows = (
@@ -336,8 +338,8 @@ class RequestState(Generation):
             for position in range(num_reported, max(map(len, token_rows), default=0))
         ]
         try:
-            *earlier, (tokens, text) = self._with_text(tokens_by_position)
-            held_text = "" if self._text_tracker is None else self._text_tracker.flush()
+            (*earlier, (tokens, text)), tracker = self._with_text(tokens_by_position)
+            held_text = "" if tracker is None else tracker.flush()
             if held_text:
                 text = (text or "") + held_text
             return [*earlier, (tokens, text)]
@@ -345,14 +347,17 @@ class RequestState(Generation):
             self._result_error(error)
             return [(tokens, None) for tokens in tokens_by_position] or [({}, None)]
 
-    def _with_text(self, tokens_by_position: list[dict[int, int]]) -> list[Output]:
-        """Returns the tokens of consecutive positions with their text. If the tokenizer raises,
-        sets `error`, unless it is already set, and gives the remaining tokens no text. An interrupt
-        does not change the text tracker."""
+    def _with_text(
+        self, tokens_by_position: list[dict[int, int]]
+    ) -> tuple[list[Output], TextTracker | None]:
+        """Returns the tokens of consecutive positions with their text, and the text tracker after
+        them. If the tokenizer raises, sets `error`, unless it is already set, and returns the
+        remaining tokens without text."""
         outputs: list[Output] = []
-        tracker = (
-            copy.copy(self._text_tracker) if len(tokens_by_position) > 1 else self._text_tracker
-        )
+        tracker = self._last_report[2]
+        if tracker is None:
+            return list(zip(tokens_by_position or [{}], itertools.repeat(None))), None
+        tracker = copy.copy(tracker)
         has_ended = self.decoding.finish_reasons[0] is not None
         for next_position, tokens in enumerate(tokens_by_position or [{}], 1):
             text = None
@@ -367,33 +372,33 @@ class RequestState(Generation):
                     self.error = error if self.error is None else self.error
                     tracker = None
             outputs.append((tokens, text))
-        self._text_tracker = tracker
-        return outputs
+        return outputs, tracker
 
     def _result_error(self, error: BaseException) -> Exception:
-        """Returns the result's error for an exception of the tokenizer. Stores an interrupt in
-        `interrupt`, and returns a `RuntimeError` for it."""
+        """Returns the error that the result holds for an exception of the tokenizer: for an
+        interrupt, which is stored in `interrupt`, a `RuntimeError`; otherwise the exception."""
         if isinstance(error, Exception) and not is_interrupt(error):
             return error
         self.interrupt = error
-        return RuntimeError(f"interrupted by {error!r} while its tokens were decoded")
+        return RuntimeError(f"interrupted by {error!r} while the request's tokens were decoded")
 
     def result(self, reason: str | None) -> RequestResult:
         """Makes the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of sequences
         that have none; `None` if the request ended by itself. An error that occurs here becomes the
-        result's error, unless `error` is set; an interrupt is raised."""
+        result's error, unless `error` is set. An interrupt of the tokenizer is stored in
+        `interrupt`; others are raised."""
         sequences: list[SequenceResult] = []
         failure: Exception | None = None
         for _ in range(2):  # a lack of memory may be momentary
             try:
                 sequences, failure = self._sequence_results(reason)
                 break
-            except Exception as error:  # an interrupt may have left the decoding inconsistent
+            except Exception as error:  # such as that of a decoding that an interrupt left broken
                 if is_interrupt(error):
                     raise
                 failure = error
         has_tokens = any(sequence.token_ids for sequence in sequences)
-        if self._first_token_seconds is None and has_tokens:  # the step that failed sampled them
+        if self._first_token_seconds is None and has_tokens:  # a failed step sampled the first one
             self._first_token_seconds = time.perf_counter() - self._added_at
         admitted_at, logprobs = self.request.admitted_at, self.request.prompt_logprobs
         queued_seconds = None if admitted_at is None else admitted_at - self._added_at
@@ -415,8 +420,8 @@ class RequestState(Generation):
         )
 
     def end_streamer(self) -> None:
-        """Ends the streamer, unless the decoding has ended it, and ignores its errors. Called after
-        the result is queued."""
+        """Ends the streamer, unless the decoding has ended it. Ignores its errors, but raises
+        interrupts. Called after the result is queued."""
         if self._streamer is not None and not self.decoding.has_ended_streamer:
             try:
                 self._streamer.end()
@@ -446,8 +451,9 @@ class RequestState(Generation):
             ids = decoding.select_returned(decoding.sequences)
         results: list[SequenceResult] = []
         failure: Exception | None = None
-        for i, (length, finish_reason) in enumerate(zip(decoding.lengths, decoding.finish_reasons)):
-            token_ids = ids[i, self._prompt_length : length].tolist()
+        ends = zip(decoding.lengths, decoding.finish_reasons)
+        for index, (length, finish_reason) in enumerate(ends):
+            token_ids = ids[index, self._prompt_length : length].tolist()
             text = None
             if self._tokenizer is not None and failure is None:
                 try:
@@ -456,10 +462,10 @@ class RequestState(Generation):
                     failure = self._result_error(error)
             logprobs, top_logprobs = None, None
             if decoding.record_logprobs:
-                logprobs = [pair for pair, _ in decoding.records[i]]
+                logprobs = [pair for pair, _ in decoding.records[index]]
                 if decoding.num_alternatives:
-                    top_logprobs = [alternatives for _, alternatives in decoding.records[i]]
-            score = None if scores is None else scores[i]
+                    top_logprobs = [alternatives for _, alternatives in decoding.records[index]]
+            score = None if scores is None else scores[index]
             finish_reason = finish_reason or reason or "cancelled"
             results.append(
                 SequenceResult(token_ids, finish_reason, text, logprobs, score, top_logprobs)
@@ -473,9 +479,11 @@ def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
     model_kwargs = call.arguments["model_kwargs"]
     unexpanded = call.unexpanded or (call.arguments["input_ids"], model_kwargs)
     prompts = prompts_of(unexpanded, model_kwargs, model.config.is_encoder_decoder)
-    if (num_prompts := len(prompts.paddings)) > 1:  # the model's own `generate` may repeat one
+    if (num_prompts := len(prompts.paddings)) > 1:  # a model's own `generate` may repeat a prompt
         tensors = tensors_of((prompts.input_ids, prompts.model_kwargs))
-        if any(len(x) == num_prompts and bool((x != x[:1]).any()) for x in tensors):
+        if any(
+            len(tensor) == num_prompts and bool((tensor != tensor[:1]).any()) for tensor in tensors
+        ):
             raise ValueError(f"`inputs` hold {num_prompts} prompts: pass the inputs of one prompt")
         prompts.model_kwargs = first_row(prompts)
         prompts.input_ids = prompts.input_ids[:1]

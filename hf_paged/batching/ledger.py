@@ -24,21 +24,21 @@ Ready = list[tuple[Generation, LogitRows]]
 @dataclass(eq=False, repr=False)
 class Ledger:
     """The unfinished generations of a loop, and their rows. Appends sampled tokens, and ends rows,
-    requests and generations. Callers hold the memory's lock, which only `deliver` and
-    `split_preempted` take themselves."""
+    requests and generations. Changes of sequences need the memory's lock: `deliver` and
+    `split_preempted` take it, and callers of the other methods hold it."""
 
     block_manager: BlockManager
     memory: PagedMemory
     scheduler: Scheduler
     num_generated_tokens: int = 0
     num_preemptions: int = 0
-    # sum of all generations' `draft_counts`
+    # sums of the `draft_counts` of all generations so far
     draft_counts: Counter[str] = field(default_factory=Counter)
     # by unfinished request: the generation and the row of each of its sequences
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
     # parts of generations that were split since the last step; some may already have logits
     pending_parts: list[Generation] = field(default_factory=list)
-    # generations, each with a request whose next forward would read past the table of positions
+    # generations, each with its request whose next forward would read past the table of positions
     past_positions: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:
@@ -57,8 +57,9 @@ class Ledger:
         return self.generations_of(self.rows)
 
     def recover(self) -> None:
-        """After an exception that may have split an update of rows: completes the assignment of
-        rows to parts, and drops all logits except those that are being sampled."""
+        """Called after an exception that may have split an update of rows: forgets the suspects,
+        completes the assignment of rows to parts, and drops all logits that are not being
+        sampled."""
         self.scheduler.queue.suspects.clear()
         self._assign_rows_to_parts()
         for request, rows in self.rows.items():
@@ -73,9 +74,10 @@ class Ledger:
         }
 
     def deliver(self, plan: StepPlan, logits: Tensor | None, ready: Ready) -> None:
-        """Gives a step's logits `(n, vocab)` to its generations, and adds to `ready` those whose
-        open rows all have logits now. Forks the sequence of a prompt that was computed once for
-        several rows. `logits` are `None` if the step had no forward, or if the forward failed."""
+        """Gives a step's logits `(n, vocab)` to its generations, and adds to `ready` the
+        generations whose open rows all have logits now. Forks the sequence of a prompt that was
+        computed once for several rows. `logits`: `None` if the step had no forward, or if the
+        forward failed."""
         indices: dict[Generation, dict[int, int]] = {}
         end = 0
         for sequence, num_logits in zip(plan.sequences, plan.num_logits):
@@ -109,9 +111,9 @@ class Ledger:
         indices: dict[Generation, dict[int, int]],
         ready: Ready,
     ) -> None:
-        """Adds to `ready` the generations of several rows that have all their logits now, and parts
-        whose logits were computed before the split. `indices` holds, by generation and row, the
-        index in the step's `logits`, `(n, vocab)`."""
+        """Adds to `ready` the generations with several rows that have all their logits now, and
+        parts whose logits were computed before the split. `indices` holds, by generation and row,
+        the row's index in the step's `logits`, `(n, vocab)`."""
         parts: dict[Generation, dict[int, int]] = {part: {} for part in self.pending_parts}
         self.pending_parts = []
         for generation, index_by_row in {**parts, **indices}.items():
@@ -130,7 +132,7 @@ class Ledger:
             self.past_positions.append((generation, request))
 
     def apply(self, generation: Generation, sampled: SampledTokens) -> None:
-        """Appends a step's tokens to the sequences, and ends the rows that are finished."""
+        """Appends a step's tokens to the generation's sequences, and ends its finished rows."""
         finished = set(sampled.finished)
         if sampled.parents is not None:
             self._apply_beams(generation, sampled, finished)
@@ -162,15 +164,15 @@ class Ledger:
     def _apply_beams(
         self, generation: Generation, sampled: SampledTokens, finished: set[int]
     ) -> None:
-        """Makes each beam a fork of its parent beam, with its new token appended."""
+        """Makes each beam a fork of its parent beam, and appends the beam's new token."""
         assert sampled.parents is not None
         generation.new_tokens = []
         for request in generation.requests:
             if request.is_finished:
                 continue
-            first = self.rows[request][0][1]
-            rows = range(first, first + len(self.rows[request]))
-            parents = [sampled.parents[row] - first for row in rows]
+            first_row = self.rows[request][0][1]
+            rows = range(first_row, first_row + len(self.rows[request]))
+            parents = [sampled.parents[row] - first_row for row in rows]
             tokens = [sampled.tokens[row] for row in rows]
             request.permute(self.block_manager, parents, tokens)
             self.num_generated_tokens += len(rows)
@@ -183,7 +185,7 @@ class Ledger:
             self._close_rows(generation)
 
     def _close_rows(self, generation: Generation) -> None:
-        """Closes a generation whose decoding is done, with any rows that are still open."""
+        """Closes a generation whose decoding is done, and ends any rows that are still open."""
         if generation.keep_blocks:
             for row in range(len(generation.rows)):
                 if row not in generation.kept_blocks:
@@ -196,7 +198,7 @@ class Ledger:
         """Appends the accepted draft tokens to the row, and drops the draft."""
         ((request, index),) = generation.rows
         sequence = request.sequences[index]
-        # does nothing if the request was preempted meanwhile
+        # does nothing if the request has been preempted, which drops the sequence's draft
         sequence.commit_draft(self.block_manager, len(accepted))
         num_draft_tokens = len(draft.tokens)
         self.scheduler.timeline.record_verification(request, num_draft_tokens, len(accepted))
@@ -211,8 +213,8 @@ class Ledger:
         generation.decoding.draft = None
 
     def split_preempted(self, preempted: Collection[Request]) -> None:
-        """Counts the preemptions, and splits preempted generations whose rows are independent, so
-        that the rows need not wait for each other."""
+        """Counts the preemptions, and splits generations of preempted requests if their rows are
+        independent, so that the rows need not wait for each other."""
         self.num_preemptions += len(preempted)
         with self.memory.lock:  # other threads may end requests
             for generation in self.generations_of(preempted):
@@ -245,7 +247,7 @@ class Ledger:
         self.scheduler.finish_sequence(sequence)
 
     def close(self, generation: Generation) -> None:
-        """Ends a generation and its rows, and finishes its requests that have no open row left."""
+        """Ends a generation and its rows, and ends the requests that then have no open row."""
         for request, index in () if generation.parts else generation.rows:
             # other parts may still have open rows of the request
             if all(part is generation or part.is_closed for part, _ in self.rows.get(request, ())):

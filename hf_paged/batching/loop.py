@@ -35,32 +35,32 @@ logger = logging.getLogger(__name__)
 _RUNS_CALLERS_CODE = operator.attrgetter("runs_callers_code")
 _IS_STREAMED = operator.attrgetter("is_streamed")
 _LOGITS = operator.itemgetter(1)
-_INTERRUPTED = "interrupted by {!r} while its token was chosen"
+_INTERRUPTED = "interrupted by {!r} while the request's next token was chosen"
 
 
 @dataclass(eq=False, repr=False)
 class StepLoop:
-    """Runs generations on one model. After an exception that splits the bookkeeping of a step, such
+    """Runs generations on one model. After an exception in the middle of a step's bookkeeping, such
     as an interrupt, the loop recovers (`recover`)."""
 
     executor: Executor
     memory: PagedMemory  # its lock guards the block tables
-    blocks: BlockManager  # allocates the block tables that the runner reads
+    blocks: BlockManager  # manages the block tables that the runner reads
     scheduler: Scheduler
     drafter: OnDemand[Drafter]
     num_steps: int = 0
-    seconds: float = 0.0  # spent in steps
+    seconds: float = 0.0  # spent in completed steps
 
     def __post_init__(self) -> None:
-        # generations that advanced or ended; callers remove the generations that they report
+        # generations that advanced or ended and are not reported yet; callers remove them
         self.unreported: deque[Generation] = deque()
         self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
         self._is_mid_update = False  # whether an exception now would split the step's bookkeeping
-        self._is_recovery_due = False  # whether `recover` began and did not end
+        self._is_recovery_due = False  # whether the last `recover` raised
 
     def counts(self) -> dict[str, float]:
-        """Returns the loop's counters, by their names in [`EngineStats`]."""
+        """Returns the loop's counters by their names in [`EngineStats`]."""
         counts = {
             "num_generated_tokens": self.ledger.num_generated_tokens,
             "num_preemptions": self.ledger.num_preemptions,
@@ -108,14 +108,14 @@ class StepLoop:
 
     @property
     def first_waiting(self) -> Generation | None:
-        """The generation whose request will be admitted next; `None` if none can be."""
+        """The generation of the request to admit next; `None` if no waiting request may begin."""
         request = self.scheduler.queue.first_waiting
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """Returns the generations to end when a repeated step raises `error`: those of running
-        requests, or, if none runs or blocks are short, the generation to be admitted next. If
-        there are neither, returns all."""
+        """Returns the generations to end when a repeated step raises `error`: `first_waiting` if no
+        request runs or `error` is an `OutOfBlocksError`, otherwise the generations of running
+        requests. If there are none of these, returns all."""
         first = self.first_waiting
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -123,7 +123,8 @@ class StepLoop:
         return running or self.ledger.generations()
 
     def drop(self, generation: Generation) -> None:
-        """Ends a generation and frees its blocks, also if an interrupt is raised meanwhile."""
+        """Ends a generation and frees its blocks. If an exception stops this, recovers, ends the
+        generation again, and raises the exception."""
         try:
             self._finish_recovery()
             self._drop(generation)
@@ -142,9 +143,11 @@ class StepLoop:
         generation.kept_blocks.clear()
 
     def change_weights(self, recompute: bool) -> None:
-        """Called between steps after the weights changed: invalidates the prefix cache and drafts.
-        With `recompute`, also drops the K/V of unfinished requests, which are then recomputed."""
+        """Called between steps after the weights changed: invalidates the prefix cache and the
+        drafter's state. With `recompute`, also drops the K/V of unfinished requests, which are then
+        recomputed."""
         try:
+            self._finish_recovery()
             if self.drafter.instance is not None:
                 self.drafter.instance.change_weights()
             with self.executor.lock:
@@ -161,8 +164,8 @@ class StepLoop:
     def step(self, span: StableSpan) -> None:
         """Schedules, computes and samples once, unless `unreported` still holds generations. An
         interrupt of the forward undoes the step; an interrupt of sampling ends the generations that
-        cannot repeat it. Raises interrupts, `OutOfBlocksError`, `EngineStalledError` and
-        `RankLostError`."""
+        cannot repeat it. Raises interrupts, `OutOfBlocksError`, `EngineStalledError`,
+        `RankLostError`, and the errors of a drafter."""
         if self.unreported:
             return
         start = time.perf_counter()
@@ -200,8 +203,8 @@ class StepLoop:
         if drafter is None:
             return
         num_rows = self.scheduler.queue.num_rows
-        # without the model's lock, since two models may be each other's assistants: a drafter locks
-        # only the model that it runs
+        # without the model's lock: since two models may be each other's assistants, a drafter may
+        # hold only the lock of the model that it runs
         for generation, draft in drafter.propose(self.executor.num_embeddings, num_rows):
             if isinstance(draft, Exception):
                 self._fail(generation, draft)
@@ -210,15 +213,16 @@ class StepLoop:
 
     def compute(self) -> Ready:
         """Schedules and computes once. Called within `executor.attention`. Returns the generations
-        whose open rows all have logits now. A generation whose forward failed ends, and is added to
-        `unreported`. If several generations failed together, the next steps compute them in halves,
-        so that only those that fail alone end. Raises as `step`."""
+        whose open rows all have logits now. A generation that fails alone in a forward ends, and is
+        added to `unreported`. If several generations fail together, the next steps compute them in
+        halves, until each failing one is alone. Raises the errors of `step`."""
         ready = Ready()
         self._finish_recovery()
         self._is_mid_update = True
         try:
             with self.executor.lock:
-                # the lock is held until the logits are delivered, since `recover` takes it, too
+                # the lock is held until the logits are delivered, so that another thread's
+                # `recover`, which takes it, too, cannot come in between
                 plan, logits = self._compute()
                 self.ledger.deliver(plan, logits, ready)
             self._progress.note(plan, bool(ready or self.unreported), self)
@@ -231,11 +235,11 @@ class StepLoop:
     def sample(
         self, ready: Ready, span: StableSpan, fetch: Fetch | None = None
     ) -> BaseException | None:
-        """Samples the next tokens of generations that `compute` returned, and adds those that
-        ended, or report their steps, to `unreported`; `fetch` as in `sample_step`. Interrupted
-        sampling is repeated in a later step; generations that cannot repeat it end. Returns an
-        interrupt of one generation's sampling, and raises others. Another thread may compute other
-        generations meanwhile."""
+        """Samples the next tokens of generations that `compute` returned (`fetch` as in
+        `sample_step`). Adds the generations that ended, and those whose steps are reported, to
+        `unreported`. Interrupted sampling is repeated in a later step; generations that cannot
+        repeat it end. Returns an interrupt of one generation's sampling, and raises any other.
+        Another thread may compute other generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         to_repeat: list[Generation] = []
@@ -248,7 +252,7 @@ class StepLoop:
             if runs_callers_code:
                 self.executor.commit(span, runs_user_code=True)
             if runs_foreign_code:
-                self.executor.doubt_model()
+                self.executor.mark_unverified()
             logits = map(_LOGITS, ready)
             results += sample_step(list(zip(decodings, logits)), fetch)
             # a caller's code may choose any id, and the model's head may have more rows than its
@@ -283,7 +287,7 @@ class StepLoop:
         finally:
             self.executor.is_unchecked |= runs_callers_code
             if runs_foreign_code:
-                self.executor.doubt_model()
+                self.executor.mark_unverified()
         return interrupt
 
     def _compute(self) -> tuple[StepPlan, Tensor | None]:
@@ -293,13 +297,13 @@ class StepLoop:
             self.executor.check_model()
             self.memory.free_abandoned()
             with self.memory.lock:
-                # under the lock, since copies must be made before other threads change tables
+                # under the lock until the copies are made: other threads may change tables
                 if self.ledger.past_positions:
                     self._end_past_positions()
                 start = time.perf_counter()
                 try:
                     plan = self.scheduler.schedule()
-                except NeverFitsError as error:  # ends this request; the others continue
+                except NeverFitsError as error:  # ends the request that does not fit
                     for generation in self.ledger.generations_of([error.request]):
                         self._fail(generation, error)
                     return StepPlan.of([]), None
@@ -308,7 +312,7 @@ class StepLoop:
                     raise
                 self.blocks.flush_copies()
                 self.memory.note_progress()
-            # a prefix cache hit may have taken a fingerprint, which shows a change of the model
+            # to verify cached prefixes, the model may have been fingerprinted and found changed
             self.executor.handle_model_change()
             for request in plan.admitted:
                 if request.admitted_at is None:
@@ -347,12 +351,12 @@ class StepLoop:
             self.scheduler.commit(plan)
             if self.scheduler.queue.suspects:
                 self.scheduler.queue.suspects.clear_computed()
-        cost = self.scheduler.preemption.cost
+        cost_model = self.scheduler.preemption.cost_model
         if not plan.has_chunks:
             if self.drafter.instance is not None:
                 self.drafter.instance.computed(plan.num_tokens, seconds)
-        elif cost is not None:
-            cost.observe_prefill(plan.num_tokens, seconds)
+        elif cost_model is not None:
+            cost_model.observe_prefill(plan.num_tokens, seconds)
         return logits
 
     def _end_failed(
@@ -361,14 +365,16 @@ class StepLoop:
         error: BaseException,
         num_unsized: int,
     ) -> None:
-        """Ends the generations that a `RowsError` concerns; with other errors, the generation that
-        ran alone. If several ran, the next steps isolate the failing ones. `num_unsized`: number of
-        layer groups whose block bytes were unknown before the forward."""
+        """Handles the error of a step's forward. A `RowsError` ends the generations that it
+        concerns. Another error ends the step's only generation or, if the step has several, makes
+        the next steps isolate the failing ones. `num_unsized`: number of layer groups whose bytes
+        per block were unknown before the forward."""
         cause: BaseException = error
         if isinstance(error, RowsError) and error.cause is not None:
             cause = error.cause
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
-            # the forward showed the true size of blocks, of which fewer fit: repeat the step
+            # the forward showed the bytes of a block, of which fewer fit than assumed: the next
+            # step repeats this one
             return
         failed = self.ledger.generations_of(sequence.request for sequence in plan.sequences)
         units = list(dict.fromkeys(generation.parent or generation for generation in failed))
@@ -395,15 +401,17 @@ class StepLoop:
             if request.exceeds_positions and not generation.is_closed:
                 max_positions = request.max_positions
                 error = IndexError(
-                    f"request {request.request_id!r} cannot go on: the model's table of positions"
-                    f" ends after {max_positions} of its tokens. Lower `max_new_tokens` to"
-                    f" {max_positions + 1 - request.num_prompt_tokens}, or shorten the prompt"
+                    f"request {request.request_id!r} cannot continue: the model's table of"
+                    f" positions ends after {max_positions} of the request's tokens. Lower"
+                    f" `max_new_tokens` to {max_positions + 1 - request.num_prompt_tokens}, or"
+                    " shorten the prompt"
                 )
                 self._fail(generation, error)
 
     def undo_step(self) -> None:
         """Undoes a scheduled step that was not completed: the prefix index drops the blocks that
-        the step should have filled, and states, which may have advanced, are recomputed."""
+        the step should have filled. If the runner keeps states, which may have advanced, all
+        requests are recomputed."""
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
@@ -412,10 +420,10 @@ class StepLoop:
             self.executor.forget_model()
 
     def recover(self, unsampled: Iterable[Generation] = ()) -> None:
-        """After an exception that may have split the bookkeeping: makes pools and queues consistent
-        with the unfinished requests, which are recomputed from their tokens. The logits of
-        `unsampled` generations are dropped. If `recover` raises, the next method that changes the
-        loop repeats it first."""
+        """Called after an exception that may have split the bookkeeping: makes pools and queues
+        consistent with the unfinished requests, which are recomputed from their tokens. The logits
+        of `unsampled` generations are dropped. If this raises, the next `add`, `drop`, `compute` or
+        `step` repeats it first."""
         self._is_recovery_due = True
         for generation in unsampled:
             generation.is_sampling = False
@@ -447,7 +455,8 @@ class StepLoop:
         return interrupt
 
     def _repeat(self, generations: list[Generation]) -> None:
-        """Undoes the last step of these generations; later steps compute and sample it again."""
+        """Undoes the last step of these generations; later steps compute and sample their tokens
+        again."""
         for generation in generations:
             generation.rewind()
         if generations:
@@ -462,9 +471,10 @@ class StepLoop:
         is_mid_update: bool,
     ) -> None:
         """Handles the exception `cause`, which stopped the sampling of `ready`. Generations in
-        `to_repeat` are sampled again; if `cause` is an interrupt, so are others that can be
-        repeated, except `applying`, whose token may be half appended. The remaining ones end, since
-        it is unknown whether they advanced. `is_mid_update`: whether results were being applied."""
+        `to_repeat` are sampled again; if `cause` is an interrupt, so are all others that can
+        repeat, except `applying`, whose token may be half appended. The remaining generations end,
+        since it is unknown whether they advanced. `is_mid_update`: whether results were being
+        applied."""
         for generation in self.unreported:  # these have advanced, even if `is_sampling` is set
             generation.is_sampling = False
         stopped = [

@@ -1,4 +1,4 @@
-"""Pauses of an engine: records which threads have paused it, and waits until they resume."""
+"""Records which threads have paused an engine, and waits until they resume."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ..threads import wait
 
 class Pause(contextlib.AbstractContextManager["Pause", None]):
     """One pause of an engine, which lasts until `close`. If the pause is used as a context, it also
-    ends when this object is collected, since an interrupt may come before `__exit__` begins."""
+    ends when this object is garbage-collected, since an interrupt may come before `__exit__`
+    begins."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
@@ -23,7 +24,8 @@ class Pause(contextlib.AbstractContextManager["Pause", None]):
         # single call of C code, which no interrupt can split
         self.thread_ids: list[int] = []
         self.key = object()
-        # removes the pause from `persistent` and returns it, also in a single call of C code
+        # removes the pause from `persistent` and returns it (`None` if it is not there), also in a
+        # single call of C code
         self._enter = functools.partial(pauses.persistent.pop, self.key, None)
 
     __enter__: Any = property(operator.attrgetter("_enter"))
@@ -70,7 +72,7 @@ class Pauses:
             raise
 
     def end(self) -> None:
-        """Ends one pause, preferably this thread's. Raises `RuntimeError` if there is none."""
+        """Ends one pause, preferably of this thread. Raises `RuntimeError` if there is none."""
         with self.lock:
             pauses = self._open_pauses()
             if not pauses:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from ..plan import StepPlan
 from ..topics import Topic, TopicError
 
-MAX_IDLE_STEPS = 8  # steps in a row that neither computed nor sampled
-MAX_STALLED_STEPS = 10_000  # steps in a row that preempted and produced no token
+MAX_IDLE_STEPS = 8  # steps in a row that computed nothing and advanced or ended no generation
+MAX_STALLED_STEPS = 10_000  # steps in a row that preempted requests and produced no token
 
 
 class EngineStalledError(TopicError, RuntimeError):
-    """Many steps in a row produced no token. The message shows the scheduler's state."""
+    """Many steps in a row produced no token. The message shows the loop's state."""
 
     topic = Topic.STALLED
 
@@ -24,8 +24,8 @@ class Progress:
 
     def note(self, plan: StepPlan, has_advanced: bool, state: object) -> None:
         """Counts a step. `has_advanced`: whether a generation got all of its logits in the step, or
-        ended. After many steps without progress, raises `EngineStalledError` with `state` in its
-        message."""
+        ended. After many steps in a row without progress, raises `EngineStalledError` with `state`
+        in its message."""
         self._num_idle += 1
         if plan.sequences or has_advanced:
             self._num_idle = 0

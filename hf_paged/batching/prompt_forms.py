@@ -1,5 +1,5 @@
 """Converts prompts, which callers pass in several forms, to token ids and other model inputs.
-Checks their form, but not their length or vocabulary."""
+Checks the form of prompts, but not their length or vocabulary."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ from ..config import is_whole, shown
 from ..model.own_loop import mismatched_rows
 from .arguments import quoted
 
-# list[int], a tensor of shape (length,) or (1, length), or the output of a tokenizer or processor
-# for one text; with a tokenizer, also str or chat messages
+# a list[int], a tensor of shape (length,) or (1, length), or the output of a tokenizer or processor
+# for one text; with a tokenizer, also a str or chat messages
 Prompt = Any
 
 
 def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
-    """Separates a prompt from its model inputs besides token ids: `inputs` and, if `prompt` is a
-    processor's output, those in it that `inputs` lacks. Returns both; `None` stands for a part that
-    is missing. Raises `ValueError` for invalid names, padding, and inputs of several prompts."""
+    """Separates a prompt from its model inputs besides token ids: `inputs` and, if `prompt` is the
+    output of a processor, its entries that `inputs` lacks. Returns the prompt and the inputs,
+    either of which may be `None`. Raises `ValueError` for invalid names, padding, and inputs of
+    several prompts."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ValueError(
             f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs besides token ids"
@@ -45,8 +46,8 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
                 )
             if not isinstance(mask, Tensor) or not bool(mask.all()):
                 raise ValueError(
-                    "the attention mask hides tokens: pass a prompt with images or audio without"
-                    " padding"
+                    "the attention mask is not a tensor of ones: pass a prompt with images or audio"
+                    " as tensors, without padding"
                 )
             del model_inputs["attention_mask"]
     disallowed_names = {"input_ids", *compat.CACHE_NAMES, *vars(GenerationConfig())}
@@ -75,16 +76,16 @@ def is_chat(prompt: Prompt) -> bool:
     are messages with a role."""
     if not isinstance(prompt, (list, tuple)) or (prompt and isinstance(prompt[0], int)):
         return False
-    roles = [
+    have_roles = [
         isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in prompt
     ]
-    if any(roles) and not all(roles):
-        index = roles.index(False)
+    if any(have_roles) and not all(have_roles):
+        index = have_roles.index(False)
         raise ValueError(
-            f"message {index} of the chat is {shown(prompt[index])}: pass a dict with its `role`,"
-            " as text"
+            f"message {index} of the chat is {shown(prompt[index])}: pass a dict whose `role` is"
+            " text"
         )
-    return any(roles)
+    return any(have_roles)
 
 
 def _chat_ids(messages: Any, tokenizer: Any) -> Any:
@@ -127,8 +128,8 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
         rows = _mapping_ids(prompt)[0]
         if len(rows) != 1:
             raise ValueError(
-                f"the prompt has {len(rows)} rows of `input_ids`, and a request takes one: call "
-                "`engine.generate(inputs)`, or `add_request` with each"
+                f"the prompt has {len(rows)} rows of `input_ids`, and a request takes one: call"
+                " `engine.generate(inputs)`, or `add_request` with each"
             )
         prompt = rows[0]
     if isinstance(prompt, str):
@@ -149,7 +150,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
             )
         prompt = prompt.tolist()
     invalid: Any = None
-    if isinstance(prompt, (bytes, bytearray)):  # their items are also whole numbers
+    if isinstance(prompt, (bytes, bytearray)):  # their items are whole numbers, but not token ids
         raise ValueError(
             f"the prompt is {reprlib.repr(prompt)}: decode it, and pass text or token ids"
         )
@@ -161,7 +162,7 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
             isinstance(part, (str, list, tuple, Tensor)) for part in prompt
         ):
             problem += (
-                f", which are {len(prompt)} prompts, and a request has one: call"
+                f", a list of {len(prompt)} prompts, and a request has one: call"
                 " `engine.generate(prompts)`, or"
             )
             raise ValueError(f"{problem} `add_request` with each") from None
@@ -182,8 +183,8 @@ def _is_single(prompts: Any) -> bool:
 def split_prompts(
     prompts: Iterable[Prompt] | Mapping[str, Any], generation_config: Any, attention_mask: Any
 ) -> list[tuple[Prompt, Any]]:
-    """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises
-    `ValueError` as `PagedEngine.generate` does for these three arguments."""
+    """Returns the prompts of `PagedEngine.generate`, each with its generation config. Raises the
+    `ValueError` of `PagedEngine.generate` for these three arguments."""
     is_single = _is_single(prompts)
     if attention_mask is not None and not is_single:
         if not isinstance(prompts, Tensor) or prompts.dim() != 2:
@@ -225,7 +226,7 @@ def split_prompts(
 
 def _mapping_ids(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
     """Returns the ids of each text in a tokenizer's output, without padding, and whether the output
-    is that of a single text. Raises `ValueError` for invalid ids or masks."""
+    is that of a single text (a flat list). Raises `ValueError` for invalid ids or masks."""
     if "input_ids" not in inputs:
         raise ValueError(
             f"the mapping of prompts has no `input_ids`, only {quoted(map(str, inputs))}: tokenize"
@@ -257,7 +258,7 @@ def _mapping_ids(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
 
 
 def _as_lists(name: str, value: Any) -> list[Any]:
-    """Returns an array, or a list of arrays, as (nested) lists. Raises `ValueError` for other
+    """Converts an array, or a list of arrays, to (nested) lists. Raises `ValueError` for other
     values of the mapping's entry `name`."""
 
     def as_list(array: Any) -> Any:

@@ -1,5 +1,5 @@
-"""Requests and their sequences: tokens, the number of computed ones, and status. Holds no tensors
-and no policy."""
+"""Requests and their sequences: the tokens, how many of them are computed, and the status. Plain
+Python: no tensors, no policy."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """The tokens of one row. When `num_computed_tokens == num_tokens`, its logits are computed and
-    it waits for the next token."""
+    """The tokens of one row. When `num_computed_tokens == num_tokens`, the row has its logits and
+    waits for the next token."""
 
     token_ids: list[int]  # prompt and generated tokens; the sequence owns the list
     request: Request = field(init=False)
     index: int = 0  # in `request.sequences`
     # tokens whose K and V are in its blocks; a step's tokens count once the step is committed
     num_computed_tokens: int = 0
-    # draft tokens, which follow the last token and are computed in the same step; their K and V
-    # stay in the blocks until sampling has accepted or rejected them
+    # draft tokens, which follow the last token and are computed in the same step as it; their K and
+    # V stay in the blocks until sampling has accepted or rejected the tokens
     draft: list[int] = field(default_factory=list)
-    # the blocks and the state before the draft, if the model has states
+    # if the model has states: the blocks and the state before the step that verifies the draft
     before_draft: SequenceBlocks = NO_BLOCKS
-    # while preempted: its length when it last had logits; at this length it needs no forward
+    # while preempted: the length at which it last had logits; at this length it needs no forward
     logits_length: int = 0
     # `NO_BLOCKS` while it waits to be computed or recomputed, and once it is finished
     blocks: SequenceBlocks = NO_BLOCKS
@@ -68,8 +68,8 @@ class Sequence:
 
     def append_draft(self, block_manager: BlockManager, limit: int) -> int:
         """Shortens the draft to `limit` tokens, allocates slots for the last token and the draft,
-        and returns the draft's length. Returns 0 and allocates nothing if there is no draft, or if
-        blocks are short: then drops the draft, since it must not preempt other requests."""
+        and returns the draft's length. If blocks are too few, drops the draft, which must not
+        preempt other requests. Without a draft, allocates nothing and returns 0."""
         del self.draft[max(0, limit) :]
         num_draft_tokens = len(self.draft)
         if num_draft_tokens:
@@ -123,7 +123,7 @@ class Sequence:
 class Rope(Protocol):
     """Rotary factors that depend on the sequence's length (`model.rope.LengthRope`)."""
 
-    must_recompute: bool  # whether a change of its factors makes a sequence be recomputed
+    must_recompute: bool  # whether a sequence is recomputed when its factors change
 
     def factors(self, length: int) -> int:
         """Returns a number that identifies the factors of a sequence of `length` tokens."""
@@ -152,15 +152,15 @@ class Request:
     preempted as a whole."""
 
     request_id: Hashable
-    # usually a single sequence with the prompt, which is forked once the prompt is computed
+    # usually one sequence with the prompt, which is forked once the prompt is computed
     sequences: list[Sequence]
     max_num_tokens: int  # maximum length of a sequence, including the prompt
     num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
-    # the adapter and the cache salt: prefixes are shared only between requests of one namespace
+    # the adapter, the cache salt, ...: only requests of one namespace share prefixes
     namespace: Hashable = None
     adapter: Hashable = None  # adapter of its forwards; `None`: the model as it is
-    adapter_bytes: int = 0  # size of the adapter weights that the pool must hold while it runs
+    adapter_bytes: int = 0  # bytes that the adapter's weights take of the pool while it runs
     # for a prompt with inputs besides token ids, which the model's own forward computes as a whole:
     # the call's `Prompts`, which the runner reads, and the prompt's row in them
     inputs: tuple[Any, int] | None = None
@@ -174,24 +174,25 @@ class Request:
     num_content: int = 0
     num_text: int = 0
     status: Status = Status.WAITING
-    # the scheduler's sort key: (arrival number plus weighted priority, arrival number)
-    key: tuple[float, int] = (0, 0)
-    # start of its first step, in seconds of `perf_counter`; `None` until that step's forward ended
+    # in the scheduler: (arrival number plus weighted priority, arrival number)
+    sort_key: tuple[float, int] = (0, 0)
+    # when its first step began, in seconds of `perf_counter`; `None` before that step's forward
+    # ends
     admitted_at: float | None = None
-    num_prompt_tokens: int = field(init=False)  # tokens of its shortest sequence at the start
+    num_prompt_tokens: int = field(init=False)  # initial length of its shortest sequence
     num_open_rows: int = field(init=False)  # unfinished sequences, also those not forked yet
     # while its rows are recomputed: number of tokens that the first row computes for all of them
     num_shared_tokens: int = 0
     num_preemptions: int = 0
     # whether the first new token is also drafted; the last prompt token then needs a separate step
     drafts_first_token: bool = False
-    # total length of its sequences when it was last preempted while running alone; -1: never
+    # total length of its open sequences when it was last preempted while running alone; -1: never
     num_tokens_alone: int = -1
     rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
-    max_positions: int = sys.maxsize  # tokens of a sequence that the model's forward can compute
-    num_hit_tokens: int = 0  # prompt tokens in the prefix cache when it was first admitted
-    # `max_time` criteria, whose clocks start with the first step that runs the request
-    clocks: Collection[Any] = ()
+    max_positions: int = sys.maxsize  # most tokens of a sequence that a forward can compute
+    num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
+    # its own `max_time` criteria, whose clocks start with the first step that runs it
+    time_criteria: Collection[Any] = ()
     prompt_logprobs: Any = None  # a `scores.PromptLogprobs`, if they are requested
 
     def __post_init__(self) -> None:
@@ -207,9 +208,9 @@ class Request:
             self.sequences.append(sequence)
 
     def limit_positions(self, num_positions: int | None, shift: int = 0) -> None:
-        """Limits the length of sequences to the `num_positions` of the model's table (`None`: no
-        limit). The prompt takes `shift` more positions than it has tokens. Raises `IndexError` if
-        the prompt does not fit into the table."""
+        """Limits the sequences to the `num_positions` of the model's table (`None`: no limit). The
+        prompt takes `shift` more positions than it has tokens. Raises `IndexError` if the prompt
+        does not fit into the table."""
         if num_positions is None:
             return
         length = max(sequence.num_tokens for sequence in self.sequences) + shift
@@ -222,8 +223,8 @@ class Request:
         self.max_num_tokens = min(self.max_num_tokens, self.max_positions + 1)
 
     def update_factors(self, rope: Rope) -> bool:
-        """Updates the rotary factors and returns whether they changed. Also updates the namespace,
-        since prefixes with different factors cannot be shared."""
+        """Updates the rotary factors, and returns whether they changed. If so, also updates the
+        namespace, since prefixes with different factors cannot be shared."""
         length = self.num_prompt_tokens
         if rope.must_recompute:
             length = max(sequence.num_tokens for sequence in self.open_sequences)
@@ -241,7 +242,7 @@ class Request:
 
     def start_clocks(self, now: float) -> None:
         """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""
-        for criterion in self.clocks:
+        for criterion in self.time_criteria:
             criterion.initial_timestamp = now
 
     @property
@@ -270,22 +271,23 @@ class Request:
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether the request was preempted when all its logits were computed, so that it needs no
+        """Whether the request was preempted when all its rows had logits, so that it needs no
         forward until its next tokens are sampled."""
         return all(
             sequence.logits_length == len(sequence.token_ids) for sequence in self.open_sequences
         )
 
     def fork(self, block_manager: BlockManager, num_sequences: int) -> None:
-        """Forks the first sequence until there are `num_sequences` sequences."""
+        """Adds forks of the first sequence until there are `num_sequences` sequences."""
         forks = [Sequence([]) for _ in range(num_sequences - len(self.sequences))]
         for fork in forks:
             fork.fork_from(self.sequences[0], block_manager)
         self.adopt(forks)
 
     def permute(self, block_manager: BlockManager, parents: list[int], tokens: list[int]) -> None:
-        """Makes each unfinished sequence `i` a fork of sequence `parents[i]`, with `tokens[i]`
-        appended, and frees the blocks of replaced sequences. Copies no K or V."""
+        """Makes each unfinished sequence `i` a fork of sequence `parents[i]`, unless `i` is its own
+        parent, and appends `tokens[i]`. Frees the blocks of replaced sequences. Copies no K or
+        V."""
         previous = [copy.copy(sequence) for sequence in self.sequences]
         replaced_rows = [
             row

@@ -1,5 +1,5 @@
-"""The outputs of a `PagedEngine`: new tokens of each step, results of requests, statistics. They
-are plain data, which later steps do not change."""
+"""The outputs of a `PagedEngine`: the new tokens of each step, results of requests, statistics.
+They are plain data, which later steps do not change. Also makes the text of new tokens."""
 
 from __future__ import annotations
 
@@ -57,10 +57,11 @@ class RequestResult:
     its first sequence.
 
     Args:
-        request_id (`str`): The id passed to, or returned by, `add_request`.
-        prompt_ids (`list[int]`): The prompt's token ids; empty for a prompt without any.
+        request_id (`str`): The request's id.
+        prompt_ids (`list[int]`): The prompt's token ids; empty for a prompt without any, and for
+            text in a request that could not be added.
         sequences (`list[SequenceResult]`): The `num_return_sequences` sequences, best beam first;
-            empty for a request that could not be added.
+            empty for a request that could not be added, or whose tokens could not be read.
         error (`Exception`, *optional*): The error that ended the request early, or that the
             tokenizer raised.
         timings ([`Timings`]): Time in the queue, to the first token, and to the end.
@@ -163,7 +164,7 @@ class Histogram:
         return Histogram(self.bounds, tuple(counts), self.total + value)
 
 
-# bounds in seconds: 1, 2 and 5 times powers of ten, from the times of small models to minutes
+# bounds in seconds: 1, 2 and 5 times powers of ten; the lowest suit small models
 FIRST_TOKEN_SECONDS = Histogram(
     (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
 )
@@ -176,7 +177,7 @@ class RequestTotals:
     """Totals over the requests of an engine, for [`EngineStats`]."""
 
     def __init__(self) -> None:
-        # `num_prompt_tokens` counts all requests, the others only finished ones
+        # `num_prompt_tokens` counts all requests, the other counters only finished ones
         self.counts = Counter(num_finished=0, num_prompt_tokens=0, num_prefix_hit_tokens=0)
         self.first_token_seconds = FIRST_TOKEN_SECONDS
         self.output_token_seconds = OUTPUT_TOKEN_SECONDS
@@ -185,16 +186,16 @@ class RequestTotals:
         """Adds the result of a request that has ended."""
         self.counts["num_finished"] += 1
         self.counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
-        first = result.timings.first_token
-        last = result.timings.total
-        if first is None or last is None:
+        first_seconds = result.timings.first_token
+        total_seconds = result.timings.total
+        if first_seconds is None or total_seconds is None:
             return
         lengths = [len(sequence.token_ids) for sequence in result.sequences]
         num_later_tokens = max(lengths, default=0) - 1
-        self.first_token_seconds = self.first_token_seconds.with_value(first)
+        self.first_token_seconds = self.first_token_seconds.with_value(first_seconds)
         if num_later_tokens > 0:
             self.output_token_seconds = self.output_token_seconds.with_value(
-                (last - first) / num_later_tokens
+                (total_seconds - first_seconds) / num_later_tokens
             )
 
 
@@ -205,7 +206,7 @@ class EngineStats:
     Args:
         num_blocks (`int`, *optional*): `PagedConfig.num_blocks`; `None`: no limit was set.
         used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks that sequences hold;
-            blocks that several of them hold; blocks that only the prefix cache holds; the maximum
+            blocks that several sequences hold; blocks that only the prefix cache holds; the maximum
             of `used_blocks` since `PagedEngine.memory` was made.
         used_bytes, peak_bytes (`int`): Bytes of `used_blocks` and of `peak_blocks`, over all
             layers.
@@ -213,7 +214,8 @@ class EngineStats:
         block_sizes (`dict`): As in [`MemoryStats`].
         tier_host_bytes, tier_disk_bytes, tier_kept_blocks, tier_restored_blocks (`int`): As in
             [`MemoryStats`].
-        waste_percent (`float`): Share of allocated slots that were unused at the peak.
+        waste_percent (`float`): Percentage of the slots of used blocks that held no token at the
+            peak.
         num_running, num_waiting (`int`): Requests in the batch, and requests that wait to be
             admitted.
         num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
@@ -228,10 +230,10 @@ class EngineStats:
             since the engine was made: requests whose adapter was already in the pool when they were
             first admitted, loads from files, and evictions.
         seconds (`float`): Time spent in steps.
-        tokens_per_second (`float`): Generated tokens over `seconds`.
+        tokens_per_second (`float`): Generated tokens divided by `seconds`.
         first_token_seconds, output_token_seconds ([`Histogram`]): For the requests that ended since
             the engine was made: the time from arrival to the first new token, and the mean time per
-            later token of the longest sequence.
+            token after it, in the longest sequence.
         route ([`Route`], *optional*): How requests are served, as `PagedEngine.route`.
         kv_dtype (`str`, *optional*): The storage dtype of K/V (`PagedConfig.kv_dtype`).
     """
@@ -280,15 +282,15 @@ def decode(tokenizer: Any, token_ids: list[int]) -> Any:
     request instead of the thread."""
     try:
         return tokenizer.decode(token_ids, skip_special_tokens=True)
-    except (Exception, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as panic:
-        raise RuntimeError(f"the tokenizer cannot decode the new tokens: {panic!r}") from panic
+    except BaseException as error:
+        if type(error).__module__ != "pyo3_runtime":
+            raise
+        raise RuntimeError(f"the tokenizer cannot decode the new tokens: {error!r}") from error
 
 
-# a character whose other bytes are still to come: it decodes to the replacement character
+# a character of which bytes are still missing decodes to the replacement character
 _INCOMPLETE = re.compile("\N{REPLACEMENT CHARACTER}$")
-# also the beginning of " n't", " ' " and others, whose spaces `clean_up_tokenization` removes
+# also the beginnings of " n't", " ' " and others, whose spaces `clean_up_tokenization` removes
 _INCOMPLETE_OR_CLEANABLE = re.compile("(?:\N{REPLACEMENT CHARACTER}| n?|'| '[vr])$")
 
 
@@ -302,7 +304,7 @@ class TextTracker:
         cleans_up = getattr(text_tokenizer, "clean_up_tokenization_spaces", False)
         self._incomplete = _INCOMPLETE_OR_CLEANABLE if cleans_up else _INCOMPLETE
         self.token_ids: list[int] = []
-        # index of the first token that is decoded again, as context for later ones; number of
+        # index of the first token that is decoded again, as context for later tokens; number of
         # tokens whose text was returned
         self._context_start = self._num_returned = 0
 
@@ -319,18 +321,18 @@ class TextTracker:
         return str(text[len(previous_text) :])
 
     def flush(self) -> str:
-        """Returns the text that is held back."""
+        """Returns all text that is held back."""
         if self._num_returned == len(self.token_ids):
             return ""
         return self.add([], is_last=True)
 
 
-MAX_PENDING_OUTPUTS = 1 << 14  # limit of outputs without a result, which take a few megabytes
+MAX_PENDING_OUTPUTS = 1 << 14  # limit on outputs without a result, which take a few megabytes
 
 
 def trim_pending(outputs: list[RequestOutput]) -> None:
-    """Of the outputs without a result, drops all but the last `MAX_PENDING_OUTPUTS`; the results
-    will hold the dropped tokens."""
+    """Of the outputs without a result, drops all but the last `MAX_PENDING_OUTPUTS`. The results
+    will contain the dropped tokens."""
     if len(outputs) <= MAX_PENDING_OUTPUTS:
         return
     unfinished = [output for output in outputs if not output.finished]

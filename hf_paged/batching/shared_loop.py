@@ -1,4 +1,4 @@
-"""`SharedLoop`, one `StepLoop` for overlapping `generate` calls on a model: the calls share
+"""`SharedLoop` runs overlapping `generate` calls on a model in one `StepLoop`: the calls share
 forwards, and each call samples in its own thread."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .loop import StepLoop
 
 # minimum and maximum of the seconds that a step waits for callers that sample
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05
-# seconds after which a waiting thread checks for signals, and a step short of blocks is repeated
+# seconds after which a waiting thread checks for signals, and a step that lacked blocks is repeated
 _POLL = 0.05
 
 T = TypeVar("T")
@@ -45,15 +45,16 @@ class Caller:
     ready: Ready = field(default_factory=list)  # logits that its thread has not taken yet
     sampling: Ready = field(default_factory=list)  # logits that its thread took last
     error: Exception | None = None  # the error that ended its generation
-    # when its logits were ready, in seconds of `time.perf_counter`; `None` while it waits for them
+    # when its logits were ready or, later, taken (`time.perf_counter`); `None` while it waits for
+    # them
     sampling_since: float | None = None
     is_late: bool = False  # whether its last sampling took longer than a step waits for it
 
 
 class SharedLoop:
     """Iteration-level scheduling (Orca, OSDI 2022) over callers. While no step is in progress, the
-    thread of a caller that waits for logits takes one for all callers. Before the step, this thread
-    waits briefly for callers that are sampling, except those that were late the last time. The
+    thread of a caller that waits for logits takes a step for all callers. Before that, it waits
+    briefly for callers that are sampling, except those that were late the last time. The
     processors, criteria and streamer of a caller run in its own thread, without a lock."""
 
     def __init__(self, loop: StepLoop) -> None:
@@ -65,7 +66,7 @@ class SharedLoop:
         # generations to drop after the current step, which may write to their blocks
         self._deferred_drops: list[Generation] = []
         self._step_seconds = 0.0  # duration of the last step
-        self._shortage: Shortage | None = None  # set while steps fail for lack of blocks
+        self._shortage: Shortage | None = None  # set while steps fail because blocks are too few
         self._retry_at = 0.0  # earliest time of the next step, in seconds of `time.perf_counter`
         forks.notify_in_child(self)
         ends_with_calls(self)
@@ -74,29 +75,31 @@ class SharedLoop:
         self,
         generation: Generation,
         checks_weights: bool,
-        replays: bool,
+        allows_replays: bool,
         finish: Callable[[StepLoop], T],
         make_loop: MakeLoop,
     ) -> T:
         """Runs the generation to its end and returns `finish(loop)`, which is called before the
-        generation's blocks are freed. Raises the error that ended the generation. If this thread is
-        already taking a step of this loop, the generation runs in a separate loop, from
-        `make_loop`. `checks_weights`, `replays`: as `check_weights` and `allow_replays` of
-        `Executor.begin`."""
+        generation's blocks are freed. Raises the error that ended the generation, or a step of this
+        thread. If this thread is already taking a step of this loop, the generation runs in a
+        separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for `Executor.begin`,
+        whose options also stay set if earlier calls in the loop needed them."""
         stepper = self._stepper  # read once: another thread may change it
         if stepper is not None and stepper.thread_id == threading.get_ident():
             with shared_loop(self.loop.memory, object(), make_loop) as nested:
-                return nested.run(generation, checks_weights, replays, finish, make_loop)
+                return nested.run(generation, checks_weights, allows_replays, finish, make_loop)
         executor = self.loop.executor
         span = StableSpan(
-            is_call=True, is_open=not (checks_weights or replays), is_committed=not checks_weights
+            is_call=True,
+            is_open=not (checks_weights or allows_replays),
+            is_committed=not checks_weights,
         )
         try:
             with executor.lock:
                 executor.begin(
                     checks_weights or executor.checks_weights,
                     False,
-                    replays or executor.allows_replays,
+                    allows_replays or executor.allows_replays,
                     generation.decoding.runs_callers_code or executor.runs_user_code,
                 )
             executor.open(span)
@@ -140,8 +143,8 @@ class SharedLoop:
                 caller.error = caller.error or generation.error
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
-        """Copies tokens to the host. If there is only this caller, and no step in progress,
-        `run_ahead` copies them, and launches the next step meanwhile."""
+        """Copies tokens to the host. If this caller is the only one and no step is in progress,
+        `run_ahead` copies them, and meanwhile launches the next step."""
         with self._lock:
             if len(self._callers) > 1 or self._stepper is not None:
                 host_tokens: list[int] = tokens.tolist()
@@ -153,8 +156,8 @@ class SharedLoop:
             self._end_step([])
 
     def _wait_for_logits(self, caller: Caller) -> Ready:
-        """Waits until some of the caller's generations have logits, and returns these; takes steps
-        if no other thread does. Raises the error that ended the caller's generation."""
+        """Waits until the caller's generation or parts of it have logits, and returns these; takes
+        steps if no other thread does. Raises the error that ended the caller's generation."""
         now = time.perf_counter()
         with self._lock:
             if caller.sampling_since is not None:
@@ -183,8 +186,8 @@ class SharedLoop:
 
     @property
     def _patience(self) -> float:
-        """Seconds that a step waits for callers that sample: the duration of the last step, within
-        limits."""
+        """Seconds that a step waits for callers that sample: the duration of the last step, but at
+        least `MIN_PATIENCE` and at most `MAX_PATIENCE`."""
         return min(max(MIN_PATIENCE, self._step_seconds), MAX_PATIENCE)
 
     def _seconds_until_step(self) -> float:
@@ -195,25 +198,26 @@ class SharedLoop:
             for caller in self._callers.values()
             if caller.sampling_since and not caller.is_late
         ]
-        step_time = max(self._retry_at, max(start_times, default=0.0) + self._patience)
-        return step_time - time.perf_counter()
+        due_at = max(self._retry_at, max(start_times, default=0.0) + self._patience)
+        return due_at - time.perf_counter()
 
     def _should_await_blocks(self) -> bool:
         """Whether to wait for blocks, because calls of other threads may free some, or because
-        other models hold the memory (then for at most `waits.PATIENCE` seconds)."""
+        other models hold the memory (then for at most `budget.PATIENCE` seconds). Also delays the
+        next step by `_POLL` seconds."""
         self._retry_at = time.perf_counter() + _POLL
         self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
         return shortage.should_retry() or shortage.should_await_other_models
 
     def is_progressing(self, thread: int) -> bool:
-        """Implements `cache.waits.Holder`. A loop that is short of blocks makes no progress: its
-        requests are preempted, and hold no blocks."""
+        """Implements `cache.waits.Holder`. A loop that lacks blocks makes no progress: its requests
+        are preempted, and hold no blocks."""
         stepper = self._stepper
         callers = [caller for caller in list(self._callers.values()) if caller.thread_id != thread]
         if any(caller.sampling_since is not None for caller in callers):
             return True
         if stepper is not None and stepper.thread_id == thread:
-            # the asking call is this step, short of blocks, or one that the step waits for
+            # the call that asks is this step, which lacks blocks, or one that this step waits for
             return False
         return bool(callers) and (stepper is not None or self._shortage is None)
 
@@ -232,8 +236,9 @@ class SharedLoop:
         return None
 
     def _step(self) -> None:
-        """Takes a step for all callers. If blocks are short and waiting is useless, ends a
-        generation that holds blocks of ended rows or, if there is none, the first waiting one."""
+        """Takes a step for all callers. If blocks are too few and waiting is useless, ends the
+        first generation that waits for logits and holds blocks of ended rows or, if there is none,
+        the one whose request would be admitted next."""
         start = time.perf_counter()
         ready: Ready = []
         try:
@@ -242,7 +247,7 @@ class SharedLoop:
                 ready = self.loop.compute()
             self._shortage, self._retry_at = None, 0.0
         except OutOfBlocksError as error:
-            # other calls or models hold the blocks that the first waiting request needs
+            # other calls or models hold the blocks that the request to admit next needs
             first_waiting = self.loop.first_waiting
             if first_waiting is None:
                 raise
@@ -250,7 +255,7 @@ class SharedLoop:
                 generation = self._first_with_kept_blocks or first_waiting
                 generation.error = error
                 self.loop.unreported.append(generation)
-                self._shortage = None  # the other generations get the blocks that it frees
+                self._shortage = None  # the other generations get the blocks of this one
         finally:
             self._step_seconds = time.perf_counter() - start
             self._end_step(ready)
@@ -279,7 +284,7 @@ class SharedLoop:
 
     def _abort_step(self) -> None:
         """Ends a step that an exception left open at its beginning or end: passes errors to the
-        callers, and recomputes logits that no caller got."""
+        callers, and has logits that no caller got computed again."""
         self._stepper = None
         delivered = {
             generation
@@ -324,8 +329,8 @@ class SharedLoop:
                 self._leave(caller.generation)
 
     def after_fork(self, freed: set[Any]) -> None:
-        """In a forked child: undoes a step of another thread, and drops the calls of other threads,
-        which do not exist there."""
+        """Called in a forked child, where other threads do not exist: undoes a step of another
+        thread, and drops the calls of other threads."""
         thread_id = threading.get_ident()
         if self._stepper is not None and self._stepper.thread_id != thread_id:
             self.loop.undo_step()
@@ -346,9 +351,9 @@ if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist
 
 @restoring
 def shared_loop(memory: PagedMemory, key: Hashable, make_loop: MakeLoop) -> Iterator[SharedLoop]:
-    """Yields the loop on this memory for calls of equal `key`, which can share forwards. The first
-    context makes the loop with `make_loop`, and the last one drops the loop, which holds the
-    model."""
+    """A context whose value is the loop on this memory for calls with equal `key`, which can share
+    forwards. The first such context makes the loop with `make_loop`, and the last one drops the
+    loop, which holds the model."""
     user = object()
     shared = None
     try:

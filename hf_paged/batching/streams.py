@@ -1,5 +1,5 @@
-"""The calls of `PagedEngine.generate`, `stream` and `astream`: each queues requests, takes steps
-until they end, and cancels unfinished requests on exit. A call reads only the outputs of its own
+"""The calls of `PagedEngine.generate`, `stream` and `astream`: each call queues requests, takes
+steps until these end, and cancels unfinished ones on exit. A call reads only the outputs of its own
 requests."""
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ def _is_interactive() -> bool:
 
 
 class RequestStream:
-    """One call of `PagedEngine.generate`, `stream` or `astream`. `prompts` are the arguments of
-    `split_prompts`: prompts, generation configs and an attention mask. Raises `TypeError` and
-    `ValueError` as `PagedEngine.generate` does."""
+    """One call of `PagedEngine.generate`, `stream` or `astream`. `prompt_arguments` are those of
+    `split_prompts`: prompts, generation configs and an attention mask. The constructor raises
+    `TypeError` and `ValueError` as `PagedEngine.generate` does."""
 
     def __init__(
-        self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompts: Any
+        self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompt_arguments: Any
     ) -> None:
         reject_request_arguments(options.keys() - RequestOptions.__annotations__.keys())
         self.engine, self.tokenizer = engine, tokenizer
-        prompts_and_configs = split_prompts(*prompts)
+        prompts_and_configs = split_prompts(*prompt_arguments)
         num_prompts = len(prompts_and_configs)
         for name in ("request_id", "streamer", "inputs"):
             if num_prompts > 1 and options.get(name) is not None:
@@ -78,11 +78,11 @@ class RequestStream:
                         f"{len(values)} values of `{name}` were passed for {num_prompts} prompts:"
                         " pass one per prompt"
                     )
-        self._queue = []
+        self._requests_to_add = []
         for index, (prompt, config) in enumerate(prompts_and_configs):
             prompt_options = {name: values[index] for name, values in values_by_option.items()}
             request_options = RequestOptions(**{**options, **prompt_options})
-            self._queue.append((prompt, config, request_options))
+            self._requests_to_add.append((prompt, config, request_options))
         # the requests' outputs: the engine appends them, and `_run` reads them
         self.output_queue: deque[RequestOutput] = deque()
         self.span = StableSpan()
@@ -92,7 +92,7 @@ class RequestStream:
     def _run(self) -> Iterator[RequestOutput | None]:
         """Yields `None` once all requests are added, then their outputs. A request that cannot be
         added gets a result with the error."""
-        for prompt, config, options in self._queue:
+        for prompt, config, options in self._requests_to_add:
             try:
                 request_id = self.engine.add(
                     self.tokenizer,
@@ -131,8 +131,8 @@ class RequestStream:
 
     def _step(self, span: StableSpan) -> None:
         """Takes a step, unless another thread's step has filled the output queue. If the step
-        raises an error, logs a warning, and the next call repeats the step; if that fails, too, the
-        requests of the step end. Raises interrupts and `RankLostError`, and `RuntimeError` if this
+        raises an error, logs a warning; the next call repeats the step and, if that fails, too,
+        ends the step's requests. Raises interrupts and `RankLostError`, and `RuntimeError` if this
         thread has paused the engine, or if requests are gone without a result."""
         engine = self.engine
         with engine.lock:
@@ -156,7 +156,7 @@ class RequestStream:
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                span.is_open = span.is_committed = False  # the failed step has ended the span
+                span.is_open = span.is_committed = False  # the failed step has closed the span
                 logger.warning(
                     Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
                     error,
@@ -167,11 +167,11 @@ class RequestStream:
 
     @guarded
     def _end(self) -> None:
-        """Ends the span of the steps, and cancels the requests that still report to the output
+        """Closes the span of the steps, and cancels the requests that still report to the output
         queue, which nobody reads any more."""
         engine = self.engine
         with engine.lock, contextlib.ExitStack() as stack:
-            # an `ExitStack` cancels all requests, even if one of them raises
+            # an `ExitStack` cancels all requests, even if cancelling one of them raises
             if engine.loop is not None:
                 engine.loop.executor.close(self.span)
             for state in reversed(engine.requests.values()):
@@ -194,7 +194,7 @@ class RequestStream:
             outputs.close()
 
     def results(self, progress: bool | None) -> list[RequestResult]:
-        """Runs the requests to their ends, and returns their results in the order of the prompts.
+        """Runs the requests until they end, and returns their results in the order of the prompts.
         `progress`: whether to show a progress bar; `None`: in an interactive session, once the call
         has taken `SLOW_SECONDS`."""
         self.span.is_call = True
@@ -207,12 +207,13 @@ class RequestStream:
         with contextlib.ExitStack() as stack:
             try:
                 for output in outputs:
-                    # made late, since tqdm takes a lock, which may stay locked in a forked child
+                    # only when needed, since tqdm takes a lock, which a fork may leave locked in
+                    # the child
                     if shows_bar and bar is None and time.perf_counter() - start >= delay:
                         bar = stack.enter_context(
                             tqdm(
                                 unit="request",
-                                total=len(self._queue),
+                                total=len(self._requests_to_add),
                                 initial=len(results),
                             )
                         )
@@ -238,9 +239,9 @@ class RequestStream:
         return ordered
 
     async def astream(self) -> AsyncGenerator[RequestOutput, None]:
-        """As `stream`, with each step in a worker thread. The readers of an event loop take one
+        """As `stream`, with each step in a worker thread. The readers in one event loop take one
         step at a time, which fills the output queues of all of them. A cancelled reader does not
-        wait for the end of the step."""
+        wait for the end of a step in progress."""
         outputs = self._run_and_end()
         exhausted = object()
         generator_lock = threading.Lock()  # a generator cannot be closed while it runs
@@ -252,7 +253,8 @@ class RequestStream:
                 return function(*args)
 
         async def read() -> Any:
-            # the first `next` adds the requests, and the last one ends the call: neither steps
+            # the first `next` adds the requests, and the last one ends the call: neither takes a
+            # step
             lock = step_lock if self.unfinished else contextlib.nullcontext()
             async with lock:
                 if self.output_queue:

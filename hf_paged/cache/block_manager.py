@@ -21,20 +21,21 @@ if TYPE_CHECKING:  # not imported at run time: they use tensors
 
 
 class BlockManager:
-    """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. Queues the
-    copies of copy-on-write until `flush_copies`. `memory` owns the groups and limits their
-    blocks."""
+    """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. The copies
+    of copy-on-write that `append` needs wait until `flush_copies`; `extend` makes its copies at
+    once. `memory` owns the groups and limits their blocks."""
 
     def __init__(self, groups: Sequence[GroupMemory], memory: PagedMemory) -> None:
         """`memory` may be a weak proxy, since the memory holds its managers."""
         self.groups = list(groups)
         self.memory = memory
-        # records lengths; not read from `memory`, which may be collected before the sequences end
+        # records lengths; stored, since `memory` may be collected before the sequences end
         self._length_recorder = memory.sizes
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         self._block_sizes = [group.block_size for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
-        # cached prefixes end at its multiples: sizes are powers of two, so all blocks end there
+        # cached prefixes end at multiples of it: blocks of all groups end there, since sizes are
+        # powers of two
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
         # nodes per block, by group
@@ -50,7 +51,7 @@ class BlockManager:
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         states = {index: spec for index, spec in enumerate(specs) if isinstance(spec, StateSpec)}
         self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
-        # index of the first group whose states are not empty
+        # index of the first group whose states are not empty; `None` if there is none
         self._state_group = next(
             (index for index, spec in states.items() if not spec.is_empty), None
         )
@@ -63,7 +64,8 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `take` can allocate over all groups, including cached ones."""
+        """Blocks that the limits allow `take` to allocate over all groups, including cached ones;
+        `sys.maxsize` without a limit."""
         return self.memory.num_available(self.groups)
 
     @property
@@ -75,12 +77,13 @@ class BlockManager:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether a cached prefix needs a snapshot of the states at its end."""
+        """Whether prefixes are cached and need a snapshot of the states at their end."""
         return self.prefix_caching and self._state_group is not None
 
     @property
     def num_unsized(self) -> int:
-        """Groups whose bytes per block are still unknown, so that `num_free` may be too large."""
+        """Groups whose bytes per block are unknown although a budget depends on them, so that
+        `num_free` may be too large."""
         num_unsized = 0
         for group in self.groups:
             num_unsized += not group.is_sized
@@ -88,7 +91,7 @@ class BlockManager:
 
     @property
     def num_total(self) -> int:
-        """Blocks that would be available if no sequence held any."""
+        """Blocks that would be available if no table of this or another pool held any."""
         return self.memory.num_available(self.groups, if_unused=True)
 
     def num_spanned(
@@ -109,8 +112,9 @@ class BlockManager:
         ]
 
     def can_take(self, needs: Sequence[int], reserve: int = 0) -> bool:
-        """Whether `take(needs)` would succeed and leave at least `reserve` blocks available; with
-        several groups, evicts as `take` does."""
+        """Whether the limits allow `take(needs)` and leave at least `reserve` blocks available.
+        With several groups, calls `take`, which may evict cached blocks, and releases the
+        blocks."""
         num_needed = sum(needs) + reserve
         if num_needed > self.num_free:
             return False
@@ -131,8 +135,8 @@ class BlockManager:
 
     def new(self) -> SequenceBlocks:
         """Returns the blocks of a new sequence: empty tables."""
-        sizes = zip(self.groups, self._block_sizes)
-        tables = tuple(BlockTable(group.pool, size) for group, size in sizes)
+        groups = zip(self.groups, self._block_sizes)
+        tables = tuple(BlockTable(group.pool, size) for group, size in groups)
         blocks = SequenceBlocks(tables, self.epochs.current)
         self._sequences[blocks] = None
         return blocks
@@ -141,25 +145,26 @@ class BlockManager:
         self,
         blocks: SequenceBlocks,
         num_tokens: int,
-        skips: bool = False,
+        can_skip: bool = False,
         num_committed: int | None = None,
     ) -> bool:
         """Extends the sequence by `num_tokens` tokens and allocates their slots. Returns `False`,
         with the sequence not extended, if too few blocks are free. First frees window blocks, as
         `trim` does; pass `num_committed` if `truncate` may go back to that many tokens. With
-        `skips`, an empty sequence gets only blocks that queries after the new tokens see."""
+        `can_skip`, an empty sequence gets blocks only for those new tokens that later queries
+        see."""
         tables = blocks.tables
-        if skips and not any(table.block_ids for table in tables):
+        if can_skip and not any(table.block_ids for table in tables):
             length = 0
             for table in tables:
                 table.free()  # an earlier call may have skipped blocks before it ran out of blocks
         else:
             length = tables[0].num_tokens
-            skips = False
+            can_skip = False
         if not length:
             blocks.epoch = self.epochs.current
         end = length + num_tokens
-        if skips:
+        if can_skip:
             for group, table in zip(self.groups, tables):
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_committed)
@@ -332,7 +337,7 @@ class BlockManager:
         self.free(blocks)
 
     def free(self, blocks: SequenceBlocks) -> None:
-        """Frees every block of the sequence and removes it from the manager."""
+        """Frees every block of the sequence, and removes the sequence from the manager."""
         for copies, table in zip(self._copies, blocks.tables):
             if copies:
                 for block_id in table.block_ids:
@@ -368,9 +373,9 @@ class BlockManager:
         namespace: Hashable,
         min_tokens: int = 0,
     ) -> int:
-        """Attaches the longest cached prefix of `token_ids` to an empty sequence, if it has at
-        least `min_tokens` tokens. A prefix consists of whole blocks and excludes the last token,
-        whose logits are needed. Returns its number of tokens; 0 if none is attached."""
+        """Attaches the longest cached prefix of `token_ids` to an empty sequence, if that prefix
+        has at least `min_tokens` tokens. A prefix consists of whole blocks and excludes the last
+        token, whose logits are needed. Returns the number of attached tokens."""
         if not self.prefix_caching or namespace is UNCACHED:
             return 0
         size = self.node_size
@@ -433,14 +438,14 @@ class BlockManager:
     ) -> None:
         """Registers in the prefix index the blocks that the first `num_tokens` tokens fill, up to
         the last token at which blocks of all groups end. At one of the sequence's `stops`, also
-        registers its state slot as a snapshot: the step that begins now must copy the state before
-        it changes. Registered blocks must be computed before another sequence reads them."""
+        registers its state slot as a snapshot: the step that begins now must copy this state before
+        changing it. Registered blocks must be computed before another sequence reads them."""
         size = self.node_size
         num_nodes = num_tokens // self.block_size * self.index.stride
         is_cached = self.prefix_caching and namespace is not UNCACHED
         if num_nodes <= blocks.num_registered or not is_cached:
             return
-        if blocks.epoch < self.epochs.first_valid:  # `Epochs.is_outdated`
+        if blocks.epoch < self.epochs.first_valid:  # as `Epochs.is_outdated`
             return
         is_stop = num_tokens == num_nodes * size and num_tokens in blocks.stops
         should_register_state = self._state_group is not None and is_stop
@@ -449,7 +454,8 @@ class BlockManager:
             return
         node = blocks.node
         first = blocks.num_registered
-        if node is None or node.parent is None:  # the node left the index: a block was evicted
+        if node is None or node.parent is None:
+            # no block is registered yet, or an eviction has removed the node from the index
             node = self.index.root(namespace)
             first = 0
         for index in range(first, num_nodes):
@@ -468,8 +474,8 @@ class BlockManager:
         blocks.node, blocks.num_registered = node, num_nodes
 
     def forget_before_period(self) -> None:
-        """Drops all blocks registered before the current period, since the model has changed.
-        Sequences that began before the period register no more blocks."""
+        """Drops the registered blocks of all epochs before the current period, since the model has
+        changed. Sequences of these epochs register no more blocks."""
         self.index.remove_before(self.epochs.drop_before_period())
 
     def drop_cached(self) -> None:

@@ -11,14 +11,14 @@ from typing import TypeAlias
 from ..topics import Topic, TopicError
 
 BlockSelector: TypeAlias = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
-"""Selects free blocks, removes them from the dict of free ids, and returns them. Arguments: the
-free ids, the size of the pool in blocks, the number of blocks to select, and the block ids of the
-table that gets the selected blocks, which should follow its last one."""
+"""Selects free ids, removes them from the dict of free ids, and returns them. Arguments: the free
+ids, the pool's size in blocks, the number of ids to select, and the ids already in the table that
+gets the selected ones: ids that follow the last of these are preferred."""
 
 
 class OutOfBlocksError(TopicError, RuntimeError):
-    """More blocks are needed than the limits of the pool, or free memory, allow. Nothing was
-    allocated."""
+    """More blocks are needed than the limits of the pool, or free memory, allow. The operation that
+    raises this error leaves no block allocated, unless its docstring says otherwise."""
 
     topic = Topic.OUT_OF_BLOCKS
 
@@ -29,14 +29,14 @@ class BlockPool:
     (PagedAttention, arXiv 2309.06180, section 4.2)."""
 
     def __init__(self, num_blocks: int = 0, take: BlockSelector | None = None) -> None:
-        """`take` selects free blocks; by default, those that have been free the longest."""
+        """`take` selects the blocks to allocate; by default, those free for the longest time."""
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
-        # `on_evict` by kept block: a cached one, or a used one that `release` will cache
+        # `on_evict` of each kept block, which is cached, or will be when it is released
         self._kept: dict[int, Callable[[int], None]] = {}
         self.num_shared = 0  # blocks that more than one table holds
-        self.peak_used = 0  # most blocks in use at once since the pool was last shrunk
+        self.peak_used = 0  # most blocks in use since the last `shrink`
         self.take = take
         self._write_error: str | None = None
         # whether a table was garbage-collected while it held blocks, or `recount` has raised
@@ -67,7 +67,7 @@ class BlockPool:
     def refcount(self, block_id: int) -> int:
         return self._refcounts[block_id]
 
-    def states(self) -> list[int]:
+    def holder_counts(self) -> list[int]:
         """Returns how many tables hold each block; 0 if it is free, -1 if it is cached."""
         return [
             -1 if block_id in self._cached else count
@@ -96,7 +96,8 @@ class BlockPool:
         self._free.update(dict.fromkeys(new_ids))
 
     def shrink(self) -> None:
-        """Evicts all cached blocks, removes unused blocks from the end, and resets `peak_used`."""
+        """Evicts all cached blocks, removes the unused blocks after the last used one, and resets
+        `peak_used` to the current use."""
         self.evict(self.num_cached)
         while self._refcounts and not self._refcounts[-1]:
             self._refcounts.pop()
@@ -113,7 +114,7 @@ class BlockPool:
             raise OutOfBlocksError(
                 f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}"
             )
-        while num_blocks > len(free):  # `on_evict` may drop further blocks
+        while num_blocks > len(free):  # one at a time, since `on_evict` may free further blocks
             self.evict(1)
         if self.take is None:
             block_ids = [free.popitem(last=False)[0] for _ in range(num_blocks)]
@@ -136,6 +137,7 @@ class BlockPool:
             elif refcount == 1:
                 self.num_shared += 1
             self._refcounts[block_id] = refcount + 1
+        self.peak_used = max(self.peak_used, self.num_used)
 
     def release(self, block_ids: Iterable[int]) -> None:
         """Removes a holder from each block. Blocks left without holders become cached or free, in
@@ -143,7 +145,7 @@ class BlockPool:
         for block_id in block_ids:
             refcount = self._refcounts[block_id]
             if refcount == 0:
-                raise ValueError(f"block {block_id} is already free")
+                raise ValueError(f"block {block_id} has no holder to remove")
             self._refcounts[block_id] = refcount - 1
             if refcount == 1:
                 (self._cached if block_id in self._kept else self._free)[block_id] = None
@@ -151,10 +153,11 @@ class BlockPool:
                 self.num_shared -= 1
 
     def keep(self, block_id: int, on_evict: Callable[[int], None]) -> None:
-        """Makes a used block become cached, not free, when it is released; its eviction calls
-        `on_evict(block_id)`. Raises `ValueError` if the block is unused or already kept."""
+        """Makes a used block become cached, not free, when its last holder releases it; its
+        eviction calls `on_evict(block_id)`. Raises `ValueError` if the block is unused or already
+        kept."""
         if self._refcounts[block_id] == 0 or block_id in self._kept:
-            raise ValueError(f"block {block_id} is not used or already kept")
+            raise ValueError(f"block {block_id} is unused or already kept")
         self._kept[block_id] = on_evict
 
     def drop_all(self, on_evict: Callable[[int], None]) -> None:
@@ -167,7 +170,8 @@ class BlockPool:
         }
 
     def drop(self, block_id: int) -> None:
-        """Stops keeping a block's content, without calling `on_evict`."""
+        """Stops keeping a block's content, without calling `on_evict`. A cached block becomes
+        free."""
         del self._kept[block_id]
         if block_id in self._cached:
             del self._cached[block_id]
@@ -180,8 +184,8 @@ class BlockPool:
         on_evict(block_id)
 
     def evict(self, num_blocks: int) -> int:
-        """Frees at least `num_blocks` cached blocks, or all if there are fewer, least recently
-        released first; more if `on_evict` drops others. Returns how many it freed."""
+        """Frees cached blocks, least recently released first: `num_blocks`, or all if there are
+        fewer, and those that `on_evict` drops. Returns how many it freed."""
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
@@ -229,7 +233,8 @@ class BlockPool:
 
     def check_integrity(self, tables: Iterable[Sequence[int]], is_complete: bool = True) -> None:
         """Raises `AssertionError` unless refcounts, free and cached blocks and the ids in `tables`
-        agree. Unless `is_complete`, further tables may hold blocks."""
+        agree, or if `check_writable` ever raised. Unless `is_complete`, further tables may hold
+        blocks."""
         num_holders = Counter(block_id for table in tables for block_id in table)
         for block_id in {*num_holders, *range(self.num_blocks)}:
             refcount = 0
@@ -255,7 +260,7 @@ class BlockPool:
 class BlockTable:
     """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token
     `t` is stored in `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Shared
-    blocks are never written to: `append` first replaces a shared tail block and returns the
+    or kept blocks are never written to: `append` first replaces such a tail block and returns the
     required copy (copy-on-write)."""
 
     pool: BlockPool
@@ -285,8 +290,8 @@ class BlockTable:
 
     @property
     def shared_tail(self) -> int | None:
-        """The tail block, if it has a slot for the next token but is shared or kept, so that it
-        must not be written to."""
+        """The tail block, if it has a slot for the next token but must not be written to, since
+        it is shared or kept; otherwise `None`."""
         index = self.num_tokens // self.block_size - self.num_dropped
         if index >= len(self.block_ids):
             return None
@@ -318,8 +323,8 @@ class BlockTable:
 
     def copy_on_write(self, first: int, end: int) -> list[tuple[int, int]]:
         """Replaces `shared_blocks(first, end)` with new blocks; returns the copies `(source,
-        target)` that must precede any write. Raises `OutOfBlocksError`, with earlier blocks
-        replaced."""
+        target)` that must precede any write. If free blocks run out, raises `OutOfBlocksError`
+        after replacing some of them."""
         copies = []
         for source in self.shared_blocks(first, end):
             (target,) = self.pool.allocate(1)
@@ -329,9 +334,8 @@ class BlockTable:
         return copies
 
     def slots(self, first: int, end: int) -> list[int]:
-        """Returns the slots, `block_id * block_size + offset`, of tokens `[first, end)`, counted
-        from the first token that the table has not dropped. Raises `ValueError` for tokens without
-        a slot."""
+        """Returns the slots, `block_id * block_size + offset`, of tokens `[first, end)`, where 0 is
+        the token at `first_token`. Raises `ValueError` for tokens without a slot."""
         size = self.block_size
         ids = self.block_ids
         num_slots = len(ids) * size
@@ -354,7 +358,7 @@ class BlockTable:
         return slots
 
     def num_needed(self, num_tokens: int) -> int:
-        """Returns how many blocks `append(num_tokens)` allocates, including for copy-on-write."""
+        """Returns how many blocks `append(num_tokens)` needs, including one for copy-on-write."""
         num_new = self.num_new_blocks(num_tokens)
         needs_copy = num_tokens > 0 and self.shared_tail is not None
         return num_new + needs_copy
@@ -365,7 +369,7 @@ class BlockTable:
         new_ids: Sequence[int] | None = None,
     ) -> tuple[int, int] | None:
         """Extends the table by `num_tokens` tokens. `new_ids`: ids of `num_needed(num_tokens)`
-        allocated blocks; `None` allocates them. If a tail block is replaced, returns the copy
+        allocated blocks; `None` allocates them. If `shared_tail` is replaced, returns the copy
         `(source, target)` that must precede any write; otherwise `None`. Raises `OutOfBlocksError`
         with the table unchanged."""
         if num_tokens == 0:
@@ -405,7 +409,8 @@ class BlockTable:
         self.num_dropped, self.num_tokens = num_dropped, num_tokens
 
     def hold(self, block_ids: list[int]) -> None:
-        """Sets the blocks, which contain the table's tokens, of a table without blocks."""
+        """Gives a table that has only token counts the blocks that contain its tokens, and adds a
+        holder to each block."""
         self.block_ids = block_ids
         self.pool.acquire(block_ids)
 
@@ -415,7 +420,7 @@ class BlockTable:
         self.attach([], num_tokens // self.block_size)
 
     def drop_before(self, token: int) -> None:
-        """Frees the leading blocks that hold only tokens before `token`."""
+        """Releases the leading blocks that hold only tokens before `token`."""
         num_before = token // self.block_size - self.num_dropped
         count = max(0, min(num_before, len(self.block_ids)))
         if count:
@@ -432,8 +437,8 @@ class BlockTable:
             )
 
     def truncate(self, num_tokens: int) -> None:
-        """Removes all tokens from `num_tokens` on, and frees the blocks that hold no earlier ones.
-        Raises `ValueError` if the new end lies in dropped blocks."""
+        """Removes all tokens from `num_tokens` on, and releases the blocks that hold no earlier
+        ones. Raises `ValueError` if the new end lies in dropped blocks."""
         if num_tokens >= self.num_tokens:
             return
         self.check_truncate(num_tokens)

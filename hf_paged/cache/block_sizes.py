@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .groups import GroupSpec
 
 DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
-MAX_LENGTHS = 1024  # lengths recorded, of the sequences that ended last
+MAX_LENGTHS = 1024  # recorded lengths: those of the sequences that ended last
 MIN_GAIN = 0.02  # smallest reduction of the loss that justifies rebuilding a pool
 # after this many ended sequences without a prefix cache hit, cached blocks count as worthless
 MIN_ENDED_WITHOUT_HIT = 64
@@ -78,8 +78,8 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
     memory_loss, time_loss = occupancy.losses(best, times)
     mean = sum(lengths) / len(lengths)
     reason = (
-        f"loses {memory_loss:.1%} of memory and {time_loss:.1%} of attention time with sequences of"
-        f" {mean:.0f} tokens ({len(lengths)} of them); {costs.source}"
+        f"loses {memory_loss:.1%} of memory and {time_loss:.1%} of attention time with"
+        f" {len(lengths)} sequences of {mean:.0f} tokens on average; {costs.source}"
     )
     return Choice(best, reason)
 
@@ -97,7 +97,7 @@ class BlockSizes:
         self.costs = costs or NO_COSTS
         self.chosen = dict[GroupSpec, Choice]()
         self.lengths = deque(observed, MAX_LENGTHS)
-        self.num_ended = 0  # sequences recorded in this memory
+        self.num_ended = 0  # sequences that have ended in this memory
         self._initial_lengths = tuple(self.lengths) or tuple(expected)
 
     def of(self, spec: GroupSpec) -> int:

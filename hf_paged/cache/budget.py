@@ -68,7 +68,7 @@ def share(memory: Any) -> int | None:
     total = limit(memory)  # read once: another thread may change it
     if total is None:
         return None
-    other_pools = _others(memory)
+    other_pools = _other_pools(memory)
     return total - sum(pool.charged_bytes for pool in other_pools if pool.is_used)
 
 
@@ -96,16 +96,16 @@ def num_uncharged_bytes() -> int | None:
     total = _limit
     if total is None:
         return None
-    charged_bytes = sum(pool.charged_bytes for pool in _others(None))
+    charged_bytes = sum(pool.charged_bytes for pool in _other_pools(None))
     return max(0, total - charged_bytes)
 
 
 def release_idle(memory: Any) -> None:
-    """Under a budget, frees all other idle pools before this one allocates its full size."""
+    """Under a budget, frees all idle pools but this one, which will allocate its full size."""
     with _lock:
         if _limit is None:
             return
-        for pool in _idle(_others(memory)):
+        for pool in _idle_pools(_other_pools(memory)):
             _release(pool)
 
 
@@ -115,14 +115,14 @@ def enforce() -> None:
         _shrink(0, None)
 
 
-def _others(memory: Any) -> list[Any]:
-    """Returns all live pools except `memory`, which may be a weak proxy."""
+def _other_pools(memory: Any) -> list[Any]:
+    """Returns all live pools except `memory` (which may be a weak proxy, or `None`)."""
     lock = None if memory is None else memory.lock
     pools = (ref() for ref in _pools)
     return [pool for pool in pools if pool is not None and pool.lock is not lock]
 
 
-def _idle(pools: list[Any]) -> list[Any]:
+def _idle_pools(pools: list[Any]) -> list[Any]:
     """Returns the pools that hold memory and no used block, least recently used first."""
     idle = [pool for pool in pools if pool.charged_bytes and not pool.is_used]
     return sorted(idle, key=operator.attrgetter("last_used"))
@@ -132,19 +132,20 @@ def _shrink(needed: int, memory: Any) -> bool:
     """Frees idle pools until `needed` bytes of `memory` fit in the budget beside the other pools.
     Returns whether they fit."""
     while (total := _limit) is not None:
-        other_pools = _others(memory)
+        other_pools = _other_pools(memory)
         charged_bytes = sum(pool.charged_bytes for pool in other_pools)
         excess = needed + charged_bytes - total
         if excess <= 0:
             return True
-        if not any(_release(pool) for pool in _idle(other_pools)):
+        if not any(_release(pool) for pool in _idle_pools(other_pools)):
             return False
     return True
 
 
 def _release(memory: Any) -> bool:
     """Frees a pool unless it is in use or locked; returns whether it did."""
-    # with timeouts, since two threads that each hold the lock of a pool may free the other's
+    # with timeouts, since two threads that each hold a pool's lock may each try to free the other's
+    # pool
     with attempt(memory.outer_lock or memory.lock, WAIT_SECONDS) as is_outer_held:
         if not is_outer_held:
             return False

@@ -14,10 +14,10 @@ from ..step import numbers_on
 
 
 class BlockCopier:
-    """Copies blocks in all tensors of a storage: with Triton by one transfer of the block ids and
-    one launch per device, over a table of the tensors' addresses, which is rebuilt when they
-    change; in PyTorch without Triton, if a launch fails, or if a target is also a source.
-    `can_launch`: `False` for tensors that are not contiguous, which only PyTorch copies."""
+    """Copies blocks in all tensors of a storage. With Triton, this takes one transfer of the block
+    ids and one launch per device, over a table of the tensors' addresses, which is rebuilt when
+    tensors move. PyTorch copies without Triton, after a failed launch, or if a target is also a
+    source. `can_launch`: `False` for tensors that are not contiguous."""
 
     def __init__(self, can_launch: bool = True) -> None:
         self._can_launch = can_launch
@@ -27,8 +27,8 @@ class BlockCopier:
     def copy(self, tensors: Iterable[Tensor], copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` of each tensor `(num_blocks, ...)` to its block `target`, for each
         pair `(source, target)`, reading all sources before writing. `copies` has at least one pair
-        of ids that are not negative. Raises `IndexError` for blocks past the end, except in PyTorch
-        on a GPU, whose kernels then end the process's use of the device."""
+        of ids that are not negative. Raises `IndexError` for blocks past the end; but PyTorch on a
+        GPU fails in a kernel instead, and the process can then no longer use the device."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)
@@ -49,7 +49,7 @@ class BlockCopier:
         num_blocks = min(map(len, tensors))
         if max_block_id >= num_blocks:
             raise IndexError(f"cannot copy block {max_block_id}: there are {num_blocks} blocks")
-        addresses = copy.describe(tensors)
+        addresses = copy.locate_blocks(tensors)
         old_addresses, table = self._tables.get(pairs.device, (None, None))
         if table is None or old_addresses != addresses:
             table = torch.tensor(addresses, dtype=torch.int64, device="cpu").to(pairs.device)

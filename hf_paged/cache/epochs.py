@@ -8,7 +8,8 @@ from .sequence_blocks import SequenceBlocks
 
 class Epochs:
     """Counts epochs. A new one begins when user code may have changed the model, and when the whole
-    cache is dropped. A sequence belongs to the epoch of its oldest block, cached ones included."""
+    cache is dropped. A sequence belongs to the epoch of its oldest block, which may be a cached
+    one."""
 
     def __init__(self) -> None:
         self.current = 0
@@ -37,7 +38,8 @@ class Epochs:
         return blocks.num_registered > 0 and blocks.epoch < self._period_start
 
     def is_outdated(self, blocks: SequenceBlocks) -> bool:
-        """Whether the sequence began before the model changed or the whole cache was dropped."""
+        """Whether the sequence has blocks from before the model changed or the whole cache was
+        dropped."""
         return blocks.epoch < self.first_valid
 
     def drop_before_period(self) -> int:

@@ -27,17 +27,18 @@ NORESERVE = 0x4000  # Linux's MAP_NORESERVE, which Python's mmap lacks
 
 
 def commits_when_touched(device: torch.device) -> bool:
-    """Whether allocated memory is committed only when first written to."""
+    """Whether memory allocated on this device is committed only when it is first written to."""
     return device.type == "cpu"
 
 
 @dataclass(eq=False)
 class Reservation:
-    """Expected memory use of a call or an engine, allocated at once instead of step by step: per
-    layer, `num_blocks[spec]` blocks, within `share` of the memory that is free when the first layer
-    is sized. On a device that commits memory when it is allocated, at most `num_live_blocks[spec]`
-    blocks, the most that running sequences hold, within the rest of the budget. `num_layers[spec]`
-    layers have that spec; memory that one layer does not need is divided among the others."""
+    """Expected memory use of a call or an engine, allocated at once instead of step by step. Each
+    of the `num_layers[spec]` layers of a spec gets `num_blocks[spec]` blocks, within `share` of the
+    memory that is free when the first layer is sized. On a device that commits memory when it is
+    allocated, a layer gets at most `num_live_blocks[spec]` blocks, the most that running sequences
+    hold, within the rest of the budget. Memory that one layer does not need is divided among the
+    others."""
 
     num_blocks: dict[GroupSpec, int]
     num_live_blocks: dict[GroupSpec, int]
@@ -61,9 +62,9 @@ class Reservation:
                 self.set_limit(free_bytes(device))
             except ValueError:  # free memory is unknown: reserve nothing
                 self.set_limit(0)
-            num_uncharged = budget.num_uncharged_bytes()
-            if num_uncharged is not None and not commits_when_touched(device):
-                self._max_bytes = min(self._max_bytes, num_uncharged)
+            uncharged_bytes = budget.num_uncharged_bytes()
+            if uncharged_bytes is not None and not commits_when_touched(device):
+                self._max_bytes = min(self._max_bytes, uncharged_bytes)
         max_blocks = self.num_blocks
         if not commits_when_touched(device):
             live_counts = self.num_live_blocks.items()
@@ -143,14 +144,16 @@ def reserve_addresses(size: int, protection: int) -> mmap.mmap:
 def mapping_error(size: int, error_number: int | None) -> MemoryError:
     reason = os.strerror(error_number or 0)
     return MemoryError(
-        f"{size:,} bytes of addresses cannot be mapped: {reason} (ulimit -v, vm.max_map_count)"
+        f"{size:,} bytes of addresses cannot be mapped: {reason}. Raise"
+        " `ulimit -v` or `vm.max_map_count`"
     )
 
 
 def reserved_tensor(size: int) -> torch.Tensor:
     """Returns a `(size,)` uint8 tensor in host memory on Linux, committed when written to. Such
-    tensors never make `fork` fail: Linux charges ordinary allocations to the child, too, and
-    refuses more than the machine has. Raises `MemoryError` if the addresses cannot be mapped."""
+    tensors never make `fork` fail under Linux's default policy, which charges ordinary allocations
+    to the child, too, and refuses more than the machine has. Raises `MemoryError` if the addresses
+    cannot be mapped."""
     memory = reserve_addresses(size, mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

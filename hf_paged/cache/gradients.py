@@ -1,5 +1,5 @@
 """Keys and values with an autograd graph, beside their copies in blocks, which have none.
-`cache.layers` decides when to keep the former."""
+`cache.layers` decides when to keep such tensors."""
 
 from __future__ import annotations
 

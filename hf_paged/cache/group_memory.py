@@ -23,7 +23,8 @@ from .states import StateStorage
 if TYPE_CHECKING:
     from .memory import PagedMemory
 
-# Blocks added at a time: few, so that freed ones, whose pages are warm, are reused first.
+# Blocks by which a pool grows: few, so that freed blocks, whose memory is committed, are reused
+# first.
 GROWTH_STEP = 16
 KEPT_STATES = 16  # snapshots that a pool without a limit keeps, growing instead of evicting
 # An engine's pool without a limit keeps up to this many cached blocks per block of its peak use,
@@ -33,8 +34,8 @@ CACHED_RATIO = 2
 
 def mirrored(move: Callable[..., Any]) -> Any:
     """Decorates a function that moves the content of a [`GroupMemory`]'s blocks, so that the
-    memory's other processes repeat each call. Only decorated functions may call code that moves
-    content (`tests/ranks/test_mirror.py` checks the callers)."""
+    memory's other processes (`PagedMemory.processes`) repeat each call. Only decorated functions
+    may call code that moves content (`tests/ranks/test_mirror.py` checks the callers)."""
 
     @functools.wraps(move)
     def mirrored_move(group: GroupMemory, *arguments: Any) -> Any:
@@ -54,7 +55,7 @@ class GroupMemory:
         # weak, to avoid a cycle: the pool is freed with the memory's last user, not by the garbage
         # collector
         self.memory: PagedMemory = weakref.proxy(memory)
-        self.holds_states = isinstance(spec, StateSpec)  # each block is a slot for one state
+        self.holds_states = isinstance(spec, StateSpec)  # if so, a block is a slot for one state
         self.storage: Storage
         if self.holds_states:
             self.block_size = UNBOUNDED
@@ -69,8 +70,8 @@ class GroupMemory:
         self.spec = spec
         self._expected_bytes = 0  # of a block over all layers, estimated from the first layer
         self._is_short = False  # whether a layer lacks memory for some blocks of the pool
-        # whether a new layer, without the content of cached blocks, is being allocated
-        self._is_allocating = False
+        # whether cached blocks are being evicted for a new layer, in which they have no content
+        self._is_adding_layer = False
 
     @property
     def block_bytes(self) -> int:
@@ -87,8 +88,8 @@ class GroupMemory:
 
     @property
     def occupied_bytes(self) -> int:
-        """Bytes of memory that the group occupies: those of the pool's blocks or, if more, of the
-        tensors that were allocated for them."""
+        """Bytes of memory that the group occupies: those of the pool's blocks or, if these are more
+        and the storage is not elastic, those of the allocated tensors."""
         if self.storage.is_elastic:
             return self.pool_bytes
         return max(self.pool_bytes, self.storage.nbytes)
@@ -103,18 +104,18 @@ class GroupMemory:
     @property
     def is_incomplete(self) -> bool:
         """Whether the layers hold only part of a cached block's content."""
-        return self._is_allocating or not self.storage.layers
+        return self._is_adding_layer or not self.storage.layers
 
     def expect(self, block_bytes: int) -> None:
-        """Raises the expected bytes of a block over all layers to `block_bytes`, if more. Raises
-        `OutOfBlocksError` if the pool then exceeds the budget."""
+        """Sets the expected bytes of a block over all layers to `block_bytes`, if that is more.
+        Raises `OutOfBlocksError` if the pool then exceeds the budget."""
         expected_bytes = max(block_bytes, self._expected_bytes)
         self._expected_bytes, self._is_short = expected_bytes, False
         if not budget.charge(self.memory):
             self._is_short = True
             raise OutOfBlocksError(
-                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens of"
-                f" {self.block_bytes:,} bytes: {_budget_text()}"
+                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens"
+                f" ({self.block_bytes:,} bytes each): {_budget_text()}"
             )
 
     def has_free(self, num_blocks: int) -> bool:
@@ -132,7 +133,7 @@ class GroupMemory:
         """Makes `num_blocks` blocks available, or raises `OutOfBlocksError`. With a limit, the pool
         grows up to it before evicting cached blocks, unless tensors would have to be reallocated.
         Without a limit, it evicts first, but keeps `KEPT_STATES` snapshots of states and, in an
-        engine with memory to spare (`keeps_cached`), cached blocks up to `CACHED_RATIO`."""
+        engine (`keeps_cached`) with spare memory, cached blocks up to `CACHED_RATIO`."""
         if self.has_free(num_blocks):
             return
         memory = self.memory
@@ -220,10 +221,10 @@ class GroupMemory:
             # another thread has since used that part of the budget
             raise self._over_limit_error(num_blocks, pool.num_available)
         try:
-            num_uncharged = budget.num_uncharged_bytes()
+            uncharged_bytes = budget.num_uncharged_bytes()
             max_added = growth_limit
-            if num_uncharged is not None:
-                num_affordable = num_uncharged // max(1, self.block_bytes)
+            if uncharged_bytes is not None:
+                num_affordable = uncharged_bytes // max(1, self.block_bytes)
                 max_added = min(growth_limit, num_added + num_affordable)
             storage.grow(pool.num_blocks + num_added, most=pool.num_blocks + max_added)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
@@ -253,11 +254,11 @@ class GroupMemory:
             )
         option = f"`memory_fraction` ({config.memory_fraction})"
         total = num_available + self.pool.num_used
-        return over_limit_error(needed, self.memory.block_size, num_available, total, option)
+        return over_limit_error(needed, self.block_size, num_available, total, option)
 
-    def _out_of_memory_error(self, needed: str, error: Exception) -> OutOfBlocksError:
+    def _out_of_memory_error(self, needed_text: str, error: Exception) -> OutOfBlocksError:
         return OutOfBlocksError(
-            f"needs {needed} of {self.block_size} tokens, but memory ran out: free some, or"
+            f"needs {needed_text} of {self.block_size} tokens, but memory ran out: free memory, or"
             f" limit the pool by `num_blocks` ({self.memory.config.num_blocks}) or"
             f" `memory_fraction` ({self.memory.config.memory_fraction}) in `cache_config`, or in an"
             f" engine's `PagedConfig` ({error})"
@@ -279,10 +280,10 @@ class GroupMemory:
         num_new_tables: int | None,
     ) -> KVBlocks:
         """Returns the blocks of layer `index` of `num_layers` for K/V like `keys` and `values`
-        `(batch, heads, n, dim)`. If the layer has no such blocks, converts its content or, if it
-        has none, evicts cached blocks and allocates it. `num_new_tables` as in `LayerGroup`. Raises
-        `ValueError` if stored K/V have other heads, dims or device, `OutOfBlocksError` if memory or
-        the budget runs out."""
+        `(batch, heads, n, dim)`. If its blocks do not fit, converts them or, if no table has
+        content in them, evicts all cached blocks and allocates the layer. `num_new_tables`: that of
+        `LayerGroup`. Raises `ValueError` if stored K/V have other heads, dims or device, and
+        `OutOfBlocksError` if memory or the budget runs out."""
         layer: KVBlocks | None = self.storage.layers.get(index)
         if layer is not None:
             if layer.fits(keys, values):
@@ -295,12 +296,12 @@ class GroupMemory:
                 layer = self.storage.promote(index, keys, values)
                 budget.update_charge(self.memory)
                 return layer
-        self._is_allocating = True
+        self._is_adding_layer = True
         try:
             # cached blocks would have no content in the new layer
             self.pool.evict(self.pool.num_cached)
         finally:
-            self._is_allocating = False
+            self._is_adding_layer = False
         self._expected_bytes = 0
         self.expect(num_layers * self.storage.outline(keys, values).block_bytes)
         self._is_short = True
@@ -318,8 +319,8 @@ class GroupMemory:
 
     @mirrored
     def release(self) -> None:
-        """Frees all memory; the bytes of a block stay known, as expected ones. No table may hold a
-        block."""
+        """Frees all memory and drops cached blocks; the bytes of a block stay known as expected
+        bytes. No table may hold a block."""
         self.pool.shrink()
         self._expected_bytes, self._is_short = self.block_bytes, False
         self.storage.clear()

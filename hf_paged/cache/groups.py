@@ -1,5 +1,5 @@
-"""Specs that define layer groups: which part of a sequence their layers keep. They hold no tensors
-and no sequences."""
+"""Specs of layer groups: which part of a sequence a group's layers keep. They hold no tensors and
+no sequences."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ UNBOUNDED = 1 << 40  # block size of blocks that hold a sequence of any length
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Attention over all tokens or a sliding window. Layers with equal specs share block tables; a
-    subclass, with other storage or other tokens to keep, forms a separate group."""
+    """Attention over all tokens or a sliding window. Layers with equal specs share block tables.
+    Specs of a subclass, for layers that store something else or keep other tokens, form separate
+    groups."""
 
-    kind: str = "self"  # name of its cache, if a model has several; "cross": cross attention
+    kind: str = "self"  # name of the cache, if a model has several; "cross": cross attention
     # sliding window in tokens, including the current one; older blocks are freed
     window: int | None = None
 
@@ -24,7 +25,7 @@ class GroupSpec:
         return True
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        """Returns how many counted blocks tokens `[first, end)` hold at most at once, beside the
+        """Returns the most counted blocks that tokens `[first, end)` occupy at once, besides the
         `num_held` blocks of earlier tokens, if up to `chunk` tokens are appended at a time. `first`
         must be the first token of a block."""
         end_block = -(-end // block_size)
@@ -35,8 +36,8 @@ class GroupSpec:
         return max(0, span)
 
     def first_visible(self, length: int) -> int:
-        """Returns the first position that the query after `length` positions sees, in a window as
-        transformers defines it."""
+        """Returns the first position that the query at position `length` sees: as in transformers,
+        the window includes the query."""
         if self.window is None:
             return 0
         return max(0, length - self.window + 1)
@@ -88,6 +89,8 @@ def group_label(key: Hashable) -> str:
     kind, window = key if isinstance(key, tuple) else ("self", key)
     if kind == "cross":
         return "cross attention"
+    if kind == "states":
+        return "states"
     if window is None:
         return "full attention"
     return f"window of {window:,} tokens"

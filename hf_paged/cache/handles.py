@@ -25,7 +25,7 @@ READ_ONLY = (
     " may share their blocks: store changed copies (`cache.layers[i].keys.clone()`) in an empty"
     " cache with `update(keys, values, i)`, or pass a `DynamicCache`"
 )
-NOT_READABLE = "the model's code reads packed keys, values or scores, which only attention can"
+NOT_READABLE = "the model's code reads packed keys, values or scores, which only attention can read"
 
 
 class LazyTensor(Tensor):
@@ -99,7 +99,7 @@ class ReadOnlyTensor(LazyTensor):
             # the mode in which `base` was made, since torch makes the result a view of `base`
             return tree_map_only(
                 Tensor,
-                lambda x: ViewTensor(x) if torch._C._is_alias_of(x, dense) else x,
+                lambda leaf: ViewTensor(leaf) if torch._C._is_alias_of(leaf, dense) else leaf,
                 result,
             )
 
@@ -116,7 +116,7 @@ class ReadOnlyTensor(LazyTensor):
             return cls.functions[func](*args, **kwargs)
         if func in _WRITERS and isinstance(args[0], ReadOnlyTensor):
             args[0].refuse_write()
-        requires_grad = func in _GRADIENT_FLAGS and (*args[1:], *kwargs.values(), True)[0]
+        requires_grad = func in _GRADIENT_SETTERS and (*args[1:], *kwargs.values(), True)[0]
         if requires_grad:
             raise RuntimeError(
                 "keys and values read from a paged cache are not leaves of its graph: store clones"
@@ -124,11 +124,12 @@ class ReadOnlyTensor(LazyTensor):
             )
         are_lazy = all(issubclass(kind, LazyTensor) for kind in types)
         if func in _MEMORY_READERS or not are_lazy:
-            # other subclasses (quantized weights), and functions on memory, get ordinary tensors
+            # other subclasses (quantized weights) and functions that access memory get ordinary
+            # tensors
             read = operator.methodcaller("read")
             args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
             result = func(*args, **kwargs)
-            if func in _ARRAYS:
+            if func in _RETURN_ARRAYS:
                 result.setflags(write=False)
             return result
         with torch._C.DisableTorchFunctionSubclass():
@@ -222,25 +223,26 @@ class PagedTensor(ReadOnlyTensor):
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises
-        [`NotPackable`] for packed rows, `KeysReadError` if only the device has the lengths."""
+        [`NotPackable`] for packed rows, `KeysReadError` if only the device knows the lengths."""
         if self._dense is None:
             if self.step.columns is None:
                 raise NotPackable(
                     "the model's code reads packed keys or values, which only the attention"
-                    " interface can"
+                    " interface can read"
                 )
             if self.fresh is not None:
                 self._dense = self.fresh
             elif self.step.lengths is not None:
                 raise KeysReadError(
-                    "its code reads keys or values, whose lengths only the device has"
+                    "its code reads keys or values, whose lengths only the device knows"
                 )
             else:
                 self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
         return self._dense
 
     def materialize(self) -> None:
-        """Gathers a copy before the blocks change, unless `dense` has a tensor. Takes no lock."""
+        """Gathers a copy before the blocks change, unless `dense` needs no blocks. Takes no
+        lock."""
         is_gathered = self._dense is not None or self.fresh is not None
         if not is_gathered and self.step.columns is not None:
             # not in this thread's mode: garbage collection may have called this from any code
@@ -296,9 +298,9 @@ class PagedTensor(ReadOnlyTensor):
 
 
 class Handles:
-    """Weak references to the live handles of a cache. The memory also holds this object: if it
-    were part of a garbage cycle with its cache, Python would clear the references that it contains
-    before it calls the cache's finalizer."""
+    """Weak references to the live handles of a cache. The memory also holds this object: if only a
+    garbage cycle with the cache held it, Python would clear the references before calling the
+    cache's finalizer."""
 
     def __init__(self) -> None:
         self._refs: list[weakref.ref[PagedTensor]] = []
@@ -448,9 +450,9 @@ _MEMORY_READERS = {
     Tensor.untyped_storage,
 }
 
-_ARRAYS = {Tensor.__array__, Tensor.numpy}
+_RETURN_ARRAYS = {Tensor.__array__, Tensor.numpy}
 
-_GRADIENT_FLAGS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
+_GRADIENT_SETTERS = {Tensor.requires_grad_, Tensor.requires_grad.__set__}
 
 # Functions that write, but that torch does not dispatch, or dispatches as several operations.
 _WRITERS = {
@@ -489,7 +491,7 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Calls `refuse_write` of the lazy tensors that a function writes to."""
+    """Calls `refuse_write` of the lazy tensors that an operation writes to."""
     if func in _CHANGE_NO_VALUES:
         return
     for tensor in written_tensors(func, args, kwargs):

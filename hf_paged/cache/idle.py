@@ -18,7 +18,7 @@ from .memory import PagedMemory
 
 logger = logging.getLogger(__name__)
 
-MIN_WAIT = 1.0  # seconds at least between attempts to free a pool that a cache still uses
+MIN_WAIT = 1.0  # minimum seconds between attempts to free a pool that a cache still uses
 _MAX_WAIT = 3600.0  # seconds; less than the longest wait that any system supports
 
 # Use `with _lock`, not `with _condition`: a condition's `__enter__` is Python code, in which a
@@ -52,7 +52,7 @@ def end_use(memory: PagedMemory) -> None:
 
 
 def _schedule(memory: PagedMemory, seconds: float) -> None:
-    """Schedules the release of a pool in `seconds`; starts the thread unless that is running."""
+    """Schedules the release of a pool in `seconds`; starts the thread unless it is running."""
     global _is_running
     with _lock:
         earliest = min(_deadlines.values(), default=float("inf"))
@@ -72,7 +72,7 @@ def _schedule(memory: PagedMemory, seconds: float) -> None:
 
 
 def _free_due_pools() -> None:
-    """Frees pools at their deadlines; returns once there are none. Runs in the thread."""
+    """Frees pools at their deadlines, until no deadlines are left. Runs in the thread."""
     global _is_running
     while True:
         with _lock:
@@ -126,7 +126,7 @@ def _release(ref: weakref.ref[PagedMemory]) -> None:
 
 
 def _stop() -> None:
-    """Stops the thread before the interpreter shuts down, when freeing memory is unsafe."""
+    """Stops the thread before the interpreter shuts down; afterwards, freeing memory is unsafe."""
     with _lock:
         _deadlines.clear()
         _condition.notify_all()

@@ -19,7 +19,8 @@ from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
 from .store import Store, StoreSignature, choose_store
 
-MIN_RESERVED_BYTES = 32 << 20  # the C library, too, maps each allocation of this size or more
+# Smallest host tensor that gets a mapping of its own; glibc, too, maps allocations of this size.
+MIN_RESERVED_BYTES = 32 << 20
 
 KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 """Heads, head dim and dtype of a token's keys or values."""
@@ -47,7 +48,7 @@ class KVBlocks:
         self.dtypes = self.dtypes or (self.keys.dtype, self.values.dtype)
         # dtype of the codes, if blocks are quantized
         self.quantized_dtype = self.keys.dtype if is_quantized else None
-        # whether keys and values are quantized side by side with one common scale
+        # whether keys and values are quantized side by side, with one scale for both
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
         # `store_signature` of the last stored K/V: such K/V fit these blocks
         self.store_signature: StoreSignature | None = None
@@ -89,8 +90,8 @@ class KVBlocks:
     @property
     def tiles(self) -> tuple[Tensor, ...]:
         """`data` as tensors `(num_blocks, heads, block_size, dim)`, of codes if quantized."""
-        *_, codes = self.form
-        return _tiles(self.data, codes)
+        *_, code_format = self.form
+        return _tiles(self.data, code_format)
 
     def store(
         self,
@@ -111,20 +112,20 @@ class KVBlocks:
             values = keys
         if signature != self.store_signature or self._store is None:
             store = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self.store_signature = None  # the new function never gets the old signature
+            self.store_signature = None  # an interrupt may come between these lines
             self._store = store
             self.store_signature = signature
         self._store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
-        """Whether K/V `(batch, heads, n, dim)` have these blocks' heads, dims, device, `dtypes`."""
+        """Whether K/V `(batch, heads, n, dim)` have these blocks' heads, dims, device and
+        `dtypes`."""
         if self.dtypes != (keys.dtype, values.dtype):
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
     def empty_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns keys and values `(0, heads, 0, dim)`, with the heads, dims and dtypes of the
-        stored ones."""
+        """Returns empty keys and values `(0, heads, 0, dim)` of these blocks' `formats`."""
         return _empty_states(self.formats, device)
 
     def select(self, block_ids: list[int]) -> KVBlocks:
@@ -132,8 +133,8 @@ class KVBlocks:
         return self.like([tensor[block_ids] for tensor in self.data])
 
     def put_blocks(self, block_ids: Tensor | list[int], blocks: KVBlocks) -> None:
-        """Writes all of `blocks` to `block_ids`. They have the same heads, dims and quantization,
-        and may be on any device."""
+        """Writes `blocks`, of the same heads, dims and quantization and on any device, to the
+        blocks `block_ids`, in order."""
         if self.rows is not None:
             self.rows.preserve_views()
         if self.quantized_dtype is not None:
@@ -187,7 +188,7 @@ class KVBlocks:
             sizes = [(heads, key_dim + value_dim)]
         else:
             sizes = [(heads, key_dim), (value_heads, value_dim)]
-        codes = None
+        code_format = None
         shapes: list[tuple[int, ...]] = []
         for num_heads, dim in sizes:
             if kv_dtype is None:
@@ -196,11 +197,11 @@ class KVBlocks:
                 quantized.check_alignment(block_size, dim)
                 shapes.append((num_blocks, num_heads, quantized.tile_bytes(block_size, dim)))
         if kv_dtype is not None:
-            codes = (block_size, key_dtype)
+            code_format = (block_size, key_dtype)
             stored_dtypes = [torch.uint8] * 2
         tensors = zip(shapes, stored_dtypes)
         data = tuple(_empty(shape, dtype, keys.device) for shape, dtype in tensors)
-        return cls.view(data, heads, key_dim, dtypes, codes)
+        return cls.view(data, heads, key_dim, dtypes, code_format)
 
     @classmethod
     def view(
@@ -209,11 +210,11 @@ class KVBlocks:
         heads: int,
         key_dim: int,
         dtypes: tuple[torch.dtype, torch.dtype],
-        codes: tuple[int, torch.dtype] | None = None,
+        code_format: tuple[int, torch.dtype] | None = None,
     ) -> KVBlocks:
         """Returns blocks whose keys (with `heads` and `key_dim`) and values are views of `data`.
-        `codes`: for quantized blocks, the block size and the dtype of the codes."""
-        tiles = _tiles(data, codes)
+        `code_format`: for quantized blocks, the block size and the dtype of the codes."""
+        tiles = _tiles(data, code_format)
         if len(tiles) == 2:
             return cls(data, *tiles, dtypes)
         (joined,) = tiles
@@ -233,10 +234,10 @@ class KVBlocks:
     def form(self) -> tuple[Any, ...]:
         """The arguments of `view` after the tensors."""
         _, heads, block_size, dim = self.keys.shape
-        codes = None
+        code_format = None
         if self.quantized_dtype is not None:
-            codes = (block_size, self.quantized_dtype)
-        return heads, dim, self.dtypes, codes
+            code_format = (block_size, self.quantized_dtype)
+        return heads, dim, self.dtypes, code_format
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KVBlocks.view, (self.data, *self.form)
@@ -262,7 +263,7 @@ class LayerKV(NamedTuple):
 
     @property
     def states(self) -> tuple[Tensor, Tensor]:
-        """Keys and values `(0, heads, 0, dim)` of the layer, on the meta device."""
+        """Empty keys and values `(0, heads, 0, dim)` of the layer, on the meta device."""
         return _empty_states((self.keys, self.values), torch.device("meta"))
 
 
@@ -275,14 +276,16 @@ def _attention_dtypes(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dty
     return keys, values
 
 
-def _tiles(data: tuple[Tensor, ...], codes: tuple[int, torch.dtype] | None) -> tuple[Tensor, ...]:
-    if codes is None:
+def _tiles(
+    data: tuple[Tensor, ...], code_format: tuple[int, torch.dtype] | None
+) -> tuple[Tensor, ...]:
+    if code_format is None:
         return data
-    return tuple(quantized.codes(tensor, *codes) for tensor in data)
+    return tuple(quantized.codes(tensor, *code_format) for tensor in data)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    # not in inference mode, outside of which later calls could not write to the tensor
+    # a tensor made in inference mode could not be written to outside of that mode
     with torch.inference_mode(False):
         size = math.prod(shape) * dtype.itemsize
         is_on_linux_host = device.type == "cpu" and sys.platform == "linux"

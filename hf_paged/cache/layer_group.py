@@ -99,13 +99,14 @@ class LayerGroup:
     ) -> StepMetadata:
         """Makes logical positions `[context_len, context_len + query_len)` writable in every row.
         Returns the step, on `device` unless another layer began it. Raises `OutOfBlocksError` with
-        nothing allocated, `ValueError` if the batch size differs from the rows or the layer cannot
-        catch up with others, `NotPackable` if the sizes differ from the packed step's."""
+        nothing allocated, `ValueError` if the batch size differs from the number of rows or the
+        layer cannot catch up with others, `NotPackable` if the sizes differ from the packed
+        step's."""
         if self.packed is not None:
             sizes = (batch_size, query_len)
             if sizes != (1, self.packed.num_tokens):
                 raise NotPackable(
-                    f"{batch_size} x {query_len} states came in a packed step of"
+                    f"keys of {batch_size} x {query_len} tokens came in a packed step of"
                     f" {self.packed.num_tokens} tokens"
                 )
             return self.packed
@@ -150,8 +151,8 @@ class LayerGroup:
     @guarded
     def undo_first(self, length: int) -> None:
         """Undoes a failed first step of `length` positions, so that it can be retried with the same
-        paddings: empties the tables. If all other groups are empty, too, drops the rows, so that
-        others may begin. Does nothing to borrowed rows."""
+        paddings: empties the tables. If all other groups are empty, too, drops the rows, so that a
+        step with another batch size can begin. Does nothing to borrowed rows."""
         if self.rows.is_borrowed or not self.paddings:
             return
         with self.memory.changing():
@@ -173,8 +174,8 @@ class LayerGroup:
         context_len: int,
         length: int,
     ) -> None:
-        """Makes logical positions `[context_len, length)` writable, some of which another layer of
-        the group may have stored already. Borrowed tables lack blocks only for tokens that the
+        """Makes logical positions `[context_len, length)` writable; another layer of the group may
+        already have stored some of them. Borrowed tables lack blocks only for tokens that the
         model's own code adds."""
         ranges = [
             (max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings
@@ -195,7 +196,7 @@ class LayerGroup:
             return
         if context_len == 0 and any(self.paddings):
             raise ValueError(
-                f"a layer starts with {length} tokens where another of its kind holds"
+                f"a layer starts with {length} tokens while another one of its group holds"
                 f" {self.length}, of which the first {self.paddings} of each row were padding"
                 " and are not stored: pass rows without padding"
             )
@@ -235,7 +236,7 @@ class LayerGroup:
             raise ValueError(
                 f"a layer attends to {self.spec.window} tokens up to token {length}, but the first"
                 f" {self._freed_before} were freed, since another layer with the same tables holds"
-                f" {self.length}: update all layers in each step"
+                f" {self.length} tokens: update all layers in each step"
             )
 
     @property

@@ -60,9 +60,9 @@ class PagedLayer(cache_utils.DynamicLayer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Stores new K/V `(batch, heads, n, dim)`; returns all visible K/V as handles, as dense
-        tensors in decodes (`should_gather`), or, if gradients reach new or stored K/V, as tensors
-        with their graph. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
+        """Stores new K/V `(batch, heads, n, dim)`; returns all visible K/V: tensors with their
+        graph if gradients reach new or stored K/V, dense tensors in decodes with `should_gather`,
+        otherwise handles. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
         batch size or K/V that do not fit; `NotPackable` for another shape than the packed step's;
         `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
         differentiation), or if the layer missed an operation (`_check_current`)."""
@@ -185,7 +185,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             return handles
         handles = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
         if is_packed:
-            self.packed_handles = None  # old handles never get the new signature
+            self.packed_handles = None  # an interrupt may come between these lines
             self._packed_signature = signature
             self.packed_handles = handles
         return handles
@@ -275,14 +275,14 @@ class PagedLayer(cache_utils.DynamicLayer):
         def refuse(self: PagedLayer, value: Tensor | None) -> None:
             if value is not None:
                 raise AttributeError(
-                    "keys and values of a paged layer live in blocks and cannot be assigned: use"
+                    "keys and values of a paged layer are in blocks and cannot be assigned: use"
                     " `update`, `crop`, `reset`, `reorder_cache` or `batch_select_indices`"
                 )
 
         return property(
             get,
             refuse,
-            doc="Visible tokens, `(batch, heads, length, dim)`; `None` while the layer is empty.",
+            doc="Visible K or V, `(batch, heads, length, dim)`; `None` while the layer is empty.",
         )
 
     keys = _visible_states(False)
@@ -290,7 +290,7 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def plain_bytes(self, num_rows: int, length: int) -> int:
         """Returns the bytes of keys and values that the stock layer would hold for `num_rows` rows
-        of `length` positions; 0 before the first update."""
+        of `length` positions; 0 if this layer has no blocks yet."""
         blocks = self.group.blocks.storage.layers.get(self.index)
         if blocks is None:
             return 0
@@ -332,8 +332,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         `graph_states` were written to in place."""
         if self.num_operations != self.group.rows.num_operations:
             raise RuntimeError(
-                f"layer {self.index} missed an operation on rows or lengths that other layers with"
-                " the same block tables have run: call it on the whole cache, and `reset` this one"
+                f"layer {self.index} missed an operation on rows or lengths that other layers of"
+                " the cache have run: call operations on the whole cache, and `reset` the cache"
             )
         if self.graph_states is not None:
             self.graph_states.check()
@@ -381,15 +381,15 @@ class PagedLayer(cache_utils.DynamicLayer):
                 "`crop` cannot go back: the sliding window is full and older tokens were freed."
                 " Call `activate_past_recording` on the cache first"
             )
-        removed = min(self.num_positions, -count)
+        num_removed = min(self.num_positions, -count)
         # another layer of the group may hold more positions: its next update overwrites the excess
-        self._run_once(self.group.rows.crop, removed)
-        self.num_positions -= removed
-        if removed:
-            self._select_in_graph(lambda states: states[:, :, : max(0, states.shape[2] - removed)])
+        self._run_once(self.group.rows.crop, num_removed)
+        self.num_positions -= num_removed
+        if num_removed:
+            self._select_in_graph(lambda kv: kv[:, :, : max(0, kv.shape[2] - num_removed)])
 
     def reset(self) -> None:
-        """Empties the layer and frees its blocks."""
+        """Empties the layer. The first layer of a cache to be reset frees the blocks of all."""
         self.num_positions = 0
         self.is_initialized = False
         self.graph_states = None

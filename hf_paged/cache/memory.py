@@ -58,14 +58,14 @@ class PagedMemory:
         processes: Processes | None = None,
         outer_lock: Any = None,
     ) -> None:
-        """`is_bounded`: whether `hf_paged.budget` limits it; `False` for short checks of a model.
-        `sizes`: the block sizes under `block_size="auto"`; by default, all blocks have the default
-        size. `keeps_cached`: without a limit, keep up to `CACHED_RATIO` cached blocks per block of
-        the peak use, and grow instead of evicting them. `make_storage`: makes the storage of a
-        layer group with keys and values; by default, the storage that the config selects.
-        `processes`: the processes that compute each step together, each with some heads of every
-        block. `outer_lock`: an engine's lock, acquired before `lock`, also in finalizers of its
-        streams."""
+        """`is_bounded`: whether `hf_paged.budget` limits this memory; `False` for short checks of a
+        model. `sizes`: the block sizes under `block_size="auto"`; by default, all blocks have the
+        default size. `keeps_cached`: whether pools without a limit keep up to `CACHED_RATIO` cached
+        blocks per block of their peak use, and grow instead of evicting them. `make_storage`: makes
+        the storage of a layer group with keys and values; by default, the storage that the config
+        selects. `processes`: the processes that compute each step together, each with some heads of
+        every block. `outer_lock`: an engine's lock, acquired before `lock`, also in finalizers of
+        its streams."""
         self.config = config
         self.make_storage: StorageFactory = make_storage or storage_of
         self.is_bounded = is_bounded
@@ -80,7 +80,7 @@ class PagedMemory:
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the specs of a model
         # fingerprint of the weights that computed cached blocks (`weights.WeightsGuard`)
         self.fingerprint: Hashable = None
-        # recorders of steps, which contain block addresses, by the specs of a model
+        # recorders of steps, by the specs of a model; recordings contain block addresses
         self.recorders: dict[Hashable, Recorder] = {}
         self._limit_bytes: int | None = None
         # since the last reset: the highest peak, in bytes, of freed layers and of ended calls
@@ -88,10 +88,10 @@ class PagedMemory:
         # since the last reset: blocks copied by copy-on-write, and most blocks in use at once
         self.num_copied = self.peak_blocks = 0
         self._peak_used: dict[GroupSpec, int] = {}
-        self.waste = 0.0
+        self.waste = 0.0  # share of the slots of used blocks that held no token at the peak
         self._calls = weakref.WeakSet[Any]()  # running `generate` calls
         self._lone_call: Hashable = None  # the running call, unless another has overlapped it
-        # most blocks in use at once since `begin_call`, in total and by group
+        # most blocks in use at once since `begin_call`: in total, and by group at that moment
         self._call_blocks = 0
         self._call_used = dict[GroupSpec, int]()
         self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
@@ -129,9 +129,9 @@ class PagedMemory:
         return max(sizes, default=DEFAULT_BLOCK_SIZE)
 
     def better_sizes(self) -> BlockSizes | None:
-        """Returns the block sizes for a new memory, if the recorded lengths suggest others. Returns
-        `None` while a table holds a block, or while cached prefixes are worth keeping: one has been
-        reused, or few sequences have ended so far. May be called without the lock."""
+        """Returns block sizes for a new memory if the recorded lengths suggest others; otherwise
+        `None`, also while a table holds a block, or while cached prefixes are worth keeping: one
+        has been reused, or few sequences have ended so far. May be called without the lock."""
         if self.sizes is None or self.is_used:
             return None
         has_hits = any(manager.num_hits for manager in list(self.managers.values()))
@@ -159,7 +159,7 @@ class PagedMemory:
 
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:
         """Frees the rows of a garbage-collected cache without waiting: now or, if a thread holds
-        the lock, when blocks are next allocated or counted."""
+        the lock, when a pool next counts its blocks or lacks free ones."""
         if not sys or sys.is_finalizing():  # at exit the interpreter clears modules
             return
         self._abandoned.append((manager, rows, handles))
@@ -169,7 +169,7 @@ class PagedMemory:
     @restoring
     def changing(self) -> Iterator[None]:
         """Wraps a change of tables: holds the lock, and recovers after an exception that may have
-        left the change half done. Validate arguments before it."""
+        left the change half done. Validate arguments before you enter it."""
         with self.lock:
             if self.is_recovery_due:
                 self.recover()
@@ -294,7 +294,7 @@ class PagedMemory:
 
     def evict_to_fit(self, needed: int, first: GroupMemory) -> None:
         """Evicts cached blocks, those of `first` first, until `needed` more used blocks fit in
-        `num_blocks`. Raises `OutOfBlocksError` if used blocks leave no space for them."""
+        `num_blocks`. Raises `OutOfBlocksError` if used blocks leave too little space."""
         total = self.config.num_blocks
         num_used = self.num_used
         if total is None or not first.spec.is_counted:
@@ -328,7 +328,7 @@ class PagedMemory:
         return min(budget_bytes, self._limit_bytes)
 
     def growth_limit(self, group: GroupMemory) -> int:
-        """Returns how many blocks `memory_fraction` and `hf_paged.budget` allow `group` to add."""
+        """Returns how many blocks `group` may add; `sys.maxsize` without a limit in bytes."""
         block_bytes = group.block_bytes
         if not block_bytes:
             return sys.maxsize
@@ -371,8 +371,8 @@ class PagedMemory:
             recorder.clear()
 
     def drop_recorders(self) -> None:
-        """Drops the recorders once no engine or model will run steps on this memory: caches that
-        callers still hold keep it alive, but need none."""
+        """Drops the recorders when no engine or model will run steps on this memory any more.
+        Callers' caches may keep the memory alive, but need no recorders."""
         self.recorders = {}
 
     def begin_call(self, call: Hashable) -> None:
@@ -384,8 +384,8 @@ class PagedMemory:
             self._call_blocks, self._call_used = 0, {}
 
     def end_call(self, call: Hashable, plain_bytes: int | None) -> None:
-        """Records the bytes of blocks at the call's peak, and the bytes that a plain cache would
-        hold (`None`: the call failed), unless another call overlapped it."""
+        """Records the bytes of blocks at the call's peak, and `plain_bytes`, those of a plain
+        cache, unless another call overlapped it or it failed (`plain_bytes` is `None`)."""
         with self.lock:
             is_lone, self._lone_call = self._lone_call is call, None
             self._calls.discard(call)
@@ -429,7 +429,7 @@ class PagedMemory:
         return True
 
     def evict_cached(self) -> None:
-        """Evicts all cached blocks to the tiers. Does nothing without tiers."""
+        """Evicts all cached blocks, for tiers to keep. Does nothing if no manager has a tier."""
         with self.lock:
             if any(manager.tier is not None for manager in self.managers.values()):
                 for group in self.groups.values():
@@ -443,7 +443,7 @@ class PagedMemory:
         return max(layer_bytes, self._released_peak_bytes)
 
     def reset_peak(self) -> None:
-        """Restarts the peaks and counts of `stats` from the current use."""
+        """Restarts the peaks and the count of copied blocks from the current use."""
         self._released_peak_bytes = 0
         self.num_copied = 0
         self.peak_blocks = self.num_used
@@ -461,10 +461,10 @@ class PagedMemory:
         block, -1 for a cached one."""
         with self.lock:
             groups = self.groups.items()
-            return {spec.label: group.pool.states() for spec, group in groups}
+            return {spec.label: group.pool.holder_counts() for spec, group in groups}
 
     def layers(self) -> tuple[LayerKV, ...]:
-        """Returns the formats in which the allocated layers store tokens."""
+        """Returns the formats of keys and values of each allocated layer."""
         return tuple(
             LayerKV(spec, index, *layer.formats)
             for spec, group in self.groups.items()
@@ -472,7 +472,7 @@ class PagedMemory:
         )
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless every pool agrees with the tables of live sequences."""
+        """Raises `AssertionError` unless pools agree with live tables and with `num_blocks`."""
         self.free_abandoned()
         with self.lock:
             for group in self.groups.values():
@@ -493,7 +493,7 @@ def _least_block_bytes(groups: Iterable[GroupMemory]) -> int:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Returns the autocast dtype on `device` in this thread; `None` if autocast is off."""
-    if device.type == "meta":  # without autocast in torch
+    if device.type == "meta":  # torch has no autocast for it
         return None
     if not torch.is_autocast_enabled(device.type):
         return None

@@ -29,7 +29,7 @@ class TierCounts(NamedTuple):
 @dataclass(frozen=True, repr=False)
 class MemoryStats:
     """
-    Memory statistics. "Peak" is since the memory was created or since the last reset.
+    Memory statistics. Peaks and `copied_blocks` count from the memory's creation or last reset.
 
     Args:
         block_size (`int`): Tokens per block; with `"auto"`, the largest.
@@ -79,11 +79,11 @@ class MemoryStats:
     block_sizes: dict[str, Choice] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        tools: rooms.ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
         return f"MemoryStats({vars(self)})" if tools is None else tools.stats_text(self)
 
     def _repr_html_(self) -> str | None:
-        tools: rooms.ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
         return None if tools is None else tools.stats_html(self)
 
 
@@ -117,8 +117,8 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
 
 
 def share_of_unused_slots(groups: Iterable[GroupMemory]) -> float:
-    """Returns the share of the slots of used blocks that hold no token, without groups of
-    states."""
+    """Returns the share of the slots of used blocks that hold no token, over all groups except
+    those of states."""
     num_slots = num_unused = 0
     for group in groups:
         if group.holds_states:

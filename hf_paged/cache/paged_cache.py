@@ -166,9 +166,9 @@ class PagedCache(DynamicCache):
         super().__setattr__(name, value)
 
     def continue_from(self, other: PagedCache) -> None:
-        """Copies everything except blocks from `other`, a cache with the same layers, into this
-        empty cache. The two caches then share tensors, which must not be written to in place
-        before an operation on rows replaces them."""
+        """Copies what the layers of `other` hold, except blocks, into the same layers of this empty
+        cache. The two caches then share tensors, which must not be written to in place before an
+        operation on rows replaces them."""
         while len(self.layers) < len(other.layers):
             self.layers.append(self._make_next_layer())
         for layer, other_layer in zip(self.layers, other.layers):
@@ -224,7 +224,7 @@ class PagedCache(DynamicCache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether the cache holds no tokens."""
+        """Whether no layer group of the cache holds tokens."""
         return not any(group.length for group in self.groups.values())
 
     def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
@@ -235,7 +235,7 @@ class PagedCache(DynamicCache):
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Reserves memory at once, instead of step by step: in each layer, for the tokens of
+        """Makes each layer allocate its memory at once instead of step by step: for the tokens of
         `num_blocks` blocks of the largest size, with at most `num_sequences` sequences running at a
         time."""
         config = self.memory.config
@@ -261,9 +261,10 @@ class PagedCache(DynamicCache):
         paddings: tuple[int, ...],
         length: int | None,
     ) -> None:
-        """Takes over these rows and frees the former ones, or only borrows them for a step.
-        `paddings`: leading positions of each row that are not in its tables. `length`: logical
-        positions of every row, including padding; `None` keeps the lengths of layers and groups."""
+        """Takes over these rows and frees the former ones; if the cache borrows rows
+        (`from_empty`), borrows these and frees none. `paddings`: leading positions of each row that
+        are not in its tables. `length`: logical positions of every row, including padding; `None`
+        keeps the lengths of layers and groups."""
         with self.memory.lock:
             if not self.rows.is_borrowed:
                 self.rows.free()
@@ -321,7 +322,7 @@ class PagedCache(DynamicCache):
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Returns the offset to add to 0, 1, 2, ... for the positions of the queries in a mask. In
         a packed forward with a `key_len`, returns the offsets `(sum(query_len),)`."""
-        if self._positions is None:  # a model may override `get_seq_length`
+        if self._positions is None:  # by `get_seq_length`, which a model may override
             return super().get_query_offset(layer_idx)
         has_row_keys = any(
             group.packed is not None and group.packed.key_len for group in self.groups.values()
@@ -405,7 +406,7 @@ class PagedCache(DynamicCache):
         return tools.plot_cache(self, ax)
 
     def _repr_html_(self) -> str | None:
-        tools: rooms.ToolsRoom | None = rooms.optional("tools")
+        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
         return None if tools is None else tools.cache_html(self)
 
     def check_integrity(self) -> None:

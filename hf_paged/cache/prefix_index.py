@@ -1,5 +1,5 @@
-"""The prefix index: a tree that finds full blocks by their tokens. Holds no tensors and leaves
-eviction to the pools."""
+"""The prefix index: a tree that finds full blocks by their tokens. Holds no tensors; the pools
+evict blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .block_pool import BlockPool
 
-MARSHAL_VERSION = 2  # its bytes depend only on values, those of later ones on refcounts, too
+MARSHAL_VERSION = 2  # later versions write bytes that also depend on refcounts
 Offload = Callable[[int, int, bytes], None]
 """Called with the layer group, id and digest of an evicted block."""
 
@@ -29,7 +29,7 @@ class Link(NamedTuple):
 
 class Node:
     """`node_size` tokens, which follow those of its ancestors, and for each layer group the block
-    that ends with them, if it still exists. The root of a namespace has no tokens and is its own
+    that ends with them, if the index has one. The root of a namespace has no tokens and is its own
     parent."""
 
     __slots__ = ("block_ids", "children", "digest", "epoch", "namespace", "parent", "tokens")
@@ -52,13 +52,13 @@ class Node:
 
 class PrefixIndex:
     """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's
-    RadixAttention, arXiv 2312.07104, section 3, by whole blocks). A lookup of the pools' blocks
+    RadixAttention, arXiv 2312.07104, section 3, but by whole blocks). A lookup of the pools' blocks
     compares tokens, never only hashes; blocks in a tier are found by digest. Of several blocks with
     the same content, only the first is registered. A node that loses its block in a full-attention
-    group is removed with its subtree; in a window group, blocks may be missing. A group of states
-    is a window group that needs only the last block: the snapshot after its tokens. A node has
-    `node_size` tokens, the smallest block size. A block of `ratios[group]` times that size belongs
-    to the last of its nodes."""
+    group is removed with its subtree; in a window group, nodes may lack blocks. A group of states
+    is a window group of which only the last node's block is needed: the snapshot after that node. A
+    node has `node_size` tokens, the smallest block size. A block of `ratios[group]` times that size
+    belongs to the last of the nodes that it spans."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class PrefixIndex:
     ) -> None:
         self.node_size = node_size
         self._ratios = [1] * len(pools) if ratios is None else list(ratios)
-        # nodes between positions at which blocks of all groups end
+        # nodes from one position at which blocks of all groups end to the next
         self.stride = max(self._ratios, default=1)
         self._pools = list(pools)
         self._windows = list(windows)
@@ -78,13 +78,14 @@ class PrefixIndex:
         groups = range(len(self._pools))
         self._on_evict = [functools.partial(self._handle_eviction, group) for group in groups]
         # `(group, block_id)` of blocks registered since `begin_step`, which are not computed yet;
-        # `None` once the step ends
+        # `None` outside of a step
         self._step_blocks: dict[tuple[int, int], None] | None = None
         self._offload: Offload | None = None
 
     def offload_to(self, offload: Offload | None) -> None:
-        """Sets the function that is called for each evicted block, while the block still has its
-        content."""
+        """Sets the function that gets every block that an eviction removes, while the block still
+        has its content. It gets no blocks that are not computed yet or have no digest. `None`: no
+        function."""
         self._offload = offload
 
     def root(self, namespace: Hashable) -> Node:
@@ -113,8 +114,8 @@ class PrefixIndex:
         tier_has: Callable[[int, bytes], bool] | None = None,
         ignored_group: int | None = None,
     ) -> list[Link]:
-        """Returns the longest path along `token_ids`, of at most `max_nodes` nodes, after which a
-        sequence can start: all blocks that its next query sees exist, except perhaps in group
+        """Returns the longest path along `token_ids`, of at most `max_nodes` nodes, from which a
+        sequence can continue: all blocks that its next query sees exist, except perhaps in group
         `ignored_group`. With `tier_has(group, digest)`, blocks in the tier count as existing."""
         node = self._roots.get(namespace)
         digest = namespace_digest(namespace)
@@ -173,8 +174,9 @@ class PrefixIndex:
         block_ids: Sequence[int | None],
         epoch: int = 0,
     ) -> Node:
-        """Returns the node of `tokens` after `parent`, created if missing. Registers the given
-        blocks, filled by a sequence of this epoch, in groups where the node has no block yet."""
+        """Returns the node of `tokens` after `parent`, created if missing. In groups where the node
+        has no block yet, registers the given blocks, which a sequence of this epoch filled, unless
+        they already belong to a node."""
         node = parent.children.get(tokens)
         if node is None:
             node = parent.children[tokens] = Node(parent, tokens, len(self._pools))
@@ -223,7 +225,7 @@ class PrefixIndex:
             pool.drop_all(on_evict)
 
     def remove_before(self, epoch: int) -> None:
-        """Removes every node of an earlier epoch, with its subtree."""
+        """Removes every node of an epoch before this one, with its subtree."""
         pending = list(self._roots.values())
         while pending:
             parent = pending.pop()
@@ -234,7 +236,8 @@ class PrefixIndex:
                     pending.append(child)
 
     def _handle_eviction(self, group: int, block_id: int) -> None:
-        """Handles the eviction of a block, whose content is still intact."""
+        """Offloads a block that the pool evicts, while its content is intact, and unregisters
+        it."""
         try:
             if self._offload is not None:
                 self._offload_subtree(self._registered[group][block_id], group, self._offload)
@@ -242,8 +245,8 @@ class PrefixIndex:
             self._unregister(group, block_id)
 
     def _offload_subtree(self, node: Node, group: int, offload: Offload) -> None:
-        """Offloads the blocks that are removed together with the node's block of this group: in
-        full attention, those of the whole subtree."""
+        """Offloads the node's block of this group and all blocks that are removed with it: in full
+        attention, those of the node's whole subtree."""
         is_subtree = self._windows[group] is None
         groups: Sequence[int] = (group,)
         if is_subtree:
@@ -263,7 +266,8 @@ class PrefixIndex:
                 pending.extend(removed.children.values())
 
     def _unregister(self, group: int, block_id: int) -> None:
-        """Removes from its node a block that the pool no longer keeps."""
+        """Removes from the index a block that the pool no longer keeps, and the nodes that need the
+        block or become empty."""
         node = self._registered[group].pop(block_id)
         node.block_ids[group] = None
         if self._windows[group] is None:
@@ -304,8 +308,8 @@ class PrefixIndex:
             self._roots.pop(node.namespace, None)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless registered blocks and nodes agree, and every node is
-        reachable and has its blocks."""
+        """Raises `AssertionError` unless registered blocks and nodes agree, the pools keep these
+        blocks, and every node is its parent's child and has its full-attention blocks."""
         nodes: list[dict[int, Node]] = [{} for _ in self._pools]
         pending = [(root, 1) for root in self._roots.values()]
         while pending:

@@ -42,9 +42,9 @@ class BlockLayout(NamedTuple):
 
     def units(self, tables: Tensor, heads: slice, positions: Tensor | None) -> Units:
         """Returns the units of these heads. Without `positions`, they cover the blocks `tables`
-        `(rows, n)`: as tiles, or as tokens if keys and values are interleaved. With `positions`
-        `(rows, n)`, they are the tokens at these positions in rows with the block tables
-        `tables`."""
+        `(rows, n)`: as tiles or, if each token's keys and values lie side by side, as tokens. With
+        `positions` `(rows, n)`, they are the tokens at these positions in rows with the block
+        tables `tables`."""
         _, _, size, dim = self.shape
         block_stride, head_stride, token_stride, _ = self.stride
         if positions is None and token_stride == dim:

@@ -77,7 +77,7 @@ class CacheRows:
     @guarded
     def select(self, indices: Sequence[int]) -> None:
         """Makes row `i` a copy of the former row `indices[i]`, counted from the end if negative, by
-        permuting and forking tables; no keys or values are copied. Does nothing without rows, or to
+        permuting and forking tables; no blocks are copied. Does nothing without rows, or to
         borrowed rows, which their owner selects. Raises `IndexError`, with nothing changed, for
         missing rows."""
         old_rows = self.sequences

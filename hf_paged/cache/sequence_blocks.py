@@ -25,13 +25,15 @@ class SequenceBlocks(_WithWeakRefs):
     epoch: int = 0  # the manager's epoch when the oldest block was begun
     node: Node | None = None  # node of the last registered block in the prefix index
     num_registered: int = 0  # nodes of the prefix index up to and including `node`
-    # tokens for which the tables have writable slots: a decode step within it only counts
+    # tokens for which the tables have writable slots: up to this number, a decode only raises token
+    # counts
     capacity: int = 0
     # token counts at which a step must end, so that `register` can register the state there
     stops: tuple[int, ...] = ()
 
     def __del__(self) -> None:
-        # a sequence that an exception dropped may hold blocks; an unfinished one has no tables
+        # an exception may have dropped a sequence that holds blocks, or interrupted `__init__`
+        # before it set `tables`
         for table in getattr(self, "tables", ()):
             table.pool.needs_recount |= bool(table.block_ids)
 
@@ -41,7 +43,7 @@ class SequenceBlocks(_WithWeakRefs):
         if self.capacity and len(lengths) != 1:  # in a cache's row (capacity 0) they may differ
             raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
         for table in self.tables:
-            # up to a whole block of them, since `reserve_next` allocates ahead
+            # up to a whole block may be unused, since `reserve_next` allocates ahead
             num_unused = table.num_unused_slots
             if table.block_ids and not 0 <= num_unused <= table.block_size:
                 raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")
@@ -51,4 +53,4 @@ class SequenceBlocks(_WithWeakRefs):
 
 
 NO_BLOCKS = SequenceBlocks()
-"""The blocks of a sequence before it is admitted and after its blocks are freed."""
+"""The blocks of a sequence that is not admitted yet, or whose blocks were freed."""

@@ -31,8 +31,9 @@ class StateRows:
         gather_states(self.state_layers, parts, device)
 
     def put_back(self, group: Any, index: int, num_layers: int, block_ids: dict[int, int]) -> None:
-        """Copies each `row` in `block_ids` back to its original device, as the state of slot
-        `block_ids[row]`. Ignores `index` and `num_layers`, which `HostLayer.put_back` needs."""
+        """Makes row `row`, copied to its original device, the state of slot `block_ids[row]`, for
+        each `row` in `block_ids`. Ignores `index` and `num_layers`, which `HostLayer.put_back`
+        needs."""
         rows = StateRows([(self.state_layers, list(block_ids))])
         group.storage.keep(block_ids.values(), rows)
 
@@ -97,7 +98,8 @@ class StateStorage:
         return holder, row
 
     def holders(self) -> dict[Any, set[int]]:
-        """Returns the slots of each holder. Forgets those not used or kept, or without a holder."""
+        """Returns the slots of each holder. Forgets slots that are neither used nor kept, or whose
+        holder is gone."""
         slots_by_holder: dict[Any, set[int]] = {}
         for slot, (get_holder, _) in list(self._rows.items()):
             holder = get_holder()
@@ -195,7 +197,7 @@ def gather_states(
     for index, layer in enumerate(layers):
         sources = [(part_layers[index], rows) for part_layers, rows in parts]
         first_source, _ = sources[0]
-        target = first_source.device if device is None else device
+        target_device = first_source.device if device is None else device
         for name in _STATE_ATTRIBUTES:
             attributes = getattr(first_source, name)
             setattr(layer, name, dict(attributes))
@@ -209,7 +211,7 @@ def gather_states(
                     tensors = [
                         (getattr(source, name)[state_index], rows) for source, rows in sources
                     ]
-                    states[state_index] = _concatenate_rows(tensors).to(target)
+                    states[state_index] = _concatenate_rows(tensors).to(target_device)
             setattr(layer, name, states)
 
 

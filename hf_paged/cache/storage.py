@@ -27,9 +27,9 @@ _IS_ELASTIC = operator.attrgetter("is_elastic")
 
 
 class BlockStorage:
-    """The block tensors of one layer group, one `KVBlocks` per layer. A layer is allocated when it
-    first writes, for the pool's blocks or at the reserved size, and grows when full to the reserved
-    size or by half, whichever is more."""
+    """The block tensors of one layer group, one `KVBlocks` per layer. A layer is allocated at its
+    first write: for the blocks of the pool or the reserved ones, whichever are more. When full, it
+    grows to the reserved size or by half, whichever is more."""
 
     most_bytes: int | None = None
     growth_step = 0
@@ -99,8 +99,8 @@ class BlockStorage:
         for stored, new in zip(stored_sizes, sizes_of(keys, values)):
             if stored != new:
                 raise ValueError(
-                    f"layer {index} holds states of (heads, dim, device) {stored}, but the new ones"
-                    f" have {new}: use one cache per model"
+                    f"layer {index} stores (heads, dim, device) {stored}, but the new keys or"
+                    f" values have {new}: use one cache per model"
                 )
         old_key_dtype, old_value_dtype = layer.dtypes
         key_dtype = torch.promote_types(old_key_dtype, keys.dtype)
@@ -122,8 +122,9 @@ class BlockStorage:
         return promoted
 
     def grow(self, num_blocks: int, most: int) -> None:
-        """Grows every layer with fewer than `num_blocks` blocks to that size or, if memory allows,
-        to the reserved size or by half, but not beyond `most`. Raises what `make` raises."""
+        """Grows every layer with fewer than `num_blocks` blocks: if memory allows, to the reserved
+        size or by half, whichever is more, but not beyond `most`; otherwise to `num_blocks`. Raises
+        what `make` raises."""
         for index, layer in self.layers.items():
             old_size = layer.num_blocks
             if old_size < num_blocks:
@@ -156,8 +157,9 @@ class BlockStorage:
         return self._allocate(1, empty_keys, empty_values)
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Allocates layer `index` for K/V like these: all blocks of the pool, and as many reserved
-        ones as memory allows. Raises `MemoryError`, or torch's `RuntimeError`."""
+        """Allocates layer `index` for K/V like these, and returns it: all blocks of the pool, and
+        as many reserved ones as memory allows. If memory runs out, raises `MemoryError`, or torch's
+        `RuntimeError`."""
         block_bytes = self.outline(keys, values).block_bytes
         num_reserved = self._num_reserved(block_bytes, keys.device)
         min_blocks = self.pool.num_blocks
@@ -197,7 +199,7 @@ class BlockStorage:
 def storage_of(
     config: PagedConfig, spec: GroupSpec, block_size: int, before_move: Callable[[], None]
 ) -> Storage:
-    """Returns the storage that a config selects, as a `StorageFactory`."""
+    """Returns the storage that a config selects. Implements `seams.StorageFactory`."""
     room = _room(config)
     if room is not None:
         return room.make_storage(config, spec, block_size, before_move)
@@ -206,8 +208,8 @@ def storage_of(
 
 def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> PagedConfig:
     """Returns a config with the smallest block size, but at least the given one, that the storage
-    allows for this model configuration. Raises `ValueError` if the device does not support the
-    storage."""
+    allows for this model configuration. Raises `ValueError` if the device or the model does not
+    support the storage."""
     room = _room(config)
     return config if room is None else room.fit_blocks(config, model_config, device)
 

@@ -23,8 +23,8 @@ Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
 
 
 def store_signature(keys: Tensor, values: Tensor) -> StoreSignature:
-    """Returns the signature of K/V. If two K/V have equal signatures, the same blocks and the same
-    store function serve both."""
+    """Returns the shapes, strides, dtypes and device of K/V, which determine the blocks and the
+    store function that they need."""
     return (
         keys.shape,
         keys.stride(),
@@ -45,22 +45,24 @@ def choose_store(
 ) -> Store:
     """Returns a function of `(keys, values, slots)` that writes K/V `(batch, heads, n, dim)` of any
     strides into blocks `(num_blocks, heads, block_size, dim)`, converted to the blocks' dtypes or
-    quantized. It may be reused for K/V with an equal `store_signature`, and for any slots. `slots`
-    `(batch, n)` int64: `block_id * block_size + offset` of each token, without duplicates; negative
-    for tokens that are not stored."""
+    quantized. It may be reused for K/V with an equal `store_signature` and any slots of the same
+    shape. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, without
+    duplicates; negative for tokens that are not stored."""
     write: Callable[..., None] = store_portable
     has_equal_heads = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):
         tensors = (keys, values, key_blocks, value_blocks)
-        supported = (*DTYPES, *quantized.MAX_CODES)
+        supported_dtypes = (*DTYPES, *quantized.MAX_CODES)
         device = key_blocks.device
-        are_supported = all(x.dtype in supported and x.device == device for x in tensors)
+        are_supported = all(
+            tensor.dtype in supported_dtypes and tensor.device == device for tensor in tensors
+        )
         if has_equal_heads and are_supported:
             write = _store_triton
     elif has_equal_heads and cpp.is_available():
         dtypes = (keys.dtype, values.dtype)
         stored_dtypes = (key_blocks.dtype, value_blocks.dtype)
-        if quantized.is_quantized(key_blocks):  # the kernel converts K/V
+        if quantized.is_quantized(key_blocks):  # the kernel itself quantizes K/V
             stored_dtypes = dtypes
         with contextlib.suppress(TypeError):  # the kernel does not support such tensors
             stored_keys = keys.to(stored_dtypes[0])

@@ -32,8 +32,8 @@ class HostLayer(NamedTuple):
     def put_back(
         self, group: GroupMemory, index: int, num_layers: int, block_ids: dict[int, int]
     ) -> None:
-        """Writes each `row` of the copies in `block_ids` to block `block_ids[row]` of layer
-        `index`."""
+        """Writes row `row` of the copies to block `block_ids[row]` of layer `index`, for each `row`
+        in `block_ids`."""
         # since the copy, the storage may have grown, changed its dtype or been recreated
         keys, values = self.blocks.empty_states(self.device)
         target = group.layer(index, keys, values, num_layers, num_new_tables=None)
@@ -67,7 +67,7 @@ def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
 
 @mirrored
 def put_back(group: GroupMemory, host: HostBlocks, block_ids: dict[int, int]) -> None:
-    """Writes each `row` of the copies in `block_ids` to block `block_ids[row]`."""
+    """Writes row `row` of the copies to block `block_ids[row]`, for each `row` in `block_ids`."""
     if block_ids:
         for index, layer in host.items():
             layer.put_back(group, index, len(host), block_ids)
@@ -100,20 +100,20 @@ class BlockSwapper:
     """Copies a request's blocks to host memory (pinned for CUDA) and back into free blocks. The
     request's sequences keep sharing blocks. Tables of swapped-out sequences keep token counts."""
 
-    def __init__(self, blocks: BlockManager) -> None:
-        self.blocks = blocks
+    def __init__(self, block_manager: BlockManager) -> None:
+        self.block_manager = block_manager
 
     def num_blocks(self, request: Any) -> int:
         """Returns how many blocks `swap_in` allocates, over all counted groups."""
-        rows = self._rows(_swapped(request))
-        groups = zip(self.blocks.groups, rows)
-        return sum(len(ids) for group, ids in groups if group.spec.is_counted)
+        rows_by_group = self._needed_rows(_swapped(request))
+        groups = zip(self.block_manager.groups, rows_by_group)
+        return sum(len(rows) for group, rows in groups if group.spec.is_counted)
 
     def num_held_bytes(self, request: Any) -> int:
         """Returns the bytes of the distinct blocks of the request's unfinished sequences, over all
         layers."""
-        rows = [sequence.blocks.tables for sequence in request.open_sequences]
-        groups = zip(self.blocks.groups, zip(*rows))
+        tables_by_sequence = [sequence.blocks.tables for sequence in request.open_sequences]
+        groups = zip(self.block_manager.groups, zip(*tables_by_sequence))
         return sum(
             len(number_blocks(tables)) * group.storage.block_bytes for group, tables in groups
         )
@@ -122,14 +122,14 @@ class BlockSwapper:
         """Copies every block of `request` to host memory and releases it; a block that others hold
         also stays in the pool. Returns `False`, with no block released, if host memory is too small
         or a state is missing."""
-        self.blocks.flush_copies()
+        self.block_manager.flush_copies()
         sequences = [sequence for sequence in request.sequences if sequence.blocks.tables]
-        with self.blocks.memory.lock:
+        with self.block_manager.memory.lock:
             tables_by_group = zip(*(sequence.blocks.tables for sequence in sequences))
             numbers = [number_blocks(tables) for tables in tables_by_group]
             try:
-                groups = zip(self.blocks.groups, numbers)
-                host = [copy_out(group, list(ids)) for group, ids in groups]
+                groups = zip(self.block_manager.groups, numbers)
+                host = [copy_out(group, list(block_numbers)) for group, block_numbers in groups]
             except (MemoryError, RuntimeError, KeyError) as error:  # torch raises `RuntimeError`
                 if is_interrupt(error):
                     raise
@@ -147,15 +147,17 @@ class BlockSwapper:
         content back and restores the tables. Returns `False`, with nothing changed, if too few
         blocks are free."""
         swapped = _swapped(request)
-        rows = self._rows(swapped)
+        rows_by_group = self._needed_rows(swapped)
         host = swapped[0][1].host
-        with self.blocks.memory.lock:
-            allocated_ids = self.blocks.take(list(map(len, rows)))
+        with self.block_manager.memory.lock:
+            allocated_ids = self.block_manager.take(list(map(len, rows_by_group)))
             if allocated_ids is None:
                 return False
             try:
-                targets = [dict(zip(ids, new_ids)) for ids, new_ids in zip(rows, allocated_ids)]
-                for group, copies, block_ids in zip(self.blocks.groups, host, targets):
+                targets = [
+                    dict(zip(rows, new_ids)) for rows, new_ids in zip(rows_by_group, allocated_ids)
+                ]
+                for group, copies, block_ids in zip(self.block_manager.groups, host, targets):
                     put_back(group, copies, block_ids)
                 for sequence, state in swapped:
                     tables = sequence.blocks.tables
@@ -163,11 +165,11 @@ class BlockSwapper:
                         table.hold([block_ids[row] for row in table_rows])
                     sequence.swapped = None
             finally:  # by now the tables hold the blocks, unless there was an error
-                for group, new_ids in zip(self.blocks.groups, allocated_ids):
+                for group, new_ids in zip(self.block_manager.groups, allocated_ids):
                     group.pool.release(reversed(new_ids))
         return True
 
-    def _rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
+    def _needed_rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
         """Returns, per group, the rows of the host copies that these sequences need."""
         rows_by_group = zip(*(state.rows for _, state in swapped))
         return [list(dict.fromkeys(itertools.chain(*rows))) for rows in rows_by_group]

@@ -13,7 +13,7 @@ from .. import forks
 from ..interrupts import ends_with_calls, restoring
 from . import budget
 
-_POLL = 0.01  # seconds between attempts
+_POLL_SECONDS = 0.01  # between attempts
 GRACE = 0.5  # seconds that callers get to drop the caches that finished calls returned
 # If no call on the memory makes a step for this many seconds, a waiting call assumes that the calls
 # that hold blocks wait for it in turn, as user code may arrange.
@@ -31,14 +31,15 @@ class Holder(Protocol):
 class Shortage:
     """Decides whether a call that ran out of blocks tries again: while calls of other threads
     progress, since they will free their blocks, and for `GRACE` seconds after the last progress or
-    the start. With `is_alone` (the caller itself holds all used blocks), not after the start."""
+    the start. With `is_alone` (the caller itself holds all used blocks), the start does not
+    count."""
 
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory
         self._progress_count = -1
         self._last_step_at = 0.0
-        self.since = time.monotonic()
-        self._last_progress_at = -math.inf if is_alone else self.since
+        self.started_at = time.monotonic()
+        self._last_progress_at = -math.inf if is_alone else self.started_at
 
     def should_retry(self) -> bool:
         """Whether to try again after a failed attempt."""
@@ -56,7 +57,7 @@ class Shortage:
     @property
     def should_await_other_models(self) -> bool:
         """Whether to try again, for up to `PATIENCE`, because other models hold the memory."""
-        is_patient = time.monotonic() - self.since < budget.PATIENCE
+        is_patient = time.monotonic() - self.started_at < budget.PATIENCE
         return is_patient and bool(self._memory.num_held_by_others)
 
     def wait(self) -> bool:
@@ -65,12 +66,12 @@ class Shortage:
         with claims_waiting(self._memory):
             will_retry = self.should_retry()
             if will_retry:
-                time.sleep(_POLL)
+                time.sleep(_POLL_SECONDS)
             return will_retry
 
 
 class Claim:
-    """The most blocks that a call will hold if it cannot be preempted."""
+    """The claim of a call that cannot be preempted: the most blocks that it will hold."""
 
     def __init__(self, memory: Any, num_blocks: int) -> None:
         self.memory = memory
@@ -118,8 +119,8 @@ def claims_on(memory: Any) -> list[Claim]:
 
 @restoring
 def claims_waiting(memory: Any) -> Iterator[None]:
-    """Marks the claims of this thread as waiting: while its calls wait for blocks, or while a loop
-    determines whether other calls progress."""
+    """A context in which the claims of this thread count as waiting: while its calls wait for
+    blocks, or while a loop determines whether other calls progress."""
     thread = threading.get_ident()
     claims = claims_on(memory)
     claims = [claim for claim in claims if claim.thread == thread and not claim.is_waiting]
@@ -135,8 +136,8 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 @restoring
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
     """Wraps a call that cannot be preempted and holds up to `num_blocks` of `total()` blocks. First
-    waits until these fit beside the claims of earlier such calls, or no call of another thread
-    progresses."""
+    waits until these fit beside the claims of earlier such calls, or until no call of another
+    thread progresses."""
     claim = Claim(memory, num_blocks)
     try:
         memory.holders.append(claim)

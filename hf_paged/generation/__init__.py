@@ -1,1 +1,2 @@
-"""The entry point: patches `generate` for `cache_implementation=\"paged\"` and runs such calls."""
+"""The entry point: replaces methods of `generate`, and runs calls with
+`cache_implementation="paged"`."""

@@ -57,7 +57,8 @@ def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
         adapters = adapters_for(call.model)
         names = None
         if adapters is not None:
-            # hidden from PEFT, which would apply them to a forward's rows, not to the call's rows
+            # hides the names from PEFT, which would apply them to the rows of each forward instead
+            # of the call's rows
             names = stack.enter_context(adapters.row_adapters(call.model))
         batch = _batch_of(call, loop, names)
         if batch is not None:
@@ -101,8 +102,8 @@ class BatchCall(Candidate):
     """A decoding loop of a `generate` call that the engine serves."""
 
     def run(self) -> Any:
-        """Runs the loop on the engine. Returns the result of transformers' `_sample` or
-        `_beam_search`, or raises their error."""
+        """Runs the loop on the engine. Returns the result that transformers' `_sample` or
+        `_beam_search` would return, or raises the error that they would raise."""
         call = self.call
         memory = self.cache.memory
         decoding: Decoding
@@ -115,7 +116,7 @@ class BatchCall(Candidate):
         num_steps = decoding.max_length - decoding.length
         keeps_prefixes = num_tokens >= MIN_CACHED_TOKENS
         replays = keeps_prefixes or num_steps >= MIN_REPLAYED_STEPS
-        generation = self._generation(decoding, keeps_prefixes)
+        generation = self._make_generation(decoding, keeps_prefixes)
         self._set_up_drafts(generation)
         call.built_caches.clear()  # the loop may take over these caches
         make = functools.partial(
@@ -167,7 +168,7 @@ class BatchCall(Candidate):
             generation.split()
 
     def _loop_key(self) -> Hashable:
-        """Returns a key: calls with equal keys, also of different threads, can share forwards."""
+        """Returns a key. Calls with equal keys can share forwards, also across threads."""
         device = compute_device(self.model)
         config = dataclasses.replace(self.paged_config, cache_salt=None, idle_release_seconds=None)
         stream = None
@@ -185,7 +186,7 @@ class BatchCall(Candidate):
             threading.get_ident() if any(num_modes()) else None,
         )
 
-    def _generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
+    def _make_generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         repeats = self.call.repeats
         layout = self.layout
         prompts = self.prompts
@@ -218,20 +219,22 @@ class BatchCall(Candidate):
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 
     def _adapter(self, row: int) -> str | None:
-        """The adapter of a row. `adapters` has a name per prompt, or per row if PEFT has repeated
-        the names (it does so if the arguments request beams)."""
+        """Returns the adapter of a row. `adapters` has one name per prompt, or per row if PEFT has
+        repeated the names (as it does if the arguments request beams)."""
         names = self.adapters
         if names is None:
             return None
         return names[row * len(names) // len(self.paddings)]
 
     def _tokens(self, ids: torch.Tensor, row: int) -> list[int]:
-        """Token ids of a row of `ids` without padding; 0 for each token given as an embedding."""
-        num_hidden = self.paddings[row] - self.num_embedded
-        tokens: list[int] = ids[row, max(0, num_hidden) :].tolist()
-        return [0] * -num_hidden + tokens
+        """Returns the token ids of a row of `ids` without padding; 0 for each token given as an
+        embedding."""
+        first_column = self.paddings[row] - self.num_embedded  # negative: embeddings precede `ids`
+        tokens: list[int] = ids[row, max(0, first_column) :].tolist()
+        return [0] * -first_column + tokens
 
     def _result(self, generation: Generation, loop: StepLoop) -> Any:
+        """Returns the decoding's result, with a cache if the call returns one."""
         decoding = generation.decoding
         parts = generation.parts
         num_rows = len(self.paddings)
@@ -274,8 +277,9 @@ class BatchCall(Candidate):
                 count = first.num_tokens - 1 - first.num_computed_tokens
                 num_needed = sum(table.num_needed(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(
-                    f"the returned cache needs {num_needed} blocks, {loop.blocks.num_free} are"
-                    " free: raise `num_blocks`, or leave `return_dict_in_generate` out"
+                    f"a row of the returned cache needs {num_needed} more blocks,"
+                    f" {loop.blocks.num_free} are free: raise `num_blocks`, or leave"
+                    " `return_dict_in_generate` out"
                 )
         cache = empty_cache(self.model, loop.memory)
         # so that the call discards it after an error: the traceback keeps frames that hold it
@@ -290,8 +294,9 @@ class BatchCall(Candidate):
 
 
 def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
-    """Plans one step that computes missing tokens of these sequences, except the last token of
-    each, as far as the token budget and the free blocks allow; perhaps of none."""
+    """Allocates blocks for missing tokens of these sequences, except the last token of each, as far
+    as the token budget and the free blocks allow, and returns the plan of a step that computes
+    them; the plan may be empty."""
     items = []
     budget = loop.scheduler.max_num_batched_tokens
     with loop.memory.changing():

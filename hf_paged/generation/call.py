@@ -1,5 +1,5 @@
-"""One `generate` call: the caches that it builds, the attention that it switches, its route. This
-module runs no forward."""
+"""`Call`: one `generate` call with the caches that it builds, the attention that it switches, and
+its route. This module runs no forward."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ logger = logging.getLogger(__name__)
 
 
 def caches_in(model_kwargs: Mapping[str, Any]) -> list[Any]:
-    """The caches among a forward's arguments."""
+    """Returns the caches among a forward's arguments."""
     values = [model_kwargs.get(name) for name in compat.CACHE_NAMES]
     return [value for value in values if value is not None]
 
 
 def rows_per_prompt(config: GenerationConfig) -> int:
-    """The number of rows to which `generate` expands each prompt."""
+    """Returns the number of rows to which `generate` expands each prompt."""
     return max(config.num_beams or 1, config.num_return_sequences or 1)
 
 
 def first_rows(value: Any, repeats: int) -> Any:
     """Returns a model's input with only the first of every `repeats` rows of its tensors; `None` if
-    the other rows are not copies of it."""
+    the other rows are not copies of the first."""
     for tensor in tensors_of(value):
         if len(tensor) % repeats:
             return None
@@ -75,23 +75,23 @@ class Call:
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         self.stack = contextlib.ExitStack()
-        # holds the claim on blocks until the caches are dropped
-        self.claim = contextlib.ExitStack()
-        self.memory: PagedMemory | None = None  # the model's, if the call uses it
+        # closed after the caches are dropped: holds the claim on blocks
+        self.claim_stack = contextlib.ExitStack()
+        self.memory: PagedMemory | None = None  # the model's memory, if the call uses it
         self.built_caches: list[PagedCache] = []
         self.caches: list[PagedCache] = []  # `built_caches`, or the caller's
         self.counters: list[ReadCounters] = []  # of the caches
-        self.repeats = 1  # rows per prompt
+        self.repeats = 1  # number of rows per prompt
         # token ids and inputs before they are expanded to rows
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None
         self.has_swapped_images = False  # whether the expansion gave rows the images of other rows
         self.route_name = "plain"
         self.reason = "cache_implementation is not 'paged'"
         self.remedy: str | None = None  # how the call gets a paged cache, if it requested one
-        self.reads_in_place = False
-        self.is_running = False
+        self.reads_in_place = False  # whether attention is switched to read blocks in place
+        self.is_running = False  # whether `running` has begun
         self.own_code_reason: str | None = None  # why the model's own code reads keys and values
-        self.slowed_by: set[str] = set()  # reasons that the kernels report
+        self.slowed_by: set[str] = set()  # reasons why the call was slower than possible
         # in a call on the engine, by kind of cache: (rows, positions per row)
         self.cache_sizes: dict[str, tuple[int, int]] = {}
         # other fields for `route_of`
@@ -150,7 +150,7 @@ class Call:
             # dropped before the claim ends, since they may hold blocks
             self.built_caches = []
             self.caches = []
-            self.claim.close()
+            self.claim_stack.close()
             if self.memory is not None:
                 self.memory.end_call(self, plain_bytes)
                 end_use(self.memory)
@@ -167,7 +167,7 @@ class Call:
         return self.route_name == "plain" and self.remedy is not None
 
     def _full_reason(self) -> str:
-        """The reason and, if the model's own code read keys and values, how it got them."""
+        """Returns the reason and, if the model's own code read keys and values, how it got them."""
         if self._lacks_cache:
             return Topic.NOT_PAGED(self.reason)
         if self.own_code_reason is None or self.route_name != "hf_loop":
@@ -210,8 +210,8 @@ class Call:
 
     def claim_blocks(self, arguments: dict[str, Any]) -> None:
         """Claims blocks for all rows of a decoding loop with these arguments, in the caches that
-        the call built, until the call ends. First waits, as long as other calls progress, until
-        they fit alongside the claims of earlier calls that cannot be preempted."""
+        the call built, until the call ends. First waits, as long as other calls progress, until the
+        blocks fit alongside the claims of earlier calls that cannot be preempted."""
         model_kwargs = arguments.get("model_kwargs", {})
         embeds = model_kwargs.get("inputs_embeds")
         encoded = model_kwargs.get("encoder_outputs")
@@ -228,7 +228,7 @@ class Call:
             num_needed += num_rows * sum(num_blocks)
         manager = self.built_caches[0].rows.manager
         claim = claimed(self.built_caches[0].memory, num_needed, lambda: manager.num_total)
-        self.claim.enter_context(claim)
+        self.claim_stack.enter_context(claim)
 
     def note_inputs(
         self,
@@ -253,10 +253,11 @@ class Call:
         self.own_code_reason = foreign_attention(modules)
         if self.own_code_reason:
             return  # the model's own code may attend to padding, so it must be stored
-        self.stack.callback(mask_observer.reset, mask_observer.set(self._observe))
+        self.stack.callback(mask_observer.reset, mask_observer.set(self._expect_padding))
 
-    def _observe(self, mask: PagedMask) -> None:
-        """Finds the left padding in the model's causal mask, so that it is not stored."""
+    def _expect_padding(self, mask: PagedMask) -> None:
+        """Finds the left padding in the model's causal mask, and tells the call's empty caches not
+        to store it."""
         arguments = mask.arguments
         if not mask.pattern.causal or arguments.get("q_offset", 0) != 0:
             return
@@ -277,6 +278,6 @@ class Call:
 
 
 current_call: ContextVar[Call | None] = ContextVar("hf_paged_call", default=None)
-# The call of a model whose own `generate` bypasses ours: made when the model prepares its cache,
-# and run with the model's decoding loop.
+# The call of a model whose own `generate` bypasses ours: it is created when the model prepares its
+# cache, and runs around the model's decoding loop.
 prepared_call: ContextVar[Call | None] = ContextVar("hf_paged_prepared_call", default=None)

@@ -48,7 +48,8 @@ class Candidate:
         self.call = call
         self.model = call.model
         self.cache = cache  # empty, built for the call
-        self.adapters = adapters  # one per row or per prompt, if the call names them
+        # names of adapters, one per row or per prompt; `None` if the call passes none
+        self.adapters = adapters
         self.inputs = loop.inputs()  # each prompt `call.repeats` times
         self.config = self.inputs.generation_config
         # not from the memory, whose config may be that of another thread's call
@@ -71,7 +72,7 @@ class Candidate:
         self.verdict = PromptsVerdict(can_reuse=True)  # on these prompts
 
     def reason_against(self) -> str | None:
-        """Why the engine cannot serve the call; `None` if it can."""
+        """Returns why the engine cannot serve the call; `None` if it can."""
         return next(self._reasons(), None)
 
     def _reasons(self) -> Iterator[str]:
@@ -123,7 +124,7 @@ class Candidate:
                 Topic.OPTIONS("`output_attentions` or `output_hidden_states` is set"): (
                     config.return_dict_in_generate and returns_internals
                 ),
-                # without it, transformers' loop passes all tokens in every step
+                # without a cache, transformers' loop passes all tokens in every step
                 Topic.OPTIONS(f"`use_cache` is {model_kwargs.get('use_cache')!r}"): (
                     not model_kwargs.get("use_cache", True)
                 ),
@@ -145,7 +146,7 @@ class Candidate:
         calls."""
         yield from self._reasons_against_prompts()
         model = self.model
-        inputs_reason = self._other_inputs()
+        inputs_reason = self._reason_of_inputs()
         layout = choose_layout(model, self.cache, self.paged_config.batch_invariant)
         self.layout = layout
         reason = layout.unsupported_reason
@@ -183,14 +184,16 @@ class Candidate:
         If there are none, sets `paddings`."""
         model_kwargs = self.model_kwargs
         ids = self.inputs.input_ids
-        keep = model_kwargs.get("logits_to_keep")
-        keeps_last = isinstance(keep, int) and keep == 1
+        logits_to_keep = model_kwargs.get("logits_to_keep")
+        keeps_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
         has_rows = ids.dim() == 2
         num_tokens = ids.shape[1] + self.num_embedded if has_rows else 0
         yield from _true_reasons(
             {
                 Topic.ENCODER("the model has an encoder"): self.model.config.is_encoder_decoder,
-                Topic.OPTIONS("`logits_to_keep` is set"): keep is not None and not keeps_last,
+                Topic.OPTIONS("`logits_to_keep` is set"): (
+                    logits_to_keep is not None and not keeps_last
+                ),
                 Topic.INPUTS("there are no token ids"): not num_tokens,
                 Topic.INPUTS("`inputs_embeds` and token ids differ in length"): (
                     has_rows and self.num_embedded and ids.shape[1]
@@ -221,9 +224,9 @@ class Candidate:
         assert columns is not None
         self.paddings = list(columns[0])
 
-    def _other_inputs(self) -> str | None:
-        """Returns a reason that names the inputs of the prompts other than token ids with
-        consecutive positions; `None` if there are none."""
+    def _reason_of_inputs(self) -> str | None:
+        """Returns a reason that names the prompts' inputs other than token ids with consecutive
+        positions; `None` if there are no others."""
         names = list(uncommon_names(self.model_kwargs))
         if "labels" in names and is_stock(self.model, "prepare_inputs_for_generation"):
             names.remove("labels")  # transformers' code drops them
@@ -242,15 +245,15 @@ class Candidate:
         return None
 
     def _find_prompts(self) -> Prompts | None:
-        """Makes `Prompts` with each prompt once; `None` if the call did not see the prompts before
-        the model expanded them to rows."""
+        """Returns `Prompts` with each prompt once; `None` if the call did not see the prompts
+        before the model expanded them to rows."""
         unexpanded = self.call.unexpanded
         if unexpanded is None and self.call.repeats == 1:
             unexpanded = self.inputs.input_ids, self.model_kwargs
         if unexpanded is None:
             return None
-        is_decoder = bool(self.model.config.is_encoder_decoder)
-        return prompts_of(unexpanded, self.model_kwargs, is_decoder)
+        has_encoder = bool(self.model.config.is_encoder_decoder)
+        return prompts_of(unexpanded, self.model_kwargs, has_encoder)
 
     def _needs_longer_table(self) -> bool:
         """Whether a row may need more positions than the model's table has, which packed forwards

@@ -47,7 +47,7 @@ from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt
 from .invocation import Invocation, Method, method_of, wrapper_of
 from .prefill import share_prefill
 
-REQUESTED = ("paged", NAME)
+PAGED_IMPLEMENTATIONS = ("paged", NAME)  # values of `cache_implementation` for a paged cache
 _PEFT = "peft.peft_model"
 _OLD_CACHE_NAME = "past_key_values"  # before newer versions of transformers renamed the argument
 
@@ -62,20 +62,20 @@ def _generate(generate: Invocation) -> Any:
     model = generate.model
     kwargs = generate.kwargs
     requested = generate.option("cache_implementation")
-    is_requested = requested in REQUESTED
+    is_requested = requested in PAGED_IMPLEMENTATIONS
     if is_requested:
         _check_arguments(generate)
         cache_config = PagedConfig.coerce(generate.option("cache_config"))
         if kwargs.get("cache_config") is not None:
             kwargs["cache_config"] = cache_config.to_dict()
         if kwargs.get("cache_implementation") == "paged":
-            # transformers would serve "paged" by its continuous batching, before any preparation
+            # transformers would serve "paged" with its continuous batching, before any preparation
             kwargs["cache_implementation"] = NAME
         streamer = kwargs.get("streamer")
         if isinstance(streamer, (list, tuple)):
             kwargs["streamer"] = RowStreamers(streamer, kwargs.get("attention_mask"))
     elif isinstance(requested, str):
-        close_matches = difflib.get_close_matches(requested.lower(), REQUESTED, n=1)
+        close_matches = difflib.get_close_matches(requested.lower(), PAGED_IMPLEMENTATIONS, n=1)
         if close_matches:
             raise ValueError(
                 f"`cache_implementation` is {requested!r}: did you mean {close_matches[0]!r}?"
@@ -153,12 +153,12 @@ def _check_arguments(generate: Invocation) -> None:
         check_streamer(row_streamer)
     if streamer is not None and isinstance(ids, torch.Tensor):
         repeats = generate.option("num_return_sequences") or 1
-        check_streamed_rows(streamer, len(ids) * repeats, "pass a list of streamers, one a row")
+        check_streamed_rows(streamer, len(ids) * repeats, "pass a list of streamers, one per row")
 
 
 def _checked_ids(generate: Invocation) -> Any:
-    """Returns the argument with the prompts' token ids. Raises `ValueError` for a mapping and, if
-    token ids are the main input of a model without encoder, for invalid ids."""
+    """Returns the argument with the prompts' token ids. Raises `ValueError` if it is a mapping and,
+    if token ids are the main input of a model without an encoder, for invalid ids."""
     model = generate.model
     kwargs = generate.kwargs
     positional = generate.args[0] if generate.args else None
@@ -193,9 +193,10 @@ def _prepare_cache(prepare: Invocation) -> Any:
     )
     implementation = generation_config.cache_implementation
     config = None
-    if implementation in REQUESTED or (implementation is None and uses_default):
+    if implementation in PAGED_IMPLEMENTATIONS or (implementation is None and uses_default):
         config = PagedConfig.coerce(generation_config.cache_config)
-        # not "dynamic": an assistant's config copies this one, and transformers refuses that there
+        # not "dynamic": an assistant's config copies this value, and transformers refuses "dynamic"
+        # there
         generation_config.cache_implementation = None
     result = prepare.run()
     with deferring_signals(model):
@@ -216,7 +217,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
 
 
 def _why_not_paged(model: Any, is_passed: bool, arguments: dict[str, Any]) -> tuple[str, str]:
-    """Why a call that requested a paged cache has none, and how it could get one."""
+    """Returns why a call that requested a paged cache has none, and how it could get one."""
     if is_passed:
         return "the caller's own cache is used", "Pass no cache, or a `hf_paged.PagedCache`"
     if arguments["generation_config"].use_cache is False:
@@ -224,7 +225,7 @@ def _why_not_paged(model: Any, is_passed: bool, arguments: dict[str, Any]) -> tu
     if caches_in(arguments["model_kwargs"]) or not compat.supports_dynamic_cache(model):
         return "the model has a cache of its own", "Use a model whose cache is a `DynamicCache`"
     return (
-        f"transformers {transformers.__version__} made no cache that hf_paged can see",
+        f"transformers {transformers.__version__} made no cache that hf_paged recognizes",
         "Install a version of transformers that this hf_paged supports",
     )
 
@@ -376,8 +377,8 @@ def _native() -> rooms.NativeRoom:
 
 
 def _add_to_peft(module: Any) -> None:
-    """Adds the methods of continuous batching to `PeftModel` (of the module `peft.peft_model`),
-    where they call those of the model inside, if `install` has replaced them."""
+    """Adds those methods of continuous batching that `install` has replaced to `PeftModel` (of the
+    module `peft.peft_model`), where they call the methods of the model inside."""
     with _lock:
         for name, method in _native().wrapper_methods.items():
             if (ContinuousMixin, name) in _installed:
@@ -434,7 +435,7 @@ def install(
         after_import(_PEFT, _add_to_peft)
 
 
-def install_of_environment() -> None:
+def install_from_environment() -> None:
     """Runs `install` with the options that HF_PAGED_INSTALL names. Raises `ValueError` for unknown
     names."""
     allowed = inspect.signature(install).parameters.keys()
@@ -443,8 +444,8 @@ def install_of_environment() -> None:
     unknown = [name for name in names if name not in allowed]
     if unknown:
         raise ValueError(
-            f"{INSTALL_VARIABLE} names {unknown}: it must be names among {', '.join(allowed)}, with"
-            " commas"
+            f"{INSTALL_VARIABLE} names {unknown}: it must be a comma-separated list of names among"
+            f" {', '.join(allowed)}"
         )
     install(**dict.fromkeys(names, True))
 

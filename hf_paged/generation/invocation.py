@@ -30,20 +30,22 @@ class Invocation:
         return inspect.signature(self.original).bind(self.model, *self.args, **self.kwargs)
 
     def value_of(self, variable: ContextVar[Any]) -> Any:
-        """Returns the value of `variable` if its attribute `model` is the model of this call;
+        """Returns the value of `variable` if that value's `model` is the model of this call;
         otherwise `None`."""
         value = variable.get()
         return value if value is not None and value.model is self.model else None
 
     @property
     def generation_config(self) -> Any:
-        """The argument `generation_config` of a call of `generate`; `None` if it is not passed."""
+        """The argument `generation_config`, if this is a call of `generate`; `None` if it is not
+        passed."""
         positional = self.args[1] if len(self.args) > 1 else None
         return self.kwargs.get("generation_config", positional)
 
     def option(self, name: str) -> Any:
-        """Returns the value of an option of `generate`; `None` if it is not set. The first that is
-        set decides: the keyword, also as `None`; `generation_config`; the model's own config."""
+        """Returns the value of an option of `generate`; `None` if it is not set. The first of these
+        that sets the option decides: a keyword argument, even `None`; `generation_config`; the
+        model's own generation config."""
         if name in self.kwargs:
             return self.kwargs[name]
         model_config = getattr(self.model, "generation_config", None)
@@ -72,7 +74,7 @@ def wrapper_of(original: Method, replacement: Callable[[Invocation], Any]) -> Me
 
 def method_of(owner: type, name: str) -> Method:
     """Returns a method of a class as a function that takes the model first, even if the method is
-    static, as one of them is in transformers 5.17."""
+    static, as `_expand_inputs_for_generation` is in transformers 5.17."""
     function: Method = getattr(owner, name)
 
     def without_model(model: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -14,7 +14,7 @@ from ..model.structure import row_dependencies
 from .call import current_call, first_rows
 from .invocation import Invocation
 
-# Python modules of cache layers whose `reorder_cache` repeats all that they hold
+# Python modules of cache layers whose `reorder_cache` repeats everything that they hold
 _REPEATABLE_MODULES = ("transformers.cache_utils", "hf_paged.", "builtins", "abc")
 
 
@@ -24,7 +24,7 @@ def share_prefill(prefill: Invocation) -> Any:
     call = prefill.value_of(current_call)
     arguments = prefill.bound.arguments
     first = None
-    # the original computes a chunked prefill
+    # only the original method computes chunked prefills
     is_whole = arguments["generation_config"].prefill_chunk_size is None
     if call is not None and call.caches and call.repeats > 1 and is_whole:
         first = _first_row_inputs(arguments["input_ids"], arguments["model_kwargs"], call.repeats)
@@ -61,8 +61,9 @@ def _first_row_inputs(
     model_kwargs: dict[str, Any],
     repeats: int,
 ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """Selects the inputs of the first of every `repeats` rows; `None` if the other rows are no
-    copies of it, if an input cannot be selected by row, or if a cache is not paged and empty."""
+    """Returns token ids and inputs of the first of every `repeats` rows; `None` if the other rows
+    are not copies of the first, if an input cannot be selected by row, or if a cache is not paged,
+    not empty or cannot repeat its rows."""
     if mismatched_rows(model_kwargs, len(input_ids)) is not None:
         return None
     ids = first_rows(input_ids, repeats)
@@ -98,8 +99,8 @@ def _can_repeat_rows(layer: Any) -> bool:
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: the model has no active dropout, no experts with a
-    capacity for the batch, and no foreign hooks, replaced forwards or states in modules."""
+    """Whether rows do not affect one another: no reason of `row_dependencies` applies, such as
+    dropout or a foreign hook, and no module has a replaced forward or holds a cache of its own."""
     modules = list(model.modules())
     if next(row_dependencies(model, modules), None) is not None:
         return False

@@ -1,4 +1,4 @@
-"""Measured attention time per context token by block size, one table per machine, which
+"""Measured attention time per context token by block size, in one table per kind of machine, which
 `benchmarks.tune --block-sizes` writes. `cache.block_sizes` chooses a size."""
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from . import preferred
+from . import preferred_backend
 from .cpp.compiler import cpu_flags
-from .cpp.prebuilt import LEVELS, levels
+from .cpp.prebuilt import LEVELS, supported_levels
 
 FOLDER = Path(__file__).with_name("tables")
 
@@ -27,7 +27,7 @@ def machine_name(device: torch.device) -> str:
     architecture = platform.machine()
     if architecture != "x86_64":
         return architecture
-    return next(levels(cpu_flags()), architecture)
+    return next(supported_levels(cpu_flags()), architecture)
 
 
 def entry_name(kernel: str, kv_dtype: str) -> str:
@@ -42,11 +42,11 @@ def find_costs(
     kv_dtype: str | None = None,
 ) -> tuple[dict[int, float], str]:
     """Returns the nanoseconds per context token, by block size (in tokens), of the kernel that
-    computes attention of a model in `dtype` on `device`, and a text that names their source. If
-    none were measured, returns an empty `dict` and a text with the reason. `kv_dtype` is that of
-    `PagedConfig`. On a CPU without times of its own, uses those of the highest x86-64 level that
-    has some."""
-    kernel = preferred(torch.empty(0, device=device))
+    computes attention of a model in `dtype` on `device`, and a sentence that says where they were
+    measured. If none were, returns an empty `dict` and a sentence with the reason. `kv_dtype` is
+    that of `PagedConfig`. On a CPU without times of its own, uses those of the highest x86-64 level
+    that has some. Raises the errors of `kernels.preferred_backend`."""
+    kernel = preferred_backend(torch.empty(0, device=device))
     entry = entry_name(kernel, kv_dtype or str(dtype).removeprefix("torch."))
     is_cpu = device.type == "cpu"
     if is_cpu or kernel == "triton":

@@ -18,7 +18,7 @@ from torch import Tensor
 from . import cpp, uses_triton
 from .triton.launch import LaunchFailedError
 
-# bytes that `hash_portable` reads at a time; its temporaries take about four times as many
+# bytes that `hash_portable` reads at a time; its temporaries take at most three times as many
 CHUNK_BYTES = 8 << 20
 # The odd constants of SplitMix64 (Steele et al., OOPSLA 2014), as signed int64.
 _GAMMA, _MIX_1, _MIX_2 = (
@@ -29,7 +29,7 @@ _GAMMA, _MIX_1, _MIX_2 = (
 def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
     """Hashes the elements of tensors of any strides and devices. Returns one hash of all tensors
     that the C++ kernel reads (`None` if it reads none), then, for each device of the other tensors,
-    a list with the hash of each tensor, two int64 numbers."""
+    a list of their hashes, each a pair of integers (`hash_portable`)."""
     tensors = [_dense(tensor) for tensor in tensors]
     # `is_cpu` first, so that GPU tensors do not trigger the C++ build
     cpp_tensors = [tensor for tensor in tensors if tensor.is_cpu and cpp.is_available()]
@@ -48,7 +48,7 @@ def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
 
 
 def _hash_on_device(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the `hash_portable` of each of several contiguous tensors on one device, as
+    """Returns the hashes (`hash_portable`) of contiguous tensors on one device, as
     `(len(tensors), 2)` int64 on that device."""
     if uses_triton(tensors[0]):
         from .triton.hash import hash_all  # needs Triton
@@ -74,8 +74,8 @@ def hash_portable(tensor: Tensor) -> Tensor:
     """Returns the hash of a contiguous tensor's bytes, `(2,)` int64 on the tensor's device. Mixes
     each 8-byte word with its position by a bijection, mixes the results once more, and sums the
     results of both mixes separately, modulo 2^64, so that the order of summation does not matter.
-    One changed word always changes the first sum; two different contents agree in both sums with a
-    probability of about 2^-128."""
+    A change of one word always changes the first sum; two different contents of the same size agree
+    in both sums with a probability of about 2^-128, unless they were chosen to collide."""
     content = tensor.detach().reshape(-1).view(torch.uint8)
     sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, content.numel(), CHUNK_BYTES):

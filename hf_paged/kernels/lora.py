@@ -1,5 +1,5 @@
-"""Adds the deltas of LoRA adapters to a layer's output, whose rows are those of a packed batch, in
-ranges with one adapter each. The room `adapters` decides which rows have which adapter."""
+"""Adds the deltas of LoRA adapters to a layer's output for a packed batch, whose rows form ranges
+with one adapter each. The room `adapters` decides which rows have which adapter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Part = tuple[int, int, LoraWeights]
 
 class Deltas:
     """Adds the deltas of one layer, with a separate product for each part (segmented products, as
-    in Punica, arXiv 2310.18547, and S-LoRA, arXiv 2311.03285, section 6): adapters may differ in
+    in Punica, arXiv 2310.18547, and S-LoRA, arXiv 2311.03285, section 5.3): adapters may differ in
     rank and dtype, and a row's delta depends only on the rows of its part."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
@@ -68,7 +68,7 @@ class Deltas:
 
             if lora.supports(out, x):
                 # A failed kernel leaves `out` unchanged. Ranks that shard the depth run the same
-                # kernels, so that either all fail or none.
+                # kernels, so they either all fail or all succeed.
                 with contextlib.suppress(LaunchFailedError):
                     lora.add_deltas(out, x, self.table)
                     return
@@ -89,15 +89,18 @@ class RecordedDeltas:
 
     def add(self, out: Tensor, x: Tensor) -> None:
         """Adds the deltas as [`Deltas.add`] does. Raises [`NotCapturable`] for tensors that the
-        kernels do not support, or if a kernel fails."""
+        kernels do not support, or if a kernel cannot be launched."""
         from .triton import lora
 
         if not lora.supports(out, x):
-            raise NotCapturable(f"the LoRA kernels do not support {x.dtype} and {out.dtype}")
+            raise NotCapturable(
+                f"the LoRA kernels do not support inputs of {x.dtype} and outputs of {out.dtype},"
+                " or rows that are not contiguous"
+            )
         try:
             lora.add_deltas(out, x, self.table)
         except LaunchFailedError as error:
-            raise NotCapturable("a LoRA kernel does not run") from error
+            raise NotCapturable("a LoRA kernel could not be launched") from error
 
 
 def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:
@@ -123,8 +126,8 @@ def add_portable(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:
 
 
 def _all_reduce(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
-    """Sums the products `x A^T` of the parts over the ranks that shard the depth, in one all-reduce
-    for all adapters, and returns them; other products stay as they are."""
+    """Returns the products `x A^T` of all parts. Those of sharded adapters are sums over the ranks
+    that shard the depth, computed in one all-reduce."""
     indices = [index for index, (*_, lora) in enumerate(parts) if lora.group is not None]
     if indices:
         sharded = [shrunk[index] for index in indices]

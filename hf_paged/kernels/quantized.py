@@ -2,11 +2,10 @@
 PyTorch.
 
 A block of a K/V head is one tile of bytes: `block_size * dim` codes, token after token, then
-`block_size` float32 scales, one per token. A state (an element of a key or value) is code * scale.
-A token's scale is its largest magnitude over the largest code, so that tokens stored later do not
-change earlier ones. (vLLM's `int8_per_token_head` has the same scales.) A layer's blocks are passed
-as a view of the codes, `(num_blocks, heads, block_size, dim)`; `scales` finds the scales from its
-strides.
+`block_size` float32 scales, one per token, so that tokens stored later do not change earlier ones.
+A token's scale is its largest magnitude over the largest code, as in vLLM's `int8_per_token_head`;
+a state (an element of a key or value) is code * scale. A layer's blocks are passed as a view of the
+codes, `(num_blocks, heads, block_size, dim)`; `scales` finds the scales from its strides.
 
 To add a one-byte dtype, extend `config.KV_DTYPES`, `DTYPES`, `MAX_CODES`, `lanes.cpp`, the dispatch
 on `stored` in `kernels.cpp` and `attention.cpp`, and the Triton kernels (`CODE_DTYPE`). Codes
@@ -42,15 +41,15 @@ def check_alignment(block_size: int, dim: int) -> None:
     """Raises `ValueError` if the scales of a tile would not be aligned for float32."""
     if block_size * dim % SCALE_BYTES:
         raise ValueError(
-            f"a quantized block of {block_size} tokens, of {dim} elements per token, has"
-            f" {block_size * dim} bytes of codes, after which the scales must begin at a multiple"
-            f" of {SCALE_BYTES}: pass a `block_size` that is a multiple of {SCALE_BYTES}, or no"
-            " `kv_dtype`"
+            f"a quantized block of {block_size} tokens with {dim} elements per token has"
+            f" {block_size * dim} bytes of codes, not a multiple of {SCALE_BYTES}, so the scales"
+            f" after them would not be aligned: pass a `block_size` that is a multiple of"
+            f" {SCALE_BYTES}, or no `kv_dtype`"
         )
 
 
 def tile_bytes(block_size: int, dim: int) -> int:
-    """Returns the bytes of one head's block, codes and scales, with `dim` elements per token."""
+    """Returns the size of one head's block with `dim` elements per token: codes and scales."""
     return block_size * (dim + SCALE_BYTES)
 
 

@@ -1,1 +1,1 @@
-"""Facts about a model: how it may be run, and whether it has changed."""
+"""What is known about a model: how it may run, whether it has changed, its pool and last route."""

@@ -1,5 +1,5 @@
-"""Chooses the layout in which a model runs: from its modules and config, then by comparing forwards
-(`checks`). There is no list of model names."""
+"""Chooses the layout in which a model runs, first by its modules and config (`structure`), then by
+comparing forwards (`checks`). There is no list of model names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..attention.switch import model_attention, switchable_configs
 from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..compiled import FUNCTION_ATTRIBUTES, replaced_forward
-from ..kernels import forced
+from ..kernels import forced_backend
 from ..threads import step_lock
 from ..timing import timed
 from ..topics import Topic
@@ -43,7 +43,8 @@ from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
 from .writes import notes_of
 
 _lock = forks.lock()
-# states of a check in one process; of several processes, the one with the lowest state decides
+# States of a check in one process. If several processes hold the model, the lowest of their states
+# decides.
 _RULED_OUT, _PENDING, _DONE = range(3)
 # Types of the module attributes that are part of `_code_key`, since they determine what a forward
 # computes: for example a function that replaces the class's `forward`.
@@ -55,13 +56,14 @@ _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
 
 Verdicts = dict[Hashable, Any]
 """By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that
-keeps them while weights and configs do not change saves time: for a model of 100 modules, looking
-one up takes 0.15 ms, and `_checked` 1 ms."""
+keeps them while weights and configs do not change saves time: for a model of 100 modules, a look-up
+takes 0.15 ms, and `_checked` 1 ms."""
 
 
 class Capability:
     """Checks how rows may share the model's forwards. `cache` was built for the model, and stays
-    empty. `make_runner` makes the runners of the checks. The caller may keep `verdicts`."""
+    empty. `make_runner` makes the runners of the checks. Adds verdicts to the caller's `verdicts`,
+    if given, and takes them from there."""
 
     def __init__(
         self,
@@ -79,9 +81,10 @@ class Capability:
         self._keeps_code_key = False
 
     def choose_layout(self) -> Layout:
-        """Returns the best layout in which each sequence gets the results that it gets alone."""
+        """Returns the best layout in which each sequence gets the results that it gets alone, or
+        `TOGETHER`, if the checks find none."""
         model = self._model
-        with step_lock(model):  # steps of other threads may put hooks for adapters on the model
+        with step_lock(model):  # steps of other threads may add hooks for adapters to the model
             self._keeps_code_key = True
             try:
                 return self._choose_layout()
@@ -100,18 +103,18 @@ class Capability:
         return layout._replace(unsupported_reason=packed_verdict)
 
     def reason_against_invariance(self) -> str | None:
-        """Why a model that runs packed cannot serve `batch_invariant`; `None` if it can.
+        """Why a model that runs packed cannot be served with `batch_invariant`; `None` if it can.
         `make_runner` must make batch-invariant runners."""
         device = compute_device(self._model)
         if device.type != "cpu":
             return Topic.BATCH_INVARIANT(f"it is on {device}")
-        uses_cpp = cpp.is_available() and forced() in (None, "cpp")
+        uses_cpp = cpp.is_available() and forced_backend() in (None, "cpp")
         if not uses_cpp:
             return Topic.BATCH_INVARIANT("the C++ kernels are not used")
         return self._verdict(invariance_check, "packed")
 
     def reason_against_mixing(self, modules: tuple[str, ...]) -> str | None:
-        """Why rows with different adapters of these modules cannot share a packed forward; `None`
+        """Why rows with different adapters on these modules cannot share a packed forward; `None`
         if they can. The runners must apply a different adapter to each of three rows."""
         return self._verdict(mixing_check, "packed", kind=modules)
 
@@ -177,8 +180,8 @@ class Capability:
         prompts: Any = None,
         kind: Any = None,
     ) -> Any:
-        """Returns the verdict that the caller keeps, if it is still valid; otherwise the first of
-        `structure.reasons_against`, if any, or the result of `check`. The check runs several short
+        """Returns the verdict in the caller's `verdicts`, if it is still valid; otherwise the first
+        of `structure.reasons_against`, if any, or the result of `check`. A check runs several short
         forwards, once for each `_code_key` of the model and `kind` of call."""
         verdicts = self._caller_verdicts
         if verdicts is None:
@@ -200,12 +203,12 @@ class Capability:
         if reason is not None and processes is None:
             return reason
         code_key = self._last_code_key or self._find_code_key(modules)
-        key = _key(check, kind, cache, code_key)
+        key = _verdict_key(check, kind, cache, code_key)
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
             state = _DONE if key in verdicts else _PENDING
         if processes is not None:
-            # modules may differ between processes, and either all of them run the check or none
+            # modules may differ between processes, but all processes must run the check, or none
             if reason is not None:
                 state = _RULED_OUT
             state = processes.minimum(state)
@@ -217,15 +220,17 @@ class Capability:
             with step_lock(model), timed("self_check"):
                 trial = Trial(model, cache, self._make_runner, prompts)
                 verdict = check(trial)
-                # only verdicts that let requests share prefixes depend on what forwards write
+                # what forwards write matters only where verdicts let requests share prefixes
                 if isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False):
                     judge_writes(trial)
         except ForwardFailedError as error:
             verdict = Topic.SELF_CHECK(str(error))
             if not error.is_permanent:  # the cause may be temporary: the next call checks again
                 return verdict
-        # a new key, since a key leaves out attributes whose writes the check may just have noted
-        _store(model, _key(check, kind, cache, self._find_code_key(modules)), verdict)
+        # a new key: keys leave out attributes that only forwards write, and `judge_writes` may just
+        # have noted some
+        key = _verdict_key(check, kind, cache, self._find_code_key(modules))
+        _store_verdict(model, key, verdict)
         return verdict
 
     def _find_code_key(self, modules: Modules) -> Hashable:
@@ -237,10 +242,10 @@ class Capability:
 
 
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
-    """Records that a packed forward failed for `reason` although `packed_check` had passed. While
-    the model's `_code_key` stays the same, `choose_layout` chooses no packed layout."""
-    key = _key(packed_check, None, cache, _code_key(model, list(model.modules())))
-    _store(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
+    """Records why packed forwards of the model fail although `packed_check` has passed. While the
+    model's `_code_key` stays the same, `choose_layout` chooses no packed layout."""
+    key = _verdict_key(packed_check, None, cache, _code_key(model, list(model.modules())))
+    _store_verdict(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
 
 
 def _input_names(prompts: Any) -> tuple[str, ...]:
@@ -250,8 +255,8 @@ def _input_names(prompts: Any) -> tuple[str, ...]:
 
 
 def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
-    """A key that changes with modules, their modes, hooks or forwards. It covers less than
-    `_code_key`, and is faster."""
+    """A key for the modules' modes, hooks and forward functions, and for whether there are global
+    hooks. It is computed faster than `_code_key`."""
     has_global_hooks = (
         bool(torch_module._global_forward_hooks),
         bool(torch_module._global_forward_pre_hooks),
@@ -268,7 +273,7 @@ def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
     return has_global_hooks, modules
 
 
-def _key(
+def _verdict_key(
     check: Callable[..., Any],
     kind: Any,
     cache: PagedCache,
@@ -278,7 +283,7 @@ def _key(
     return check, kind, tuple(layers), code_key
 
 
-def _store(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
+def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
     with _lock:
         verdicts = _verdicts.setdefault(model, {})
         while key not in verdicts and len(verdicts) >= _MAX_VERDICTS:
@@ -287,11 +292,13 @@ def _store(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
 
 
 def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """A key for the code of a model's forward and for the shapes of its weights, but not for their
-    values. It is computed in about a millisecond, and keeps no model alive."""
+    """A key for the code of a model's forward, the shapes of its weights, and the dtypes and device
+    with which it computes, but not for the values of weights. It is computed in about a
+    millisecond, and keeps no model alive."""
     module_types = tuple((type(module), module.training) for module in modules)
     attributes: list[Any] = []
-    shapes: list[torch.Size] = []  # verdicts depend on them: a longer table has more positions
+    # verdicts depend on shapes: a longer table has more positions
+    shapes: list[torch.Size] = []
     write_only = notes_of(model).write_only
     for module in modules:
         skipped = {*FUNCTION_ATTRIBUTES, *write_only.get(module, ())}

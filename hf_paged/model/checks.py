@@ -1,6 +1,6 @@
 """Checks of layouts, on random tokens or on a call's prompts. Most compare short forwards in a
-layout with plain forwards; some compare rows together with rows alone, count positions, or judge
-writes. `capability` decides which check runs, and keeps its verdict."""
+layout with plain forwards. Others compare rows in one forward with the same rows alone, or count
+positions, or judge writes. `capability` decides which checks run, and keeps their verdicts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .writes import Write, alter_value, copy_value, note_write, values_are_equal
 _FIRST_LENGTH = 8
 _SECOND_LENGTH = 9
 _CHUNK_LENGTH = 18  # tokens of the third sequence's first chunk in packed steps
-_THIRD_LENGTH = 13  # tokens of its prompt in `_SIDE_BY_SIDE_STEPS`
+_THIRD_LENGTH = 13  # tokens of the third sequence's prompt in `_SIDE_BY_SIDE_STEPS`
 _PACKED_PROMPT_LENGTHS = (_FIRST_LENGTH, _SECOND_LENGTH, LENGTH)
 # Two prompts and a chunk of a third; two decodes and the second chunk; decodes alone, for which the
 # head computes the logits of every token.
@@ -54,7 +54,7 @@ _PACKED_LOGITS = (
     *((0, _FIRST_LENGTH + 1), (1, _SECOND_LENGTH + 1), (2, LENGTH)),
     *((0, _FIRST_LENGTH + 2), (1, _SECOND_LENGTH + 2)),
 )
-"""For each row of logits that these steps compute: the sequence, and its number of tokens."""
+"""For each row of logits of `_PACKED_STEPS`: the sequence's index, and its number of tokens."""
 # A short and a long prompt; their decodes; a third row joins; the long row has left.
 _SIDE_BY_SIDE_STEPS = (
     ((0, _FIRST_LENGTH), (2, _THIRD_LENGTH)),
@@ -63,8 +63,8 @@ _SIDE_BY_SIDE_STEPS = (
     ((1, 1), (0, 1)),
 )
 _SIDE_BY_SIDE_LENGTHS = (11, 10, 15)  # tokens of each row after these steps
-# Prompts in two chunks. The second chunks are shorter or longer than a convolution's kernel; those
-# of equal length share a forward.
+# Prompts in two chunks. Second chunks are shorter or longer than a convolution's kernel; two have
+# equal lengths, and share a forward.
 _CONTINUING_STEPS = (
     ((0, _FIRST_LENGTH), (2, 12), (1, 4)),
     ((0, 3), (2, 3), (1, 6)),
@@ -72,16 +72,16 @@ _CONTINUING_STEPS = (
 
 
 def packed_check(trial: Trial) -> Layout | str:
-    """Compares packed steps with plain forwards, both of whole sequences and token by token.
-    Returns the packed `Layout`, or the reason against it. Raises `ForwardFailedError` if a plain
-    forward fails; out-of-memory errors pass through."""
+    """Compares packed steps with plain forwards, of whole sequences and token by token. Returns the
+    packed `Layout`, or the reason against it. Raises `ForwardFailedError` if a plain forward fails;
+    out-of-memory errors pass through."""
     model = trial.model
     with trial.forwards():
         rows = sample_tokens(model)
         whole_logits = model(input_ids=rows, use_cache=False, return_dict=True).logits
-        decode_logits = trial.plain(rows[:, : _FIRST_LENGTH + 2], _FIRST_LENGTH)
+        decode_logits = trial.decode_rows(rows[:, : _FIRST_LENGTH + 2], _FIRST_LENGTH)
         padded_rows = rows[:, [0, 0, *range(_FIRST_LENGTH + 1)]]
-        padded_logits = trial.plain(padded_rows, _FIRST_LENGTH + 2, padding=2)
+        padded_logits = trial.decode_rows(padded_rows, _FIRST_LENGTH + 2, padding=2)
     memory = scratch_memory()
     try:
         packed_logits = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS, memory)
@@ -117,8 +117,8 @@ def packed_check(trial: Trial) -> Layout | str:
 
 def run_kernels(trial: Trial) -> None:
     """Computes a packed prompt and a decode step in blocks like those of the model's cache, unless
-    the other checks use such blocks. This way, `kernels.triton.launch` finds out which kernels
-    cannot run before a request needs them. Failures of the forwards are ignored."""
+    the other checks use such blocks: kernels that fail then fail here and not in a request, and
+    `kernels.triton.launch` remembers them. Ignores failed forwards, and running out of memory."""
     memory = trial.cache.memory
     config = dataclasses.replace(
         CONFIG,
@@ -138,12 +138,12 @@ def run_kernels(trial: Trial) -> None:
         trial.run(Layout(), rows, (end,), steps, trial_memory)
     except Exception as error:
         # large blocks may not fit in memory now, and requests can wait for memory
-        if not _is_expected(error):
+        if not _is_forward_failure(error):
             raise
 
 
-def _is_expected(error: Exception) -> bool:
-    """Whether the error says that a forward failed or ran out of memory, and is no interrupt."""
+def _is_forward_failure(error: Exception) -> bool:
+    """Whether the error is not an interrupt, and means that a forward failed or lacked memory."""
     return isinstance(error, ForwardFailedError) or (
         is_out_of_memory(error) and not is_interrupt(error)
     )
@@ -152,7 +152,7 @@ def _is_expected(error: Exception) -> bool:
 def invariance_check(trial: Trial) -> str | None:
     """Why rows are not batch-invariant: the reason that `packed_check` returns, or that logits
     differ bitwise, either between a step and each of its rows alone or between a prefill and
-    decodes; `None` if all are equal. Raises what `packed_check` raises, also for later forwards."""
+    decodes. `None`: they are invariant. Raises what `packed_check` raises, also for later steps."""
     layout = packed_check(trial)
     if isinstance(layout, str):
         return layout
@@ -167,15 +167,15 @@ def invariance_check(trial: Trial) -> str | None:
 
 
 def mixing_check(trial: Trial) -> str | None:
-    """How the logits of rows in one step differ from those of each row alone; `None` if the
-    difference is within the tolerance. Raises `ForwardFailedError` if a forward fails."""
+    """How the logits of rows with different adapters in one step differ from those of each row
+    alone; `None` if they agree. Raises `ForwardFailedError` if a forward fails."""
     batched, single = _batched_and_single_logits(trial, sample_tokens(trial.model))
     return trial.difference(single, batched, how="with several adapters in a forward")
 
 
 def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits of `_PACKED_STEPS`, and those of the same rows when each runs alone: both
-    `(len(_PACKED_LOGITS), vocab_size)`."""
+    """Returns the logits of `_PACKED_STEPS`, and those of the same sequences when each runs alone:
+    both `(len(_PACKED_LOGITS), vocab_size)`."""
     batched = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS)
     single = torch.empty_like(batched)
     for row, prompt_length in enumerate(_PACKED_PROMPT_LENGTHS):
@@ -187,8 +187,8 @@ def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tens
 
 
 def side_by_side_check(trial: Trial) -> Layout:
-    """Compares rows that run side by side, join and leave, with plain forwards. Returns the layout
-    of such rows, or `TOGETHER` if results differ or steps fail. Raises what `packed_check` does."""
+    """Compares rows side by side, some of which join or leave, with plain forwards. Returns their
+    layout, or `TOGETHER` if results differ or steps fail. Raises what `packed_check` raises."""
     model = trial.model
     prompt_lengths = _FIRST_LENGTH, _SECOND_LENGTH, _THIRD_LENGTH
     decode_logits = []
@@ -196,13 +196,13 @@ def side_by_side_check(trial: Trial) -> Layout:
     with trial.forwards():
         rows = sample_tokens(model)
         for row, prompt_length, length in zip(rows.split(1), prompt_lengths, _SIDE_BY_SIDE_LENGTHS):
-            decode_logits.append(trial.plain(row[:, :length], prompt_length)[:, 0])
-            prefill_logits.append(trial.plain(row[:, :length], length)[0, 0])
+            decode_logits.append(trial.decode_rows(row[:, :length], prompt_length)[:, 0])
+            prefill_logits.append(trial.decode_rows(row[:, :length], length)[0, 0])
     last_logits = torch.stack([logits[-1] for logits in decode_logits])
     depends_on_splits = trial.difference(last_logits, torch.stack(prefill_logits)) is not None
-    row_logits = list(map(iter, decode_logits))
+    logits_iterators = list(map(iter, decode_logits))  # by row
     step_rows = [row for step in _SIDE_BY_SIDE_STEPS for row, _ in step]
-    expected = torch.stack([next(row_logits[row]) for row in step_rows])
+    expected = torch.stack([next(logits_iterators[row]) for row in step_rows])
     for can_mix_lengths in (True, False):
         layout = Layout("not packed", can_mix_lengths, depends_on_splits=depends_on_splits)
         memory = scratch_memory()
@@ -230,8 +230,8 @@ def _can_chunk(trial: Trial, layout: Layout, rows: Tensor, prefill_logits: list[
 
 
 def rows_check(trial: Trial) -> str | None:
-    """Compares rows of `Prompts`, some of which leave or fork, with the whole batch in the model's
-    own loop. Returns the reason against that, or `None`. Raises what `packed_check` raises."""
+    """Compares rows of `Prompts`, some of which leave or fork, with their batch in the model's own
+    loop. Returns the reason against leaving and forking, or `None`. Raises as `packed_check`."""
     model = trial.model
     memory = scratch_memory()
     prompts = copy.deepcopy(trial.prompts)
@@ -252,9 +252,9 @@ def rows_check(trial: Trial) -> str | None:
             return Topic.ENCODER(
                 "its decoder attends to a different number of tokens than its encoder returns"
             )
-    after = tensors_of(plain_prompts.model_kwargs)
-    before = tensors_of(prompts.model_kwargs)
-    if not all(map(values_are_equal, after, before)):
+    inputs_after = tensors_of(plain_prompts.model_kwargs)
+    inputs_before = tensors_of(prompts.model_kwargs)
+    if not all(map(values_are_equal, inputs_after, inputs_before)):
         return Topic.MODEL_CODE("its forward writes to its inputs")
     runner = TrialRunner(trial, TOGETHER, memory)
     rows = runner.add_prompts(prompts, ids[:, -3:])
@@ -281,9 +281,8 @@ def rows_check(trial: Trial) -> str | None:
 
 
 def join_check(trial: Trial) -> tuple[bool, bool] | None:
-    """Compares rows of two prompts side by side with each row alone. Returns whether the rows'
-    lengths must be equal, and whether their encoders' lengths must be; `None` if the rows may not
-    join, or if a forward fails."""
+    """Compares rows of two prompts side by side with each row alone. Returns whether rows must have
+    equal lengths, and equal encoder lengths; `None` if they cannot join, or if forwards fail."""
     model = trial.model
     width = trial.prompts.num_encoder_tokens
     first = _single_row(trial.prompts, width, 1)
@@ -292,8 +291,9 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     new_tokens = sample_tokens(model)[:1, :3]
 
     def compute(second: Any, verdict: tuple[bool, bool], can_join: bool) -> Tensor:
-        """The logits of both rows, which begin together. Unless `verdict` requires equal lengths,
-        the first row then computes one token more than the second."""
+        """Returns the logits of both rows, which begin together. Unless `verdict` requires equal
+        lengths, the first row then computes one token more. `can_join`: whether they share
+        forwards."""
         for single in (first, second):
             single.join_key = None
             single.set_join_keys(verdict if can_join else None)
@@ -338,8 +338,8 @@ def _single_row(prompts: Any, width: int, sign: int) -> Any:
 
 
 def positions_check(trial: Trial) -> int | None:
-    """The maximum number of tokens per row that the model's position tables allow; `None` if no
-    limit is known. A model with an encoder gets the encoder inputs of the trial's `Prompts`."""
+    """The maximum number of tokens per row that the model's fixed position tables allow; `None` if
+    no limit is known. A model with an encoder gets the encoder inputs of the trial's `Prompts`."""
     encoder_inputs = {}
     if trial.model.config.is_encoder_decoder:
         inputs = first_row(copy.deepcopy(trial.prompts))
@@ -436,12 +436,12 @@ def merge_check(trial: Trial) -> bool:
             packed = runner.advance(runner.add_prompts(merged, new_token), num_steps=2)
         return trial.difference(torch.cat(plain, dim=1).flatten(0, 1), packed) is None
     except Exception as error:  # separate forwards may still fit in memory
-        if not _is_expected(error):
+        if not _is_forward_failure(error):
             raise
         return False
 
 
-# the id of a module's dict of attributes or buffers, and a key of that dict
+# the id of a module's dict of attributes or buffers, and the name of one of them
 WriteKey = tuple[int, str]
 Writes = dict[WriteKey, Write]
 
@@ -472,7 +472,7 @@ def judge_writes(trial: Trial) -> None:
             write = last_writes[key]
             altered[key] = write._replace(after=alter_value(write.after))
         if all(values_are_equal(altered[key].after, last_writes[key].after) for key in keys):
-            continue  # there is no other value of this type
+            continue  # `alter_value` has nothing to alter
         logits, overwritten = _logits_after(trial, altered)
         is_read = logits is None or not torch.equal(logits, expected)
         for key in overwritten.intersection(keys):
@@ -482,7 +482,7 @@ def judge_writes(trial: Trial) -> None:
 
 def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[WriteKey]]:
     """The logits of a prompt and a decode step that begin with the values `after` of these writes,
-    or `None` if a forward fails; and the keys of the writes that they overwrite."""
+    and the keys of the writes that the forwards overwrite; `None` and no keys if one fails."""
     overwritten = set[WriteKey]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]
@@ -490,7 +490,7 @@ def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[Writ
             write.table[write.name] = copy_value(write.after)
         prompts = trial.prompts
         if prompts is None:
-            logits = trial.plain(row, _FIRST_LENGTH)
+            logits = trial.decode_rows(row, _FIRST_LENGTH)
         else:
             logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
         for key, write in writes.items():

@@ -1,5 +1,5 @@
-"""Hashes the code of functions, with the same result in every process, and lists the names that the
-code reads."""
+"""Hashes the code of functions, with the same result in every process, and lists the names of
+globals and attributes in the code."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from .values import SCALARS
 
-# Attributes of a code object, without file names and lines. `co_exceptiontable` exists from Python
-# 3.11 on.
+# Attributes of a code object, without its file name and line numbers. `co_exceptiontable` exists
+# from Python 3.11 on.
 _HASHED_ATTRIBUTES = (
     "co_code",
     "co_exceptiontable",
@@ -30,16 +30,16 @@ _HASHED_ATTRIBUTES = (
 
 
 def globals_module(function: Any) -> str:
-    """The name of the Python module whose globals a function reads. The `__module__` of a wrapper
-    may name the module of the function inside."""
+    """The name of the Python module whose globals a function reads. (The `__module__` of a wrapper
+    may instead name the module of the wrapped function.)"""
     return str(function.__globals__.get("__name__"))
 
 
 @functools.lru_cache(maxsize=8192)
 def names_of(code: types.CodeType) -> frozenset[str]:
     """The names of globals and attributes in `code` and in the functions, comprehensions and
-    generators inside; also string constants that are identifiers, since they may name
-    attributes."""
+    generators that it contains, and string constants that are identifiers, since code may read
+    attributes of these names with `getattr`."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if type(constant) is str and constant.isidentifier():
@@ -51,13 +51,13 @@ def names_of(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=8192)
 def code_hash(code: types.CodeType) -> str:
-    # the bytes of format version 2 do not depend on reference counts
+    # format version 2, since the bytes of later versions depend on reference counts
     return hashlib.sha256(marshal.dumps(_describe(code), 2)).hexdigest()
 
 
 def _describe(value: Any) -> Any:
-    """Converts code, or one of its constants, to values that are equal in every process; sets are
-    sorted, since their order depends on hashes."""
+    """Converts code, or one of its constants, to values that are equal in every process. Sorts
+    sets, since their order depends on hashes that differ between processes."""
     if isinstance(value, types.CodeType):
         return [_describe(getattr(value, name, b"")) for name in _HASHED_ATTRIBUTES]
     if isinstance(value, (tuple, frozenset)):

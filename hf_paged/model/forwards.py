@@ -14,8 +14,8 @@ from torch import nn
 
 _NO_HOOKS: list[Any] = []
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
-# Libraries whose hooks only move or cast inputs, or require their gradients, whatever the positions
-# of the tokens.
+# Libraries whose hooks treat all tokens alike: they only move or cast inputs, or set
+# `requires_grad` on them.
 _LIBRARIES = (
     "accelerate.",
     "peft.",
@@ -33,13 +33,13 @@ def tensors_of_module(module: nn.Module) -> list[torch.Tensor]:
 
 
 def is_idle_hook(hook: Callable[..., Any]) -> bool:
-    """Whether transformers keeps this hook after a call with `output_hidden_states`: it does
-    nothing in other calls."""
+    """Whether this is a hook that transformers leaves on a module after a call with
+    `output_hidden_states`. It does nothing in other calls."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """A module's pre-forward hooks, then its forward hooks, then the hooks that accelerate wraps
+    """A module's forward pre-hooks, then its forward hooks, then the hooks that accelerate wraps
     around its forward. Callers must not change the list."""
     attributes = vars(module)
     hook = attributes.get("_hf_hook")
@@ -63,14 +63,15 @@ def has_foreign_hook(module: nn.Module) -> bool:
 
 
 def code_of(function: Any, visited: set[int] | None = None) -> Any:
-    """A hashable key for the computation of a function, method, callable object, wrapper or hook:
-    its code, the scalars in its closure, defaults and attributes, and the keys of callables among
-    these. Callables that were created alike have equal keys. A key keeps code and classes alive."""
+    """A hashable key for what a function, method, callable object, wrapper or hook computes: its
+    code, the scalars in its closure and defaults or in the attributes of its object, and the keys
+    of callables among these. Callables that were created alike have equal keys. A key keeps code
+    and classes alive."""
     kind = type(function)
     if kind in _SCALARS:
         return function
     visited = set() if visited is None else visited
-    if id(function) in visited:  # some functions close over themselves
+    if id(function) in visited:  # some functions have themselves in their closures
         return kind
     visited.add(id(function))
     head: Any = kind
@@ -78,11 +79,12 @@ def code_of(function: Any, visited: set[int] | None = None) -> Any:
     if kind is types.FunctionType:
         head = function.__code__
         cells = gc.get_referents(*(function.__closure__ or ()))  # the cells' values, if set
-        parts = (*cells, *(function.__defaults__ or ()))
+        defaults = function.__defaults__ or ()
+        parts = (*cells, *defaults, function.__kwdefaults__ or {})
     elif kind is types.MethodType:
         parts = function.__func__, getattr(function.__self__, "__dict__", {})
     elif kind is functools.partial:
-        parts = function.func, *function.args, *function.keywords.values()
+        parts = function.func, *function.args, function.keywords
     elif kind is types.BuiltinFunctionType:
         parts = (function.__qualname__,)
     elif kind is dict:

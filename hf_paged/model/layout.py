@@ -17,11 +17,14 @@ class Layout(NamedTuple):
     # rows of any requests may share a forward; if not, rows stay in the batch in which they began,
     # with everything that the model's own loop carries from step to step (`TOGETHER`)
     is_side_by_side: bool = True
-    can_chunk: bool = False  # a prompt may be computed in chunks, and begin after cached tokens
-    # prefill and token-by-token decode give different logits, so a recompute must split the tokens
-    # into the steps of the first run
+    # a prompt of rows that are not packed may be computed in chunks, and begin after cached tokens;
+    # prompts of packed rows always may
+    can_chunk: bool = False
+    # prefill and token-by-token decode may give different logits, so a recompute must split the
+    # tokens into the steps of the first run
     depends_on_splits: bool = False
     # maximum number of tokens of a sequence, by the model's tables of positions; `None`: no limit
+    # is known
     max_positions: int | None = None
     # whether forwards that are not packed grow these tables on demand
     can_grow_unpacked: bool = False

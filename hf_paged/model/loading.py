@@ -13,7 +13,7 @@ from ..topics import Topic
 
 logger = logging.getLogger(__name__)
 
-# options of `from_pretrained` that locate files; those of configs and tokenizers accept them, too
+# options that locate files, which the `from_pretrained` of models, configs and tokenizers take
 _SOURCE_OPTIONS = {
     "cache_dir",
     "code_revision",
@@ -29,8 +29,8 @@ _SOURCE_OPTIONS = {
 
 def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """Loads a model of the class that its config names, or a causal language model if the config
-    names none; from the folder of a PEFT adapter, the base model with the adapter. `options` and
-    errors are those of `from_pretrained` (`dtype`, `device_map`, ...)."""
+    names no class of transformers; from the folder of a PEFT adapter, the base model with the
+    adapter. `options` (`dtype`, `device_map`, ...) and errors are those of `from_pretrained`."""
     try:
         config = AutoConfig.from_pretrained(name_or_path, **_source_options(options))
         architectures = config.architectures

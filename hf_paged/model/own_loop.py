@@ -17,13 +17,14 @@ from ..cache.paged_cache import PagedCache
 
 
 def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
-    """The cache for the model's forward, with its cross-attention cache if it has one."""
+    """Returns the cache to pass to the model's forward: `cache`, with its cross-attention cache if
+    it has one."""
     return cache if cache.cross is None else EncoderDecoderCache(cache, cache.cross)
 
 
 def pad_token_id(model: Any) -> int:
-    """The token id for left padding: that of the config or, if it has none, 0, since the mask hides
-    padding anyway."""
+    """The token id for left padding: that of the generation config or, if it has none, 0; any id
+    will do, since the mask hides padding."""
     pad = getattr(model.generation_config, "pad_token_id", None)
     return pad if isinstance(pad, int) and pad >= 0 else 0
 
@@ -89,7 +90,7 @@ def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, A
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Applies `function` to all tensors in an input of a model."""
+    """Returns an input of a model with `function` applied to all tensors in it."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -110,7 +111,8 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-# Inputs whose first dimension is the batch, in every model; positions may have axes before it.
+# Inputs whose first dimension is the batch in every model, except that in some models positions
+# have an axis before it.
 ROW_INPUTS = {
     "attention_mask",
     "encoder_outputs",
@@ -137,11 +139,10 @@ def mismatched_rows(inputs: Mapping[str, Any], num_rows: int) -> str | None:
 
 def select_rows(name: str, value: Any, rows: Tensor, num_rows: int) -> Any:
     """Selects `rows` `(n,)` from the input or output `name` of a batch of `num_rows` rows. Tensors
-    without a batch dimension are returned whole."""
+    whose batch axis does not have that size are returned whole."""
 
     def select(x: Tensor) -> Tensor:
-        # the axis along which transformers repeats rows
-        axis = 0
+        axis = 0  # of the batch: transformers repeats rows along it
         if name.endswith("position_ids") and x.dim() == 3:
             axis = 1
         elif name.endswith("hidden_states"):
@@ -164,8 +165,8 @@ def first_row(prompts: Any) -> dict[str, Any]:
 
 def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
     """Concatenates an input of several batches along rows. `widths` has the number of columns of
-    each batch: tensors with that many columns are first padded with zeros, or cut, on the left to
-    `width` columns."""
+    each batch. Tensors with that many columns are first padded with zeros, or cut, to `width`
+    columns, both on the left. Of values that are not tensors, returns the first."""
     first = values[0]
     if isinstance(first, ModelOutput):
         names = [name for name in first if all(name in value for value in values)]
@@ -178,17 +179,17 @@ def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
         return first
     return torch.cat(
         [
-            _align_right(x, width) if x.dim() > 1 and x.shape[1] == old else x
-            for x, old in zip(values, widths)
+            _align_right(x, width) if x.dim() > 1 and x.shape[1] == old_width else x
+            for x, old_width in zip(values, widths)
         ]
     )
 
 
 def _align_right(x: Tensor, width: int) -> Tensor:
-    missing = width - x.shape[1]
-    if missing < 0:
-        return x[:, -missing:]
-    return torch.cat([x.new_zeros((len(x), missing, *x.shape[2:])), x], dim=1)
+    num_missing = width - x.shape[1]
+    if num_missing < 0:
+        return x[:, -num_missing:]
+    return torch.cat([x.new_zeros((len(x), num_missing, *x.shape[2:])), x], dim=1)
 
 
 def cache_parts(cache: Any) -> list[Any]:

@@ -1,5 +1,4 @@
-"""Finds the tables of positions that a model's forward reads, and counts the positions that they
-hold."""
+"""Finds the position tables that a model's forward reads, and counts their positions."""
 
 from __future__ import annotations
 
@@ -15,24 +14,24 @@ from .trial import ForwardFailedError, Trial, sample_tokens
 from .values import addresses_of, tensors_of_model
 
 _aten = torch.ops.aten
-# prompt tokens and decode steps of the forwards whose reads are observed
+# numbers of prompt tokens and of decode steps in the forwards whose reads are observed
 _NUM_PROMPT_TOKENS = 4
 _NUM_STEPS = 3
 
 
 class PositionTable(NamedTuple):
-    """An axis of a tensor that a forward reads at index `offset + position` alone."""
+    """An axis of a tensor that the forward of one token reads only at index `offset + position`."""
 
     size: int
     offset: int
-    # whether the tensor is a parameter, which forwards never replace by a longer one
+    # whether the tensor is a parameter: forwards do not replace those by longer ones
     is_parameter: bool
 
 
 class PositionReads(TorchDispatchMode):
-    """Observes a forward of the single token at `position`: collects in `tables` the axes that the
-    forward reads at a single index. Raises `IndexError` before a read past the end of an axis,
-    which on a GPU would abort the process."""
+    """Observes a forward whose last token is at `position`: collects in `tables` the axes that the
+    forward reads at a single index. Raises `IndexError` instead of letting the forward read past
+    the end of an axis, which on a GPU would make the device unusable for the process."""
 
     def __init__(self, position: int, model: nn.Module) -> None:
         super().__init__()
@@ -49,7 +48,7 @@ class PositionReads(TorchDispatchMode):
     ) -> Any:
         for size, indices in self._axis_reads(func.overloadpacket, args):
             if indices and max(indices) >= size:
-                raise IndexError(f"index {max(indices)} is read of an axis of {size}")
+                raise IndexError(f"index {max(indices)} is read from an axis of size {size}")
             if len(indices) == 1:
                 self.tables.add(
                     PositionTable(
@@ -59,9 +58,9 @@ class PositionReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _axis_reads(self, kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
-        """Returns the size of each axis that an operation reads in part, and the indices that it
-        reads. A slice counts as one index: its last or, if it is read from the end of the axis, its
-        first, counted from that end."""
+        """Returns the size of each axis that an operation indexes or slices, and the indices that
+        it reads. A slice counts as one index: its last or, for `x[start:]`, its first, counted from
+        the end of the axis."""
         if kind is _aten.embedding:
             return [(len(args[0]), _index_values(args[1]))]
         if kind in (_aten.gather, _aten.index_select) and args[0].dim():
@@ -78,14 +77,14 @@ class PositionReads(TorchDispatchMode):
         size = args[0].shape[axis]
         is_head_slice = not start or start < 0  # `x[:end]`
         is_tail_slice = not is_head_slice and (end is None or end >= size)
-        # Code slices intermediate tensors for many reasons. So of their slices only `x[start:]`
-        # counts (MPT reads its table from the end); of the model's own tensors, any slice does.
+        # Code slices intermediate tensors for many reasons, so of those only slices `x[start:]`
+        # count (MPT reads its table from the end). Every slice of the model's own tensors counts.
         if not is_tail_slice and self._addresses.isdisjoint(addresses_of(args[:1])):
             return []
         if is_head_slice:
             return [(size, {end - 1})] if end is not None and 0 < end < size else []
         if end is None or end > size:  # `x[size - length:]`: a table read from its end
-            # an empty slice is no error
+            # an empty slice reads no index
             return [(size, {size - 1 - start})] if start < size else []
         return [(size, {end - 1})]
 
@@ -95,9 +94,9 @@ def _index_values(index: Tensor) -> set[int]:
 
 
 def shorten(model: nn.Module, size: int, length: int) -> bool:
-    """Cuts the model's buffers that have an axis of `size`, and such tensors among its modules'
-    attributes, to `length` on the first such axis; returns whether there are any. The caller
-    restores the modules."""
+    """Cuts those buffers and tensor attributes of the model's modules that have an axis of `size`:
+    the first such axis, to `length`. Returns whether there are any. The caller must restore the
+    modules."""
     has_cut = False
     for module in model.modules():
         for tensors in (module._buffers, vars(module)):
@@ -117,8 +116,9 @@ def num_positions(
 ) -> tuple[int | None, int | None]:
     """Returns the number of positions in the shortest of the model's fixed tables, and in the
     shortest of its growing tables, which the forward replaces when they are too short. Either is
-    `None` if there is no such table or a forward fails. A table is an axis that each step reads at
-    one index, one further than the step before. `encoder_inputs`: for a model with an encoder."""
+    `None` if there is no such table or a forward fails. A table is an axis that each decode step
+    reads at one index, which is one more than in the step before. `encoder_inputs`: model inputs
+    for a model with an encoder."""
     try:
         tables = _find_tables(trial, encoder_inputs)
     except ForwardFailedError:
@@ -132,7 +132,8 @@ def num_positions(
 
 
 def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:
-    """Whether forwards replace a table that was cut to one position less than they need."""
+    """Whether forwards pass after the table is cut to one position less than they need, so that
+    they must replace it."""
     if not table.is_parameter:
         with contextlib.suppress(ForwardFailedError):
             length = table.offset + _NUM_PROMPT_TOKENS + _NUM_STEPS - 1
@@ -144,18 +145,19 @@ def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: Positi
 def _find_tables(
     trial: Trial, encoder_inputs: dict[str, Any] | None, size: int = 0, length: int = 0
 ) -> set[PositionTable]:
-    """Returns the tables that decode steps read. With a `size`, first cuts buffers of that size to
-    `length`."""
+    """Returns the tables that all decode steps read. If `size` is given, `shorten` first cuts
+    tensors of that size to `length`. Raises `ForwardFailedError` if there are no such tensors, or
+    if a forward fails."""
     model = trial.model
     with trial.forwards():
         if size and not shorten(model, size, length):
-            raise IndexError("the table is not a buffer")
+            raise IndexError("the table is neither a buffer nor an attribute of a module")
         columns = [0] * (_NUM_PROMPT_TOKENS + _NUM_STEPS)
         ids = sample_tokens(model)[:1, columns]
         prompt = ids[:, :_NUM_PROMPT_TOKENS]
         inputs = first_inputs(model, prompt, torch.ones_like(prompt), None)
         if encoder_inputs:
-            del inputs["attention_mask"]  # the forward would use it for the encoder
+            del inputs["attention_mask"]  # the forward would apply it to the encoder
             inputs |= encoder_inputs
         tables_by_step: list[set[PositionTable]] = []
 

@@ -32,11 +32,11 @@ from .code import code_hash, globals_module, names_of
 from .forwards import is_idle_hook
 from .values import (
     ABSENT,
+    BOOKKEEPING,
     CONTAINERS,
     LIBRARIES,
-    NOTES,
-    PLUMBING,
     SCALARS,
+    SKIPPED,
     STANDARD,
     attributes_of,
     is_user_module,
@@ -48,9 +48,10 @@ _NAMED_TYPES = (type, types.ModuleType)
 _FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
 _TORCH_SCALAR_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
-MARSHAL_VERSION = 2  # bytes of later versions depend on reference counts, too
-# Attributes that do not affect the forward; `name_or_path` says where the model was loaded from.
-_IGNORED = PLUMBING | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
+MARSHAL_VERSION = 2  # the bytes of later versions also depend on reference counts
+# Attributes of modules that are not read. The forward does not depend on `name_or_path`, which says
+# where the model was loaded from.
+_IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
 # Modules whose classes load, save or generate: no forward depends on them.
 _UNRELATED_MODULES = (
     "abc",
@@ -76,8 +77,8 @@ _REPR_TYPES: tuple[type, ...] = (
 _CONTAINER_TYPES = (*CONTAINERS, tuple, frozenset, types.MappingProxyType)
 _DICT_TYPES = (dict, types.MappingProxyType)
 _ARRAY_TYPES = (np.ndarray, bytearray, array.array)
-# Types whose values differ between threads, and modules of the standard library whose functions
-# return changing values.
+# Types whose values differ between threads or contexts, and modules of the standard library whose
+# functions may return other values in each call.
 _UNDETECTABLE_TYPES = (ContextVar, threading.local)
 _CHANGING_MODULES = {"contextvars", "random", "threading", "time"}
 _ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
@@ -95,15 +96,15 @@ _DATA_TYPES: tuple[type, ...] = (
 )
 # Methods that forwards do not call.
 _SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
-_MAX_PLAIN_OBJECTS = 1000  # maximum number of objects whose attributes are read
-_MAX_ITEMS = 1000  # maximum number of items of a container in a closure or a Python module
+_MAX_PLAIN_OBJECTS = 1000  # maximum number of objects of user classes whose attributes are read
+_MAX_ITEMS = 1000  # maximum number of items read of a container in a closure or a Python module
 _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
 
 class Reading:
-    """The parts of a model on which its forward depends: described in `structure`, and the objects
-    that hold them, so that they can be read again. A method that is named after a kind of value
-    describes one such value, in lists, tuples and scalars that `marshal` can write."""
+    """The parts of a model on which its forward depends: their description in `structure`, and the
+    objects that hold them, so that they can be read again. A method that is named after a kind of
+    value describes one such value, in lists, tuples and scalars that `marshal` can write."""
 
     def __init__(self, model: nn.Module) -> None:
         # message about a value that user code reads and whose changes cannot be detected, if any
@@ -115,7 +116,7 @@ class Reading:
         self._object_numbers = dict[int, int]()
         self._num_plain_objects = 0
         self._classes = set[type]()  # described so far
-        self._packages = set[str]()  # of user code
+        self._packages = set[str]()  # names of packages of user code
         self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
         # methods of user classes that no code has named yet, by name
         self._methods = dict[str, list[Any]]()
@@ -128,14 +129,14 @@ class Reading:
         self._tables = list[dict[str, Any]]()
         # dicts with entries that no forward reads, each with values to read instead, by name
         self._partly_read = list[tuple[dict[str, Any], dict[str, Any]]]()
-        # modules, dicts, lists, functions of user code and cells, whose referents are compared
+        # modules, containers, hooks, functions of user code and cells, whose referents are compared
         self._owners = list[Any]()
         # dicts, whose keys are compared, and the values of mapping proxies
         self._iterated = list[Iterable[Any]]()
         self._globals = list[tuple[dict[str, Any], str]]()  # namespaces and the names read there
         self._arrays = list[Any]()
         self._write_only = notes_of(model).write_only
-        self._number(model)
+        self._number_of(model)
         described = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
         num_described = 0
         while num_described < len(self._objects) or self._functions:
@@ -168,7 +169,8 @@ class Reading:
                 attributes.append((name, self._value(value)))
         return kind, attributes
 
-    def _number(self, item: Any) -> int:
+    def _number_of(self, item: Any) -> int:
+        """Returns the item's index in `_objects`, after adding the item if it is new."""
         count = len(self._objects)
         number = self._object_numbers.setdefault(id(item), count)
         if number == count:
@@ -176,8 +178,8 @@ class Reading:
         return number
 
     def _class(self, kind: type) -> list[Any]:
-        """Describes a class and its bases: their functions and scalars and, for user classes, other
-        data. If the class has been described before, returns only its name."""
+        """Describes a class and its bases: their functions and scalars and, in user classes, also
+        other data. If the class has been described before, returns only its name."""
         described: list[Any] = [kind.__qualname__]
         if kind in self._classes:
             return described
@@ -185,7 +187,7 @@ class Reading:
         for base in kind.__mro__:
             if base.__module__.startswith(_UNRELATED_MODULES):
                 continue
-            self._owners += gc.get_referents(vars(base))  # the dict behind the proxy
+            self._owners += gc.get_referents(vars(base))  # the dict behind the mapping proxy
             is_user_class = is_user_module(base.__module__)
             if is_user_class:
                 self._packages.add(package_of(base.__module__))
@@ -197,7 +199,7 @@ class Reading:
                 if isinstance(value, types.FunctionType):
                     self._add_method(name, value)
                     described.append((name, self._function(value, 0)))
-                elif name[:2] == "__" or name in NOTES:
+                elif name[:2] == "__" or name in BOOKKEEPING:
                     continue
                 elif type(value) in SCALARS or (is_user_class and isinstance(value, _DATA_TYPES)):
                     described.append((name, self._value(value)))
@@ -216,7 +218,7 @@ class Reading:
             if type(value) in SCALARS:
                 described.append((name, value))
             elif name == "config" and hasattr(value, "to_dict"):
-                described.append((name, self._number(value)))
+                described.append((name, self._number_of(value)))
             elif value is not ABSENT:
                 described.append((name, self._value(value)))
         for table in (module._parameters, module._buffers, module._modules):
@@ -233,7 +235,7 @@ class Reading:
 
     def _table(self, table: dict[str, Any], write_only: dict[str, Any]) -> list[tuple[str, Any]]:
         """Describes the parameters, buffers or submodules of a module."""
-        if not isinstance(table, dict):  # of a traced module
+        if not isinstance(table, dict):  # the table of a traced module
             self._owners.append(table)
         elif write_only.keys().isdisjoint(table):
             self._tables.append(table)
@@ -253,7 +255,7 @@ class Reading:
         if isinstance(value, Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):
-            return "module", self._number(value)
+            return "module", self._number_of(value)
         if isinstance(value, _CONTAINER_TYPES):
             return self._container(value, depth)
         if isinstance(value, enum.Enum):
@@ -271,7 +273,7 @@ class Reading:
         return self._instance(value, depth)
 
     def _items(self, depth: int, *items: Any) -> list[Any]:
-        """Describes the items of a value at this depth."""
+        """Describes the items of a value that is nested this deep."""
         return [self._value(item, depth + 1) for item in items]
 
     def _container(self, value: Any, depth: int) -> Any:
@@ -308,7 +310,7 @@ class Reading:
         if isinstance(value, types.ModuleType):
             return "named", value.__name__
         if isinstance(value, type) and is_user_module(value.__module__):
-            return "class", self._number(value)
+            return "class", self._number_of(value)
         return "named", value.__module__, value.__qualname__
 
     def _instance(self, value: Any, depth: int) -> Any:
@@ -325,7 +327,7 @@ class Reading:
         is_read = is_user_module(kind.__module__) and self._num_plain_objects < _MAX_PLAIN_OBJECTS
         if is_read or is_numbered:
             self._num_plain_objects += not is_numbered
-            return "object", self._number(value)
+            return "object", self._number_of(value)
         return "object", self._library_object(value, depth)
 
     def _watch_container(self, value: Any) -> None:
@@ -337,8 +339,8 @@ class Reading:
                 self._iterated.append(value)
 
     def _standard(self, value: Any, depth: int) -> Any:
-        """Describes an object of the standard library: by its `repr` if that is complete, a
-        container such as `ChainMap` by its attributes, others by their type and scalars."""
+        """Describes an object of the standard library: by its `repr` if that is complete, or by its
+        attributes if it is a container such as `ChainMap`, or by its type and scalars."""
         if isinstance(value, _REPR_TYPES):
             return repr(value)
         if type(value).__module__ == "collections" and hasattr(value, "__dict__"):
@@ -347,8 +349,8 @@ class Reading:
         return self._library_object(value, depth), self._scalars(value)
 
     def _scalars(self, value: Any) -> Any:
-        """Describes up to `_MAX_ITEMS` items of a container, or attributes of an object: scalars by
-        their values, others by their types."""
+        """Describes up to `_MAX_ITEMS` items of a container or attributes of an object: scalars by
+        their values, other items by their types."""
         container = value if isinstance(value, _CONTAINER_TYPES) else getattr(value, "__dict__", {})
         self._watch_container(container)
         items: Iterable[Any]
@@ -374,11 +376,12 @@ class Reading:
         return "function", function.__qualname__, code, described_defaults, cells, attributes
 
     def _add_method(self, name: str, function: Any) -> None:
-        """Keeps a user class's function until code names it; notes names in library functions."""
+        """Follows a function of user code in a class once code names it. Of a library's function,
+        only adds the names in its code."""
         if name in _SETUP_METHODS:
             return
         if not is_user_module(globals_module(function)):
-            # library code may call methods that user classes override
+            # a library's code may call methods that user classes override
             self._add_names(names_of(function.__code__))
         elif name in self._names:
             self._functions.append(function)
@@ -391,7 +394,8 @@ class Reading:
         self._names |= names
 
     def _follow(self, function: Any) -> Any:
-        """Describes the globals that a function of user code reads by name, once per function."""
+        """Describes the globals that a function of user code reads by name. Returns `None` for
+        other functions, and for a function that has been followed before."""
         module_name = globals_module(function)
         if function in self._followed or not is_user_module(module_name):
             return None
@@ -405,7 +409,8 @@ class Reading:
         return [(name, self._global(namespace, name, names)) for name in names_read]
 
     def _global(self, namespace: dict[str, Any], name: str, names: frozenset[str]) -> Any:
-        """Describes a global of user code. `names`: all names in the function that reads it."""
+        """Describes a global that user code reads. `names`: all names in the function that reads
+        it."""
         value = namespace[name]
         kind = type(value)
         is_module = isinstance(value, types.ModuleType)
@@ -418,7 +423,7 @@ class Reading:
         reads_environment = module_name == "os" and bool(names & _ENVIRONMENT_NAMES)
         is_changing = module_name in _CHANGING_MODULES or reads_environment
         if is_changing and (is_module or callable(value)):
-            self.undetectable = f"its code reads {name!r}, whose values change"
+            self.undetectable = f"its code reads {name!r}, which gives other values at other times"
         is_followed = package_of(module_name) in self._packages
         if is_module:
             is_other_module = is_followed and vars(value) is not namespace
@@ -453,7 +458,8 @@ class Reading:
         )
         if is_read or kind in SCALARS:
             return self._value(value, depth)
-        # a hook may collect results in other objects, whose changes do not affect cached blocks
+        # A hook may collect results in other objects, so changes of these must not invalidate
+        # cached blocks.
         if package_of(kind.__module__) in STANDARD or is_user_module(kind.__module__):
             self._closure_scalars.append(self._scalars(value))
         return self._library_object(value, depth)
@@ -483,7 +489,7 @@ class Reading:
         is_plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
         if not is_plain:
             raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}")
-        if tensor.is_conj() or tensor.is_neg():  # views whose elements are computed on reading
+        if tensor.is_conj() or tensor.is_neg():  # views whose elements are computed when read
             raise ValueError("a lazily conjugated or negated tensor")
         self._all_tensors.append(tensor)
         form = dtype, tuple(tensor.shape), tensor.stride(), tensor.get_device()

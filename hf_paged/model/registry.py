@@ -1,4 +1,4 @@
-"""Keeps, per model and outside of it, the memory pool and the route of the last call."""
+"""Keeps the memory pool of each model, and the route of its last call, outside of the model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Route:
 
 
 def route_of(
-    name: str,
+    road: str,
     reason: str,
     counters: Sequence[ReadCounters],
     slowed_by: set[str],
@@ -79,14 +79,14 @@ def route_of(
     is_packed: bool,
     **fields: Any,
 ) -> Route:
-    """Makes the [`Route`] of a call or an engine. `counters` are those of its K/V reads, `fields`
-    the other fields of the route."""
+    """Makes the [`Route`] of a call or an engine. `counters` count its reads of keys and values;
+    `fields` are the other fields of the route."""
     reasons = sorted(slowed_by)
     if any(c.gathered_decodes for c in counters):
         reasons.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
     reads_in_place = any(c.in_place for c in counters) and not any(c.gathered for c in counters)
     return Route(
-        name,
+        road,
         reason,
         in_place=is_packed or reads_in_place,
         latent=any(c.latent for c in counters),
@@ -95,7 +95,7 @@ def route_of(
     )
 
 
-# reentrant: signal handlers and finalizers run at any moment, and may look up or free models
+# reentrant, since signal handlers and finalizers run at any moment, and may look up or free models
 _lock = forks.rlock()
 # Weak keys instead of attributes, so that copies and checkpoints of a model leave its pool out.
 _memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = (
@@ -114,9 +114,9 @@ def block_sizes(
     expected: Iterable[int] = (),
     observed: Iterable[int] = (),
 ) -> BlockSizes:
-    """The data from which `block_size="auto"` chooses sizes: lengths of sequences, `observed` or
-    `expected`, in tokens, and the kernel's times. Where other processes or calls need blocks of the
-    same size, that is the default size."""
+    """Returns the data from which `block_size="auto"` chooses sizes: lengths of sequences in
+    tokens, `observed` or `expected`, and the kernel's times. If other processes or calls need
+    blocks of the same size, the data has no times, so that the default size is chosen."""
     reason = None
     if config.prefix_tiers is not None:
         reason = "processes that saw other lengths must find the blocks of `prefix_tiers`"
@@ -136,9 +136,10 @@ def memory_for(
 ) -> PagedMemory:
     """Returns the memory of `model`: a new one if the block size, limits, storage, dtypes, device,
     processes or `batch_invariant` have changed or, with `block_size="auto"`, if other sizes are
-    better (`PagedMemory.better_sizes`). `expected`: lengths of this call's rows in tokens. The
-    memory counts as in use until `idle.end_use`. Raises `ValueError` for a storage that the device
-    does not support, and `OSError` if the folder of new `prefix_tiers` cannot be used."""
+    better (`PagedMemory.better_sizes`), or if `prefix_tiers` are new or gone. `expected`: lengths
+    of this call's rows in tokens. The memory counts as in use until `idle.end_use`. Raises
+    `ValueError` for a storage that the device does not support, and `OSError` if the folder of
+    new `prefix_tiers` cannot be used."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
     limits = (
@@ -203,8 +204,8 @@ def _modules(owner: Any) -> Iterator[Any]:
     model = owner if isinstance(owner, nn.Module) else getattr(owner, "model", None)
     if not isinstance(model, nn.Module):
         raise ValueError(
-            f"`model` is {shown(owner)}: pass a model, or an object with one as `.model`: an"
-            " engine, a pipeline"
+            f"`model` is {shown(owner)}: pass a model, or an object that has one as `.model`, such"
+            " as an engine or a pipeline"
         )
     return model.modules()
 
@@ -220,8 +221,9 @@ def _memories_of(owner: Any) -> list[PagedMemory]:
 
 @guarded
 def free(model: Any) -> None:
-    """Frees the pool of a model, or of an object with a model as `.model`: an engine, a pipeline.
-    Caches that a caller holds keep their blocks until the caches are garbage-collected."""
+    """Frees the pool of a model, or of an object that has a model as `.model`, such as a pipeline
+    or an engine, whose requests are cancelled. Caches that a caller holds keep their blocks until
+    they are garbage-collected."""
     if isinstance(getattr(model, "memory", None), PagedMemory):
         return model.free()  # an engine has its own pool
     with _lock:
@@ -234,8 +236,8 @@ def free(model: Any) -> None:
 
 
 def last_route(model: Any) -> Route | None:
-    """The route of the last `generate` call or engine that used the model, with the reason; `None`
-    before the first."""
+    """The route, with its reason, of the last `generate` call or engine that used the model; `None`
+    if there was none."""
     with _lock:
         return next((_routes[module] for module in _modules(model) if module in _routes), None)
 
@@ -243,8 +245,8 @@ def last_route(model: Any) -> Route | None:
 @guarded
 def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
     """
-    Statistics of the pool of a model, or of an object with a model as `.model`: an engine, a
-    pipeline. Without a pool, only `budget_bytes` is set.
+    Statistics of the pool of a model, or of an object that has a model as `.model`, such as an
+    engine or a pipeline. Without a pool, only `budget_bytes` is set.
 
     Args:
         reset (`bool`, defaults to `False`): Reset the peaks after reading them.
@@ -261,6 +263,6 @@ def memory_stats(model: Any, reset: bool = False) -> MemoryStats:
 
 @guarded
 def check_integrity(model: Any) -> None:
-    """Raises `AssertionError` unless the model's pool, if any, agrees with live block tables."""
+    """Raises `AssertionError` if the model has a pool that disagrees with live block tables."""
     for memory in _memories_of(model):
         memory.check_integrity()

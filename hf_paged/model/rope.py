@@ -1,4 +1,4 @@
-"""Rotary embeddings whose factors depend on the longest position of a forward (dynamic NTK,
+"""Rotary embeddings whose factors depend on the largest position in a forward (dynamic NTK,
 LongRoPE)."""
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from .writes import restore_attributes
 
 
 class LengthRope:
-    """Gives each token of a packed forward the rotary factors of its sequence: those with which
-    plain `generate` first computes the token. For prompt tokens, these are the factors of the
-    prompt's length, for a later token those of the sequence's length including the token. The id of
-    factors is the shortest length that has them, or 0 for those of short sequences.
-    """
+    """Gives each token of a packed forward the rotary factors with which plain `generate` computes
+    it. For prompt tokens, these are the factors of the prompt's length; for a later token, those of
+    the sequence's length including the token. But if plain `generate` recomputes all tokens when
+    the factors change (`must_recompute`), all tokens have those of the sequence's current length.
+    The id of factors is the shortest length that has them, or 0 for those of short sequences."""
 
     def __init__(
         self, model: PreTrainedModel, module_types: dict[nn.Module, list[tuple[str, int]]]
     ) -> None:
-        """`module_types`: for each rotary embedding its types, each with the length up to which
-        the type has the factors of short sequences."""
+        """`module_types`: for each rotary embedding its types, each with the length up to which it
+        has the factors of short sequences."""
         self._modules = list(module_types)
         limits = {type_and_limit for types in module_types.values() for type_and_limit in types}
         # beyond these limits, every length has different factors
@@ -49,7 +49,7 @@ class LengthRope:
         self, first: int, end: int, num_prompt_tokens: int, num_tokens: int
     ) -> list[int]:
         """Returns the ids of the factors of tokens `[first, end)` of a sequence that has
-        `num_tokens` tokens, prompt included."""
+        `num_tokens` tokens, including its prompt of `num_prompt_tokens`."""
         if self.must_recompute:
             return [self.factors(num_tokens)] * (end - first)
         return [
@@ -68,8 +68,8 @@ class LengthRope:
     @restoring
     def rotating(self, factors: list[int]) -> Iterator[None]:
         """A context for a packed forward of tokens with these ids of factors; if the list is empty,
-        the modules use the factors that they hold. The modules remain unchanged: the forward writes
-        to copies of their buffers."""
+        the modules use the factors that they hold. The forward writes to copies of the modules'
+        buffers, and the modules are restored when the context ends."""
         token_indices: dict[int, list[int]] = {}
         for index, factors_id in enumerate(factors):
             token_indices.setdefault(factors_id, []).append(index)
@@ -93,9 +93,9 @@ def _rotate(
     kwargs: dict[str, Any],
     output: Any,
 ) -> Any:
-    """A forward hook: for each id of factors, calls the module on the tokens that have this id, and
-    on one more position, which makes the module compute these factors. `token_indices`: the indices
-    of the tokens, by id."""
+    """A forward hook: for each id of factors, calls the module on the tokens with this id and on
+    one more position, which makes the module compute the factors of this id. `token_indices`: the
+    indices of the tokens, by id."""
     kwargs = dict(kwargs)
     x, positions, *other_args = (
         *args,
@@ -123,7 +123,7 @@ def _rotate(
 def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> LengthRope | None:
     """Makes the [`LengthRope`] of a model; `None` if its factors are the same for all lengths.
     Errors of the model's `prepare_inputs_for_generation` pass through."""
-    limits: dict[nn.Module, list[tuple[str, int]]] = {}
+    module_types: dict[nn.Module, list[tuple[str, int]]] = {}
     for module in modules:
         for layer_type, kind in length_types(module):
             if kind == "longrope":
@@ -133,13 +133,13 @@ def find_length_rope(model: PreTrainedModel, modules: Iterable[nn.Module]) -> Le
                 limit = parameters["original_max_position_embeddings"]
             else:
                 limit = module.original_max_seq_len
-            limits.setdefault(module, []).append((kind, int(limit)))
-    return LengthRope(model, limits) if limits else None
+            module_types.setdefault(module, []).append((kind, int(limit)))
+    return LengthRope(model, module_types) if module_types else None
 
 
 def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
-    """The types of a rotary embedding whose factors depend on the length, as (type of the layers
-    that use it, or `None` for all layers; rotary type). Empty for other modules."""
+    """The types of a rotary embedding whose factors depend on the length, each as a pair: the type
+    of the layers that use it (`None`: all layers), and its name. Empty for other modules."""
     types: Any = compat.attribute(module, "rope_type")
     if not types:  # most modules
         return []
@@ -152,7 +152,7 @@ def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
 
 
 class _LengthOnly(DynamicCache):
-    """A cache that reports `length` tokens, but stores none."""
+    """A cache that reports `length` tokens, but holds none."""
 
     length = 0
 
@@ -161,8 +161,8 @@ class _LengthOnly(DynamicCache):
 
 
 def _drops_cache(model: Any, limit: int) -> bool:
-    """Whether the model, when it prepares the first forward beyond `limit` tokens, drops its
-    cache."""
+    """Whether the model's `prepare_inputs_for_generation` drops the cache for the first forward
+    beyond `limit` tokens."""
     cache = _LengthOnly(config=model.config.get_text_config(decoder=True))
     cache.length = limit
     ids = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)

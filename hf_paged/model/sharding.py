@@ -1,5 +1,5 @@
-"""Models in shards over several processes, which compute every forward together. The room `ranks`
-implements the messages between the processes."""
+"""Models that are sharded over several processes, which compute every forward together. The room
+`ranks` implements the messages between the processes."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def processes_of(model: nn.Module) -> Processes | None:
 
 def lead(model: nn.Module, config: PagedConfig, owner: Any) -> Leader | None:
     """Returns the [`Leader`] through which an engine with this config drives the other processes
-    that hold shards of the model; `None` if the model is in one process. The leader is closed when
+    that hold shards of the model; `None` if the model is not sharded. The leader is closed when
     `owner` is garbage-collected. Raises `ValueError` in processes other than 0."""
     return _ranks().lead(model, config, owner) if is_sharded(model) else None
 
 
 def reserving(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """A context that reserves a model in shards for a call. Raises `RuntimeError` while a call of
-    another thread, or an engine, uses the model."""
+    """A context that reserves a sharded model for a call. Raises `RuntimeError` while a call of
+    another thread, or an engine, uses the model. For other models, it does nothing."""
     return _ranks().reserving(model) if is_sharded(model) else NOTHING
 
 
@@ -77,6 +77,7 @@ def serve_rank(model: Any) -> None:
 
     Raises:
         ValueError: in process 0, and for a model that is not sharded.
+        RuntimeError: while another call of this process uses the model.
         RankLostError: if another process has ended.
     """
     _ranks().serve(model)

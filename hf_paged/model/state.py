@@ -28,18 +28,18 @@ from .writes import notes_of
 logger = logging.getLogger(__name__)
 
 LINE = 64  # bytes of a cache line
-_VERSION = operator.attrgetter("_version")
+_version_of = operator.attrgetter("_version")
 
 _StateValues = tuple[tuple[Any, ...], bytes, list[bytes]]
 
-# by model, the reasons for which a warning has been logged, without numbers: those of free memory
-# for instance vary
+# By model, the reasons for which a warning has been logged. Numbers are removed from them, since
+# some, such as that of free bytes, differ each time.
 _warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 
 
 def carries_state(model: nn.Module) -> bool:
-    """Whether forwards read values that earlier forwards wrote, so that a prefix's keys and values
-    depend on the earlier forwards. If so, logs a warning, once per model and reason."""
+    """Whether forwards of the model read values that earlier forwards wrote into it, so that a
+    prefix's keys and values depend on those. If so, logs a warning, once per model and reason."""
     name = notes_of(model).carried
     if name is None:
         return False
@@ -76,8 +76,8 @@ def read_state(model: nn.Module) -> ModelState | None:
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
     """Returns the [`ModelState.fingerprint`] of the model as it is now; `None`, with a warning once
-    per model and reason, if the model carries state or the fingerprint raises an error. `state`:
-    the model's, if it has just been read."""
+    per model and reason, if the model carries state or if reading it raises an error. `state`: the
+    model's state, if it has just been read."""
     try:
         if carries_state(model):
             return None
@@ -103,16 +103,16 @@ class ModelState(Reading):
     train or eval mode. Not covered: files, attributes of library objects, attributes that each
     forward writes and none reads (`writes.note_write`), and the value that `undetectable` names.
     Equal models have equal fingerprints in every process with the same library versions and kind of
-    device. Tensor subclasses are read by `__tensor_flatten__`; those without it, sparse tensors and
-    meta tensors raise `ValueError`; user code may raise other errors."""
+    device. Tensor subclasses are read by `__tensor_flatten__`. Those without it, sparse tensors and
+    meta tensors raise `ValueError`; user code that is called may raise other errors."""
 
     # references of `is_same`
     _values: _StateValues | None = None
     _content: tuple[Any, ...] | None = None
 
     def fingerprint(self) -> bytes:
-        """Returns 32 bytes that change with the covered state and with the content of any tensor.
-        Raises `ValueError` if some changes would be `undetectable`."""
+        """Returns 32 bytes that change with anything covered, the content of tensors included.
+        Raises `ValueError` if something is `undetectable`."""
         if self.undetectable is not None:
             raise ValueError(self.undetectable)
         with torch.no_grad():
@@ -137,14 +137,14 @@ class ModelState(Reading):
         return _pointers(self._parts) == _pointers(other._parts)
 
     def hold(self) -> None:
-        """Takes the reference of `is_in_place`. Keeps the tensors alive."""
+        """Takes the reference of `is_in_place`. The reference keeps the tensors alive."""
         self._parts = self._read_parts()
         self._addresses = list(map(Tensor.data_ptr, self._all_tensors))
         self._is_unverified, self._is_in_place = False, True
 
     def keep_memory(self) -> None:
-        """Keeps the tensors' memory alive for recorded steps: until the next `mark_unverified`,
-        `is_in_place` returns its last result without reading the tensors."""
+        """Keeps the tensors' memory alive for recorded steps, since until the next
+        `mark_unverified`, `is_in_place` returns its last result without reading the tensors."""
         self._memory = [x.untyped_storage() for x in self._all_tensors]
 
     def mark_unverified(self) -> None:
@@ -152,8 +152,8 @@ class ModelState(Reading):
         self._is_unverified = True
 
     def is_in_place(self) -> bool:
-        """Whether the model has the same modules and tensors as at `hold`, at the same addresses.
-        Reads them once after each `mark_unverified`."""
+        """Whether the model has the same modules and tensors as at `hold`, with the tensors at the
+        same addresses. Reads them once after each `mark_unverified`."""
         if self._is_unverified:
             self._is_unverified = False
             addresses = list(map(Tensor.data_ptr, self._all_tensors))
@@ -163,8 +163,8 @@ class ModelState(Reading):
         return self._is_in_place
 
     def accept(self) -> None:
-        """Takes the reference of `is_same` for everything but modules and tensors. Called before
-        other code can run, and again after each forward, whose writes do not count as changes."""
+        """Takes the reference of `is_same` for everything but modules and tensors. Must be called
+        before other code can run, and again after each forward, whose writes are not changes."""
         self._attributes = list(map(vars, self._modules))
         backwards = map(reversed, self._attributes)
         self._last_names = list(map(next, backwards))
@@ -173,18 +173,18 @@ class ModelState(Reading):
     def watch(self) -> None:
         """Takes the reference of `is_same` for writes to tensors."""
         rng = random.Random(0)
-        self._counted = [x for x in self._all_tensors if not x.is_inference()]
+        self._versioned = [x for x in self._all_tensors if not x.is_inference()]
         on_cpu = [x for x in self.tensors if x.is_cpu and x.nbytes]
         self._lines = [_line(x, rng) for x in on_cpu]
         self._content = self._read_content()
 
     def is_same(self) -> bool:
         """Whether the model is as it was at `hold`, `accept` and, if it was called, `watch`. This
-        check of microseconds compares modules, tensors and the tensors' addresses; the identities
-        of attributes, hooks, functions, closures and globals; and, if watched, the versions of
-        tensors and on the CPU the content of one random cache line of each tensor. Of writes that
-        change neither version nor address, it thus detects only those on the CPU, and may miss
-        those to a few elements. After `False`, the model may still be equal (`is_like`)."""
+        check of microseconds compares the identities of modules, tensors, attributes, hooks,
+        functions, closures and globals, the tensors' addresses and, if watched, the tensors'
+        versions and on the CPU the content of one random cache line of each tensor. So writes that
+        change neither version nor address are only detected on the CPU, and even there not if they
+        miss that line. After `False`, the model may still be equal (`is_like`)."""
         self.mark_unverified()
         if self._values is None or not self.is_in_place():
             return False
@@ -205,7 +205,7 @@ class ModelState(Reading):
 
     def _read_values(self) -> _StateValues | None:
         """Returns the values, their addresses and the content of arrays; `None` if they cannot be
-        read, for instance since another thread changes a container meanwhile."""
+        read, for instance because another thread changes a container meanwhile."""
         try:
             values = (
                 *gc.get_referents(*self._owners),
@@ -219,7 +219,7 @@ class ModelState(Reading):
             return None
 
     def _read_content(self) -> tuple[list[int], bytes]:
-        versions = list(map(_VERSION, self._counted))
+        versions = list(map(_version_of, self._versioned))
         return versions, b"".join(self._lines)
 
     def _digest(self, content: list[Any]) -> bytes:
@@ -228,16 +228,16 @@ class ModelState(Reading):
 
 
 def _pointers(values: tuple[Any, ...]) -> bytes:
-    """The addresses of a tuple's items, copied from the tuple's memory: comparing the addresses
-    compares the items' identities without a loop in Python."""
+    """The addresses of a tuple's items, copied from the tuple's memory, so that the identities of
+    the items can be compared without a loop in Python."""
     start = id(values) + tuple.__basicsize__
     items = (ctypes.c_void_p * len(values)).from_address(start)
     return bytes(items)
 
 
 def _line(tensor: Tensor, rng: random.Random) -> memoryview:
-    """A view of up to `LINE` bytes of the tensor's memory from a random address. It keeps the
-    storage alive."""
+    """A view of up to `LINE` bytes of the tensor's memory, from a random address on. The view keeps
+    the storage alive."""
     storage = tensor.untyped_storage()
     start = tensor.storage_offset() * tensor.element_size()
     # expanded tensors have more elements than their storage

@@ -25,11 +25,13 @@ Modules = Sequence[nn.Module]  # all modules of a model
 KV_LAYERS = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
 """Cache layers that hold nothing but keys and values."""
 _STATE_LAYERS = {PagedHybridLayer, LinearAttentionLayer}
-_RATES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
+# parts of names of attributes that hold the rate of something random
+_RATE_NAMES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
 
 
 def structural_reason(model: PreTrainedModel, cache: PagedCache) -> str | None:
-    """Why the model's current structure rules out packed forwards; `None` if it does not."""
+    """The first reason in the model's current structure against packed forwards; `None` if there is
+    none."""
     return next(reasons_against(model, cache, list(model.modules()), "packed"), None)
 
 
@@ -49,7 +51,8 @@ def reasons_against(
 def row_dependencies(
     model: PreTrainedModel, modules: Modules, is_packed: bool = True
 ) -> Iterator[str]:
-    """Yields the reasons why rows of one forward may get other results than each row gets alone."""
+    """Yields the reasons why rows may not share a forward: they might get other results than alone,
+    or hooks of user code would get the tokens of all rows."""
     yield from _hook_reasons(model, modules)
     yield from _row_reasons(model, modules, is_packed)
 
@@ -61,7 +64,7 @@ def _input_reasons(
     can_join: bool,
     has_own_attention: bool,
 ) -> Iterator[str]:
-    """Reasons in the arguments of a forward, the cache among them."""
+    """Reasons in how a forward is called: its arguments, its cache and its processes."""
     if compat.is_pipeline(model):
         yield Topic.DEVICES("its layers are in several processes")
     parameters = inspect.signature(model.forward).parameters
@@ -96,15 +99,15 @@ def _code_reasons(
     can_join: bool,
     has_own_attention: bool,
 ) -> Iterator[str]:
-    """Reasons in methods that override transformers', and in the code of attention."""
-    # overrides may pass inputs that the engine does not support, or end the loop earlier or later
+    """Reasons in methods that override those of transformers, and in the code of attention."""
+    # an override may pass inputs that the engine does not support, or end the loop at another step
     if can_join and not is_stock(model, compat.UPDATE_INPUTS):
         yield Topic.MODEL_CODE(f"it overrides `{compat.UPDATE_INPUTS}`")
     method = overridden(model, compat.SAMPLE)
     if method is not None:
         yield Topic.MODEL_CODE(f"it overrides `{method}`")
     if any(compat.attribute(module, "_setup_cache") for module in modules):
-        # a check's forwards would change those states
+        # a check's forwards would change these states
         yield Topic.CACHE("it keeps states in its modules, outside any cache")
     if "prepare_inputs_for_generation" in vars(model):
         yield Topic.MODEL_CODE("its `prepare_inputs_for_generation` was replaced")
@@ -112,7 +115,7 @@ def _code_reasons(
     is_configured = compat.attention_of(config) == NAME
     must_switch = is_packed and not has_own_attention and not is_configured
     if must_switch and not switchable_configs(modules):
-        yield Topic.MODEL_CODE("its code reads which attention implementation is configured")
+        yield Topic.MODEL_CODE("its attention layers have no `config` that selects their function")
     # users' attention functions must get the same calls and rows as in plain `generate`
     reason = foreign_attention(modules)
     if reason:
@@ -124,7 +127,7 @@ def _hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         yield Topic.HOOKS("there are global forward hooks")
     for module in modules:
-        if has_foreign_hook(module):  # the hook would get tokens of other rows, too
+        if has_foreign_hook(module):  # the hook would also get tokens of other rows
             name = next(name for name, part in model.named_modules() if part is module)
             yield Topic.HOOKS(f"there are forward hooks on {name or 'the model'}")
     devices = {tensor.device for module in modules for tensor in tensors_of_module(module)}
@@ -154,12 +157,12 @@ def _row_reasons(model: PreTrainedModel, modules: Modules, is_packed: bool) -> I
 
 
 def _random_source(module: nn.Module) -> str | None:
-    """Names the feature for which a module in training mode draws random numbers; `None` if it
-    draws none."""
+    """Names the rate, such as dropout, for which a module in training mode draws random numbers;
+    `None` if there is no such rate."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout" if module.p > 0 else None
     for name, value in vars(module).items():
-        is_rate = any(word in name for word in _RATES)
+        is_rate = any(word in name for word in _RATE_NAMES)
         if is_rate and isinstance(value, (int, float)) and value > 0:
             return name
     return None

@@ -33,13 +33,13 @@ from .layout import Layout
 from .own_loop import cache_parts, first_inputs, next_logits, tensors_of
 from .writes import Snapshot, Write
 
-# Makes a block manager and a runner (`execution.executor.Runner`), on the memory of an empty cache.
+# Makes a block manager and a runner (`execution.executor.Runner`) on the memory of an empty cache.
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]
-Step = tuple[tuple[int, int], ...]  # (row number, tokens to compute) of each row
+Step = tuple[tuple[int, int], ...]  # for each row, its index and the number of tokens to compute
 
 # In standard deviations of the logits. In half precision, rounding depends on shapes and changes
 # logits by about a fifth of these values. A router may then choose another expert for a token or
-# two, so only half of the tokens must be within the tolerance.
+# two, so in half precision the tolerance limits the median over tokens, not the maximum.
 TOLERANCE = 1e-3
 HALF_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # By torch's option for float32 products: the half-precision dtype with as many mantissa bits as the
@@ -48,8 +48,8 @@ _PRODUCT_DTYPES = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
 # blocks of the default size: a GPU then compiles kernels once for the checks and the calls
 CONFIG = PagedConfig(block_size=16, kv_dtype=None, storage="blocks")
-# Checks use a separate memory, since the model's may be bounded and full. `hf_paged.budget` does
-# not limit it: if a check ran out of budget, its verdict would be that the model cannot be packed.
+# Makes a separate memory for a check, since the model's own may be full. `hf_paged.budget` does not
+# limit it: if a check ran out of budget, its verdict would be that the model cannot be packed.
 scratch_memory = functools.partial(PagedMemory, CONFIG, is_bounded=False)
 
 LENGTH = 22
@@ -58,7 +58,7 @@ of the tests' models."""
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in a check. If the error `is_permanent`, later checks would fail as well."""
+    """A forward failed in a check. If the error `is_permanent`, later checks would also fail."""
 
     is_permanent = False
 
@@ -93,11 +93,12 @@ class Trial:
 
     @restoring
     def forwards(self, by_engine: bool = False) -> Iterator[None]:
-        """A context for forwards. It undoes their writes into modules, after adding them to
-        `writes`, and restores the random state. As in an engine's steps, layers with a cache do not
-        run compiled code. `by_engine`: the forwards are the engine's, which call our attention, not
-        plain ones. Raises `ForwardFailedError` if a forward raises anything but an interrupt or an
-        out-of-memory error, draws random numbers, or makes writes that cannot be undone."""
+        """A context for forwards. When it ends, it adds their writes into modules to `writes`,
+        undoes these, and restores the random state. As in an engine's steps, layers with a cache do
+        not run compiled code. `by_engine`: the forwards are an engine's, which call our attention;
+        otherwise they are plain. Raises `ForwardFailedError` if a forward raises anything but an
+        interrupt or an out-of-memory error, draws random numbers, or makes writes that cannot be
+        undone."""
         model = self.model
         device = compute_device(model)
         devices: list[torch.device] = []
@@ -144,7 +145,8 @@ class Trial:
     ) -> Tensor:
         """Returns the logits `(1 + n, rows, vocab_size)` of plain forwards: after `ids` `(rows,
         length)`, and after each of the `new_tokens` `(rows or 1, n)` that follow. The forward that
-        ends after `length` tokens runs in the context `make_context(length)`. Adds to `dtypes`."""
+        ends after `length` tokens runs in the context `make_context(length)`. Adds the dtypes of
+        the cached tensors to `dtypes`."""
         model = self.model
         cache: Any = stock_cache(model)
         if model.config.is_encoder_decoder:
@@ -162,9 +164,10 @@ class Trial:
         self.dtypes |= {x.dtype for x in tensors_of(cached) if x.is_floating_point()}
         return torch.stack(logits)
 
-    def plain(self, rows: Tensor, prompt_length: int, padding: int = 0) -> Tensor:
-        """As `decode`: the logits after the first `prompt_length` tokens of `rows`, the first
-        `padding` of which are masked, and after each later token."""
+    def decode_rows(self, rows: Tensor, prompt_length: int, padding: int = 0) -> Tensor:
+        """As `decode`, for token ids `rows` `(rows, length)`: returns the logits after the first
+        `prompt_length` tokens, of which the first `padding` are masked, and after each later
+        token."""
         ids = rows[:, :prompt_length]
         mask = torch.ones_like(ids)
         mask[:, :padding] = 0
@@ -179,8 +182,9 @@ class Trial:
         steps: Iterable[Step],
         memory: PagedMemory | None = None,
     ) -> Tensor:
-        """Returns the logits `(n, vocab_size)` of all `steps` of rows with these `tokens` `(rows,
-        length)`, prompts included. The steps run in `memory`, or in a new one."""
+        """Runs `steps` of rows with these `tokens` `(rows, length)`, which begin with prompts of
+        these `prompt_lengths`, in `memory` or in a new one. Returns the logits `(n, vocab_size)` of
+        all steps. A step gives no logits for a row whose prompt it does not finish."""
         with self.forwards(by_engine=True):
             runner = TrialRunner(self, layout, memory)
             rows = list[TrialRow]()
@@ -200,13 +204,13 @@ class Trial:
         reference: str = "a sequence alone",
     ) -> str | None:
         """Returns a message if logits `(n, vocab_size)` differ by more than the tolerance
-        (`excess_of`); otherwise `None`. The message names the `quantity` compared, `how` the model
-        computed it, and the `reference` that gave the `plain` logits."""
+        (`significant_difference`); otherwise `None`. The message names the `quantity` compared,
+        `how` the model computed it, and the `reference` that gave the `plain` logits."""
         dtypes = self.dtypes - {None}
-        excess = excess_of(plain, computed, dtypes)
-        if excess is None:
+        distance = significant_difference(plain, computed, dtypes)
+        if distance is None:
             return None
-        return Topic.SELF_CHECK(f"{how}, its {quantity} are {excess} from those of {reference}")
+        return Topic.SELF_CHECK(f"{how}, its {quantity} are {distance} from those of {reference}")
 
 
 @dataclasses.dataclass(eq=False)
@@ -219,11 +223,12 @@ class TrialRow:
     inputs: Any = None  # `Prompts` and the row's index in them, if the prompt comes from these
     encoded: Any = NO_BLOCKS  # the encoder's blocks
     row: int = 0  # index among the rows of `Trial.run`
-    token_ids: list[int] = dataclasses.field(default_factory=list)  # up to the end of the step
+    # the tokens known in the current step: the prompt, and later tokens up to the step's end
+    token_ids: list[int] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
-    num_text: int = 0  # tokens of cached text before the content
+    num_text: int = 0  # tokens of cached text before the prompt's images or other content
     namespace: Any = UNCACHED
-    # the same for all rows
+    # equal for all rows
     draft: ClassVar[list[int]] = []
     prompt_logprobs: ClassVar[None] = None
 
@@ -242,7 +247,7 @@ class TrialRunner:
         self.manager, self.runner = trial.make_runner(trial.model, cache, layout)
 
     def add(self, tokens: list[int], num_prompt_tokens: int, **fields: Any) -> TrialRow:
-        """Makes a row of `tokens`, the first `num_prompt_tokens` of which are its prompt."""
+        """Makes a row of `tokens`, of which the first `num_prompt_tokens` are its prompt."""
         return TrialRow(tokens, num_prompt_tokens, self.manager.new(), **fields)
 
     def add_prompts(self, prompts: Any, new_tokens: Tensor) -> list[TrialRow]:
@@ -265,10 +270,11 @@ class TrialRunner:
         return rows
 
     def compute(self, rows: Sequence[tuple[TrialRow, int]]) -> Tensor:
-        """Returns the logits of a step that computes `count` more tokens of each `(row, count)`."""
+        """Runs a step that computes `count` more tokens of `row` for each `(row, count)`; returns
+        its logits."""
         for row, count in rows:
-            skips = not self._is_packed or row.inputs is not None
-            self.manager.append(row.blocks, count, skips=skips)
+            can_skip = not self._is_packed or row.inputs is not None
+            self.manager.append(row.blocks, count, can_skip=can_skip)
             end = max(row.num_prompt_tokens, row.num_computed_tokens + count)
             row.token_ids = row.tokens[:end]
         self.manager.flush_copies()
@@ -278,8 +284,8 @@ class TrialRunner:
         return logits
 
     def advance(self, rows: Sequence[TrialRow], num_steps: int = 1) -> Tensor:
-        """Returns the logits `(num_steps * n, vocab_size)` of steps that compute the rest of each
-        row's prompt, or one more token."""
+        """Runs `num_steps` steps, each of which computes the rest of a row's prompt or, after it,
+        one more token. Returns the logits `(num_steps * len(rows), vocab_size)` of all steps."""
         logits = []
         for _ in range(num_steps):
             step = []
@@ -289,8 +295,8 @@ class TrialRunner:
         return torch.cat(logits)
 
     def advance_apart(self, *rows: TrialRow) -> Tensor:
-        """Returns the logits of one step of `advance`, and restores the modules after the step, as
-        if another call had then run."""
+        """Runs one step of `advance`, and undoes its writes into modules, so that the row's next
+        step finds the modules as if another call had run in between. Returns the logits."""
         with self._trial.forwards(by_engine=True):
             return self.advance(rows)
 
@@ -309,8 +315,8 @@ def stock_cache(model: PreTrainedModel) -> DynamicCache:
 
 
 def sample_tokens(model: PreTrainedModel) -> Tensor:
-    """Returns pseudorandom token ids `(3, LENGTH)`, int64, on the model's device: the same in every
-    call, without special tokens."""
+    """Returns pseudorandom token ids `(3, LENGTH)`, int64, on the model's device: equal in every
+    call, and without the special tokens whose ids are integers in the config."""
     config = model.config.get_text_config(decoder=True)
     attributes = {**vars(model.config), **vars(config)}
     special = {
@@ -328,8 +334,8 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
 
 
 def product_precision(device: torch.device) -> tuple[str, bool]:
-    """Torch's options for matrix products on `device`: the precision of float32 products, and
-    whether float16 products are accumulated in float16."""
+    """Returns torch's options for matrix products on `device`: the precision of float32 products,
+    and whether float16 products are accumulated in float16."""
     backend: Any = torch.backends.cuda
     if device.type in ("cpu", "xpu"):
         backend = torch.backends.mkldnn
@@ -340,32 +346,34 @@ def product_precision(device: torch.device) -> tuple[str, bool]:
     return float32_precision, accumulates_in_half
 
 
-def excess_of(plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]) -> str | None:
-    """Says by how many standard deviations logits `(n, vocab_size)` that were computed in `dtypes`
-    differ; `None` if that is within the tolerance. The difference is that of the worst row or, in
-    half precision, where a router may choose another expert for some rows, the median of all rows:
-    infinite unless NaN and infinities are at the same positions."""
+def significant_difference(
+    plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]
+) -> str | None:
+    """Returns by how many standard deviations logits `(n, vocab_size)` that were computed in
+    `dtypes` differ, as text; `None` if that is within the tolerance. The difference is that of the
+    worst row or, in half precision, where a router may choose another expert for some rows, the
+    median over all rows. It is infinite unless both have finite logits at the same positions."""
     finite = plain.isfinite()
     plain = plain.float()
     computed = computed.float()
-    gap = torch.full((len(plain),), float("inf"), device=plain.device)
+    row_differences = torch.full((len(plain),), float("inf"), device=plain.device)
     if torch.equal(finite, computed.isfinite()):
         errors = torch.where(finite, plain - computed, 0.0)
         row_errors = errors.square().mean(1).sqrt()  # root mean squares
-        gap = row_errors / plain[finite].std().clamp_min(1e-6)
+        row_differences = row_errors / plain[finite].std().clamp_min(1e-6)
     tolerance = half_tolerance(dtypes, plain.device)
     if tolerance is None:
-        excess = float(gap.max())
+        difference = float(row_differences.max())
     else:
-        excess = float(gap.sort().values[len(gap) // 2])
-    if excess <= (tolerance or TOLERANCE):  # false for NaN
+        difference = float(row_differences.sort().values[len(row_differences) // 2])
+    if difference <= (tolerance or TOLERANCE):  # false for NaN
         return None
-    return f"{excess:.1e} standard deviations"
+    return f"{difference:.1e} standard deviations"
 
 
 def half_tolerance(dtypes: Iterable[torch.dtype | None], device: torch.device) -> float | None:
-    """The tolerance for logits computed in `dtypes` on `device`; `None` if all products have the
-    precision of float32."""
+    """Returns the tolerance for logits computed in `dtypes` on `device` if some products have less
+    than the precision of float32; otherwise `None`."""
     float32_precision, accumulates_in_half = product_precision(device)
     computed = set(dtypes)
     if torch.float32 in computed:

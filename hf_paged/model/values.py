@@ -1,5 +1,5 @@
-"""Kinds of values that modules hold, for `reading` (of a model's state) and `writes` (of its
-forwards)."""
+"""Kinds of values that a model's modules hold, and its tensors, for the modules that read or watch
+a model (`reading`, `writes`, `positions`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCALARS = frozenset({bool, int, float, complex, str, bytes, types.NoneType})
 CONTAINERS = (dict, list, deque, set)
 """Containers that code can change in place."""
 # Attributes that transformers sets on a model or its class for its own bookkeeping.
-NOTES = frozenset(
+BOOKKEEPING = frozenset(
     {
         "_auto_class",
         "_can_set_attn_implementation_cached_value",
@@ -28,12 +28,14 @@ NOTES = frozenset(
         "warnings_issued",
     }
 )
-PLUMBING = NOTES.union(vars(nn.Module()))
-"""Attributes that do not affect a forward: notes, and those that torch gives every module.
-(Parameters, buffers, modules and forward hooks are visited separately.)"""
-# Objects of these packages do not affect a forward, except modules, tensors and configs. Reading
-# them would reach half the process.
+SKIPPED = BOOKKEEPING.union(vars(nn.Module()))
+"""Attributes to skip when the other attributes of a module are visited: bookkeeping, and those that
+torch gives every module. (`reading` and `writes` visit parameters, buffers, submodules, forward
+hooks and modes separately, as far as they need them.)"""
+# The standard library, except `types`: user code keeps data in `types.SimpleNamespace`.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
+# Packages that are not user code. Except for modules, tensors and configs, attributes of their
+# objects are mostly not read: forwards rarely depend on them, and they lead to half the process.
 LIBRARIES = STANDARD | {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
 
 ABSENT = object()  # stands for a missing attribute
@@ -51,8 +53,8 @@ def is_user_module(name: str) -> bool:
 
 
 def is_user_object(value: Any) -> bool:
-    """Whether a value has attributes and is of a user class, but is no module, tensor, container or
-    class."""
+    """Whether a value has a `__dict__` and a class from user code, and is not a module, tensor,
+    container, tuple, frozenset or class."""
     if not is_user_module(type(value).__module__):
         return False
     if isinstance(value, (nn.Module, Tensor, type, tuple, frozenset, *CONTAINERS)):
@@ -79,7 +81,7 @@ def tensors_of_model(model: nn.Module) -> list[Tensor]:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the tensors' memory."""
+    """The addresses of the storages of those tensors that are strided."""
     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
     return {part.untyped_storage().data_ptr() for part in parts if part.layout is torch.strided}
 

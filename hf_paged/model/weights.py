@@ -16,8 +16,9 @@ class WeightsGuard:
     code may change the model between *periods* (a call, or one step of an engine). The cache serves
     blocks of earlier periods only after `verify` has found that the model's fingerprint equals the
     one that `memory` holds. Before a period ends, `commit` stores the fingerprint of the weights
-    that computed its blocks, unless the executor watches the model (`is_watched`). If a period ends
-    with neither, its blocks are forgotten. The lock of `memory` guards `blocks`."""
+    that computed its blocks, unless the period is a step of an engine whose executor watches the
+    model (`is_watched`). If a period ends with neither, its blocks are dropped before they are
+    served. The lock of `memory` guards `blocks`."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model = model
@@ -50,7 +51,8 @@ class WeightsGuard:
 
     def go_idle(self) -> None:
         """Called when work ends, with no request in flight. If there is a tier, fingerprints the
-        weights, so that any process can verify the blocks that are evicted to the tier later."""
+        weights, unless they are verified, so that any process can use the blocks that are later
+        evicted to the tier."""
         is_verified = self._epochs.are_verified or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_verified:
             self.begin_period()  # the model may have changed since the last step
@@ -64,14 +66,14 @@ class WeightsGuard:
                 self._epochs.begin_period()
 
     def verify(self) -> bool:
-        """Returns whether the cache may serve the blocks that it has, after fingerprinting the
-        weights once per period. If it may not serve those of earlier periods, drops them."""
+        """Returns whether the cache may serve the blocks that it has. Fingerprints the weights, but
+        at most once per period. Drops the blocks of earlier periods if it may not serve them."""
         return self._epochs.are_verified or self._compare()
 
     def commit(self, is_call: bool, state: ModelState | None = None) -> None:
         """Called before a period ends: fingerprints the weights that computed its blocks, if that
-        is needed. `is_call`: whether the period is a call. `state`: the model's, if it has just
-        been read."""
+        is needed. `is_call`: whether the period is a call. `state`: the model's state, if it has
+        just been read."""
         try:
             tier = self._blocks.tier
             is_needed = is_call or not self.is_watched
@@ -85,24 +87,25 @@ class WeightsGuard:
             raise
 
     def abandon(self) -> None:
-        """Ends a period without `commit`: forgets its blocks, unless the weights are verified or
-        the model is watched."""
+        """Ends a period without `commit`. Unless the weights are verified or the model is watched,
+        discards the stored fingerprint, so that the blocks are dropped before they are served."""
         if self.is_on and not self.is_watched and not self._epochs.are_verified:
             self._memory.fingerprint = None
 
     def forget_earlier(self) -> None:
-        """Called after the model has changed: forgets all blocks computed until now."""
+        """Called after the model has changed: drops all cached blocks."""
         with self._memory.lock:
             self._epochs.begin_period()
         self._forget()
 
     def _compare(self, state: ModelState | None = None) -> bool:
         """Fingerprints the model. If the fingerprint has changed, drops the blocks of earlier
-        periods; if there is none, drops all blocks. Returns whether it is unchanged."""
-        weights = self._fingerprint(self._model, state)
+        periods; if there is none, drops all blocks and turns prefix caching off. Returns whether
+        the fingerprint is unchanged."""
+        model_fingerprint = self._fingerprint(self._model, state)
         current = None
-        if weights is not None:
-            current = (weights, self._autocast)
+        if model_fingerprint is not None:
+            current = (model_fingerprint, self._autocast)
         with self._memory.changing():
             previous = self._memory.fingerprint
             if current is None or current != previous:

@@ -1,4 +1,4 @@
-"""Finds the model inside wrappers, and imports the room of adapters for models and requests that
+"""Finds the model inside wrappers, and imports the room `adapters` for models and requests that
 need it."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..switches import NOTHING
 
 
 def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
-    """The room of adapters, if a request names an `adapter` or if PEFT has added adapters to the
-    model; otherwise `None`. Raises `RoomMissingError` if the room is not installed."""
+    """The room `adapters`, if a request names an `adapter` or if PEFT has added adapters to the
+    model; otherwise `None`. Raises `RoomMissingError` if the room is needed but not installed."""
     if adapter is None and not getattr(model, "peft_config", None):
         return None
     adapters: AdaptersRoom = room("adapters", "an adapter of PEFT, in `adapter` or on the model,")
@@ -24,7 +24,8 @@ def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
 
 
 def resolve_adapter(model: Any, name: str | None, takes_ids: bool = True) -> ResolvedAdapter:
-    """As `AdaptersRoom.resolve_adapter`; an empty [`ResolvedAdapter`] if no room is needed."""
+    """As `AdaptersRoom.resolve_adapter`, but returns an empty [`ResolvedAdapter`] if the room is
+    not needed."""
     adapters = adapters_for(model, name)
     if adapters is None:
         return ResolvedAdapter()
@@ -32,7 +33,7 @@ def resolve_adapter(model: Any, name: str | None, takes_ids: bool = True) -> Res
 
 
 def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
-    """As `AdaptersRoom.use_adapter`; the name `None` leaves the model as it is."""
+    """As `AdaptersRoom.use_adapter`, but the name `None` leaves the model as it is."""
     adapters = adapters_for(None, name)
     if adapters is None:
         return NOTHING
@@ -63,8 +64,8 @@ def _inner_model(model: Any) -> Any:
     if is_module and any(isinstance(module, fsdp_types) for module in model.modules()):
         raise ValueError(
             f"`model` is a {type(model).__name__} that FSDP has sharded: all processes must run its"
-            " forwards together, but an engine schedules its own. Call `model.generate(...,"
-            ' cache_implementation="paged", synced_gpus=True)` in each process'
+            " forwards together, but an engine runs forwards in one process. Call"
+            ' `model.generate(..., cache_implementation="paged", synced_gpus=True)` in each process'
         )
     compiled = getattr(model, "_orig_mod", None)
     if compiled is not None:
@@ -74,7 +75,7 @@ def _inner_model(model: Any) -> Any:
     if hasattr(model, "get_base_model"):
         return model.get_base_model()
     # PEFT's `PeftMixedModel` has no `get_base_model`
-    is_of_peft = is_module and type(model).__module__.split(".")[0] == "peft"
-    if is_of_peft and "base_model" in model._modules:
+    is_from_peft = is_module and type(model).__module__.split(".")[0] == "peft"
+    if is_from_peft and "base_model" in model._modules:
         return model.base_model.model
     return None

@@ -15,12 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from ..interrupts import is_interrupt, restoring
-from .values import ABSENT, CONTAINERS, NOTES, PLUMBING, SCALARS, is_user_object, plain_tensors
+from .values import ABSENT, BOOKKEEPING, CONTAINERS, SCALARS, SKIPPED, is_user_object, plain_tensors
 
 MAX_COPIED = 256 << 20
 """Maximum bytes of tensors that a [`Snapshot`] copies, the smallest first."""
 
-_MAX_CONTAINERS = 10_000  # copied per attribute, whose objects may reference half the process
+# maximum number of containers and objects copied per attribute, from which half the process may be
+# reachable
+_MAX_CONTAINERS = 10_000
 
 
 class Write(NamedTuple):
@@ -34,18 +36,19 @@ class Write(NamedTuple):
     by_engine: bool  # whether one of the engine's forwards wrote it, not a plain forward
 
 
-Modes = tuple[bool, ...]  # of a model's modules
+Modes = tuple[bool, ...]  # whether each of a model's modules is in training mode
 
 
 class Notes:
-    """What is known of the writes of a model's forwards into the model, while its modules are in
+    """What is known about writes of a model's forwards into the model while its modules are in
     certain modes."""
 
     def __init__(self) -> None:
-        # an attribute, if any, that forwards read and earlier ones wrote: turns prefix caching off
+        # name of an attribute that forwards read and earlier forwards wrote; unless it is `None`,
+        # prefix caching is off
         self.carried: str | None = None
         # by module, the attributes that each forward overwrites and none reads, so that they are
-        # not part of the model's state, each with the value that `ModelState` reads in its place
+        # not part of the model's state; their values are those that `ModelState` reads instead
         self.write_only: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
         self.write_only = weakref.WeakKeyDictionary()
 
@@ -59,7 +62,7 @@ def _modes(model: nn.Module) -> Modes:
 
 
 def notes_of(model: nn.Module) -> Notes:
-    """The notes, read-only, on a model with its modules in their current modes."""
+    """The notes on a model in the current modes of its modules. Callers must not change them."""
     notes_by_modes = _notes.get(model)
     return _NO_NOTES if notes_by_modes is None else notes_by_modes.get(_modes(model), _NO_NOTES)
 
@@ -73,28 +76,30 @@ def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
         return
     stand_in = "written"
     if write.before is ABSENT or type(write.before) in SCALARS:
-        stand_in = write.before  # the value before the first forward, equal in every process
+        stand_in = write.before  # from before the first forward, so equal in every process
     notes.write_only.setdefault(write.module, {}).setdefault(write.name, stand_in)
 
 
 class Snapshot:
-    """A copy of everything that modules hold besides parameters: attributes, the elements of
-    containers, the attributes of user classes' objects, the content of tensors and the state of
-    generators. Tensors for which `MAX_COPIED` or memory does not suffice are left out."""
+    """A copy of what modules hold besides parameters, submodules and hooks: attributes, the
+    elements of containers, the attributes of user classes' objects, the content of tensors and the
+    state of generators. It leaves out tensors that are not strided, tensors for which `MAX_COPIED`
+    or memory does not suffice, and containers beyond `_MAX_CONTAINERS`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [
             (module, table, dict(table))
             for module in model.modules()
             for table in (vars(module), module._buffers)
-            # not those of traced or scripted modules, whose code sets no attributes
+            # the tables of traced and scripted modules are not dicts, and their code sets no
+            # attributes
             if isinstance(table, dict)
         ]
         self._containers: dict[int, tuple[Any, list[Any]]] = {}
         parts: list[Any] = []
         for _, _, before in self._tables:
             for name, value in before.items():
-                if name not in PLUMBING:
+                if name not in SKIPPED:
                     parts += self._reachable(value)
         generators = {part for part in parts if isinstance(part, torch.Generator)}
         self._generators = [(x, x.get_state()) for x in generators]
@@ -106,11 +111,11 @@ class Snapshot:
                         tensors[id(tensor)] = tensor
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._uncopied: list[tuple[Tensor, int]] = []
-        num_bytes = MAX_COPIED  # that may still be copied
+        num_bytes_left = MAX_COPIED
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.nbytes):
-            num_bytes -= tensor.nbytes
-            if num_bytes < 0 or not self._try_copy(tensor):
-                num_bytes = 0
+            num_bytes_left -= tensor.nbytes
+            if num_bytes_left < 0 or not self._try_copy(tensor):
+                num_bytes_left = 0
                 if not tensor.is_inference():
                     self._uncopied.append((tensor, tensor._version))
 
@@ -122,17 +127,18 @@ class Snapshot:
         return True
 
     def _reachable(self, value: Any) -> Iterator[Any]:
-        """Yields a value or, for a container or an object of a user class, the values inside.
-        Stores the elements of these containers and objects in `_containers`."""
+        """Yields a value or, for a container or an object of a user class, the values inside,
+        unless all are scalars. Stores the elements of these containers and objects in
+        `_containers`."""
         pending = [value]
-        limit = len(self._containers) + _MAX_CONTAINERS
+        max_containers = len(self._containers) + _MAX_CONTAINERS
         while pending:
             value = pending.pop()
             if is_user_object(value):
                 value = vars(value)
             if not isinstance(value, (*CONTAINERS, tuple)):
                 yield value
-            elif id(value) not in self._containers and len(self._containers) < limit:
+            elif id(value) not in self._containers and len(self._containers) < max_containers:
                 elements = _elements(value)
                 self._containers[id(value)] = value, elements
                 if not SCALARS.issuperset(map(type, elements)):  # a vocabulary may have millions
@@ -140,16 +146,18 @@ class Snapshot:
 
     @property
     def has_drawn(self) -> bool:
-        """Whether a generator of a module has drawn numbers."""
+        """Whether a generator of a module has drawn numbers since the snapshot."""
         return not all(torch.equal(x.get_state(), state) for x, state in self._generators)
 
     @property
     def num_lost_bytes(self) -> int:
-        """Bytes of the tensors that forwards wrote to and that the snapshot has not copied."""
+        """Bytes of the tensors that were written to and that the snapshot has not copied. (Writes
+        to inference tensors are not counted.)"""
         return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
     def restore(self, by_engine: bool, writes: list[Write]) -> None:
-        """Restores everything in the copy but `NOTES`, and adds the differences to `writes`."""
+        """Adds the differences to `writes`, then restores everything in the copy but
+        `BOOKKEEPING`."""
         changed = [(x, saved) for x, saved in self._copies if not _parts_are_equal(x, saved)]
         refilled = [
             (value, elements)
@@ -168,26 +176,27 @@ class Snapshot:
                 else:  # resized
                     x.set_(saved)
         for _, table, before in self._tables:
-            notes = {name: x for name, x in table.items() if name in NOTES}
-            restore_attributes(table, {**before, **notes})
+            kept = {name: x for name, x in table.items() if name in BOOKKEEPING}
+            restore_attributes(table, {**before, **kept})
 
     def _writes(self, changed: set[int], by_engine: bool) -> Iterator[Write]:
-        """Yields the differences. `changed`: ids of tensors and containers with other content."""
+        """Yields the differences. `changed`: ids of tensors and containers whose content has
+        changed."""
         for module, table, attributes in self._tables:
             for name, after in table.items():
                 before = attributes.get(name, ABSENT)
-                is_other = after is not before and (type(after) not in SCALARS or after != before)
-                is_written = is_other or id(after) in changed
+                is_new = after is not before and (type(after) not in SCALARS or after != before)
+                is_written = is_new or id(after) in changed
                 if not is_written and changed:
                     tensors = (part for part in _parts(after) if isinstance(part, Tensor))
                     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
                     is_written = not changed.isdisjoint(map(id, parts))
-                if is_written and name not in PLUMBING:
+                if is_written and name not in SKIPPED:
                     yield Write(module, table, name, before, copy_value(after), by_engine)
 
 
 def restore_attributes(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Restores a dict to the items `before`."""
+    """Restores the items `before` of a dict."""
     for name in table.keys() - before.keys():
         del table[name]
     table.update(before)
@@ -238,7 +247,8 @@ def _refill(value: Any, elements: list[Any]) -> None:
 
 
 def values_are_equal(a: Any, b: Any) -> bool:
-    """Whether two values, or the elements of two containers, are equal. NaN equals NaN."""
+    """Whether two values, or the elements of two containers, are equal: tensors in all elements
+    and scalars of one type by `==` (NaN equals NaN), other values only if they are identical."""
     if isinstance(a, CONTAINERS) and type(a) is type(b):
         return len(a) == len(b) and all(map(_parts_are_equal, _elements(a), _elements(b)))
     return _parts_are_equal(a, b)
@@ -252,7 +262,8 @@ def _parts_are_equal(a: Any, b: Any) -> bool:
             return False
         return torch.equal(a, b) or bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
     kind = type(a)
-    return kind is type(b) and kind in SCALARS and a == b
+    both_are_nan = a != a and b != b
+    return kind is type(b) and kind in SCALARS and (a == b or both_are_nan)
 
 
 def copy_value(value: Any) -> Any:
@@ -267,8 +278,9 @@ def copy_value(value: Any) -> Any:
 
 
 def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies `function` to a value, or to the elements of a container, of which a copy of the same
-    class is returned (with the factory of a `defaultdict`, and the `maxlen` of a deque)."""
+    """Applies `function` to a value, or to the elements of a container (of a dict, its values), and
+    returns the result. Of a container, it returns a copy of the same class (with the factory of a
+    `defaultdict` and the `maxlen` of a deque) or, if it cannot be copied, of the base class."""
     if not isinstance(value, CONTAINERS):
         return function(value)
     result: Any = value
@@ -279,7 +291,7 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
             raise
     if result is value or type(result) is not type(value):
         result = _plain_copy(value)
-    # by methods of the base class, since user code may disallow its own
+    # calls methods of the base class, since those of a user's class may refuse changes
     if isinstance(value, dict):
         dict.update(result, zip(value, map(function, value.values())))
     elif isinstance(value, list):
@@ -302,8 +314,8 @@ def _plain_copy(value: Any) -> Any:
 
 
 def alter_value(value: Any) -> Any:
-    """Returns a different value of the same type and shape, or the value itself if its type has
-    no other."""
+    """Returns a different value of the same type and shape, or the value itself if it has no
+    tensor, number or string to alter."""
     return _map_elements(_alter_part, value)
 
 

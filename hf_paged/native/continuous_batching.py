@@ -1,6 +1,6 @@
-"""transformers' continuous-batching API on `PagedEngine`: the functions that replace
-`generate_batch`, `init_continuous_batching` and `continuous_batching_context_manager` of models
-after `hf_paged.install(continuous_batching=True)`."""
+"""transformers' continuous-batching API on `PagedEngine`: the manager, and the functions
+(`replacements`) that replace `generate_batch`, `init_continuous_batching` and related methods of
+models after `hf_paged.install(continuous_batching=True)`."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         model ([`PreTrainedModel`]): Any model that [`PagedEngine`] serves.
         generation_config ([`GenerationConfig`]): The default options of requests. They override the
             model's options, and each request may override them.
-        continuous_batching_config ([`ContinuousBatchingConfig`]): `manager_config.MAPPED` lists the
-            fields that have an effect, `IGNORED` the others.
+        continuous_batching_config ([`ContinuousBatchingConfig`]): `manager_config.MAPPED_FIELDS`
+            lists the fields that have an effect, `IGNORED_FIELDS` the others.
+        workload_hints: Ignored.
 
     Raises:
         ValueError: for a config that cannot be served, and for models that only `generate` serves.
@@ -74,8 +75,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self.generation_config = generation_config
         self.continuous_batching_config = continuous_batching_config
         cache_config = _find_cache_config(model, generation_config)
-        config = make_paged_config(continuous_batching_config, cache_config)
-        self._thread = ManagerThread(model, config, continuous_batching_config.max_queue_size)
+        self.paged_config = make_paged_config(continuous_batching_config, cache_config)
+        num_queued = continuous_batching_config.max_queue_size
+        self._thread = ManagerThread(model, self.paged_config, num_queued)
         self._request_numbers = itertools.count()  # added to the config's seed
         self._default_ids = itertools.count()  # of requests without a `request_id`
         self.warmed_up = False
@@ -134,9 +136,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
     ) -> None:
         """Refuses further requests at once. The thread ends when all requests are finished or, with
         `hard_stop`, after the step in progress, but not during a pause. It then fails unfinished
-        requests and, unless `keep_for_next_session`, frees the memory. With `block`, waits for the
-        thread's end, at most `timeout` seconds. Raises `RuntimeError` in a thread that has paused
-        the manager."""
+        requests and frees the memory. With `keep_for_next_session`, it frees only the requests, and
+        the model keeps the manager for the next session. With `block`, waits for the thread's end,
+        at most `timeout` seconds. Raises `RuntimeError` in a thread that has paused the manager."""
         if threading.get_ident() in self._thread.pauses.values():
             raise RuntimeError(
                 "this thread has paused the manager, which cannot stop before the pause ends: leave"
@@ -206,8 +208,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
             streaming (`bool`): Whether to deliver an output after each new token, with all tokens
                 so far; log-probabilities come with the last output.
             record_timestamps (`bool`): Whether to record the `time.perf_counter()` of each token.
-            eos_token_id (`int` or `list[int]`, *optional*): Replaces the configuration's; negative
-                ids are ignored.
+            eos_token_id (`int` or `list[int]`, *optional*): Replaces the configuration's. A
+                negative id never ends a sequence.
             seed (`int`, *optional*): As in `PagedEngine.add_request`; replaces the configuration's.
             tokenizer (*optional*): For `stop_strings`, as in `generate`. Also serves later requests
                 that pass none.
@@ -219,7 +221,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
 
         Raises:
             ValueError: if an unfinished request has that id.
-            RuntimeError: after `stop`, or once the thread has died, chained to the thread's error.
+            RuntimeError: after `stop`, or once the thread has died (chained to the thread's error).
             queue.Full: if the queue stays full (`max_queue_size` requests) for 10 seconds.
         """
         if request_id is None:
@@ -279,9 +281,10 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
         """Waits for the next output (of `request_id`, if given) and returns it. Returns `None`
-        after `timeout` seconds, and when no more outputs can come because the manager is not
-        running. Without a timeout, raises `ValueError` if a running manager has no such request:
-        the id was never added, or its last output has been read."""
+        after `timeout` seconds, if the manager is not running and no output is unread, and if the
+        request ends meanwhile with its last output going to another reader. Without a timeout,
+        raises `ValueError` if a running manager has neither such a request nor an unread output of
+        it."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -336,10 +339,16 @@ def _init_manager(
     cb_config = _choose_cb_config(config, continuous_batching_config)
     cached = getattr(model, compat.CACHED_MANAGER, None)
     if isinstance(cached, PagedBatchingManager) and not cached.is_running():
-        if continuous_batching_config is None or cb_config == cached.continuous_batching_config:
+        if continuous_batching_config is None:
+            cb_config = cached.continuous_batching_config
+        paged_config, cache_config = cached.paged_config, _find_cache_config(model, config)
+        if cache_config is not None:
+            paged_config = make_paged_config(cb_config, cache_config)
+        is_same_engine = paged_config == cached.paged_config
+        if is_same_engine and cb_config == cached.continuous_batching_config:
             cached.generation_config = config
             return cached
-        model.destroy_cached_continuous_batching_manager()  # its config differs
+        model.destroy_cached_continuous_batching_manager()  # it has another config
     return PagedBatchingManager(model, config, cb_config, workload_hints)
 
 
@@ -389,7 +398,7 @@ def _generate_batch(
 ) -> dict[str, GenerationOutput]:
     if not len(inputs):
         return {}
-    # raises for active adapters that compute more than the model's layers do
+    # raises for active adapters that PEFT's layers in the model do not compute on their own
     base_adapters = adapters_for(base_model(model))
     if base_adapters is not None:
         base_adapters.check_served(base_model(model), None)
@@ -427,21 +436,21 @@ def _generate_batch(
             output = manager.get_result(output_id)
             if output is None:
                 raise RuntimeError(
-                    f"the manager ended before request {output_id!r}"
+                    f"the manager ended before it finished request {output_id!r}"
                 ) from manager.fatal_error
             outputs[output_id] = output
         if manager.fatal_error is not None:
             raise RuntimeError("the engine's thread died") from manager.fatal_error
     errors = [output.error for output in outputs.values() if output.error is not None]
     if errors:
-        message = "%d of %d requests failed, with the errors in their outputs; the first one is: %s"
+        message = "%d of %d sequences failed, and their outputs hold the errors; the first is: %s"
         logger.error(Topic.FAILED_REQUESTS(message), len(errors), len(outputs), errors[0])
     return outputs
 
 
 def destroy_kept_managers() -> None:
-    """Destroys the managers that models keep for the next session. Otherwise transformers' own
-    methods would use them after an uninstall."""
+    """Destroys the managers that models keep for the next session, which transformers' own methods
+    would otherwise use after an uninstall."""
     for model in list(_models_with_kept_managers):
         if isinstance(getattr(model, compat.CACHED_MANAGER, None), PagedBatchingManager):
             _destroy_cached_manager(model)

@@ -13,7 +13,7 @@ from ..batching.arguments import check_generation_config
 from ..config import PagedConfig
 from .one_call import EffectiveOptions
 
-MAPPED: dict[str, str] = {
+MAPPED_FIELDS: dict[str, str] = {
     "page_size": "`block_size`, if it is not the default or `num_blocks` is given",
     "block_size": "`block_size`; deprecated name of `page_size` since transformers 5.18",
     "num_blocks": "`num_blocks`",
@@ -23,8 +23,8 @@ MAPPED: dict[str, str] = {
     "allow_block_sharing": "`prefix_caching`",
     "use_cuda_graph": "`capture`, which is off only if both of transformers' paths are False",
     "scheduler_type": (
-        '`"fifo"` or `"prefill_first"`, which lifts the limit on prompt tokens beside decodes'
-        " (`max_chunk_tokens`)"
+        '`"fifo"` or `"prefill_first"`, which sets the limit on prompt tokens beside decodes'
+        " (`max_chunk_tokens`) to `max_num_batched_tokens`"
     ),
     "return_logprobs": "`return_logprobs` of every request",
     "seed": "the i-th request draws as `generate` does after `torch.manual_seed(seed + i)`",
@@ -32,12 +32,12 @@ MAPPED: dict[str, str] = {
         '`preemption`: `"recompute"` if it is 0, else `"swap"`, which allocates host memory when it'
         " preempts requests"
     ),
-    "max_queue_size": "requests that may wait for the engine's thread",
+    "max_queue_size": "requests that may wait for the engine's thread; 0 means any number",
 }
 """The fields of `ContinuousBatchingConfig` that have an effect, each with the option that it sets,
 or with its effect."""
 
-IGNORED: dict[str, str] = {
+IGNORED_FIELDS: dict[str, str] = {
     "max_blocks_per_request": "sizes the block table of a flash kernel; hf_paged's tables grow",
     "use_async_batching": "the engine launches the next step ahead whenever it can",
     "q_padding_interval_size": "pads the inputs of CUDA graphs; the engine chooses its own sizes",
@@ -64,19 +64,19 @@ _default_config: list[PagedConfig] = [PagedConfig()]  # one config, which `set_d
 
 
 def set_default(config: PagedConfig) -> None:
-    """Sets the default `PagedConfig` of managers. A model's `cache_config` replaces the default,
-    and fields of a `ContinuousBatchingConfig` override either."""
+    """Sets the default `PagedConfig` of managers. The `cache_config` of a generation config
+    replaces the default, and fields of a `ContinuousBatchingConfig` override either."""
     _default_config[:] = [config]
 
 
 def make_paged_config(
     cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
 ) -> PagedConfig:
-    """Returns `cache_config`, or the default config, overridden by those fields of a
-    `ContinuousBatchingConfig` that differ from their defaults. Raises `ValueError` for unknown
-    fields and for values that cannot be served."""
+    """Returns `cache_config`, or the default config if it is `None`, overridden by those fields of
+    a `ContinuousBatchingConfig` that differ from their defaults. Raises `ValueError` for such
+    fields if they are unknown, and for values that cannot be served."""
     changed_fields = _changed_fields(cb_config)
-    unknown = sorted(set(changed_fields) - set(MAPPED) - set(IGNORED))
+    unknown = sorted(set(changed_fields) - set(MAPPED_FIELDS) - set(IGNORED_FIELDS))
     if unknown:
         raise ValueError(
             f"`ContinuousBatchingConfig` has fields that hf_paged does not know, {unknown}: leave"
@@ -116,7 +116,7 @@ def make_paged_config(
 
 
 def _changed_fields(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
-    """Returns the values of the fields that differ from their defaults, by name."""
+    """Returns the values of those fields that differ from their defaults, by name."""
     values = {}
     for field in fields(cb_config):
         default = None if field.default is MISSING else field.default
@@ -129,9 +129,9 @@ def _changed_fields(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
 def make_request_config(
     model: PreTrainedModel, config: GenerationConfig, options: dict[str, Any]
 ) -> GenerationConfig:
-    """Returns the generation config of one request: `config` overridden by `options`, and by the
-    model's maximum length if neither limits the length. Raises `ValueError` for options that
-    `GenerationConfig` does not have, and if the model does not limit the length, either."""
+    """Returns the generation config of one request: `config` overridden by `options`, and limited
+    to the model's maximum length if no config limits the length. Raises `ValueError` for options
+    that `GenerationConfig` does not have, and if the model does not limit the length, either."""
     check_generation_config(options)
     request_config = copy.deepcopy(config)
     for name in (

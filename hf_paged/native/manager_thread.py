@@ -28,11 +28,11 @@ from ..interrupts import restoring
 from ..threads import NO_THREAD, begin, make, wait
 from ..topics import Topic
 from .pending import PendingRequest
-from .serving_mode import evaluate_again, serving_mode
+from .serving_mode import serving_mode, set_eval_mode_again
 
 logger = logging.getLogger(__name__)
 
-MAX_NEW_REQUESTS = 32  # added to the engine between two steps, for which running requests wait
+MAX_NEW_REQUESTS = 32  # per step, since running requests wait while new ones are added
 MAX_QUEUE_SECONDS = 10.0  # how long `add` waits while the queue is full, as in transformers
 POLL_SECONDS = 0.25  # between checks whether the manager was collected or the thread vanished
 MAX_EXIT_SECONDS = 10.0  # how long the interpreter's exit waits for a thread
@@ -63,7 +63,7 @@ class ManagerThread:
         # code, in which a signal's handler may raise and leave the lock held.
         self.changed = threading.Condition(self.lock)
         self.thread: threading.Thread | None = None
-        self.run_id: object = None  # identifies the last start; an earlier thread ends at once
+        self.run_id: object = None  # of the last start; threads of earlier starts end at once
         self.pending: dict[str, PendingRequest] = {}  # unfinished requests by output id
         self.waiting: deque[PendingRequest] = deque()  # to be added to the engine
         self.cancelled: deque[str] = deque()  # request ids
@@ -182,9 +182,7 @@ class ManagerThread:
             self.changed.notify_all()
 
     def get(self, output_id: str | None, timeout: float | None) -> GenerationOutput | None:
-        """Waits for the next output (of `output_id`, if given) and returns it; `None` after
-        `timeout` seconds, and if the thread has ended. Without a timeout, raises `ValueError` if no
-        output of that id can come while the thread runs."""
+        """As `PagedBatchingManager.get_result`."""
         with self.lock:
 
             def has_output() -> bool:
@@ -198,8 +196,8 @@ class ManagerThread:
 
             if self.is_alive and has_ended() and not has_output():
                 raise ValueError(
-                    f"no unfinished request has the id {output_id!r}, and all its outputs have been"
-                    " read"
+                    f"no unfinished request has the id {output_id!r}, and no unread output has it:"
+                    " it was never added, or its last output has been read"
                 )
             self._wait_for(lambda: has_output() or has_ended(), timeout)
             if not has_output():
@@ -211,9 +209,9 @@ class ManagerThread:
             return output
 
     def _wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits, with `lock` held, until `predicate()` is true, at most `timeout` seconds; returns
-        whether it is. Polls every `POLL_SECONDS`, since a thread that lacks memory notifies nobody
-        of its end."""
+        """Waits until `predicate()` is true, at most `timeout` seconds; returns whether it is. The
+        caller holds `lock`. Polls every `POLL_SECONDS`, since a thread that lacks memory notifies
+        nobody of its end."""
         end = None if timeout is None else time.monotonic() + timeout
         while not predicate():
             seconds = POLL_SECONDS
@@ -225,7 +223,8 @@ class ManagerThread:
         return True
 
     def deliver(self, output: GenerationOutput) -> None:
-        """Passes an output to its handler or, without one, stores it until a caller reads it."""
+        """Passes an output to its handler or, without one, stores it until a caller reads it. If
+        the handler's event loop does not accept it, cancels the request."""
         with self.lock:
             handler = self.handlers.get(output.request_id)
             outputs = self.outputs.get(output.request_id)
@@ -254,7 +253,7 @@ class ManagerThread:
     @restoring
     def paused(self) -> Iterator[None]:
         """A context in which the thread runs no step. Raises `RuntimeError` if the thread ends
-        before the context begins."""
+        before it has paused."""
         pause_id = object()
         try:
             with self.lock:
@@ -323,7 +322,7 @@ class ManagerThread:
             if self.is_stopping or self.is_abandoned.is_set():
                 return False
             if was_paused:
-                evaluate_again(self.engine.model)
+                set_eval_mode_again(self.engine.model)
             return True
 
     def _take_requests(self) -> None:
@@ -374,8 +373,8 @@ class ManagerThread:
 
     def _fail_lost_requests(self, error: Exception, should_free: bool) -> None:
         """Fails the requests that the engine has lost: it does not hold them and will not output
-        their results. `should_free` means that the engine could not end its requests either: then
-        fails all but the waiting requests, and frees the engine."""
+        their results. `should_free`: whether the engine has failed to end its requests, too; then
+        fails all requests that were added to the engine, and frees the engine."""
         core = self.engine._core
         surviving_ids = set[Hashable]()
         if not should_free:
@@ -410,7 +409,8 @@ class ManagerThread:
                     self.pending.pop(output.request_id, None)
 
     def _end(self, run_id: object, error: BaseException | None) -> None:
-        """Ends unfinished requests with an error; then frees the engine, or only its requests."""
+        """Ends unfinished requests with an error. Then frees the engine or, to keep its memory,
+        only its requests."""
         with self.lock:
             if self.run_id is not run_id:  # began too late: another thread owns the state
                 return

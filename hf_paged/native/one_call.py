@@ -44,15 +44,16 @@ def sample_together(
     paged_config: PagedConfig,
 ) -> dict[str, GenerationOutput] | None:
     """Computes the prompts as rows of one `generate` call (changing `config`) and returns outputs
-    by id. Rows draw from one random stream, as in plain `generate`. Returns `None` if such a call
-    cannot return all that was requested, exceeds `max_num_seqs`, or has an invalid prompt."""
+    by id. Rows draw from one random stream, as in plain `generate`. Returns `None` for what such a
+    call does not serve: log-probabilities, a seed, models with an encoder, no `max_new_tokens`,
+    more rows than `max_num_seqs`, and invalid prompts."""
     effective = EffectiveOptions(model, config)
     num_sequences = config.num_return_sequences or 1
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
         return None
     if len(inputs) * num_sequences > paged_config.max_num_seqs or effective.max_new_tokens is None:
         return None
-    # if a prompt is invalid, the engine reports the error in its output and serves the others
+    # for invalid prompts, the engine reports an error in their outputs, and it serves the others
     try:
         prompts = [prompt_ids(prompt, None) for prompt in inputs]
         vocab_size = num_embeddings(model)

@@ -74,7 +74,8 @@ class PendingRequest:
             try:
                 self.on_result(result)
             except Exception as error:  # the outputs must still be delivered
-                logger.error(Topic.CONTINUOUS_BATCHING("`on_result` raised"), exc_info=error)
+                message = Topic.CONTINUOUS_BATCHING("`on_result` raised for request %r")
+                logger.error(message, self.output_ids[-1], exc_info=error)
         now = time.perf_counter()
         final_error = result.error
         if final_error is None and result.finish_reason == "cancelled":
@@ -87,8 +88,8 @@ class PendingRequest:
             output = self._make_output(row, status)
             output.error = None if final_error is None else str(final_error)
             output.lifespan = (self.started, now)
-            # the result's tokens, since beams may end with other tokens than they had so far; the
-            # result has only one sequence if all rows would be equal
+            # the result's tokens, since beams may end with other tokens than they had so far; if
+            # all rows are equal, the result has only one sequence
             sequences = result.sequences[: row + 1]
             if sequences:
                 output.generated_tokens = list(sequences[-1].token_ids)
@@ -115,6 +116,6 @@ class PendingRequest:
 
 
 def make_output_ids(request_id: str, num_sequences: int) -> list[str]:
-    """Returns the ids of a request's outputs by row, the request's id last."""
+    """Returns the ids of a request's outputs, by row; the last one is the request's id."""
     child_ids = [f"{request_id}__child#{i}" for i in range(num_sequences - 1)]
     return [*child_ids, request_id]

@@ -1,4 +1,5 @@
-"""The mode in which continuous batching serves models: entering it and leaving it. Runs no step."""
+"""The mode in which continuous batching serves models: evaluation mode, with attention that
+`PagedEngine` can replace."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from ..model.forwards import compute_device
 from ..switches import NOTHING
 
 # prefix of attention implementations that only transformers' own loop can call
-NATIVE_ATTENTION = "paged|"
+NATIVE_ATTENTION_PREFIX = "paged|"
 
 
 class _ServedModel:
@@ -29,11 +30,11 @@ class _ServedModel:
             config = getattr(module, "config", None)
             if isinstance(config, PreTrainedConfig):
                 name = compat.attention_of(config)
-                if isinstance(name, str) and name.startswith(NATIVE_ATTENTION):
+                if isinstance(name, str) and name.startswith(NATIVE_ATTENTION_PREFIX):
                     self.attention_names.append((config, name))
 
-    def evaluate(self, model: PreTrainedModel) -> None:
-        """Sets evaluation mode, and records the modules that were in training mode, if any."""
+    def set_eval_mode(self, model: PreTrainedModel) -> None:
+        """Sets evaluation mode, and records which modules were in training mode, if any were."""
         self.training_modules = _training_modules(model) or self.training_modules
         model.eval()
 
@@ -47,9 +48,10 @@ _served_models = weakref.WeakKeyDictionary()
 _served_lock = forks.lock()
 
 
-def evaluate_again(model: PreTrainedModel) -> None:
-    """Sets evaluation mode within `serving_mode`, whose end restores a mode that a caller set."""
-    _served_models[model].evaluate(model)
+def set_eval_mode_again(model: PreTrainedModel) -> None:
+    """Sets evaluation mode again within `serving_mode`. If a caller has set training mode
+    meanwhile, the end of `serving_mode` restores training mode."""
+    _served_models[model].set_eval_mode(model)
 
 
 @restoring
@@ -65,9 +67,9 @@ def serving_mode(model: PreTrainedModel) -> Iterator[None]:
             state = _served_models.setdefault(model, _ServedModel(model))
             state.num_contexts += 1
             entered.append(state)
-            state.evaluate(model)
+            state.set_eval_mode(model)
             for config, name in state.attention_names:
-                compat.set_attention(config, name.removeprefix(NATIVE_ATTENTION))
+                compat.set_attention(config, name.removeprefix(NATIVE_ATTENTION_PREFIX))
         # each thread has its own current device
         with torch.cuda.device(device) if device.type == "cuda" else NOTHING:
             yield

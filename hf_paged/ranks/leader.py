@@ -58,8 +58,8 @@ class TableHistory:
     def __init__(self) -> None:
         self._tables: list[list[int]] = []
 
-    def changes(self, tables: Sequence[list[int]]) -> Changes:
-        """Encodes tables; `tables` of another process's `TableHistory` decodes them."""
+    def encode(self, tables: Sequence[list[int]]) -> Changes:
+        """Encodes tables, which `decode` of another process's `TableHistory` decodes."""
         changes: Changes = []
         for row, ids in enumerate(tables):
             previous = self._tables[row] if row < len(self._tables) else []
@@ -68,8 +68,8 @@ class TableHistory:
         self._tables[: len(tables)] = map(list, tables)
         return changes
 
-    def tables(self, changes: Changes) -> list[list[int]]:
-        """Decodes tables that another process encoded by `changes`."""
+    def decode(self, changes: Changes) -> list[list[int]]:
+        """Decodes tables that another process's `encode` encoded."""
         tables = [
             [*self._tables[row][:count], *new_ids] if count else new_ids
             for row, (count, new_ids) in enumerate(changes)
@@ -80,8 +80,8 @@ class TableHistory:
 
 class RankLeader:
     """The side of process 0 (`seams.Leader`): makes the other processes repeat its operations on
-    blocks and models in the same order. Orders that need no answer are queued for the next message,
-    which is sent at the next step at the latest."""
+    blocks and models in the same order. Orders that need no answer are queued and sent with the
+    next message, at the latest in the next step."""
 
     leads = True
 
@@ -118,7 +118,7 @@ class RankLeader:
         if not self._is_open:
             raise RuntimeError(
                 "the engine was closed, and `serve_rank` has returned in the other processes: make"
-                " a new one"
+                " a new engine, and call `serve_rank` there again"
             )
         unsupported = {
             "`batch_invariant`": self._config.batch_invariant,
@@ -129,7 +129,7 @@ class RankLeader:
             if is_requested:
                 raise ValueError(
                     f"{feature} is not served by an engine whose model is in shards over"
-                    f" {self.ranks.size} processes: leave it out, or call `model.generate(...,"
+                    f" {self.ranks.size} processes: do without it, or call `model.generate(...,"
                     ' cache_implementation="paged")` in each of them'
                 )
 
@@ -157,16 +157,16 @@ class RankLeader:
         self._groups = []
         self.queue_order("retire")
 
-    def run(self, tokens: PackedTokens, others: list[int], names: Any) -> None:
+    def run(self, tokens: PackedTokens, extra: list[int], names: Any) -> None:
         changes = [
-            history.changes(group.tables) for history, group in zip(self._histories, tokens.groups)
+            history.encode(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
         without_tables = [group._replace(tables=[]) for group in tokens.groups]
         self.send_order(
             "run",
             tokens._replace(groups=without_tables),
             changes,
-            others,
+            extra,
             names,
         )
 
@@ -188,7 +188,7 @@ class RankLeader:
         self.queue_order("adapters", "forget", file)
         return (
             f"by processes {failed_ranks} of {self.ranks.size} that hold shards of the model, whose"
-            " output says why: they read the same folder, under the same path"
+            " output says why: every process reads the adapter's folder under this path"
         )
 
     @contextlib.contextmanager
@@ -265,7 +265,7 @@ def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
 
 
 class Follower:
-    """The side of the other processes, whose methods a [`RankLeader`] calls by name."""
+    """The side of each of the other processes. A [`RankLeader`] calls its methods by name."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
@@ -313,24 +313,25 @@ class Follower:
         self,
         tokens: PackedTokens,
         changes: list[Changes],
-        others: list[int],
+        extra_tokens: list[int],
         names: Any,
     ) -> None:
         if self._failure is not None:
             # the leader's forward did not fail, so the processes no longer compute the same
             raise self._failure
         executor = self._executor
-        repeating = NOTHING
+        forward_context = NOTHING
         if names is not None:  # outside the `try`: a missing adapter ends this process
-            repeating = executor.adapters().context_of(names)
+            forward_context = executor.adapters().context_of(names)
         groups = [
-            group._replace(tables=history.tables(group_changes))
+            group._replace(tables=history.decode(group_changes))
             for group, history, group_changes in zip(tokens.groups, self._histories, changes)
         ]
-        all_tokens = tokens._replace(groups=groups)
+        tokens = tokens._replace(groups=groups)
         try:
-            with executor.attention(), repeating as context:
-                executor.compute(executor.runner.compute, all_tokens, others, None, context or None)
+            with executor.attention(), forward_context as context:
+                compute = executor.runner.compute
+                executor.compute(compute, tokens, extra_tokens, None, context or None)
         except Exception as error:
             self._failure = error
 
@@ -401,6 +402,6 @@ def serve(model: Any) -> None:
 
 def _not_served(model: nn.Module, reason: str) -> ValueError:
     return ValueError(
-        f"{type(model).__name__} {reason}: make a `PagedEngine` here; only the other processes call"
-        " `serve_rank`"
+        f"{type(model).__name__} {reason}: make a `PagedEngine` here. `serve_rank` is for the other"
+        " processes that hold shards of a model"
     )

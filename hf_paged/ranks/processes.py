@@ -37,7 +37,7 @@ class Ranks:
 
     Methods that communicate are collective: all members must call them in the same order. If a
     member ends, the others get a [`RankLostError`]; if it lives but does not call, they wait, for
-    `_FAILURE_TIMEOUT` in `check_all_failed` and for `_IDLE_TIMEOUT` in the others. `reserving`,
+    `_FAILURE_TIMEOUT` in `check_all_failed`, for `_IDLE_TIMEOUT` in other methods. `reserving`,
     `reserve`, `release`, `run`, `moved` and `adapters` do not communicate, and `forward` only after
     an error."""
 
@@ -180,7 +180,7 @@ _ranks: dict[tuple[int, ...], Ranks] = {}
 def _check_heads(model: nn.Module) -> None:
     """Raises `ValueError` if the K/V heads cannot be divided evenly among the processes that split
     the attention."""
-    num_heads, num_processes = compat.split_heads(model) or (0, 1)
+    num_heads, num_processes = compat.sharded_heads(model) or (0, 1)
     if num_heads % num_processes == 0:
         return
     divisors = (count for count in range(1, num_heads + 1) if num_heads % count == 0)

@@ -4,9 +4,9 @@ message and the end of its forward, would leave the others waiting for it.
 Python runs signal handlers between any two bytecodes of the main thread. Within
 [`deferring_signals`] signals are only recorded; at its end their handlers are called. Exceptions
 that one thread sets in another (`PyThreadState_SetAsyncExc`) are not deferred, nor are signals
-outside `SIGNALS`. That list is short, since every `deferring_signals` looks up the handler of each
-signal in it. A model in one process needs no deferral: `interrupts.py` restores the state that an
-interrupt leaves changed.
+outside `SIGNALS`, which are few, since every `deferring_signals` looks up the handler of each. A
+model in one process needs no deferral: `interrupts.py` restores the state that an interrupt leaves
+changed.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def _defer(signum: int, frame: FrameType | None) -> None:
 
 
 def _begin_deferring() -> None:
-    """Starts to defer signals. If a handler raises meanwhile, handles the signals deferred so far
-    and raises its error, and signals are not deferred."""
+    """Starts to defer signals. If a handler raises an error meanwhile, stops deferring, handles the
+    signals deferred so far and raises the error."""
     global _handlers, _deferring_thread
     # only Python handlers: "ignore" and "default" raise nothing, and C handlers cannot be restored
     handlers = {}
@@ -130,8 +130,8 @@ class deferring_signals:
 
 
 class DeferringLock:
-    """A lock that defers signals while it is held, and handles them while it waits for another
-    thread."""
+    """A lock that defers signals while the main thread holds it or waits for it. While waiting, the
+    main thread regularly handles the deferred signals."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock

@@ -33,8 +33,8 @@ from ..plan import StepPlan
 from ..step import NotPackable
 from .sources import DrawnDraft, Source
 
-# up to this many missed tokens of a row run as rows of one token each, so that the step can be a
-# replay
+# up to this many missed tokens of a row run as rows of one token each, so that the step can replay
+# a recording
 MAX_CATCH_UP_ROWS = 16
 _assistant_numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 _assistant_numbers_lock = forks.lock()
@@ -91,7 +91,7 @@ class Assistant:
         guard = WeightsGuard(model, self.memory, self.blocks)
         self.executor = Executor(model, self.memory, runner, scheduler, guard)
         self.rows: list[AssistantRow] = []
-        self.seconds_per_token = 0.0  # moving average: seconds to draft one token for every row
+        self.seconds_per_token = 0.0  # moving average: seconds to draft one token for all rows
         self._next_pause = 1  # steps
         self._num_paused = 0  # remaining steps of the current pause
 
@@ -108,10 +108,12 @@ class Assistant:
             if not self.rows:
                 self.executor.go_idle()
 
-    def strategy_and_processors(self, decoding: SampleDecoding) -> tuple[Any, LogitsProcessorList]:
+    def make_strategy_and_processors(
+        self, decoding: SampleDecoding
+    ) -> tuple[Any, LogitsProcessorList]:
         """Creates transformers' strategy that chooses the number of a row's draft tokens, and the
-        logits processors for these: those of transformers' assistant, which include the target's,
-        except processors that hold a state or force a token."""
+        logits processors for these tokens: those of transformers' assistant, which include the
+        target's, as far as they can run on drafts (`can_run_on_drafts`)."""
         strategy, processors = compat.assisted_candidates(
             decoding.input_ids,
             self.model,
@@ -167,7 +169,8 @@ class Assistant:
     @torch.no_grad()
     def propose(self, tasks: DraftTasks) -> list[Draft | None]:
         """Returns a draft for each row; `None` for rows whose tokens the assistant has not all
-        computed yet, and for all rows during a pause."""
+        computed yet, and for all rows during a pause, or if a forward runs out of blocks or cannot
+        be packed."""
         if self._num_paused:
             self._num_paused -= 1
             return [None] * len(tasks)
@@ -241,14 +244,14 @@ class Assistant:
         return is_allocated
 
     def _allocate_missed(self, rows: Items[AssistantRow]) -> list[tuple[AssistantRow, int]]:
-        """Allocates blocks for the missed tokens of these rows, up to `max_catch_up` tokens in all;
-        returns the rows that have tokens to compute, with their numbers."""
+        """Allocates blocks for the missed tokens of these rows, up to `max_catch_up` tokens in all.
+        Returns the rows that got blocks, each with its number of tokens to compute."""
         budget = self._max_catch_up
         row_counts = []
         for row in rows:
             count = row.sequence.num_to_compute
             if count > budget:
-                # if not all positions fit, computes only some that depend on no draft token
+                # if not all positions fit, computes only positions that depend on no draft token
                 count = min(budget, count + 1 - self.depth)
             if count > 0 and self._allocate(row, count):
                 row_counts.append((row, count))
@@ -265,7 +268,7 @@ class Assistant:
         for row, count in row_counts:
             if 1 < count <= MAX_CATCH_UP_ROWS and count == row.sequence.num_to_compute:
                 rows_with_drafts.append(row)
-                row.move_tail_to_draft(count - 1)  # so that the step can be a replay
+                row.move_tail_to_draft(count - 1)  # so that the step can replay a recording
         row_counts.sort(key=lambda item: item[1] != 1 + len(item[0].sequence.draft))
         plan = StepPlan.of([(row.sequence, count) for row, count in row_counts])
         try:
@@ -320,7 +323,7 @@ class AssistantRow(Source):
         self.assistant = assistant
         config = decoding.config
         ids = decoding.input_ids
-        self.strategy, self.processors = assistant.strategy_and_processors(decoding)
+        self.strategy, self.processors = assistant.make_strategy_and_processors(decoding)
         self.do_sample = bool(config.do_sample)
         self.device = ids.device
         eos_tokens = compat.special_token(config, "eos")

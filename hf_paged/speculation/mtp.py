@@ -145,8 +145,8 @@ class MtpRunner(PackedRunner):
         choose: Callable[[Tensor], None],
     ) -> Tensor:
         """Runs all heads at the plan's positions, on the target's hidden states there, `hidden`
-        `(1, positions, hidden_size)`; returns the last head's. After each head, `choose` gets
-        logits `(n, vocab)` of the sequences that the plan computes to their end, and appends a
+        `(1, positions, hidden_size)`; returns those of the last head. After each head, `choose`
+        gets logits `(n, vocab)` of the sequences that the plan computes to their end, and appends a
         token to each. The other sequences already have the tokens that later heads read."""
         tokens = pack(plan, self._block_sizes, self.rope)
         inputs, steps = self._to_device(tokens)
@@ -204,7 +204,9 @@ class MtpHeads(Assistant):
             with self.executor.lock:  # while no forward runs
                 self.target.keep_hidden(self.hidden.store)
 
-    def strategy_and_processors(self, decoding: SampleDecoding) -> tuple[None, LogitsProcessorList]:
+    def make_strategy_and_processors(
+        self, decoding: SampleDecoding
+    ) -> tuple[None, LogitsProcessorList]:
         """Returns no strategy: as in transformers' generator, every head drafts a token, whatever
         was accepted before."""
         processors = filter(can_run_on_drafts, decoding.logits_processor)

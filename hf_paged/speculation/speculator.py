@@ -42,7 +42,7 @@ from .mtp import HiddenNamespace, MtpHeads, reason_against_mtp, uses_mtp
 from .sources import CandidateSource, DraftLength, NgramIndex, Ngrams, Source, StepCosts
 
 DraftRow = tuple[Generation, Source, Sequence, int]
-"""A row that may draft in this step, and the number of tokens to draft (0 until it is chosen)."""
+"""A row that may draft in this step, and the number of tokens to draft (0 until that is chosen)."""
 
 
 def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[str]:
@@ -57,10 +57,10 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
     )
     layout_reason = call.layout.reason_against_drafts
     reasons = {
-        Topic.RANKS("each rank would time the drafts by its own clock"): (
+        Topic.RANKS("each rank would choose draft lengths by its own clock"): (
             compat.shard_ranks(model) is not None
         ),
-        Topic.ASSISTED("a single row is sampled or streamed as transformers' own loop does it"): (
+        Topic.ASSISTED("a single row is sampled or streamed, which transformers' own loop does"): (
             is_single_row and (config.do_sample or call.streamer is not None)
         ),
         # such as guidance, which has a cache that would lack the rejected drafts
@@ -88,7 +88,7 @@ def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) 
     if method is not None:
         return Topic.ASSISTED(f"it overrides `{method}`")
     if config.speculation_type is not None:
-        return Topic.ASSISTED("`speculation_type` drafts from hidden states, one row a call")
+        return Topic.ASSISTED("`speculation_type` drafts from hidden states, for one row per call")
     if config.assistant_ensemble_weight is not None:
         return Topic.ASSISTED("`assistant_ensemble_weight` changes which drafts are accepted")
     if uses_mtp(config):
@@ -142,8 +142,8 @@ class Speculator:
         assert assistance is not None
         config = decoding.config
         namespace = request.namespace
-        # sampled rows draft as transformers does: their tokens depend on the drafts, so adaptive
-        # lengths would make them depend on the times of steps
+        # sampled rows draft as transformers does: their tokens depend on the drafts' lengths, and
+        # adaptive lengths depend on the times of steps
         has_adaptive_length = not decoding.do_sample
         drafts_first_token = False
         source: Source
@@ -252,7 +252,7 @@ class Speculator:
     def propose(
         self, num_embeddings: int, num_rows: int
     ) -> list[tuple[Generation, Draft | Exception]]:
-        """As `Drafter.propose`. Returns an error of a source for each row for which it occurs."""
+        """As `Drafter.propose`. For a row whose source raises an error, returns that error."""
         self._step += 1
         step = self._step
         candidates: list[DraftRow] = []
@@ -278,7 +278,7 @@ class Speculator:
                 if is_interrupt(error):
                     raise
                 middle = len(rows) // 2
-                if middle:  # halve the group, to end only the rows for which the assistant fails
+                if middle:  # halve the group, so that only rows for which the assistant fails end
                     groups += [rows[:middle], rows[middle:]]
                 else:
                     errors.append((rows[0][0], error))
@@ -330,8 +330,8 @@ def _draft_rows(rows: list[DraftRow]) -> Items[Draft | None]:
 
 def _shorten_drafts(drafts: list[tuple[Source, list[int]]], num_rows: int) -> None:
     """Shortens drafts of adaptive length until the step has the next smaller recorded size, if that
-    is at least as close as the larger size to which the step would be padded: padding is computed,
-    too. A step's size is `num_rows` plus the number of all draft tokens."""
+    is at least as close as the larger size to which the step would be padded, since padding costs
+    as much as tokens. A step's size is `num_rows` plus the number of all draft tokens."""
     adaptive_drafts: list[list[int]] = []
     for source, tokens in drafts:
         if source.length is None:

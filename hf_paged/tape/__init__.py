@@ -1,4 +1,4 @@
-"""Records steps and replays them, as tapes of kernel calls on the CPU and as CUDA graphs on a GPU.
+"""Records steps and replays them, as tapes of operations on the CPU and as CUDA graphs on a GPU.
 Also speeds up half-precision products outside replays, and makes forwards batch-invariant.
 Implements `seams.Recorder`; imports no other room."""
 

@@ -1,5 +1,5 @@
 """The memory of a recording's tensors: one buffer per storage, in the tape's arena or at a fixed
-address outside it. The entries determine the content of buffers."""
+address outside it. The entries of the tape fill the buffers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..kernels.cpp.attention import FLOAT_NUMBERS
 
-DTYPE_NUMBERS = {**FLOAT_NUMBERS, torch.int64: 3}  # in C++, of dtypes that row operations can read
+DTYPE_NUMBERS = {**FLOAT_NUMBERS, torch.int64: 3}
+"""The numbers in C++ of the dtypes that row operations can read."""
 _ALIGNMENT = 64  # bytes: a cache line
 
 
@@ -54,21 +55,21 @@ def buffer_ids_of(leaves: Iterable[Any]) -> set[int]:
 
 
 class Buffers:
-    """Numbers the storages that a recording writes to: those that its operations created, and
-    existing ones, such as K/V blocks (`add_fixed`). Storages that it only reads have no buffer."""
+    """Numbers the storages that a recording writes to: those that its operations created, and older
+    ones, such as K/V blocks (`add_fixed`). Storages that it only reads have no buffer."""
 
     def __init__(self) -> None:
         self.num_bytes: list[int] = []  # by buffer id
-        # by storage address: none is reused, since the recording keeps its tensors alive
+        # by storage address; no address is reused, since the recording keeps its tensors alive
         self._ids: dict[int, int] = {}
         # addresses of the buffers outside the arena, by id; stores to these buffers are not dropped
         self.fixed_addresses: dict[int, int] = {}
-        # tensors that the tape must keep alive: existing ones that may otherwise be freed, and
-        # constants, which a replay does not compute again
+        # tensors that the tape must keep alive: those that are older than the recording and might
+        # be freed, and constants, which a replay does not compute again
         self.retained_tensors: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> None:
-        """Adds a buffer for the tensor's storage, unless it has one or is empty."""
+        """Adds a buffer for the tensor's storage, unless the storage has one or is empty."""
         storage = tensor.untyped_storage()
         num_bytes = storage.nbytes()
         address = storage.data_ptr()
@@ -137,7 +138,7 @@ class Arena:
             placements.sort()
             num_bytes = max(num_bytes, end)
         capacity = num_bytes + _ALIGNMENT  # with space for rounding up the start
-        with torch.inference_mode(False):  # inference tensors are read-only in other modes
+        with torch.inference_mode(False):  # outside inference mode, inference tensors are read-only
             self._memory = torch.zeros(capacity, dtype=torch.uint8, device="cpu")
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self._addresses = {buffer_id: base + offset for buffer_id, offset in offsets.items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..batching.execution.inputs import PackedTokens
 from ..cache.states import StateRows
-from ..model.trial import excess_of
+from ..model.trial import significant_difference
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +21,11 @@ logger = logging.getLogger(__name__)
 class Checks:
     """The outcomes of the checks of one model's recorded steps, by kind of step.
 
-    In a recording, the forward gets a column for each token that its tables can hold, more than
-    the rows have tokens, so code that depends on the number of columns may give other results. So
-    a check covers only tables of its size, and rows at least as long as those that it compared:
-    with shorter rows, the columns exceed the tokens by more. A kind whose results differ once is
-    refused for tables of any size."""
+    In a recording, the forward gets as many columns as the block tables can hold tokens, more than
+    the rows have, so code that depends on the number of columns may give other results. So a check
+    covers only tables of its size, and rows at least as long as those that it compared: with
+    shorter rows, the difference between columns and tokens is larger. A kind whose results differ
+    once is refused for tables of any size."""
 
     def __init__(self) -> None:
         self._refused = set[Hashable]()
@@ -34,7 +34,8 @@ class Checks:
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
         # the kind, table columns and row lengths of the last step, if it is to be checked
         self.pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
-        self.copied_states: Sequence[Any] = ()  # layers with copied states, for that step's replay
+        # layers with copies of the rows' states, for the replay of that step
+        self.copied_states: Sequence[Any] = ()
 
     def clear(self) -> None:
         self._refused.clear()
@@ -64,17 +65,21 @@ class Checks:
         return self.copied_states
 
     def compare(self, results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> None:
-        """Ends a check: compares pairs of results `(rows, ...)`, of the model's own forward and of
-        the replay, and refuses the kind if a pair differs by more than rounding in `dtype`."""
+        """Ends a check: compares pairs of results `(rows, ...)` from the model's own forward and
+        from the replay, and refuses the kind if a pair differs by more than rounding in `dtype`."""
         assert self.pending is not None
         kind, widths, lengths = self.pending
         self.begin_step(kind)
-        excess = None
+        difference = None
         for expected, replayed in results:
             pair = expected.flatten(1), replayed.flatten(1)
-            excess = excess or excess_of(*pair, (expected.dtype, dtype))
-        if excess is not None:
+            difference = difference or significant_difference(*pair, (expected.dtype, dtype))
+        if difference is not None:
             self._refused.add(kind)
-            logger.info("one kind of steps is not replayed: its results differ by %s", excess)
+            logger.info(
+                "steps of one kind are not replayed: their results differ by %s from those of the"
+                " model's own forward",
+                difference,
+            )
         min_lengths = self._min_lengths.setdefault((kind, widths), lengths)
         min_lengths[:] = map(min, min_lengths, lengths)

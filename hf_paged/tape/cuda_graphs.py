@@ -14,14 +14,15 @@ from ..cache.free_memory import is_out_of_memory
 from .record import CaptureGuard, CreatesOnHost, HostResultReplay, HostResults
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
-# arguments of `RecordedGraph`s that were deleted during a capture, where freeing a graph must not
-# wait for the device
+# arguments of `RecordedGraph`s that were deleted during a capture, when freeing a graph would wait
+# for the device, which a capture does not allow
 _DEFERRED: list[Any] = []
 
 
 class CudaGraphs:
-    """CUDA graphs (ROCm's have the same interface). They share one private memory pool, since they
-    replay one after another, and none reads the intermediate values of another."""
+    """The backend that records CUDA graphs (ROCm's have the same interface). The graphs can share
+    one private memory pool, since they replay one after another, and none reads the intermediate
+    values of another."""
 
     on_device = True  # replays run on the device while the host does other work
 
@@ -37,13 +38,13 @@ class CudaGraphs:
         persistent_storages: set[int],
         prepare: Callable[[], None],
     ) -> RecordedGraph:
-        """Calls `run` once eagerly after `prepare`, then records it. Waits for the device. Raises
-        the errors of `run`, and [`NotCapturable`] if it cannot be recorded, with streams, random
-        state and memory restored. Ignores `persistent_storages`."""
+        """Calls `prepare`, calls `run` eagerly, then records `run`. Waits for the device. Raises
+        the errors of `run`, and [`NotCapturable`] if `run` cannot be recorded, after restoring
+        streams, random state and memory. Ignores `persistent_storages`."""
         with torch.cuda.device(self._device):
             caller_stream = torch.cuda.current_stream()
             self._stream.wait_stream(caller_stream)
-            # eagerly first: kernels and library handles cannot be created during a capture
+            # first eagerly, since kernels and library handles cannot be created during a capture
             guard = CaptureGuard()
             with torch.cuda.stream(self._stream):
                 prepare()
@@ -59,7 +60,7 @@ class CudaGraphs:
             with torch.cuda.stream(self._stream):
                 graph = self._capture_graph(run_again)
         while _DEFERRED:
-            RecordedGraph(*_DEFERRED.pop())  # deleted at once: this waits, and frees the graph
+            RecordedGraph(*_DEFERRED.pop())  # deleted at once, which waits, then frees the graph
         return RecordedGraph(graph, self._done, guard.host_results)
 
     def _capture_graph(
@@ -68,11 +69,11 @@ class CudaGraphs:
         is_retry: bool = False,
     ) -> torch.cuda.CUDAGraph:
         """Captures `run` as a graph. A capture allocates from the graphs' pool, and cannot use
-        memory that torch's allocator caches: if memory runs out, frees that cache and captures
-        again."""
+        memory that torch's allocator has cached. So if memory runs out, frees that memory and
+        captures again."""
         graph = torch.cuda.CUDAGraph()
-        # makes cuBLAS allocate workspaces in the graphs' pool: the graph does not own existing
-        # ones, which other code, such as torch.compile's graphs, may free
+        # makes cuBLAS allocate workspaces in the graphs' pool: the graph would not own those that
+        # exist, which other code, such as torch.compile's graphs, may free
         torch._C._cuda_clearCublasWorkspaces()
         try:
             self._record(graph, run)
@@ -124,9 +125,9 @@ class CudaGraphs:
 
 
 class RecordedGraph:
-    """A CUDA graph that is freed only after its last replay. `done`: an event recorded after every
-    replay. `host_results`: results of transfers that the graph reads; this object keeps them
-    alive."""
+    """A CUDA graph that is freed only after its last replay has ended. `done`: an event recorded
+    after every replay. `host_results`: results of waits and transfers that the graph reads; this
+    object keeps them alive."""
 
     def __init__(
         self,

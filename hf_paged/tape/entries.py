@@ -1,5 +1,5 @@
 """The entries of a tape, except row operations: calls of C++ kernels, matrix products and PyTorch's
-operations. Packs the arguments of those that run in C++; `tape.py` runs entries in order."""
+operations. Packs the arguments of the entries that run in C++. `tape.py` runs all in order."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from .rows import RowOps
 
 @dataclass(eq=False)
 class KernelEntry:
-    """A call of a C++ kernel: its packed argument struct, in which `pack` fills in the
-    addresses."""
+    """A call of a C++ kernel, with its packed argument struct. `pack` fills in the addresses."""
 
     name: str
     packed: bytes
@@ -42,7 +41,8 @@ class Linear:
 
     @property
     def merge_key(self) -> tuple[TensorRef, bool, bool]:
-        """Equal for products that one call can compute with the same results as separate calls."""
+        """A key that is equal for products that one call can compute with the same results as
+        separate calls."""
         _, _, out = self.pieces[0]
         is_wide = out.sizes[1] >= linear.MIN_TILE_WIDTH
         return self.x, self.is_transposed, is_wide

@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 _VIEWS_IN_PLACE = frozenset("unsqueeze_ squeeze_ transpose_ t_ swapaxes_ as_strided_".split())
-# operations that move, select or compare numbers, or that sum each row separately and in order
+# operations that create, move, select, compare or round numbers, or that compute each row
+# separately and in order
 _EXACT = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros zero_"
     " ones ones_like new_ones full full_like new_full fill_ fill scalar_tensor arange linspace"

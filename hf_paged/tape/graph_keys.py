@@ -15,11 +15,12 @@ from ..kernels.triton.cascade import SharedPrefix
 # tables have columns for at least this many tokens per row, so that short sequences can grow
 # without a new graph
 MIN_TABLE_TOKENS = 1024
-# the same with `reads_keys`, where the forward computes with a key for each of these tokens
+# the same with `reads_keys`: the forward then computes with a key for each of these tokens
 MIN_TABLE_TOKENS_IF_READ = 64
 # Maximum tokens of chunks in a recorded step: with more, the GPU computes for longer than the host
 # needs to launch (vLLM records up to 512 tokens). An estimate, not a measurement
 MAX_CHUNK_TOKENS = 512
+# minimum numbers of chunks and of shared prefixes for which steps with any are recorded
 MIN_CHUNKS, MIN_PREFIXES = 4, 4
 
 Prefixes = tuple[tuple[SharedPrefix, ...], ...]
@@ -54,12 +55,12 @@ class GraphKey(NamedTuple):
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The sizes that a step need not use up."""
+        """The sizes that must be at least those of a step that the graph serves."""
         return (self.num_decodes, self.num_chunks, self.num_chunk_tokens, *self.widths)
 
     def serves(self, step: GraphKey) -> bool:
-        """Whether this graph can run steps of key `step`: padded to at most twice their chunk
-        tokens, and perhaps without a cascade over the prefixes that they share."""
+        """Whether this graph can run steps of key `step`. It may pad them to twice their chunk
+        tokens, and compute them without a cascade over the prefixes that they share."""
         if self.options != step.options or not _covers(self.variant, step.variant):
             return False
         if self.num_axes != step.num_axes or bool(self.num_chunks) != bool(step.num_chunks):
@@ -75,12 +76,12 @@ class GraphKey(NamedTuple):
         return all(map(_has_capacity, self.prefixes, step.prefixes))
 
     def waste(self) -> tuple[Any, ...]:
-        """A sort key for the graphs that serve a step: the first wastes least."""
+        """A sort key for the graphs that serve a step: the first wastes the least work."""
         return not self.prefixes, self.num_tokens, self.widths
 
     @property
     def without_widths(self) -> Hashable:
-        """The key without table widths. Uses are counted by this key, too, so that a step whose
+        """The key without table widths. Uses are also counted by this key, so that a step whose
         tables outgrow a graph is recorded at once."""
         return (
             self.num_decodes,
@@ -149,7 +150,7 @@ def key_of(
         # more tokens than rows, so that the number of logits shows whether a forward ignores
         # `logits_to_keep`
         max_chunk_tokens = chunk_bucket(max(num_chunk_tokens, max_chunks + 1))
-        num_ranges *= 2  # one of the decodes and one of the chunks
+        num_ranges *= 2  # for each key, one of the decodes and one of the chunks
         max_decodes = power_of_two(1, num_decodes) if num_decodes else 0
     else:
         max_decodes = draft_bucket(num_decodes) if tokens.has_drafts else bucket(num_decodes)

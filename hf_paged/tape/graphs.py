@@ -1,6 +1,6 @@
 """Records steps as graphs, one per `GraphKey` (sizes and options), and replays them with other
-inputs. A graph reads and writes the addresses that it was recorded with, so the inputs of each step
-are first copied to buffers there. The runner supplies the forward."""
+inputs. A graph reads and writes the addresses with which it was recorded, so the inputs of each
+step are first copied to buffers there. The runner supplies the forward."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ returns logits `(m, vocab_size)`."""
 # steps without a graph of their own size before one is recorded: a recording takes about as long as
 # three steps (an estimate, not measured)
 MIN_USES = 3
-# the same if the context `is_fixed`, since a context with other ranges may soon replace it: roughly
-# the number of replays that pay for a recording
+# the same if the context `is_fixed`: roughly the number of replays that pay for a recording, which
+# is useless once a context with other ranges replaces this one
 MIN_FIXED_USES = 64
 # maximum number of stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider
 # tables and adapters
@@ -97,7 +97,8 @@ def make_recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | Non
 
 
 class StepGraphs:
-    """The graphs of one model over one memory (`seams.Recorder`). Keeps neither alive."""
+    """The graphs of one model over one memory (`seams.Recorder`). Keeps neither the model nor the
+    memory alive."""
 
     def __init__(
         self,
@@ -107,14 +108,14 @@ class StepGraphs:
         backend: GraphBackend,
     ) -> None:
         """`groups`: those of the memory with this `lock`; empty if the model has only states."""
-        # the reason that no steps are recorded or replayed until the model changes
+        # why no steps are recorded or replayed until the model changes; `None` if steps may be
         self.unsupported_reason: str | None = None
         # whether the model's own code computes attention, over all slots of the block tables
         self.reads_keys = False
         self.lengths = LengthRange()  # cache lengths for which recorded rectangle steps are valid
         self.checks = Checks()
         self.is_checked = True  # as in `Recorder`
-        # the reason that changes of the model cannot be detected: then no graph is used
+        # why changes of the model cannot be detected, so that no graph is used
         self._untracked_reason: str | None = None
         self.identity = weakref.ref(model), model.device, groups
         self._model, self._device, self._groups = self.identity
@@ -130,7 +131,7 @@ class StepGraphs:
         # steps without a graph of their own size, by key and by `GraphKey.without_widths`; negative
         # after memory ran out, to delay the next attempt
         self._uses: Counter[Hashable] = Counter()
-        # the largest sizes to record after failures: "decodes", "chunks" (tokens), "prefixes" (0)
+        # the largest sizes to record after failures: "decodes", "chunk tokens", "prefixes" (0)
         self._limits: dict[str, int] = {}
         self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
         self._outputs = StaticOutputs()  # shared by graphs
@@ -140,9 +141,9 @@ class StepGraphs:
         self._states: Items[Any] = ()
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
-        """Drops all graphs if they were recorded in another state of the model or of torch's
-        options, or without `reads_keys` (as in `Recorder.begin`); in-place changes of weights do
-        not matter. A recording that raises `KeysReadError` sets `reads_keys`, too."""
+        """Drops all graphs if they were recorded in another state of the model (apart from the
+        content of its tensors) or of torch's options, or, with `reads_keys` (as in
+        `Recorder.begin`), without it. A recording that raises `KeysReadError` also sets it."""
         model = self._model()
         assert model is not None
         text_config = model.config.get_text_config(decoder=True)
@@ -162,7 +163,7 @@ class StepGraphs:
             self.reads_keys = False
             self.lengths = LengthRange()
         if reads_keys and not self.reads_keys:
-            self.clear()  # tables had room for more keys
+            self.clear()  # they were recorded with larger block tables
             self.reads_keys = True
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> GraphRunAhead | None:
@@ -187,9 +188,9 @@ class StepGraphs:
     ) -> Tensor | None:
         """As `Recorder.run`: replays a step, after recording its graph if that is due. Returns
         logits `(len(tokens.last), vocab_size)`, which the caller owns, or `None` if no graph serves
-        the step. `token_ids` `(n,)`, int64, on the device, replace those of a step of only decodes,
-        which is then never recorded, nor replayed if it must be checked. After a replay the tensors
-        of `states` belong to the recording; a replay to be checked changes copies instead."""
+        the step. `token_ids` `(n,)`, int64, on the device, replace those of a step of only decodes.
+        Such a step is never recorded, and not replayed if it must be checked. After a replay, the
+        tensors of `states` belong to the recording; a replay to be checked changes copies."""
         self.is_checked = True
         if self.unsupported_reason is not None:
             return None
@@ -242,7 +243,7 @@ class StepGraphs:
         return RectangleReplays(model, cache, self)
 
     def _must_run_eagerly(self) -> bool:
-        """Whether a replay would bypass an active mode, or might miss changes of the model; if so,
+        """Whether a replay would bypass an active mode, or might miss changes of the model. If so,
         adds the reason to the call's `unsupported_reasons`."""
         mode = active_mode()
         reason = self._untracked_reason
@@ -256,8 +257,9 @@ class StepGraphs:
         return True
 
     def _is_recordable(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
-        """Whether such steps are recorded: steps of decodes that all get logits and, on a GPU, with
-        few chunk tokens if the context allows, up to `_limits` and without `rope_factors`."""
+        """Whether steps like this are recorded: those of decodes that all get logits and, on a GPU
+        if the context allows them, those with few chunk tokens. In both cases, sizes must be within
+        `_limits`, and there must be no `rope_factors`."""
         if tokens.rope_factors:
             return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
@@ -269,7 +271,7 @@ class StepGraphs:
             return False
         if context is not None and not context.takes_chunks:
             return False
-        return num_chunk_tokens <= limits.get("chunks", MAX_CHUNK_TOKENS)
+        return num_chunk_tokens <= limits.get("chunk tokens", MAX_CHUNK_TOKENS)
 
     def _key_of(
         self,
@@ -302,7 +304,7 @@ class StepGraphs:
         prefixes: Prefixes,
     ) -> GraphKey | None:
         """Once enough steps have needed the graph `requested`, records it and returns its key, or
-        `None` if that fails; until then returns the key of the best larger graph, or `None`."""
+        `None` if that fails. Until then, returns the key of the best larger graph, or `None`."""
         candidates = (key for key in self._graphs if key.serves(requested))
         best = min(candidates, key=GraphKey.waste, default=None)
         min_uses = MIN_USES
@@ -324,15 +326,15 @@ class StepGraphs:
         token_ids: Tensor | None,
     ) -> Tensor:
         """Replays the graph of `key` for a step; returns a copy of the step's logits."""
-        step = self._graphs[key] = self._graphs.pop(key)  # now the last used
+        recorded = self._graphs[key] = self._graphs.pop(key)  # now the last used
         with self.in_order():
-            step.inputs.fill(tokens, prefixes, self._ranges(step.context, tokens))
+            recorded.inputs.fill(tokens, prefixes, self._ranges(recorded.context, tokens))
             if token_ids is not None:
-                target = step.inputs.token_ids[0, : len(token_ids)]
+                target = recorded.inputs.token_ids[0, : len(token_ids)]
                 target.copy_(token_ids)
-            step.inputs.move_in(self._states)
-            step.graph.replay()
-            logits = step.logits[: len(tokens.last)]
+            recorded.inputs.move_in(self._states)
+            recorded.graph.replay()
+            logits = recorded.logits[: len(tokens.last)]
             return logits.clone()  # the next replay overwrites them
 
     def _capture(
@@ -342,9 +344,9 @@ class StepGraphs:
         prefixes: Prefixes,
     ) -> GraphKey | None:
         """Records a graph and returns its key; returns `None` if that fails, or while another
-        thread records. Logs a failure, and limits which graphs are recorded from then on; the first
-        `KeysReadError` only drops all graphs. If an interrupt leaves a mode of torch active, the
-        call ends it (`interrupts.guarded`)."""
+        thread records. Logs a failure, and limits which graphs are recorded from then on; but the
+        first `KeysReadError` sets `reads_keys` and drops all graphs. If an interrupt leaves a mode
+        of torch active, the call ends the mode (`interrupts.guarded`)."""
         with timed("record"), exclusive_recording(self._device) as is_exclusive:
             if not is_exclusive:
                 return None
@@ -413,8 +415,8 @@ class StepGraphs:
 
     def _handle_failure(self, key: GraphKey, error: Exception) -> None:
         """If memory ran out, only delays the next attempt. Otherwise sets a limit: on prefixes, if
-        the step has any, otherwise on chunk tokens or, without chunks, on decodes. If that was the
-        first step of decodes to be recorded, stops recording altogether."""
+        the step has any, otherwise on chunk tokens or, without chunks, on decodes. But if a step
+        without these fails and there is no graph of decodes, stops recording altogether."""
         reason = reason_of(error)
         log_level = logging.INFO
         if self._backend.on_device:
@@ -423,7 +425,7 @@ class StepGraphs:
             self._num_out_of_memory += 1
             num_delayed = MIN_USES << self._num_out_of_memory
             self._uses[key] = self._uses[key.without_widths] = -num_delayed
-            log_unrecorded(f"memory is too short for more of them at present ({reason})", log_level)
+            log_unrecorded(f"there is no memory for more recordings now ({reason})", log_level)
             return
         limited, size = "decodes", key.num_decodes
         if key.prefixes:  # the next attempt records the step without them
@@ -434,18 +436,18 @@ class StepGraphs:
                 if not graph_key.prefixes
             }
         elif key.num_chunks:
-            limited, size = "chunks", key.num_chunk_tokens
+            limited, size = "chunk tokens", key.num_chunk_tokens
         has_decodes = any(not graph_key.num_chunks for graph_key in self._graphs)
         if limited == "decodes" and not has_decodes:
             self.unsupported_reason = reason
             self.clear()
             log_unrecorded(reason, log_level)
             return
-        bucket_of = chunk_bucket if limited == "chunks" else bucket
+        bucket_of = chunk_bucket if limited == "chunk tokens" else bucket
         smaller_sizes = (count for count in range(1, size) if bucket_of(count) < size)
         limit = max(smaller_sizes, default=0)
         self._limits[limited] = limit
-        logger.info("steps with %s are not recorded above %d: %s", limited, limit, reason)
+        logger.info("steps with more than %d %s are not recorded: %s", limit, limited, reason)
 
     def _ranges(
         self, recorded_context: RecordedContext | None, tokens: PackedTokens
@@ -457,8 +459,8 @@ class StepGraphs:
         return self._context.ranges(keys, tokens.num_decodes, len(tokens.token_ids))
 
     def _drop_stale_graphs(self) -> None:
-        """Drops all graphs if a layer's blocks were replaced or added, as when the pool grew or was
-        rebuilt."""
+        """Drops all graphs if a layer's blocks were replaced or added, as happens when the pool
+        grows or is rebuilt."""
         blocks: list[weakref.ref[KVBlocks]] = []
         for group in self._groups:
             blocks += map(weakref.ref, group.storage.layers.values())

@@ -1,5 +1,5 @@
-"""Buffers at fixed addresses from which a recorded step reads its tokens and block tables, filled
-with one copy per step, and those to which it writes logits."""
+"""The buffers at fixed addresses from which a recorded step reads its tokens and block tables, and
+those to which it writes logits. One copy per step fills the former."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .graph_keys import GraphKey
 from .static_states import StaticStates
 
 _DTYPES = {"q": torch.int64, "i": torch.int32}
-_WORD = torch.int64  # the dtype of the buffers, to which arrays are aligned
+_WORD = torch.int64  # the dtype of the buffers; each array begins at a word
 
 
 class _InputArray:
@@ -43,7 +43,7 @@ class _InputArray:
         self.device = device.view(self._dtype)[: self.count]
 
     def write(self, numbers: list[int]) -> None:
-        """Writes the first numbers of the array."""
+        """Writes `numbers` to the beginning of the array."""
         self.host[: len(numbers)] = array(self.typecode, numbers)
 
     def write_padded(
@@ -60,8 +60,8 @@ class _InputArray:
 def padded(
     numbers: list[int], count: int, num_decodes: int, shift: int, fill: int = 0
 ) -> list[int]:
-    """Returns `count` numbers: those of the decodes, `shift` times `fill`, those of the chunks, and
-    `fill` for the rest."""
+    """Returns `count` numbers: the first `num_decodes` of `numbers`, `shift` times `fill`, the rest
+    of `numbers`, and `fill` up to the end."""
     num_at_end = count - len(numbers) - shift
     return [*numbers[:num_decodes], *[fill] * shift, *numbers[num_decodes:], *[fill] * num_at_end]
 
@@ -106,8 +106,8 @@ class _GroupInputs(_Tables):
 
 
 class _CascadeInputs(_Tables):
-    """The arrays of a [`Cascade`] of decodes; the tables are those of the shared prefixes. Decodes
-    that share no prefix form one more group, the last, whose prefix is empty."""
+    """The arrays of a [`Cascade`] of decodes. The tables are those of the shared prefixes, and of
+    one more, the last: an empty prefix for the decodes that share none."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class _CascadeInputs(_Tables):
             self.query_start.device,
         )
         ends = [self.num_decodes] * (self.max_prefixes + 1)
-        query_start = (0, *ends)  # any prefix may be shared by all rows
+        query_start = (0, *ends)  # in a replay, all rows may share any of the prefixes
         prefixes = StepMetadata(
             self.tensor,
             query_start,
@@ -178,9 +178,9 @@ class _CascadeInputs(_Tables):
 
 
 class StaticInputs:
-    """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step. Unused
-    rows contain token 0 at position 0, which is not stored (slot -1) and attends to no key (length
-    0).
+    """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step. An
+    unused row contains token 0 at position 0, which is not stored (slot -1) and attends to no key
+    (length 0).
 
     `token_ids` and `positions` are `(1, tokens)` int64. `logit_indices` is `(decodes + chunks,)`
     int64, the tokens that get logits; `None` without chunks. `ranges` is `(key.num_ranges, 2)`
@@ -196,7 +196,7 @@ class StaticInputs:
         device: torch.device,
         layers: Sequence[Any] = (),
     ) -> None:
-        """`memories`: by layer group. `layers`: those of the cache that hold the rows' states."""
+        """`memories`: by layer group. `layers`: the cache's layers that hold the rows' states."""
         self.key = key
         num_logit_indices = 0
         num_starts = 0
@@ -267,9 +267,9 @@ class StaticInputs:
         prefixes: Sequence[Sequence[SharedPrefix]],
         ranges: Sequence[tuple[Bounds, Bounds]],
     ) -> None:
-        """Copies a step to the buffers, once the previous copy from pinned memory is done.
-        `prefixes`: those that decodes share, by layer group; empty if there are none. `ranges`: by
-        key of the context, its ranges of decodes and of chunk tokens."""
+        """Copies a step to the buffers, after waiting for the previous copy from pinned memory.
+        `prefixes`: those that decodes share, by layer group; empty if there are none. `ranges`: for
+        each key of the context, its ranges of decodes and of chunk tokens."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
         key = self.key
@@ -316,8 +316,8 @@ class StaticInputs:
             self._copy_done.record()
 
     def steps(self) -> list[StepMetadata]:
-        """Returns the recorded step of each layer group. A replay may divide the chunk tokens among
-        the chunks in any way; `query_start` on the host gives them all to the first."""
+        """Returns the recorded step of each layer group. Its `query_start` on the host gives all
+        chunk tokens to the first chunk, since a replay may divide them in any way."""
         key = self.key
         num_decodes = key.num_decodes
         ends = [key.num_tokens] * (key.num_rows - num_decodes)
@@ -364,7 +364,7 @@ class StaticOutputs:
         buffer_key = (vocab_size, logits.dtype)
         buffer = self._buffers.get(buffer_key)
         if buffer is None or len(buffer) < num_rows:
-            # graphs recorded so far still write to the smaller buffer
+            # graphs recorded so far keep the smaller buffer, and write to it
             sizes = power_of_two(1, num_rows), vocab_size
             with torch.inference_mode(False):
                 buffer = torch.empty(sizes, dtype=logits.dtype, device=logits.device)

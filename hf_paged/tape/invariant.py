@@ -2,9 +2,9 @@
 bits of a row do not depend on the other rows. `lower.py` decides which operations have kernels.
 
 PyTorch's products, means and elementwise functions round differently for different numbers of rows,
-since their blocking, thread splits and code for vector tails change. Our kernels compute every row
-in the same order for any batch, like Thinking Machines' `batch_invariant_ops` (He et al. 2025,
-"Defeating Nondeterminism in LLM Inference").
+since their blocking, their division among threads and their code for vector tails depend on it. Our
+kernels compute every row in the same order in any batch, as do those of Thinking Machines'
+`batch_invariant_ops` (He et al. 2025, "Defeating Nondeterminism in LLM Inference").
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .tape import store_bytes
 
 aten = torch.ops.aten
 
-_MAX_PROGRAMS = 8192  # when there are so many, all are dropped
+_MAX_PROGRAMS = 8192  # once there are this many, the next one replaces all of them
 
 
 class NotInvariant(NotPackable):
@@ -46,7 +46,7 @@ class _Program(NamedTuple):
     entries: list[RowOps | KernelEntry | Linear]
     # the index of each input tensor, by the address that it had when the program was created
     inputs: dict[int, int]
-    # sizes, strides, dtype; empty if the operation changes its first input
+    # sizes, strides and dtype of each output; empty if the operation changes its first input
     outputs: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
     returns_one: bool  # whether the operation returns a tensor, not a tuple
 
@@ -79,7 +79,7 @@ class _Program(NamedTuple):
 
 
 _MISSING: Any = object()
-# `None` for operations that PyTorch runs: they are batch-invariant themselves, or return no floats
+# `None` for operations that PyTorch runs, since they are batch-invariant or return no floats
 _programs: dict[Hashable, _Program | None] = {}
 
 
@@ -107,7 +107,7 @@ class _BatchInvariantMode(TorchDispatchMode):
         has_floats = any(tensor.is_floating_point() and tensor.numel() for tensor in tensors)
         if not has_floats:
             return func(*args, **kwargs)
-        # a program knows its inputs by address, so the key says which inputs share an address
+        # programs identify inputs by address, so the key includes which inputs share an address
         last_first = reversed(list(enumerate(tensors)))
         index_by_address = {tensor.data_ptr(): index for index, tensor in last_first}
         leaf_keys = (_leaf_key(leaf, index_by_address) for leaf in leaves)
@@ -129,8 +129,8 @@ def _sum(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Computes `aten::sum` of floats over one dimension other than the last (such as a token's
-    experts), in order; returns `NotImplemented` for other calls."""
+    """Computes `aten::sum` of floats over one dimension other than the last (such as that of a
+    token's experts), in order. Returns `NotImplemented` for other calls."""
     if not x.is_floating_point() or dims is None or len(dims) != 1:
         return NotImplemented
     (dim,) = dims
@@ -169,7 +169,7 @@ def _grouped_mm(
     return out
 
 
-# operations that are computed by others, for which there are kernels
+# operations that these functions compute with other operations, for which there are kernels
 _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.sum.dim_IntList: _sum,
     aten._grouped_mm.default: _grouped_mm,
@@ -199,9 +199,9 @@ def _create_program(
     kwargs: Any,
     inputs: dict[int, int],
 ) -> _Program | None:
-    """Creates an operation's program, with these `_Program.inputs`; returns `None` if the operation
-    is batch-invariant in PyTorch or returns no floats. Raises [`NotInvariant`] if no kernel
-    computes it."""
+    """Returns an operation's program, with these `_Program.inputs`; `None` if the operation is
+    batch-invariant in PyTorch or returns no floats. Raises [`NotInvariant`] if no kernel computes
+    it."""
     returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
     if is_exact(func, args, kwargs) or not returns_tensors:
         return None
@@ -222,14 +222,15 @@ def _create_program(
     except NotCapturable as error:
         raise NotInvariant(str(error)) from None
     kernels = [entry for entry in entries if not isinstance(entry, TorchOp)]
-    # `batch_invariant` is set, so the lowering refuses operations that are neither exact nor ours
+    # `batch_invariant` is set, so the lowering refuses operations that are not exact and for which
+    # there is no kernel
     assert entries and len(kernels) == len(entries)
     layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]
     return _Program(kernels, inputs, layouts, isinstance(result, Tensor))
 
 
 def _empty_like(x: Any, device: str) -> Any:
-    """Replaces the tensors in `x` by uninitialized ones, on `device`, with the same layout."""
+    """Replaces the tensors in `x` by uninitialized ones on `device` with the same layout."""
 
     def empty(y: Tensor) -> Tensor:
         return torch.empty_strided(y.shape, y.stride(), dtype=y.dtype, device=device)
@@ -250,10 +251,10 @@ def in_fixed_order() -> Iterator[None]:
 
 @restoring
 def batch_invariant_operations() -> Iterator[None]:
-    """A context, inside `in_fixed_order`, that makes this thread's operations batch-invariant.
-    Raises [`NotInvariant`] before an operation without a kernel, and `NotCapturable` before Python
-    or NumPy reads a tensor. While a tape is recorded, only reshapes products: the recording does
-    the rest."""
+    """A context, to be used inside `in_fixed_order`, that makes this thread's operations
+    batch-invariant. Raises [`NotInvariant`] before an operation without a kernel, and
+    `NotCapturable` before Python or NumPy reads a tensor. While a tape is recorded, it only
+    reshapes products (`RowProducts`), since the recording does the rest."""
     with RowProducts(), contextlib.ExitStack() as stack:
         if observer.get() is None:
             stack.enter_context(ReadGuard())

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 Compare = Callable[[int, int], bool]
 
-# by the function that an operator calls: the sign of the number that the function adds. As with an
+# by the function that an operator calls: the sign of the number that the function adds; as with an
 # int, `+=` creates a new length
 _SIGNS = {Tensor.add: 1, Tensor.add_: 1, Tensor.sub: -1, Tensor.sub_: -1}
 _COMPARISONS: dict[Callable[..., Any], Compare] = {
@@ -45,8 +45,8 @@ class LengthRange:
 
 
 class Length(Tensor):
-    """The length of the cache plus `offset`, `()` int64. A comparison with an int returns a bool
-    and, since that may decide which operations are recorded, narrows `valid_lengths`."""
+    """The length of the cache plus `offset`, `()` int64. A comparison with an int returns a bool,
+    and narrows `valid_lengths`, since the bool may decide which operations are recorded."""
 
     tensor: Tensor  # this length as an ordinary tensor
     recorded_value: int  # this length in the recorded step
@@ -82,7 +82,9 @@ class Length(Tensor):
     def _compare(self, operation: Compare, number: int) -> bool:
         """Compares with a number, and narrows the valid cache lengths to those with the same
         result."""
-        split = number - self.offset  # at (equality: only at) this cache length the result changes
+        # cache lengths below `split` give one result, all others the other; in a comparison for
+        # equality, only `split` itself gives the other
+        split = number - self.offset
         if operation in (operator.gt, operator.le):
             split += 1
         cache_length = self.recorded_value - self.offset
@@ -102,8 +104,8 @@ RANGE_FUNCTIONS = frozenset({torch.arange, Tensor.__getitem__})
 
 
 def with_ranges(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs one of `RANGE_FUNCTIONS` on a range between two lengths: every replay has the same size
-    of range, so a tensor of positions replaces it. Otherwise returns `NotImplemented`."""
+    """Runs one of `RANGE_FUNCTIONS` on a range between two lengths: the range has the same size in
+    every replay, so a tensor of positions replaces it. Returns `NotImplemented` for other calls."""
     if func is torch.arange and len(args) == 2:
         positions = _positions_between(*args)
         if positions is not None:
@@ -114,7 +116,7 @@ def with_ranges(func: Any, args: Any, kwargs: Any) -> Any:
         ranges = [
             _positions_between(item.start, item.stop) if _is_range(item) else None for item in items
         ]
-        # beside other index tensors, a tensor of positions would select other elements than a slice
+        # beside an index tensor, a tensor of positions would not select what the slice selects
         are_basic = all(isinstance(item, (slice, int, type(None))) for item in items)
         if are_basic and sum(positions is not None for positions in ranges) == 1:
             pairs = zip(items, ranges)
@@ -127,7 +129,7 @@ def _is_range(item: Any) -> bool:
 
 
 def _positions_between(start: Any, stop: Any) -> Tensor | None:
-    """Returns the positions `[start, stop)`, int64; `None` unless both are lengths."""
+    """Returns the positions `[start, stop)`, int64, if both are lengths; otherwise `None`."""
     if not isinstance(start, Length) or not isinstance(stop, Length):
         return None
     offsets = torch.arange(stop.offset - start.offset, device=start.tensor.device)

@@ -26,7 +26,7 @@ from .rows import RowOps, TensorLayout, layout, shape_of
 
 _PICK = struct.Struct("3Q5q")  # struct PickCall
 
-# row operations, by PyTorch's names
+# names of row operations, by PyTorch's names
 _UNARY_NAMES = (
     "neg abs sqrt rsqrt reciprocal square relu exp tanh sigmoid silu sin cos log gelu"
     " softplus".split()
@@ -65,7 +65,8 @@ class Lowering:
     _constants: set[int] = field(default_factory=set)
 
     def run(self, operations: list[Recorded]) -> list[Entry]:
-        """Returns the entries that compute `operations`; raises `NotCapturable` if none can."""
+        """Returns the entries that compute `operations`. Raises `NotCapturable` if one of them
+        cannot be replayed."""
         # the last operation writes the results, which no operation reads
         self._written_before_last = set(_written_storages(operations[:-1]))
         self._written = self._written_before_last.union(_written_storages(operations[-1:]))
@@ -107,8 +108,9 @@ class Lowering:
             self._add_torch_op(operation)
 
     def _retain(self, tensors: Iterable[Tensor]) -> None:
-        """Keeps tensors without a buffer alive for the tape, unless no operation writes to them and
-        they stay alive anyway; adds fixed buffers where an operation before the last writes."""
+        """For each tensor without a buffer: keeps it alive for the tape, unless it stays alive
+        anyway and no operation writes to it, and adds a fixed buffer if an operation before the
+        last writes to it."""
         for tensor in tensors:
             if self.buffers.id_of(tensor) is not None:
                 continue
@@ -124,7 +126,7 @@ class Lowering:
     # -- row operations ---------------------------------------------------------------------------
 
     def _lower(self, operation: Operation) -> bool:
-        """Adds the operation as row operations or as a kernel; returns whether it could."""
+        """Adds the operation as row operations or as a kernel, and returns `True`, if it can."""
         function, args, kwargs, result = operation
         name = function.name()
         if name in _METHODS:
@@ -173,7 +175,7 @@ class Lowering:
         return rows, [rows.read(source) for source in sources], target
 
     def _last_row_ops(self) -> RowOps | None:
-        """The last entry, if it is a list of row operations."""
+        """The last entry if it is a list of row operations; otherwise `None`."""
         if self.entries:
             last = self.entries[-1]
             if isinstance(last, RowOps):
@@ -181,8 +183,8 @@ class Lowering:
         return None
 
     def _end_row_ops(self) -> None:
-        """Makes the next operation read memory instead of registers, by adding an empty list, which
-        no operation can join."""
+        """Adds an empty list, which no operation can join, so that the next operation reads memory
+        instead of registers."""
         no_rows = (0, 0, 0, 0)
         self.entries.append(RowOps(no_rows))
 
@@ -204,14 +206,14 @@ class Lowering:
         output: Tensor,
         is_in_place: bool = False,
     ) -> bool:
-        """Adds an elementwise operation on one or two `args`, a tensor and perhaps a tensor or
-        number; returns whether that was possible."""
+        """Adds an elementwise operation on `args`: a tensor and perhaps another tensor or a number.
+        Returns whether that was possible."""
         tensors = tensors_in(args)
         if not tensors or tensors[0] is not args[0]:
             return False
         if is_in_place:
-            # before `_sizes`: with the sizes of the last list, every part of a row would update the
-            # row's single number again
+            # before `_sizes`, which might return the sizes of the last list: each part of a wide
+            # row would then update the row's single number again
             self._end_row_ops()
         dtypes = DTYPE_NUMBERS if op == "copy" else FLOAT_NUMBERS
         prepared = self._prepare(self._sizes(output), tensors, output, dtypes)
@@ -229,7 +231,7 @@ class Lowering:
                     register = registers[index]
                     registers[index] = rows.compute("copy", register, dtype=dtype)
         if all(rows.are_narrow[register] for register in registers) != target.is_narrow:
-            return False  # one number per row cannot be stored as whole rows, nor the reverse
+            return False  # one number per row cannot be stored as a whole row, nor the reverse
         if op == "cube":
             square = rows.compute("square", *registers)
             registers.insert(0, square)
@@ -297,7 +299,7 @@ class Lowering:
             if part.numel():
                 target = result.narrow(axis, start, length)
                 if not self._compute("copy", (part,), target):
-                    return False  # a PyTorch call then writes all parts, even those copied so far
+                    return False  # a PyTorch call then writes all parts, also those copied already
             start += length
         return True
 

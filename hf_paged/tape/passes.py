@@ -1,6 +1,5 @@
 """Passes over the entries of a whole tape: they merge products and lists of row operations, drop
-stores that nothing reads, and elide the copy of the result. They do not change what a single
-operation computes."""
+stores that nothing reads, and elide the copy of the result. They change no operation's result."""
 
 from __future__ import annotations
 
@@ -12,11 +11,11 @@ from .buffers import Buffers
 from .entries import Entry, Linear, TorchOp
 from .rows import RowOps
 
-_MAX_DISTANCE = 5  # maximum positions between two lists of row operations that are merged
+_MAX_DISTANCE = 5  # maximum distance, in entries, of two lists of row operations that are merged
 
 
 def simplify(entries: list[Entry], buffers: Buffers) -> list[Entry]:
-    """Runs all passes; returns the entries that remain. May give buffers fixed addresses."""
+    """Runs all passes; returns the entries that remain. May give one buffer a fixed address."""
     entries = _merge(_without_empty(entries), _merge_linear)
     entries = _merge(entries, _merge_row_ops)
     _drop_stores(entries, buffers)
@@ -33,8 +32,9 @@ def _merge(
     entries: list[Entry],
     merge: Callable[[Entry, list[Entry]], bool],
 ) -> list[Entry]:
-    """Returns the entries without those that `merge` merged into an earlier one. `merge` gets an
-    entry and the remaining earlier ones, and returns whether it merged the entry into one."""
+    """Returns the entries without those that `merge` merged into earlier ones. `merge` gets an
+    entry and the remaining earlier entries, and returns whether it merged the entry into one of
+    these."""
     remaining: list[Entry] = []
     for entry in entries:
         if not merge(entry, remaining):
@@ -43,8 +43,8 @@ def _merge(
 
 
 def _merge_linear(entry: Entry, earlier: list[Entry]) -> bool:
-    """Merges a product into the last earlier product with the same `merge_key`, unless that one is
-    full, or an entry between the two writes to an input of `entry`."""
+    """Merges a product into the last earlier product with the same `merge_key`, unless that product
+    is full, or it or an entry between the two writes to an input of `entry`."""
     if not isinstance(entry, Linear):
         return False
     for candidate in reversed(earlier):
@@ -59,8 +59,8 @@ def _merge_linear(entry: Entry, earlier: list[Entry]) -> bool:
 
 
 def _merge_row_ops(entry: Entry, earlier: list[Entry]) -> bool:
-    """Merges row operations into an earlier list of the same shape, if one of the two can move to
-    the other past the entries between them."""
+    """Merges row operations into an earlier list of the same shape, if one of the two lists can be
+    moved past the entries between them."""
     if not isinstance(entry, RowOps):
         return False
     between: list[Entry] = []
@@ -79,7 +79,7 @@ def _merge_row_ops(entry: Entry, earlier: list[Entry]) -> bool:
 
 
 def _has_hazard(a: Entry, b: Entry) -> bool:
-    """Whether the order of two entries matters, since one writes to a buffer that the other
+    """Whether the order of two entries matters because one writes to a buffer that the other
     uses."""
     used = b.reads | b.writes
     return bool(a.writes & used or a.reads & b.writes)
@@ -93,8 +93,8 @@ def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:
 
 
 def _elide_last_copy(entries: list[Entry], buffers: Buffers) -> None:
-    """Drops the last entry if it only copies a buffer, which a single other entry uses, to memory
-    outside all buffers: the buffer gets that memory's address instead."""
+    """Drops the last entry if it only copies a buffer to memory outside all buffers, and only the
+    entry that writes the buffer uses it: the buffer gets the address of that memory."""
     if not entries:
         return
     *earlier, last = entries

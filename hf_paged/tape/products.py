@@ -1,5 +1,5 @@
-"""Linear layers' products in forwards without a tape: `linear.cpp` multiplies few half-precision
-rows, and many rows are multiplied in float32 if PyTorch has no native kernels for the dtype.
+"""Products of linear layers in forwards without a tape: `linear.cpp` multiplies few half-precision
+rows, and many rows are multiplied in float32 if PyTorch has no native kernels for their dtype.
 `lower.py` lowers products in tapes."""
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ UNLIMITED_ROWS = 1 << 60
 
 
 class RowProducts(TorchFunctionMode):
-    """Runs `F.linear` (and `Conv1D`'s `addmm`) of plain tensors as a product of two matrices, since
-    otherwise PyTorch adds the bias before or after rounding, depending on the input's strides."""
+    """Runs `F.linear` (and `Conv1D`'s `addmm`) of plain tensors as a product of two matrices.
+    Otherwise, PyTorch would add the bias before or after rounding, depending on the input's
+    strides."""
 
     def __torch_function__(
         self,
@@ -119,7 +120,7 @@ def _linear_args_of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
 
 def _is_plain_call() -> bool:
     """Whether operations run without gradients, autocast, dispatch modes, transforms of
-    `torch.func`, forward-mode derivatives, tracing, recording or batch invariance."""
+    `torch.func`, forward-mode derivatives, tracing, recording and batch invariance."""
     return not (
         torch.is_grad_enabled()
         or torch.is_autocast_enabled("cpu")
@@ -134,8 +135,8 @@ def _is_plain_call() -> bool:
 
 def kernel_products(modules: Iterable[nn.Module]) -> contextlib.AbstractContextManager[Any]:
     """Returns a context that speeds up products in a model's forwards; a null context if any module
-    is compiled, if no weights on the CPU are in half precision, or if the kernels are unavailable.
-    `modules`: all modules of the model."""
+    is compiled, if no parameters on the CPU are in half precision, or if the kernels are
+    unavailable. `modules`: all modules of the model."""
     all_modules = list(modules)
     has_half_weights = any(
         x.dtype in HALVES and x.is_cpu

@@ -23,8 +23,8 @@ from .length import RANGE_FUNCTIONS, with_ranges
 
 aten = torch.ops.aten
 _LAZY_VIEWS = frozenset({"aten::_conj", "aten::_neg_view"})
-# functions that read a tensor: into an object that shares its memory, which may be written later,
-# or by value
+# Functions that read a tensor's content: those whose results share its memory, which may be written
+# to later, and those whose results do not.
 _MEMORY_SHARING = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
 _CONTENT_READING = frozenset({Tensor.tolist, Tensor.__repr__})
 _INDEXED_READS = frozenset({"aten::index.Tensor", "aten::index.Tensor_out"})
@@ -34,7 +34,7 @@ _CREATES_CONSTANTS = frozenset(
     "aten::lift_fresh aten::ones aten::ones_like aten::new_ones aten::full"
     " aten::arange aten::arange.start aten::arange.start_step".split()
 )
-# operations whose results are not constants: our kernels may write to them unobserved
+# operations whose results are never constants, since our kernels may write to them unobserved
 _CREATES_OUTPUTS = ("aten::empty", "aten::new_empty", "aten::zeros", "aten::new_zeros")
 # functions that create tensors from Python numbers
 _FROM_PYTHON = frozenset(
@@ -47,8 +47,8 @@ _FROM_PYTHON = frozenset(
 )
 
 HostResults = list[tuple[Any, Any, Any]]
-"""The operations that wait for the device or copy to or from it, in order: the function, a copy of
-its source on the host (`None` if it has none), and the result."""
+"""The operations that wait for the device or copy to or from it, in order: for each, the function,
+a copy of its source if that is on the host (otherwise `None`), and the result."""
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -58,8 +58,8 @@ def tensors_in(x: Any) -> list[Tensor]:
 class CaptureGuard(TorchDispatchMode):
     """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it,
     or draws random numbers; in this thread only, unlike torch's sync debug mode. Allows waits for,
-    and copies of, constants: tensors that are computed only from Python numbers, and so are the
-    same in every run. `host_results` stores the results of these waits and copies for
+    and copies of, constants: tensors that are computed only from Python numbers, and so are equal
+    in every run. `host_results` stores the results of these waits and copies for
     [`HostResultReplay`]."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class CaptureGuard(TorchDispatchMode):
         self.host_results: HostResults = []
         # storages of constants, by address: the dict keeps them alive, so no address is reused
         self._constants: dict[int, torch.UntypedStorage] = {}
-        # those of them whose memory the model's code shares
+        # storages of those constants whose memory the model's code shares
         self._shared: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
@@ -92,7 +92,7 @@ class CaptureGuard(TorchDispatchMode):
         result = func(*args, **kwargs)
         if waits or source is not None:
             copied = result
-            if func is aten.copy_.default:  # only the written values, not their whole tensor
+            if func is aten.copy_.default:  # only the values, not the tensor that they are part of
                 copied = args[1].to(args[0].device)
             host_source = None
             if source is not None and source.is_cpu:
@@ -117,8 +117,8 @@ class CaptureGuard(TorchDispatchMode):
         return bool(inputs) and all(map(self.is_constant, inputs))
 
     def _remove_constants(self, func: Any, tensors: Iterable[Tensor]) -> None:
-        """Removes these tensors, which `func` wrote to, from the constants. Raises
-        [`NotCapturable`] if the model's code shares the memory of one."""
+        """Removes `tensors`, to which `func` wrote, from the constants. Raises [`NotCapturable`] if
+        the model's code shares the memory of one of them."""
         for storage in _storages(tensors):
             self._constants.pop(storage._cdata, None)
             if storage._cdata in self._shared:
@@ -143,9 +143,9 @@ class CaptureGuard(TorchDispatchMode):
 
 
 class HostResultReplay(TorchDispatchMode):
-    """While a forward runs again, returns the `host_results` of [`CaptureGuard`] in place of
-    running operations that wait or copy between host and device. Raises [`NotCapturable`] if these
-    operations or the sources of their copies are not the same again."""
+    """While a forward runs again, returns the `host_results` of [`CaptureGuard`] instead of running
+    operations that wait or copy between host and device. Raises [`NotCapturable`] if these
+    operations, or the sources of copies from the host, differ from those of the first run."""
 
     def __init__(self, host_results: HostResults) -> None:
         super().__init__()
@@ -175,8 +175,8 @@ class HostResultReplay(TorchDispatchMode):
 
 
 class CreatesOnHost(TorchFunctionMode):
-    """Creates tensors of Python numbers on the host, then copies them to the device. Unlike the
-    creation on the device, the copy is an operation that dispatch modes see."""
+    """Creates tensors of Python numbers on the host, then copies them to the device. Dispatch modes
+    see the copy, but would not see a creation on the device."""
 
     def __torch_function__(
         self,
@@ -211,8 +211,8 @@ def _data_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refuse_tensor_lists(func: Any, data: Any) -> None:
-    """Raises [`NotCapturable`] if a tensor is created from a list with tensors: their content is
-    read without an operation that dispatch modes see."""
+    """Raises [`NotCapturable`] if a tensor is created from a list with tensors, since their content
+    is read without an operation that dispatch modes see."""
     if not isinstance(data, Tensor) and tensors_in(data):
         raise NotCapturable(f"its forward reads the content of a tensor ({func.__name__})")
 
@@ -278,7 +278,7 @@ def _has_mask(indices: Any) -> bool:
 class ReadGuard(TorchFunctionMode):
     """Raises [`NotCapturable`] before Python or NumPy reads the content of a tensor, since a replay
     would not run the Python code that uses it. Allows reads of the constants of `guard`. Replaces
-    ranges between two recorded lengths (`length.with_ranges`)."""
+    ranges between two lengths (`length.with_ranges`)."""
 
     def __init__(self, guard: CaptureGuard | None = None) -> None:
         super().__init__()
@@ -307,7 +307,7 @@ class ReadGuard(TorchFunctionMode):
 
 
 def decompose(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs the operations that a composite one consists of, as autograd does; returns
+    """Runs the operations of which a composite operation consists, as autograd does. Returns
     `NotImplemented` for other operations."""
     name = func.name()
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
@@ -357,7 +357,7 @@ class _Recorder(CaptureGuard):
                 result = args[0].symbolic(func, args, kwargs)
                 if result is not NotImplemented:
                     return result
-            with self:  # records the reads, too
+            with self:  # also records the reads
                 args, kwargs = tree_map_only(LazyTensor, LazyTensor.read, (args, kwargs))
         with self:
             result = decompose(func, args, kwargs)
@@ -366,7 +366,7 @@ class _Recorder(CaptureGuard):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.name() in _LAZY_VIEWS:
             raise NotCapturable(f"its forward conjugates or negates lazily ({func})")
-        if tensors_in(result):  # else it is a number read from a constant
+        if tensors_in(result):  # otherwise, it is a number read from a constant
             # aliases keep their shapes when later operations change the tensors' shapes in place
             aliases = tree_map_only(Tensor, aten.alias.default, (args, kwargs, result))
             self._operations.append(Operation(func, *aliases))
@@ -375,15 +375,15 @@ class _Recorder(CaptureGuard):
 
 @restoring
 def recording() -> Iterator[list[Recorded]]:
-    """A context that records this thread's operations in the list that it returns. Raises
+    """A context that records this thread's operations in the list that it yields. Raises
     [`NotCapturable`] before an operation that cannot be replayed."""
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     num_before = num_modes()
     is_tracing = masking_utils.is_tracing
     try:
-        # while tracing, transformers creates a mask whatever its content; other threads are
-        # unaffected, and only one records at a time
+        # While tracing, transformers creates masks whatever their content would be. Other threads
+        # are unaffected, and only one records at a time.
         masking_utils.is_tracing = lambda x: observer.get() is not None or is_tracing(x)
         recorder = _Recorder(operations)
         with ReadGuard(recorder), recorder:

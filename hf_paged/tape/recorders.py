@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..attention.backends import cpp
 from ..interrupts import restoring
-from ..kernels import forced, uses_triton
-from ..model.trial import excess_of, first_line
+from ..kernels import forced_backend, uses_triton
+from ..model.trial import first_line, significant_difference
 from ..seams import RecordedContext
 from ..step import NotCapturable
 from ..switches import NOTHING
@@ -34,8 +34,9 @@ class Tapes:
     """The backend that records steps on the CPU, as [`Tape`]s. Each tape owns memory for its
     intermediate values."""
 
-    # Replays run on the host, with other kernels than the forward's. Steps with chunks compute for
-    # too long to gain, and reading shared prefixes once saves no time: neither is recorded
+    # Replays run on the host, with other kernels than the forward. Steps with chunks and reads of
+    # shared prefixes are not recorded: the former compute for too long to become much faster, and
+    # the latter save no time.
     on_device = False
 
     def capture(
@@ -48,7 +49,7 @@ class Tapes:
         `persistent_storages`: addresses of the storages that outlive the tape. Raises the errors of
         `run`, and `NotCapturable` if `run` cannot be recorded."""
         prepare()
-        run()  # builds objects that are built on first use, and allocates the result
+        run()  # builds what is built on first use, and allocates the result
         prepare()
 
         def is_persistent(tensor: Tensor) -> bool:
@@ -84,7 +85,7 @@ def graph_backend(device: torch.device) -> GraphBackend | None:
     """Returns the backend that records steps on `device`; `None` if there is none, or if the C++
     (CPU) or Triton (GPU) kernels are unavailable or not selected."""
     if device.type == "cpu":
-        if not cpp.is_available() or forced() not in (None, "cpp"):
+        if not cpp.is_available() or forced_backend() not in (None, "cpp"):
             return None
         return Tapes()
     if device.type != "cuda":
@@ -100,8 +101,8 @@ def check_replay(
     dtypes: set[torch.dtype | None],
     prepare: Callable[[], None],
 ) -> None:
-    """Raises [`NotCapturable`] unless a replay, after `prepare`, reproduces the recorded run's
-    `results`, logits `(n, vocab_size)` and then states `(n, ...)`, up to rounding in `dtypes`. The
+    """Raises [`NotCapturable`] unless a replay, after `prepare`, reproduces the `results` of the
+    recorded run (logits `(n, vocab_size)`, then states `(n, ...)`), up to rounding in `dtypes`. The
     replay overwrites `results`."""
     expected = [result.clone() for result in results]
     results[0].zero_()
@@ -109,14 +110,18 @@ def check_replay(
     replay()
     names = itertools.chain(["logits"], itertools.repeat("states"))
     for name, before, after in zip(names, expected, results):
-        excess = excess_of(before.flatten(1), after.flatten(1), (after.dtype, *dtypes))
-        if excess is not None:
-            raise NotCapturable(f"the {name} of a replay are {excess} from those of its forward")
+        difference = significant_difference(
+            before.flatten(1), after.flatten(1), (after.dtype, *dtypes)
+        )
+        if difference is not None:
+            raise NotCapturable(
+                f"the {name} of a replay are {difference} from those of its forward"
+            )
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the first line of the error that came first: ending a broken capture raises further
-    errors."""
+    """Returns the first line of the error that came first, since ending a broken capture raises
+    more errors."""
     while error.__context__ is not None:
         error = error.__context__
     return first_line(error)
@@ -125,8 +130,8 @@ def reason_of(error: BaseException) -> str:
 @restoring
 def exclusive_recording(device: torch.device) -> Iterator[bool]:
     """A context for a recording on `device`, which has one capture stream: yields whether no other
-    thread records there. Disables garbage collection meanwhile: it might free objects that wait for
-    the device (pytorch#161037), or run a caller's code."""
+    thread records there. Meanwhile, garbage collection is disabled, since it might free objects
+    that wait for the device (pytorch#161037), or run a caller's code."""
     is_exclusive = False
     was_gc_enabled = gc.isenabled()
     try:
@@ -155,5 +160,5 @@ def log_unrecorded(reason: str, level: int) -> None:
 
 
 def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:
-    """Returns the addresses of the memory of these tensors."""
+    """Returns the addresses of these tensors' storages."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}

@@ -40,10 +40,10 @@ class RectangleReplays:
     """Replays a model's decode steps in rectangles (`seams.RectangleRecorder`).
 
     A replay does not run the code that prepares masks. So the recorded forward gets masks of ones
-    (with `reads_keys`: of the stored columns), and block tables determine the tokens that each row
-    attends to. For the first step of each kind and size of tables, and for steps of shorter rows,
-    the model's own forward runs as well (`checks.Checks`): if its logits or states differ from
-    those of the replay, steps of this kind are no longer replayed."""
+    (with `reads_keys`: of the stored columns), and block tables and lengths determine the tokens to
+    which each row attends. For the first step of each kind and size of tables, and for steps of
+    shorter rows, the model's own forward also runs (`checks.Checks`). If its logits or states
+    differ from those of the replay, steps of this kind are no longer replayed."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: StepGraphs) -> None:
         """`cache`: the model's empty cache."""
@@ -58,7 +58,7 @@ class RectangleReplays:
         if model.config.is_encoder_decoder:
             self._mask_name = "decoder_attention_mask"
         self._state: ModelState | None = None
-        # of the running step, for the recorded forward and the check:
+        # about the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}
         self._width = self._num_axes = 0
         self._is_padded = False
@@ -113,8 +113,8 @@ class RectangleReplays:
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """As `RectangleRecorder.check`: compares the logits `(rows, vocab_size)` and states of the
-        last replay with those of the model's own forward, separately for each masking of rows. If
-        any differ, steps of this kind are no longer replayed."""
+        last replay with those of the model's own forward, separately for rows with different values
+        of `_masking_of_rows`. If any differ, steps of this kind are no longer replayed."""
         results = [(expected, replayed)]
         copied = state_tensors(self._recorder.checks.copied_states)
         results += zip(state_tensors(rectangle.state_layers), copied)
@@ -138,16 +138,17 @@ class RectangleReplays:
             return None
         groups = []
         for number, group in enumerate(self._groups):
-            size = group.blocks.block_size
+            block_size = group.blocks.block_size
             tables = [blocks.tables[number] for blocks in rectangle.blocks]
             if self._recorder.reads_keys and any(table.num_dropped for table in tables):
                 return None  # a mask would need each row's first column
             rows = zip(rectangle.paddings, tables)
-            origins = [padding + table.num_dropped * size for padding, table in rows]
+            origins = [padding + table.num_dropped * block_size for padding, table in rows]
             indices = [column - origin for origin in origins]
             block_ids = [table.block_ids for table in tables]
             slots = [
-                ids[index // size] * size + index % size for ids, index in zip(block_ids, indices)
+                ids[index // block_size] * block_size + index % block_size
+                for ids, index in zip(block_ids, indices)
             ]
             seq_lens = [index + 1 for index in indices]
             groups.append(GroupTokens(slots, block_ids, seq_lens, origins))
@@ -164,8 +165,8 @@ class RectangleReplays:
     def _visible_encoder_lengths(
         self, rectangle: Rectangle, prepared: dict[str, Any]
     ) -> list[int] | None:
-        """Returns the number of leading encoder tokens that each row attends to; `None` if a row
-        attends to others or to none. Empty without an encoder."""
+        """Returns the number of leading encoder tokens to which each row attends; `None` if a row
+        attends to other tokens or to none. Empty without an encoder."""
         if not self._cross_groups:
             return []
         lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
@@ -191,7 +192,7 @@ class RectangleReplays:
         return visible_lengths
 
     def _are_inputs_supported(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
-        """Whether the recorded forward computes the same with its own inputs in place of these."""
+        """Whether the recorded forward computes the same with its own inputs as with `prepared`."""
         if any(rectangle.paddings) and self._mask_name not in prepared:
             return False
         replaced = {self._ids_name, self._cache_name, "encoder_outputs"}
@@ -203,7 +204,7 @@ class RectangleReplays:
 
     def _is_input_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
         num_rows, width = len(rectangle.blocks), rectangle.width
-        if not isinstance(value, Tensor):  # numbers other than logit counts may change every step
+        if not isinstance(value, Tensor):  # other numbers than logit counts may change every step
             return value is None or isinstance(value, (bool, str)) or name in _LOGIT_COUNTS
         if name == self._mask_name:
             unpadded = tuple(rectangle.paddings), (width,) * num_rows
@@ -234,7 +235,7 @@ class RectangleReplays:
             assert step.slots is not None
             columns = range(step.block_tables.shape[1] * step.block_size)
             slots = step.slots.view(num_rows, 1)
-            # these say only whether any row is padded: replays read the origins in `lengths`
+            # these only say whether any row is padded, since replays read the origins in `lengths`
             origins = (int(self._is_padded),) * num_rows
             step = dataclasses.replace(step, slots=slots, columns=columns, origins=origins)
             column_steps.append(step)
@@ -292,7 +293,7 @@ class RectangleReplays:
         return arguments
 
     def _masks(self, column_steps: list[StepMetadata]) -> dict[str, Tensor]:
-        """Returns the arguments that are masks `(n, capacity)` of the columns that rows have
+        """Returns the mask arguments `(n, capacity)`, which select the columns that rows have
         stored, for a model whose code computes with all columns."""
         num_self_groups = len(column_steps) - len(self._cross_groups)
         masks = {}
@@ -316,8 +317,8 @@ class RectangleReplays:
 
 
 def _parameters(model: PreTrainedModel) -> set[str]:
-    """Returns the names of the parameters of the model's forward and, as long as each takes
-    `**kwargs` to pass on, of its base classes' forwards."""
+    """Returns the names of the parameters of the model's forward and, as long as a forward takes
+    `**kwargs` to pass on, of the next base class's forward."""
     names = set[str]()
     forwards = [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
     for forward in (model.forward, *forwards):
@@ -329,8 +330,8 @@ def _parameters(model: PreTrainedModel) -> set[str]:
 
 
 def _position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:
-    """Returns the rows' position ids on each axis; `None` if there are none, or if they equal the
-    column."""
+    """Returns the rows' position ids on each axis; `None` if there are none, or if all on a single
+    axis equal the column."""
     position_ids = prepared.get("position_ids")
     if not isinstance(position_ids, Tensor) or position_ids.dim() == 1:
         return None

@@ -1,5 +1,5 @@
-"""Lists of elementwise operations and reductions of rows, fused: one call of `rows.cpp` runs a
-list. `lower.py` and `passes.py` decide which operations are fused."""
+"""Fused lists of elementwise operations and reductions of rows: one call of `rows.cpp` runs a list.
+`lower.py` and `passes.py` decide which operations are fused."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from .buffers import DTYPE_NUMBERS, AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
 
-_OPS = (
+_OP_NAMES = (
     "load store add sub mul div maximum minimum neg abs sqrt rsqrt reciprocal square relu exp tanh"
     " sigmoid silu gelu gelu_tanh sin cos log softplus sum mean largest copy"
 ).split()
 REDUCTIONS = frozenset({"sum", "mean", "largest"})  # to one number per row
-OPS = {name: number for number, name in enumerate(_OPS)}  # enum RowOp
+OP_NUMBERS = {name: number for number, name in enumerate(_OP_NAMES)}  # enum RowOp
 
 MEMORY = struct.Struct("Qq3qq")  # struct RowMemory
 INSTRUCTION = struct.Struct("6id")  # struct RowInstruction
@@ -34,7 +34,8 @@ class TensorLayout(NamedTuple):
 
     @property
     def key(self) -> Any:
-        """Equal for layouts that access the same numbers, even in tensors of different sizes."""
+        """A key that is equal for layouts that access the same numbers, even in tensors of
+        different sizes."""
         ref = self.ref
         return ref.buffer_id, ref.offset, ref.dtype, self.strides, self.is_narrow
 
@@ -56,8 +57,9 @@ Shape = tuple[int, ...]
 
 
 def _pad_dims(values: Sequence[int], sizes: Sequence[int], padding: int) -> tuple[int, ...] | None:
-    """Returns the values of the dimensions that count rows (all but the last) without those of size
-    1, padded in front to three with `padding`; `None` if there are more than three."""
+    """Returns the values of the dimensions that count rows (all but the last), without dimensions
+    of size 1, and with `padding` in front of them so that there are three; `None` if there are
+    more."""
     selected = [value for value, size in zip(values, sizes[:-1]) if size != 1]
     num_padding = 3 - len(selected)
     if num_padding < 0:
@@ -75,8 +77,8 @@ def shape_of(sizes: tuple[int, ...]) -> Shape | None:
 
 
 def layout(x: Tensor, ref: TensorRef, sizes: tuple[int, ...]) -> TensorLayout | None:
-    """Returns the layout of a tensor broadcast to `sizes`; `None` if it cannot be broadcast, or has
-    too many dimensions."""
+    """Returns the layout of a tensor that is broadcast to `sizes`; `None` if it cannot be, or if
+    more than three dimensions count rows."""
     sizes = sizes or (1,)
     try:
         strides = x.expand(sizes).stride()
@@ -94,8 +96,8 @@ def layout(x: Tensor, ref: TensorRef, sizes: tuple[int, ...]) -> TensorLayout | 
 
 
 class RowOps:
-    """A list of instructions over rows of one shape. A stored value also stays in its register, for
-    later instructions to read."""
+    """A list of instructions over rows of one shape. Stored numbers also stay in their register,
+    which later instructions can read."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -104,8 +106,8 @@ class RowOps:
         self._registers: dict[Any, int] = {}  # by `TensorLayout.key` of their content
 
     def accesses(self, *ops: str) -> list[TensorLayout]:
-        """Returns the memory that loads and stores access, in order; if `ops` are passed, only
-        the memory that these access."""
+        """Returns the memory that loads and stores access, in order; with `ops` ("load", "store"),
+        only the memory that these access."""
         return [
             instruction.memory
             for instruction in self.instructions
@@ -215,7 +217,7 @@ class RowOps:
                 start = address(memory.ref)
                 dtype_id = DTYPE_NUMBERS[memory.ref.dtype]
                 memories += MEMORY.pack(start, dtype_id, *memory.strides)
-            fields = OPS[op], registers[out], a, b, DTYPE_NUMBERS[dtype], 0
+            fields = OP_NUMBERS[op], registers[out], a, b, DTYPE_NUMBERS[dtype], 0
             instructions += INSTRUCTION.pack(*fields, number)
         packed_narrow = struct.pack(f"{len(are_narrow)}i", *are_narrow)
         call = CALL.pack(
@@ -233,10 +235,11 @@ class RowOps:
     def _allocate_registers(self) -> tuple[dict[int, int], list[bool]]:
         """Renumbers registers, so that those whose content is no longer needed are reused. Returns
         the new number of each old register, and whether each new register is narrow."""
-        last: dict[int, int] = {}  # index of the last instruction that uses a register
+        # by old register: index of the last instruction that uses it
+        last_uses: dict[int, int] = {}
         for index, instruction in enumerate(self.instructions):
             registers = (instruction.out, *instruction.inputs)
-            last |= dict.fromkeys(registers, index)
+            last_uses |= dict.fromkeys(registers, index)
         free: dict[bool, list[int]] = {False: [], True: []}  # new registers, by `is_narrow`
         numbers: dict[int, int] = {}
         are_narrow: list[bool] = []
@@ -249,6 +252,6 @@ class RowOps:
                     are_narrow.append(is_narrow)
                 numbers[instruction.out] = unused.pop()
             for register in {instruction.out, *instruction.inputs}:
-                if last[register] == index:
+                if last_uses[register] == index:
                     free[self.are_narrow[register]].append(numbers[register])
         return numbers, are_narrow

@@ -1,5 +1,5 @@
 """Launches the next decode step on a GPU while its input tokens are still being copied to the host.
-The recorder runs the forward."""
+The recorder replays the step."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class LaunchedStep(NamedTuple):
 
 class GraphRunAhead:
     """Launches the next decode step while its input tokens are still being copied to the host,
-    assuming that every row continues and no row joins. From the first row where that is wrong, rows
-    are computed as usual: the launched step has only written K/V past the ends of sequences."""
+    assuming that every row continues and no row joins. From the first row on for which that is
+    wrong, rows are computed as usual. This is possible since the launched step has only written
+    K/V past the ends of sequences."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory = memory
@@ -59,7 +60,8 @@ class GraphRunAhead:
         launch: Launch,
     ) -> Fetch | None:
         """As `RunAhead.fetch`: returns a function that copies tokens to the host and meanwhile
-        launches the next step; `None` if a row has drafts, or no `SampleDecoding`."""
+        launches the next step; `None` if a row has a drafter, or another decoding than
+        `SampleDecoding`."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
             is_sampled = isinstance(generation.decoding, SampleDecoding)
@@ -109,8 +111,8 @@ class GraphRunAhead:
         return token_ids
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns the logits `(n, vocab)` of those first rows of a step that were launched ahead in
-        their current state, and their number `n`; `(None, 0)` if there are none."""
+        """Returns the logits `(n, vocab)` of the leading rows of a step that were launched ahead
+        and are in the assumed state, and their number `n`; `(None, 0)` if there are none."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None, 0

@@ -36,7 +36,7 @@ class SharedPrefixes:
         tables = [group.tables[:num_decodes] for group in tokens.groups]
         first_block_counts = (len({table[0] for table in group_tables}) for group_tables in tables)
         if all(count == num_decodes for count in first_block_counts):
-            return ()  # as in most steps, no two decodes share their first block
+            return ()  # no two decodes share their first block, as in most steps
         for group, group_tables, costs, memory in zip(
             tokens.groups, tables, self.costs, self.groups
         ):
@@ -55,8 +55,9 @@ class SharedPrefixes:
 
 
 def _costs_of(layers: dict[int, KVBlocks], configs: Sequence[Any]) -> CascadeCosts:
-    """Returns the costs of a layer group, combined over its layers; `_NO_SAVINGS` if it has none,
-    or if the kernels have no cascades for one of them."""
+    """Returns the costs of a layer group, combined over its layers; `_NO_SAVINGS` if it has no
+    layers, or if one of them has heads that are too wide for cascades, or an unknown number of
+    heads."""
     layer_costs = []
     for index, blocks in layers.items():
         config = configs[index % len(configs)]

@@ -16,8 +16,8 @@ from ..cache.states import set_state_tensors, state_tensors
 
 class StaticStates:
     """Buffers for the states of up to `num_rows` rows, with the shapes and dtypes of the states of
-    `layers`. The states of a step's rows stay in the buffers until other rows use these, so that
-    the next step of the same rows copies nothing."""
+    `layers`. The states of a step's rows stay in the buffers until other rows need the buffers, so
+    that the next step of the same rows copies nothing."""
 
     def __init__(self, layers: Sequence[Any], num_rows: int) -> None:
         with torch.inference_mode(False):  # the buffers outlive the call
@@ -29,14 +29,14 @@ class StaticStates:
         self._resident_states: list[Tensor] = []
 
     def copy_in(self, layers: Sequence[Any]) -> None:
-        """Copies the states of these layers to the first rows of the buffers. The buffers must not
-        contain the states of other layers."""
+        """Copies the states of these layers to the first rows of the buffers. No layers may hold
+        views of the buffers (`move_in`)."""
         states = state_tensors(layers)
         torch._foreach_copy_(self._views_like(states), states)
 
     def move_in(self, layers: Sequence[Any]) -> None:
         """Copies the states of these layers to the first rows of the buffers, and makes the layers
-        hold views of these rows instead. Does nothing if they already do."""
+        hold views of these rows instead. Does nothing if they hold these views already."""
         states = state_tensors(layers)
         if len(states) == len(self._resident_states) and all(
             map(operator.is_, states, self._resident_states)

@@ -1,5 +1,5 @@
-"""The cache that a model's forward gets while a decode step of a rectangle is recorded: its tensors
-have the sizes of the step's capacity, and its lengths are device tensors. The blocks are those of
+"""The cache that a model's forward gets while a decode step of a rectangle is recorded. Its tensors
+have the sizes of the step's capacity, and its lengths are device tensors. Its blocks are those of
 the model's empty cache."""
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def step_cache(
 def _cache_of_one_kind(
     cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor | int, reads_keys: bool
 ) -> Cache:
-    """As `step_cache`, without states, and only for self-attention or only for cross-attention."""
+    """As `step_cache`, but without states, and for self-attention or cross-attention alone."""
     step_by_group = dict(zip(cache.groups.values(), steps))
     layers = []
     for layer in cache.layers:

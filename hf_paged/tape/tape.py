@@ -1,5 +1,5 @@
-"""[`Tape`]: a recorded forward that replays on the CPU, on fixed memory. This module needs
-no knowledge of the model, nor of where the inputs come from."""
+"""[`Tape`]: a recorded forward that replays on the CPU, on fixed memory. This module knows neither
+the model nor where the inputs come from."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def store_bytes(retained: list[Any], data: bytes) -> int:
 
 
 class Tape:
-    """Recorded operations that run again, in order, on the same memory. Each run of consecutive C++
-    entries is one call; PyTorch's operations run between these calls. The tape owns memory for
-    intermediate results; the model, blocks and inputs must stay at their addresses."""
+    """Recorded operations that run again, in order, on the same memory. One call runs consecutive
+    C++ entries; PyTorch's operations run between these calls. The tape owns memory for intermediate
+    results; the model, blocks and inputs must stay at their addresses."""
 
     def __init__(self, entries: list[Entry], buffers: Buffers) -> None:
         self._arena = Arena(buffers, lifetimes(entries))
@@ -58,7 +58,7 @@ class Tape:
         run: Callable[[], None],
         is_persistent: Callable[[Tensor], bool],
     ) -> Tape:
-        """Runs `run` once and records it. Raises the errors of `run`, and `NotCapturable` if it
+        """Calls `run` once and records it. Raises the errors of `run`, and `NotCapturable` if `run`
         cannot be replayed. `is_persistent` returns whether a tensor that `run` reads or writes
         outlives the tape; the tape keeps the other tensors alive."""
         with recording() as operations:

@@ -1,5 +1,5 @@
-"""The global options and modes of torch that change a forward but not a replay. `graphs.py` drops
-graphs when options change, and replays none in a mode."""
+"""The global options and modes of torch that affect a forward but not a replay. `graphs.py` drops
+graphs when options change, and replays none while a mode is active."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.utils._device import DeviceContext
 
 # Global options of torch that decide which kernels a forward launches: attributes of `torch`, and
 # functions that return an option. The settings per backend and operation reflect the options that
-# they inherit and the legacy options (`set_float32_matmul_precision`, `allow_tf32`). Reading a
-# legacy option raises an error once a setting per backend was used.
+# they inherit and the legacy options (`set_float32_matmul_precision`, `allow_tf32`). The legacy
+# options are left out: reading one raises an error once a setting per backend was used.
 _OPTIONS = (
     "backends.cuda.matmul.fp32_precision"
     " backends.cudnn.conv.fp32_precision backends.cudnn.rnn.fp32_precision"
@@ -48,8 +48,8 @@ def _option(name: str) -> Any:
 
 
 def active_mode() -> str | None:
-    """Returns the class name of an active mode of this thread, which intercepts the operations of a
-    forward but not those of a replay; `None` if there is none. Ignores the mode of
+    """Returns the class name of an active mode of this thread; `None` if there is none. A mode
+    intercepts the operations of a forward, but not those of a replay. Ignores the mode of
     `torch.set_default_device`, which only changes where tensors are created."""
     stacks = (
         (torch._C._len_torch_function_stack(), torch._C._get_function_stack_at),

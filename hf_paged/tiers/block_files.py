@@ -31,7 +31,7 @@ from ..topics import Topic
 logger = logging.getLogger(__name__)
 
 FORMAT = "hf_paged prefix 1"
-FOLDER, SUFFIX = "hf_paged-", ".safetensors"
+FOLDER_PREFIX, SUFFIX = "hf_paged-", ".safetensors"
 _TIER_FILE = re.compile(
     r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)"
 )
@@ -49,12 +49,12 @@ _ONE_FILE_ERRNOS = {
 Layers = dict[int, KVBlocks]
 """Copies of a group's blocks in host memory, by layer index: the same blocks of every layer."""
 ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""The blocks that a file must contain, by group: by layer, any blocks of the same form; and the
-number of blocks in each layer."""
+"""What a file must contain, by group: blocks of the same form for each layer, and the number of
+blocks in each layer."""
 
 
 class CorruptFileError(ValueError):
-    """A file's content is not what was written to it."""
+    """A file is not a block file, is damaged, or does not contain the expected blocks."""
 
 
 def num_bytes(layers: Layers) -> int:
@@ -62,13 +62,13 @@ def num_bytes(layers: Layers) -> int:
     return sum(blocks.num_blocks * blocks.block_bytes for blocks in layers.values())
 
 
-def to_bytes(parts: dict[int, Layers], name: str, **extra_metadata: str) -> bytes:
-    """Serializes the blocks of some groups, `parts`, as a safetensors file: one tensor
+def to_bytes(layers_by_group: dict[int, Layers], name: str, **extra_metadata: str) -> bytes:
+    """Serializes the blocks of some groups, `layers_by_group`, as a safetensors file: one tensor
     `{group}.{layer}.{part}` of shape `(num_blocks, ...)` for each tensor of `KVBlocks.data`, and
     metadata with a hash of all tensors and the other metadata."""
     tensors = {}
     forms = {}
-    for group, layers in parts.items():
+    for group, layers in layers_by_group.items():
         for index, blocks in layers.items():
             forms[f"{group}.{index}"] = form_of(blocks)
             for part, tensor in enumerate(blocks.data):
@@ -128,7 +128,7 @@ class BlockFile:
 
     def read(self, expected: ExpectedBlocks) -> dict[int, Layers]:
         """Returns the blocks, on the CPU, by group. Raises [`CorruptFileError`] unless they match
-        `expected` and the file's hash."""
+        `expected` and the file's hash, and `OSError` if the file cannot be read."""
         expected_bytes = self._header_bytes
         forms = {}
         expected_tensors = {}
@@ -156,14 +156,14 @@ class BlockFile:
             }
             if file_tensors != expected_tensors or json.loads(metadata["layers"]) != forms:
                 raise CorruptFileError("its blocks are not those of this model's layers")
-        parts: dict[int, Layers] = {}
+        layers_by_group: dict[int, Layers] = {}
         for group, (layers, _) in expected.items():
-            parts[group] = {}
+            layers_by_group[group] = {}
             for index, blocks in layers.items():
                 part_indices = range(len(blocks.data))
                 data = [tensors[f"{group}.{index}.{part}"] for part in part_indices]
-                parts[group][index] = blocks.like(data)
-        return parts
+                layers_by_group[group][index] = blocks.like(data)
+        return layers_by_group
 
     def close(self) -> None:
         self._file.close()
@@ -209,12 +209,12 @@ def _make_private(folder: Path) -> None:
 
 def form_of(blocks: KVBlocks) -> list[Any]:
     """Returns `KVBlocks.form`, which describes blocks without their tensors, as JSON values."""
-    heads, key_dim, dtypes, codes = blocks.form
-    codes_form = None
-    if codes is not None:
-        block_size, codes_dtype = codes
-        codes_form = [block_size, _dtype_name(codes_dtype)]
-    return [heads, key_dim, list(map(_dtype_name, dtypes)), codes_form]
+    heads, key_dim, dtypes, code_format = blocks.form
+    code_values = None
+    if code_format is not None:
+        block_size, codes_dtype = code_format
+        code_values = [block_size, _dtype_name(codes_dtype)]
+    return [heads, key_dim, list(map(_dtype_name, dtypes)), code_values]
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -229,7 +229,7 @@ def _is_regular(path: Path) -> bool:
 
 
 def _version(path: Path) -> tuple[int, ...]:
-    """Returns numbers that differ if the file at the path is written anew. Raises `OSError`."""
+    """Returns numbers that change when the file at the path is written again. Raises `OSError`."""
     status = os.stat(path, follow_symlinks=False)
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
@@ -272,7 +272,7 @@ class DiskFolder:
     """A folder of files of at most `max_bytes` in all. Other processes may use the same folder, so
     this class scans it instead of keeping an index. Deletes the least recently used files first.
     Logs each kind of error once, and treats files that cannot be read as missing. If the folder
-    itself fails, turns off (`is_off`): from then on looks up, reads and writes no file."""
+    itself fails, sets `is_off`: from then on, no file is looked up, read or written."""
 
     def __init__(self, path: str, max_bytes: int) -> None:
         self.path = Path(path)
@@ -280,23 +280,23 @@ class DiskFolder:
         self.is_off = False
         self.num_bytes = 0  # as far as this process knows
         self._warned: set[str] = set()
-        # files that can be neither read nor deleted, with their `_version` as they were read
+        # files that could not be read, with their `_version` at that time (`None`: unknown)
         self._unreadable: dict[Path, tuple[int, ...] | None] = {}
         # by this process since the last scan; infinity before the first scan
         self._num_bytes_written: float = math.inf
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
-    def has(self, weights: str | None, name: str) -> bool:
-        """Whether a file not known to be unreadable exists for `weights` (`None`: for any)."""
+    def has(self, weights_hash: str | None, name: str) -> bool:
+        """Whether a file not known to be unreadable exists for `weights_hash` (`None`: for any)."""
         if self.is_off:
             return False
         try:
-            if weights is not None:
-                path = self._file(weights, name)
+            if weights_hash is not None:
+                path = self._file_path(weights_hash, name)
                 return _is_regular(path) and not self._is_unreadable(path)
             # `isfile` treats errors as misses: folders of other weights may be another user's
             entries = os.listdir(self.path)
-            folders = [self.path / entry for entry in entries if entry.startswith(FOLDER)]
+            folders = [self.path / entry for entry in entries if entry.startswith(FOLDER_PREFIX)]
             paths = (folder / f"{name}{SUFFIX}" for folder in folders)
             return any(os.path.isfile(path) and not self._is_unreadable(path) for path in paths)
         except (FileNotFoundError, NotADirectoryError, MemoryError):
@@ -309,7 +309,7 @@ class DiskFolder:
 
     def read(
         self,
-        weights: str,
+        weights_hash: str,
         name: str,
         layers: Mapping[int, KVBlocks],
     ) -> Layers | None:
@@ -317,7 +317,7 @@ class DiskFolder:
         other content and is deleted, returns `None`; `has` is then false until it is rewritten."""
         if self.is_off:
             return None
-        path = self._file(weights, name)
+        path = self._file_path(weights_hash, name)
         version: tuple[int, ...] | None = None
         try:
             version = _version(path)
@@ -325,9 +325,9 @@ class DiskFolder:
                 raise CorruptFileError("it is not a regular file")
             with contextlib.closing(BlockFile(path)) as file:
                 written_name = file.metadata["name"]
-                if written_name != f"{weights}/{name}":
+                if written_name != f"{weights_hash}/{name}":
                     raise CorruptFileError(f"it is a renamed copy of {shown(written_name)}")
-                parts = file.read({0: (layers, 1)})
+                layers_by_group = file.read({0: (layers, 1)})
         except (OSError, MemoryError) as error:
             if is_interrupt(error):
                 raise
@@ -349,22 +349,22 @@ class DiskFolder:
             return None
         with contextlib.suppress(OSError, MemoryError):
             os.utime(path)  # for LRU order
-        return parts[0]
+        return layers_by_group[0]
 
-    def write(self, weights: str, name: str, layers: Layers) -> None:
+    def write(self, weights_hash: str, name: str, layers: Layers) -> None:
         """Writes a block to its file, deleting others to make space. Logs errors instead of raising
         them; after one, writes nothing for `RETRY_SECONDS`."""
         if self.is_off or time.monotonic() < self._retry_at:
             return
-        path = self._file(weights, name)
+        path = self._file_path(weights_hash, name)
         try:
             _make_private(path.parent)
-            content = to_bytes({0: layers}, f"{weights}/{name}")
+            content = to_bytes({0: layers}, f"{weights_hash}/{name}")
             if len(content) > self.max_bytes:  # deleting other files does not help
                 self._warn(
                     "small",
                     f"a block of {len(content):,} bytes does not fit in `disk_bytes`"
-                    f" ({self.max_bytes:,})",
+                    f" ({self.max_bytes:,}): raise it",
                 )
                 return
             # often enough to notice what other processes write
@@ -374,7 +374,7 @@ class DiskFolder:
                 self._trim(len(content))
             if self.num_bytes + len(content) > self.max_bytes:
                 raise OSError(
-                    f"`disk_bytes` ({self.max_bytes:,}) is used, and no file can be deleted"
+                    f"`disk_bytes` ({self.max_bytes:,}) is used up, and no file can be deleted"
                 )
             write_private(path, content)
             self._unreadable.pop(path, None)
@@ -394,7 +394,7 @@ class DiskFolder:
             )
 
     def _is_unreadable(self, path: Path) -> bool:
-        """Whether reading this file failed, and nobody has written it anew since."""
+        """Whether this file could not be read, and has not been written again since."""
         if path not in self._unreadable:
             return False
         try:
@@ -402,15 +402,15 @@ class DiskFolder:
         except OSError:
             return True
 
-    def _file(self, weights: str, name: str) -> Path:
-        return self.path / f"{FOLDER}{weights}" / f"{name}{SUFFIX}"
+    def _file_path(self, weights_hash: str, name: str) -> Path:
+        return self.path / f"{FOLDER_PREFIX}{weights_hash}" / f"{name}{SUFFIX}"
 
     def _scan(self) -> list[tuple[float, int, Path]]:
         """Counts the bytes of all files, and deletes partial files of killed processes. Returns
         `(last use, bytes, path)` of each file, least recently used first; the last use is in
         seconds since the epoch."""
         files = []
-        for path in self.path.glob(f"{FOLDER}*/*"):
+        for path in self.path.glob(f"{FOLDER_PREFIX}*/*"):
             with contextlib.suppress(OSError):
                 status = path.lstat()
                 is_regular = stat.S_ISREG(status.st_mode)

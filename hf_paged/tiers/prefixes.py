@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TierError(Exception):
-    """Copying blocks failed with `cause`: memory ran out, or the layers differ. No block stays
+    """Copying blocks failed with `cause`: memory ran out, or the layers differ. No new block stays
     allocated or registered, but cached blocks may have been evicted."""
 
     def __init__(self, cause: Exception) -> None:
@@ -27,7 +27,7 @@ class TierError(Exception):
 
 @contextlib.contextmanager
 def copying() -> Iterator[None]:
-    """Converts the errors of a copy to `TierError`."""
+    """Converts the errors of a copy to `TierError`, except `OutOfBlocksError`."""
     try:
         yield
     except OutOfBlocksError:
@@ -46,11 +46,11 @@ def restore_path(
     read: Callable[[int, int], Any | None],
 ) -> bool:
     """Allocates new blocks for those blocks of a path that the pool lacks, fills and registers
-    them, and leaves them cached. `read(group, index)` returns the content of a group's block at
-    that node of the path. Returns `False` if `read` returns `None` for a block. Raises
+    them, and leaves them cached. `read(group, index)` returns the content of the group's block at
+    node `index` of the path. Returns `False` if `read` returns `None` for a block. Raises
     `OutOfBlocksError` if too few blocks are free, and `TierError` if blocks cannot be copied or do
-    not fit the layers. In all these cases no block stays allocated or registered; cached blocks may
-    have been evicted."""
+    not fit the layers. In all these cases no new block stays allocated or registered; cached blocks
+    may have been evicted."""
     cached_ids: list[list[int]] = []  # by group, those of the path's blocks that the pool has
     contents: list[dict[int, Any]] = []  # by group, content of the others by index on the path
     for group_index in range(len(manager.groups)):

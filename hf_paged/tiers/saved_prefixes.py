@@ -28,7 +28,8 @@ from .store import PrefixStore, reason_against_saving
 def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
     """A context between two steps: verifies the cached blocks against a fingerprint of the current
     weights, then yields the engine's loop and a store that names and copies the loop's blocks.
-    Raises `ValueError` if the model's blocks cannot be saved, or its weights cannot be tracked."""
+    Raises `ValueError` if the model's blocks cannot be saved, or if changes of its weights cannot
+    be detected."""
     with core.lock:
         core.pauses.wait()
         loop = core.get_loop()
@@ -63,7 +64,8 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
 
 
 def _writable_path(path: Any) -> Path:
-    """Returns `path` as a `Path`. Raises `OSError` if its folder is missing, or it is a folder."""
+    """Returns `path` as a `Path`. Raises `OSError` if the path's folder is missing, or if the path
+    is that of a folder."""
     target = Path(os.fspath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
@@ -112,23 +114,24 @@ def save(
                     f"only {len(nodes) * manager.node_size:,} of the prompt's {num_tokens:,} tokens"
                     f" stayed in the pool: raise `num_blocks` ({core.config.num_blocks})"
                 )
-            parts: dict[int, Layers] = {}
+            layers_by_group: dict[int, Layers] = {}
             for group in range(len(manager.groups)):
                 needed = manager.index.needed_nodes(group, num_nodes)
                 block_ids = (nodes[index].block_ids[group] for index in needed)
                 cached_ids = [block_id for block_id in block_ids if block_id is not None]
                 if cached_ids:
-                    parts[group] = store.copy_out(group, cached_ids)
-            name = f"{store.weights}/{manager.index.digest(nodes[-1]).hex()}"
+                    layers_by_group[group] = store.copy_out(group, cached_ids)
+            name = f"{store.weights_hash}/{manager.index.digest(nodes[-1]).hex()}"
     token_ids = json.dumps(ids[:num_tokens])
-    content = to_bytes(parts, name, token_ids=token_ids, namespace=json.dumps(namespace))
+    content = to_bytes(layers_by_group, name, token_ids=token_ids, namespace=json.dumps(namespace))
     write_private(target, content)
     return num_tokens
 
 
 def load(core: EngineCore, path: Any) -> int:
-    """Implements `rooms.TiersRoom.load`. Raises `ValueError` if the file is no saved prefix of the
-    current model, `OutOfBlocksError`, `OSError` from opening it, and the errors of copying."""
+    """Implements `rooms.TiersRoom.load`. Raises `ValueError` if the file is not a saved prefix of
+    the current model, or if the pool would be freed at once; `OutOfBlocksError`; `OSError` if the
+    file cannot be read; and the errors of copying."""
     try:
         with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
             return _load(core, path, file)
@@ -141,8 +144,8 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         raise ValueError(f"{path} is a block of a tier's folder, not a saved prefix")
     with parsing():
         token_ids = json.loads(file.metadata["token_ids"])
-        namespace = _tuples(json.loads(file.metadata["namespace"]))
-        weights, digest = file.metadata["name"].split("/")
+        namespace = _to_tuples(json.loads(file.metadata["namespace"]))
+        weights_hash, digest = file.metadata["name"].split("/")
         if not token_ids or not all(map(is_whole, token_ids)):
             raise CorruptFileError("its tokens are not whole numbers")
     with core.keeping_pool(), _between_steps(core) as (loop, store):
@@ -152,12 +155,12 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
                 " freed at once: raise it, load while a request is unfinished, or give"
                 " `prefix_tiers` a folder"
             )
-        if weights != store.weights:
+        if weights_hash != store.weights_hash:
             raise ValueError(
                 f"{path} was computed by another model than this {type(core.model).__name__} is"
-                ' now: other weights, code, dtype, adapters, `block_size` ("auto" may choose'
-                " another one now), `kv_dtype` or `batch_invariant`, or with hidden states of"
-                " `use_mtp` on one side only"
+                ' now: its weights, code, dtype, adapters, `block_size` ("auto" may choose'
+                " another one now), `kv_dtype` or `batch_invariant` differ, or only one of the two"
+                " stores hidden states for `use_mtp`"
             )
         manager = loop.blocks
         num_nodes = len(token_ids) // manager.index.node_size
@@ -169,32 +172,32 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
             node_indices.append(needed)
             if needed:
                 expected[group] = (store.layers(group), len(needed))
-        parts = file.read(expected)
+        layers_by_group = file.read(expected)
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.node_size != len(token_ids) or links[-1].digest.hex() != digest:
             raise CorruptFileError("its tokens do not match its name")
 
         def read(group: int, node_index: int) -> Layers:
             row = node_indices[group].index(node_index)
-            return _select_block(parts[group], row)
+            return _select_block(layers_by_group[group], row)
 
         failure = None
         with core.memory.changing():
             try:
                 restore_path(store, manager, links, namespace, read)
-            except TierError as error:  # raised after `changing`: blocks need no recovery
+            except TierError as error:  # raised below: inside, `changing` would recover
                 failure = error
         if failure is not None:
             raise failure.cause from failure
     return len(token_ids)
 
 
-def _tuples(value: Any) -> Any:
+def _to_tuples(value: Any) -> Any:
     """Converts nested lists from JSON back to tuples. Raises `CorruptFileError` for types that no
     namespace contains."""
     if not isinstance(value, (list, str, int, type(None))):
         raise CorruptFileError(f"its namespace contains {value!r}")
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+    return tuple(map(_to_tuples, value)) if isinstance(value, list) else value
 
 
 def _select_block(layers: Layers, row: int) -> Layers:

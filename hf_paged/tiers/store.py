@@ -39,7 +39,7 @@ from .prefixes import TierError, restore_path
 
 logger = logging.getLogger(__name__)
 
-# bytes of blocks that may wait to be written or confirmed, beside a quarter of the free memory
+# bytes of blocks that may wait to be written or confirmed, besides a quarter of the free memory
 QUEUE_BYTES = 256 << 20
 # bytes of unconfirmed blocks above which the engine computes a fingerprint just to confirm them
 PENDING_BYTES = 64 << 20
@@ -50,7 +50,7 @@ class _Entry(NamedTuple):
     num_bytes: int
 
 
-_Key = tuple[str, str]  # hash of weights and options; hash of tokens, and the group
+_Key = tuple[str, str]  # hash of weights and options; `_block_name`
 
 
 class PrefixStore:
@@ -62,16 +62,16 @@ class PrefixStore:
         self,
         model: PreTrainedModel,
         memory: PagedMemory,
-        blocks: BlockManager,
+        block_manager: BlockManager,
         config: PrefixTiers,
         layout: Layout,
     ) -> None:
-        groups = blocks.groups
+        groups = block_manager.groups
         devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
         # on several devices, only the first forward shows which device has a layer's blocks
         device = compute_device(model) if len(devices) < 2 else None
         self.config = config
-        self.expected = layout.layers
+        self.expected_layers = layout.layers
         self._device = device
         # weak: the writing thread must not keep the memory or its groups alive
         self.memory: PagedMemory = weakref.proxy(memory)
@@ -84,11 +84,11 @@ class PrefixStore:
         options = (block_sizes, memory_config.kv_dtype, memory_config.batch_invariant)
         specs = [repr(group.spec) for group in groups]
         self._format_key = FORMAT, options, specs
-        expected = self.expected if device is not None else ()
+        expected_layers = self.expected_layers if device is not None else ()
         self._outlines = [
             {
                 layer.layer_index: group.storage.outline(*layer.states)
-                for layer in expected
+                for layer in expected_layers
                 if layer.spec == group.spec
             }
             for group in groups
@@ -100,15 +100,16 @@ class PrefixStore:
         if device is not None and device.type == "cpu":
             self._host_bytes = 0
         self._lock = forks.rlock()
-        self._pending: dict[str, _Entry] = {}  # blocks of unconfirmed weights
+        self._pending: dict[str, _Entry] = {}  # unconfirmed blocks, by `_block_name`
         # blocks in host memory, in LRU order, most recent last
         self._host_entries: OrderedDict[_Key, _Entry] = OrderedDict()
         # keys of `_host_entries` that are not yet written to disk
         self._unwritten: OrderedDict[_Key, None] = OrderedDict()
         self._num_bytes = {"pending": 0, "host": 0, "unwritten": 0}
         self._thread: threading.Thread | None = None
-        self.num_kept = self.num_restored = self.num_skipped = 0  # blocks: copied, put back, lost
-        self._weights_cache: tuple[Any, str] = (None, "")
+        # blocks copied out of the pool, copied back, and evicted without a copy
+        self.num_kept = self.num_restored = self.num_skipped = 0
+        self._weights_hash_cache: tuple[Any, str] = (None, "")
         self.warned_errors: set[type] = set()  # types of errors that were already logged
         forks.notify_in_child(self)
         _stores.add(self)
@@ -121,7 +122,7 @@ class PrefixStore:
         return self._folder
 
     @property
-    def _weights(self) -> str | None:
+    def _weights_hash(self) -> str | None:
         """A hash of everything besides tokens that determines the content of blocks, the same in
         every process; `None` if the memory has no fingerprint of the weights."""
         fingerprint = self.memory.fingerprint
@@ -130,17 +131,17 @@ class PrefixStore:
         groups = range(len(self._groups))
         layers = [sorted(self.layers(group)) for group in groups]
         content = (fingerprint, self._format_key, layers)
-        if self._weights_cache[0] != content:
+        if self._weights_hash_cache[0] != content:
             digest = hashlib.blake2b(repr(content).encode(), digest_size=16)
-            self._weights_cache = (content, digest.hexdigest())
-        return self._weights_cache[1]
+            self._weights_hash_cache = (content, digest.hexdigest())
+        return self._weights_hash_cache[1]
 
     @property
-    def weights(self) -> str:
-        """As `_weights`, if the memory is known to have a fingerprint."""
-        weights = self._weights
-        assert weights is not None
-        return weights
+    def weights_hash(self) -> str:
+        """As `_weights_hash`; the memory must have a fingerprint."""
+        weights_hash = self._weights_hash
+        assert weights_hash is not None
+        return weights_hash
 
     def counts(self) -> TierCounts:
         disk = self._disk
@@ -156,11 +157,11 @@ class PrefixStore:
         return self._num_bytes["pending"] > PENDING_BYTES
 
     def keep(self, group: int, block_id: int, digest: bytes, is_verified: bool) -> None:
-        name = _name(group, digest)
-        weights = self._weights
-        if weights is None or self._groups[group].is_incomplete:
+        name = _block_name(group, digest)
+        weights_hash = self._weights_hash
+        if weights_hash is None or self._groups[group].is_incomplete:
             return
-        key = (weights, name)
+        key = (weights_hash, name)
         with self._lock:
             if self.has(group, digest):
                 return
@@ -203,7 +204,7 @@ class PrefixStore:
     def confirm(self) -> None:
         with self._lock:
             for name, entry in self._pending.items():
-                self._add_to_host((self.weights, name), entry)
+                self._add_to_host((self.weights_hash, name), entry)
             self.discard()
         self._start_writer()
 
@@ -254,23 +255,23 @@ class PrefixStore:
                 return True
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Whether the store has the group's block with this digest, perhaps unconfirmed. Even then,
-        `read` may return `None`."""
-        name = _name(group, digest)
-        weights = self._weights
+        """Whether the store has the group's block with this digest, perhaps unconfirmed. Even if
+        so, `read` may return `None`."""
+        name = _block_name(group, digest)
+        weights_hash = self._weights_hash
         if not self.layers(group):
             return False
         with self._lock:
-            if name in self._pending or (weights, name) in self._host_entries:
+            if name in self._pending or (weights_hash, name) in self._host_entries:
                 return True
             disk = self._disk
-            return disk is not None and disk.has(weights, name)
+            return disk is not None and disk.has(weights_hash, name)
 
     def read(self, group: int, digest: bytes) -> Layers | None:
         """Returns the content of a block that the current weights computed; `None` if the block is
         missing, unreadable or unconfirmed. An unconfirmed block is then dropped."""
-        name = _name(group, digest)
-        key = (self.weights, name)
+        name = _block_name(group, digest)
+        key = (self.weights_hash, name)
         with self._lock:
             entry = self._host_entries.get(key)
             if entry is not None:
@@ -287,8 +288,9 @@ class PrefixStore:
         return layers
 
     def put_back(self, group: int, contents: list[Layers], block_ids: list[int]) -> None:
-        """Writes `contents`, at least one, as `read` returns them, to these blocks of the pool.
-        Raises `ValueError` if they do not fit the layers, and torch's errors if memory runs out."""
+        """Writes the contents of blocks (at least one), as `read` returns them, to these blocks of
+        the pool. Raises `ValueError` if they do not fit the layers, and `OutOfBlocksError` or
+        torch's errors if memory runs out."""
         group_memory = self._groups[group]
         layers = contents[0]
         pool_layers = group_memory.storage.layers
@@ -383,38 +385,38 @@ class PrefixStore:
 def make_tier(
     model: PreTrainedModel,
     memory: PagedMemory,
-    blocks: BlockManager,
+    block_manager: BlockManager,
     config: PagedConfig,
     layout: Layout,
 ) -> tuple[PrefixStore | None, str | None]:
     """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`, which must
-    be set): the tier of `blocks` if that has the same config and layers, otherwise a new one. If
-    there can be none, returns `None` and the reason."""
+    be set): the tier of `block_manager` if that has the same config and layers, otherwise a new
+    one. If there can be none, returns `None` and the reason."""
     requested = PrefixTiers.coerce(config.prefix_tiers)
     assert requested is not None
-    reason = reason_against_saving(memory, blocks)
+    reason = reason_against_saving(memory, block_manager)
     if requested.disk_path is None and compute_device(model).type == "cpu":
         reason = Topic.PREFIX_TIERS(
             "the pool is already in host memory, so only a disk tier helps: set `disk_path`"
         )
     if reason is not None:
         return None, reason
-    tier = blocks.tier
+    tier = block_manager.tier
     if isinstance(tier, PrefixStore):
-        if tier.config == requested and tier.expected == layout.layers:
+        if tier.config == requested and tier.expected_layers == layout.layers:
             tier.warned_errors.clear()
             return tier, None
-    return PrefixStore(model, memory, blocks, requested, layout), None
+    return PrefixStore(model, memory, block_manager, requested, layout), None
 
 
-def reason_against_saving(memory: PagedMemory, blocks: BlockManager) -> str | None:
+def reason_against_saving(memory: PagedMemory, block_manager: BlockManager) -> str | None:
     """Returns the reason why cached prefixes cannot be copied out of the pool; `None` if they
     can."""
-    if not blocks.prefix_caching:
+    if not block_manager.prefix_caching:
         return Topic.PREFIX_TIERS("prompts of this model are not cached")
     if memory.processes is not None:
         return Topic.PREFIX_TIERS("keys and values are split over several processes")
-    if blocks.keeps_states:
+    if block_manager.keeps_states:
         return Topic.PREFIX_TIERS("snapshots of the model's states stay in the pool")
     return None
 
@@ -427,7 +429,7 @@ def check(config: PagedConfig) -> None:
         check_folder(os.fspath(tiers.disk_path))
 
 
-def _name(group: int, digest: bytes) -> str:
+def _block_name(group: int, digest: bytes) -> str:
     return f"{digest.hex()}-{group}"
 
 
@@ -435,7 +437,8 @@ _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 
 def _write_all() -> None:
-    """At exit, writes all cached blocks to their disk tiers; skips pools that stay locked."""
+    """At exit, evicts all cached blocks of pools with a disk tier, except pools that stay locked,
+    and writes the confirmed ones to disk."""
     for store in list(_stores):
         with contextlib.suppress(ReferenceError):  # the store's memory was freed
             if store._disk is not None:

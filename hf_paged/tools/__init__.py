@@ -1,5 +1,5 @@
-"""Tools beside generation: pictures of the memory and of requests, which the core draws with the
-functions below; the inspection of models without their weights; metrics; `transformers serve`, for
+"""Tools beside generation: pictures of the memory and of requests (`rooms.ToolsRoom`), the
+inspection of models without their weights, metrics, and `transformers serve` on the engine, for
 which this room imports the rooms `native` and `grammar`."""
 
 from .pictures import cache_html as cache_html

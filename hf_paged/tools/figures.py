@@ -25,10 +25,11 @@ def memory_figures(stats: MemoryStats) -> dict[str, str]:
     return figures | common_figures(stats) | pool_figures
 
 
-def common_figures(stats: MemoryStats | EngineStats, limit: str = "") -> dict[str, str]:
-    """Returns the figures that a memory and an engine share. `limit` follows the block counts."""
+def common_figures(stats: MemoryStats | EngineStats, limit_text: str = "") -> dict[str, str]:
+    """Returns the figures that a memory and an engine share. `limit_text` is appended to the block
+    counts."""
     figures = {
-        "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit}",
+        "blocks used, at the peak": f"{stats.used_blocks:,}, {stats.peak_blocks:,}{limit_text}",
         "blocks that several sequences share": f"{stats.shared_blocks:,}",
         "bytes used, at the peak": (
             f"{format_bytes(stats.used_bytes)}, {format_bytes(stats.peak_bytes)}"
@@ -40,7 +41,7 @@ def common_figures(stats: MemoryStats | EngineStats, limit: str = "") -> dict[st
         figures["budget of all pools"] = format_bytes(stats.budget_bytes)
     if stats.tier_kept_blocks or stats.tier_restored_blocks:
         counts = f"{stats.tier_kept_blocks:,}, {stats.tier_restored_blocks:,}"
-        figures["blocks to the tiers below, and back"] = counts
+        figures["blocks copied to the tiers, restored"] = counts
         host_bytes = format_bytes(stats.tier_host_bytes)
         disk_bytes = format_bytes(stats.tier_disk_bytes)
         figures["bytes in host memory, on disk"] = f"{host_bytes}, {disk_bytes}"

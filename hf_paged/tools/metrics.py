@@ -35,7 +35,7 @@ METRICS: dict[Any, dict[str, tuple[str, str]]] = {
             "used_bytes",
         ),
         "kv_cache_peak_bytes": (
-            "The most bytes of blocks that sequences held at a time so far.",
+            "Maximum number of bytes of blocks that sequences have held at once.",
             "peak_bytes",
         ),
         "tier_host_bytes": ("Bytes of host memory that hold prefix blocks.", "tier_host_bytes"),
@@ -43,7 +43,7 @@ METRICS: dict[Any, dict[str, tuple[str, str]]] = {
     },
     prometheus.CounterMetricFamily: {
         "requests_finished": ("Requests that ended, for any reason.", "num_finished"),
-        "prompt_tokens": ("Tokens of prompts.", "num_prompt_tokens"),
+        "prompt_tokens": ("Tokens of the prompts of all requests.", "num_prompt_tokens"),
         "generation_tokens": ("Tokens generated.", "num_generated_tokens"),
         "prefix_cache_hit_tokens": (
             "Prompt tokens found in the prefix cache, of requests that ended.",
@@ -105,7 +105,7 @@ class EngineCollector(Collector):
         self._engines = engines
 
     def describe(self) -> Iterable[prometheus.Metric]:
-        """Yields all metrics without values, from which a registry detects duplicate names."""
+        """Yields all metrics without values. A registry uses them to detect duplicate names."""
         return self._metrics({})
 
     def collect(self) -> Iterator[prometheus.Metric]:
@@ -120,7 +120,7 @@ class EngineCollector(Collector):
         blocks = make_family(
             prometheus.GaugeMetricFamily,
             "kv_cache_blocks",
-            "Blocks in use, by use.",
+            "Blocks that one sequence holds, that several share, or that are cached.",
             "use",
         )
         for model, stats in stats_by_model.items():

@@ -1,5 +1,5 @@
 """Inspects a model without its weights: finds its class, its layer groups, the route of a call and
-the kernels. The route is that of a short call with random weights."""
+its kernels. The route is that of a short call with random weights."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from ..step import StepMetadata
 MAX_RUN_BYTES = 4 << 30  # limit on the weights of a model that runs on the CPU to find shapes
 MAX_CHECK_BYTES = 2 << 30  # limit on the weights of a model that `find_route` runs
 _NUM_TOKENS, _CHUNK_TOKENS = 4, 64  # tokens of short forwards, and of a prefill chunk
-_DECODERS = (
+# tasks whose classes generate, as in the names of transformers' mappings
+_DECODER_TASKS = (
     "CAUSAL_LM",
     "IMAGE_TEXT_TO_TEXT",
     "MULTIMODAL_LM",
     "SEQ_TO_SEQ_CAUSAL_LM",
     "SPEECH_SEQ_2_SEQ",
 )
-_ENCODER_DECODERS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODERS)
+_ENCODER_DECODER_TASKS = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", *_DECODER_TASKS)
 
 
 def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
@@ -59,7 +60,8 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
             config = AutoConfig.from_pretrained(str(file), local_files_only=True)
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"{file} is no configuration that this transformers can read: {first_line(error)}"
+                f"transformers {transformers.__version__} cannot read the configuration {file}:"
+                f" {first_line(error)}"
             ) from error
         return _find_class(config)
     cls: Any = getattr(transformers, name, None)
@@ -79,7 +81,7 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     names = [*CONFIG_MAPPING.keys(), *dir(transformers)]
     similar_names = ", ".join(difflib.get_close_matches(name, names, n=5))
     raise ValueError(
-        f"{name!r} is no path here, no model type and no class of transformers"
+        f"{name!r} is not a path here, nor a model type or a class of transformers"
         f" {transformers.__version__}. Similar names: {similar_names or 'none'}. Pass a folder with"
         " a config.json, such a file, a model type such as llama, or a class such as Qwen2Config or"
         " LlamaForCausalLM. Nothing is downloaded."
@@ -97,12 +99,12 @@ def saved_generation_config(name: str) -> GenerationConfig | None:
 
 
 def _find_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Returns the configuration, and the first class that generates among its `architectures` and
-    then transformers' mappings. Raises `ValueError` if there is none."""
+    """Returns the configuration, and the first class that can generate: among its `architectures`,
+    then in transformers' mappings. Raises `ValueError` if there is none."""
     candidates: list[Any] = [
         getattr(transformers, name, None) for name in config.architectures or ()
     ]
-    tasks = _ENCODER_DECODERS if config.is_encoder_decoder else _DECODERS
+    tasks = _ENCODER_DECODER_TASKS if config.is_encoder_decoder else _DECODER_TASKS
     for task in tasks:
         mapping = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING")
         classes = mapping.get(type(config), ())
@@ -139,8 +141,8 @@ def build_model(
 def measure_blocks(
     model: PreTrainedModel, block_size: Callable[[GroupSpec], int], kv_dtype: str | None = None
 ) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
-    """Returns one block of each layer, by layer group, of a model on the meta device: blocks of
-    `block_size(spec)` tokens, with the shapes that a forward caches. Also returns the number of
+    """Returns, by layer group of a model on the meta device, one block of each layer, with
+    `block_size(spec)` tokens and the shapes that a forward caches. Also returns the number of
     layers without K/V blocks, by class. Raises `ValueError` if the forward fails."""
     blocks_by_group: defaultdict[GroupSpec, list[KVBlocks]] = defaultdict(list)
     other_layers: Counter[str] = Counter()
@@ -250,7 +252,7 @@ def find_route(model: PreTrainedModel) -> Route:
     can_switch = bool(switchable_configs(model.modules()))
     in_place = can_switch and foreign_attention(model.modules()) is None
     reason = (
-        "the first call decides, by a few forwards that it compares; none was made here, since the"
+        "the first call decides after it has compared a few forwards; none ran here, since the"
         " model is large"
     )
     for addition in ("", " and fewer layers"):
@@ -283,8 +285,8 @@ def find_route(model: PreTrainedModel) -> Route:
 
 
 def _shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a copy with the fewest leading layers (at least 2) that include each kind of layer,
-    and with smaller sizes where they do not change keys and values."""
+    """Returns a copy with the fewest leading layers (at least 2, if there are as many) that include
+    each kind of layer, and with smaller sizes where these do not change keys and values."""
     config = copy.deepcopy(config)
     text_config: Any = config.get_text_config(decoder=True)
     for part in vars(config).values():

@@ -68,8 +68,8 @@ def _token_logprobs(
 
 
 def join_answers(answers: Sequence[dict[str, Any]], make_logprobs: MakeLogprobs) -> dict[str, Any]:
-    """Joins answers with one choice each into the first answer, which it changes, and returns that,
-    with the log-probabilities and the usage of all choices."""
+    """Joins answers with one choice each into the first one, in place, and returns it, with the
+    log-probabilities and the usage of all choices."""
     joined = answers[0]
     joined["choices"] = [choice for answer in answers for choice in answer["choices"]]
     for index, choice in enumerate(joined["choices"]):
@@ -92,8 +92,8 @@ async def join_streams(
     streams: Sequence[AsyncIterable[Any]], make_logprobs: MakeLogprobs, should_send_usage: bool
 ) -> AsyncGenerator[str, None]:
     """Yields the server-sent events of streams with one choice each, joined into one stream. The
-    last event of a choice has its log-probabilities. The last event of all has the usage of all
-    choices; with `should_send_usage` that is a further event without choices, as in OpenAI's
+    last event of a choice has its log-probabilities. The last event of the stream has the usage of
+    all choices; with `should_send_usage`, this is a further event without choices, as in OpenAI's
     streams. Closing the generator closes the streams."""
     num_open = len(streams)
     usages: list[dict[str, Any]] = []

@@ -1,5 +1,5 @@
-"""Translates the fields of OpenAI's requests to arguments of `PagedEngine.add_request`, or refuses
-them with a reason."""
+"""Translates the fields of requests in OpenAI's form to arguments of `PagedEngine.add_request`, or
+refuses them with a reason."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ IGNORED_FIELDS = {
 }
 """Fields that name, store, bill or speed up a request, but change no token of its answer."""
 
-_TOKENS = "max_tokens", "max_completion_tokens", "max_output_tokens"
+_TOKEN_LIMITS = "max_tokens", "max_completion_tokens", "max_output_tokens"
 _PENALTY = (
     "the engine has no such penalty: pass `frequency_penalty`, which raises `repetition_penalty`"
 )
@@ -193,9 +193,9 @@ class Translation:
     body: dict[str, Any]  # the fields that the app reads
     num_choices: int = 1
     # options of the generation config, in addition to those that the app sets
-    generation: dict[str, Any] = field(default_factory=dict)
+    generation_options: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)  # arguments of `PagedEngine.add_request`
-    should_send_usage: bool = False  # in a last chunk of the stream, without choices
+    should_send_usage: bool = False  # whether a stream ends with a chunk of usage without choices
 
 
 def translate(endpoint: str, body: Mapping[str, Any]) -> Translation:
@@ -230,7 +230,7 @@ def _check_values(requested: Mapping[str, Any]) -> None:
             raise RefusedError(
                 f"`{name}` is {shown(value)}: it must be a number from {low:g} to {high:g}"
             )
-    for name in _TOKENS:
+    for name in _TOKEN_LIMITS:
         as_whole(name, requested.get(name, 1), 1, MAX_TOKENS, after=" (tokens)")
     as_whole("seed", requested.get("seed", 0), -(2**63), 2**64 - 1)
     requested.get("suffix", "").encode()  # raises `UnicodeEncodeError` for half a surrogate pair
@@ -253,7 +253,7 @@ def _make_translation(endpoint: str, requested: dict[str, Any]) -> Translation:
         del app_fields["stop"]
     # the app sets only the temperature, which greedy decoding would ignore
     if app_fields.get("temperature", 0) > 0 and "do_sample" not in config:
-        translation.generation["do_sample"] = True
+        translation.generation_options["do_sample"] = True
     num_sequences = config.pop("num_return_sequences", None)
     translation.num_choices = _count_choices(endpoint, requested, num_sequences)
     if num_sequences is not None:
@@ -261,7 +261,7 @@ def _make_translation(endpoint: str, requested: dict[str, Any]) -> Translation:
         app_fields["generation_config"] = json.dumps(config)
     if endpoint == COMPLETION and "logit_bias" in requested:
         sequence_bias = {(int(token),): bias for token, bias in requested["logit_bias"].items()}
-        translation.generation["sequence_bias"] = sequence_bias
+        translation.generation_options["sequence_bias"] = sequence_bias
     if endpoint != RESPONSE:
         translation.options |= _logprobs_options(endpoint, requested)
         stream_options = requested.get("stream_options", {})
@@ -291,7 +291,8 @@ def _parse_generation_config(app_fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _count_choices(endpoint: str, requested: Mapping[str, Any], num_sequences: Any) -> int:
-    """Returns the number of choices. `n` and `generation_config` must agree if both set it."""
+    """Returns the number of choices. If both `n` and `num_return_sequences` in `generation_config`
+    set it, they must agree."""
     n = as_whole("n", requested.get("n", 1), 1, MAX_CHOICES, after=" (choices)")
     if num_sequences is None:
         return n
@@ -377,7 +378,8 @@ def _check_length(name: str, text: str, max_characters: int) -> None:
 
 
 def _check_size(name: str, value: Any, max_values: int, max_levels: int) -> None:
-    """Raises `RefusedError` for a JSON value that holds more values, itself included, or levels."""
+    """Raises `RefusedError` for a JSON value with more than `max_values` values, itself included,
+    or more than `max_levels` levels."""
     level = [value]
     num_values = 0
     num_levels = 0

@@ -1,6 +1,6 @@
-"""Limits on the options of OpenAI's requests. Beyond them, logits would overflow, all requests
-would wait, memory would run out, or no token would be allowed. `batching/arguments.py` has the
-checks for all requests, OpenAI's or not."""
+"""Limits on the options of requests in OpenAI's form. Beyond them, logits would overflow, all
+requests would wait, memory would run out, or no token would be allowed. `batching/arguments.py` has
+the checks for requests of any form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .openai_fields import MAX_CHOICES, RefusedError
 
 # at a lower temperature, or with a higher bias, logits may overflow
 MIN_TEMPERATURE, MAX_BIAS = 1e-5, 1e5
-# the most biased or banned sequences of several tokens, each of which transformers searches for
+# maximum number of biased or banned sequences of several tokens, each of which transformers
+# searches for in every step
 MAX_SEQUENCES = 256
 MAX_BEAM_TOKENS = 1 << 24  # tokens of all candidates of all beams together
 MAX_VALUES = {
@@ -35,8 +36,7 @@ NUMERIC_OPTIONS = (
     "bias",
     "exponential_decay_length_penalty",
 )
-"""Further options that are numbers or lists of numbers, with which transformers computes
-unchecked."""
+"""Further options that are numbers or lists of numbers, whose types transformers does not check."""
 
 
 def check_extremes(options: Mapping[str, Any]) -> None:
@@ -105,8 +105,8 @@ def _biases(options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def check_beams(config: Any, options: Mapping[str, Any]) -> None:
-    """Raises `RefusedError` if beams would take too much memory, which is allocated at once for all
-    tokens of all candidates."""
+    """Raises `RefusedError` if beams would take too much memory: that for all tokens of all
+    candidates is allocated at once."""
     num_beams = options.get("num_beams")
     max_new_tokens = config.max_new_tokens
     if not isinstance(num_beams, int) or num_beams < 2 or not isinstance(max_new_tokens, int):
@@ -151,7 +151,8 @@ def check_allows_tokens(model: Any, config: Any, options: Mapping[str, Any]) -> 
         for token_id in itertools.chain.from_iterable(sequences):
             if not 0 <= token_id < vocab_size:
                 raise RefusedError(
-                    f"`{name}` has the token id {token_id}: the model's are 0 to {vocab_size - 1}"
+                    f"`{name}` has the token id {token_id}: the model's ids are 0 to"
+                    f" {vocab_size - 1}"
                 )
     banned_ids.update(ids[0] for ids, bias in biases if len(ids) == 1 and bias == float("-inf"))
     if min_new_tokens:

@@ -26,7 +26,7 @@ WIDTH, DPI = 8.0, 100  # inches; dots per inch
 # limit on the cells of a plot, over all groups; in larger pools a cell stands for several blocks
 MAX_CELLS = 128 * 64
 _NUM_COLUMNS = (32, 64, 128)
-_MAX_CELLS_IN_COLUMNS = (512, 2048)  # the most cells that get 32 and 64 columns
+_MAX_CELLS_IN_COLUMNS = (512, 2048)  # maximum cells of a plot with 32 columns, and with 64
 _MAX_NUMBERED_COLUMNS = 32  # with more columns, the number of holders does not fit into a cell
 _HEADING = 1 / 20  # height of a group's heading, as a fraction of the width
 
@@ -48,7 +48,7 @@ _STYLES: dict[str, dict[str, Any]] = {  # of bars, by the name of a request's ac
     "preempted": {"facecolor": "#D55E00"},
     "swapped out": {"facecolor": "#CC79A7"},
 }
-_BAR, _NARROW_BAR = 0.76, 0.26  # heights, as fractions of a row's
+_BAR, _NARROW_BAR = 0.76, 0.26  # heights of bars, as fractions of a row's height
 _DRAFTS = {  # label and colour of each count of a `Verification`, by its name
     "num_draft_tokens": ("drafted", "#F0E442"),
     "num_accepted_tokens": ("accepted", "#009E73"),
@@ -92,8 +92,8 @@ def count_kinds(holders: Iterable[int]) -> list[int]:
 
 
 def to_cells(holders: list[int], cell_size: int) -> list[int]:
-    """Returns the index in `KINDS` for each cell of `cell_size` blocks: that of the most frequent
-    kind. `holders`: the number of holders of each block."""
+    """Returns, for each cell of `cell_size` blocks, the index in `KINDS` of the blocks' most
+    frequent kind. `holders`: the number of holders of each block."""
     cells = []
     for start in range(0, len(holders), cell_size):
         counts = Counter(map(kind_index, holders[start : start + cell_size]))
@@ -102,7 +102,7 @@ def to_cells(holders: list[int], cell_size: int) -> list[int]:
     return cells
 
 
-def require(module: str) -> Any:
+def import_matplotlib(module: str) -> Any:
     """Imports a module of matplotlib and returns it. Raises `ImportError`, which names the extra,
     if matplotlib is not installed."""
     try:
@@ -110,12 +110,12 @@ def require(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":  # matplotlib is installed, but lacks a dependency
             raise
-        message = 'this needs matplotlib: pip install "hf_paged[viz]"'
+        message = 'a plot needs matplotlib: pip install "hf_paged[viz]"'
         raise ImportError(message, name="matplotlib") from error
 
 
 def _new_axes() -> Any:
-    make_figure = require("matplotlib.figure").Figure
+    make_figure = import_matplotlib("matplotlib.figure").Figure
     figure = make_figure(figsize=(WIDTH, 1), dpi=DPI, layout="constrained")
 
     def png() -> bytes:
@@ -135,15 +135,16 @@ def _add_boxes(ax: Any, boxes: Iterable[tuple[float, float, float, float]], **st
         if right > left
     ]
     if corners:
-        poly_collection = require("matplotlib.collections").PolyCollection
+        poly_collection = import_matplotlib("matplotlib.collections").PolyCollection
         ax.add_collection(poly_collection(corners, **style))
 
 
 def _add_legend(
     ax: Any, styles: Mapping[str, Mapping[str, Any]], columns: int, lines: Sequence[Any] = ()
 ) -> None:
-    """Adds a legend of boxes, with `styles` by label, and of `lines`, which have labels."""
-    make_patch = require("matplotlib.patches").Patch
+    """Adds a legend with a box for each of `styles`, by label, and with `lines`, which have
+    labels of their own."""
+    make_patch = import_matplotlib("matplotlib.patches").Patch
     boxes = [make_patch(label=label, **style) for label, style in styles.items()]
     ax.legend(
         handles=[*boxes, *lines],
@@ -159,8 +160,8 @@ def _add_legend(
 
 
 def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any = None) -> Any:
-    """Plots a square for each block (in large pools, for several) in order of block ids, one group
-    below another. Where they fit, shared blocks show their numbers of holders.
+    """Plots a square for each block (in large pools, for several blocks) in order of block ids, one
+    group below another. Squares of shared blocks show the number of holders, where it fits.
 
     Args:
         block_map: By group, the number of holders of each block (0: free, -1: cached). A key is a
@@ -271,10 +272,10 @@ def plot_intervals(
     verifications: Sequence[Verification] = (),
 ) -> Any:
     """Plots a row for each of the last `max_requests` requests, in order of arrival, over `unit`
-    ("steps" or "seconds"), with a mark at each end. For each step that verified a draft, a box
-    within the row's bar shows the numbers of drafted and accepted tokens; the longest draft fills
-    the bar. `ax`, the result and `ImportError` are as in `plot_block_map`. Raises `ValueError` for
-    an unknown `unit`, or `max_requests` below 1."""
+    ("steps" or "seconds"), with a mark where a request ended. For each step that verified a draft,
+    boxes within the row's bar show the numbers of drafted and accepted tokens; the longest draft
+    fills the bar. `ax`, the result and `ImportError` are as in `plot_block_map`. Raises
+    `ValueError` for an unknown `unit`, or `max_requests` below 1."""
     if unit not in ("steps", "seconds"):
         raise ValueError(f"`unit` is {unit!r}: it must be 'steps' or 'seconds'")
     if max_requests < 1:
@@ -366,12 +367,12 @@ def engine_html(engine: PagedEngine) -> str:
         ),
         **common_figures(stats, limit),
         "prompt tokens found in the cache": f"{stats.num_prefix_hit_tokens:,} ({hit_rate:.0%})",
-        "preemptions, of them by swap": f"{stats.num_preemptions:,}, {stats.num_swaps:,}",
+        "preemptions, of which swaps": f"{stats.num_preemptions:,}, {stats.num_swaps:,}",
         "tokens generated, steps": f"{stats.num_generated_tokens:,}, {stats.num_steps:,}",
         "tokens per second": f"{stats.tokens_per_second:,.0f}",
     }
     if stats.num_draft_tokens:
-        figures["tokens drafted, of them accepted"] = (
+        figures["tokens drafted, of which accepted"] = (
             f"{stats.num_draft_tokens:,}, {stats.num_accepted_tokens:,}"
         )
     return memory_html(f"PagedEngine({type(engine.model).__name__})", figures, engine.block_map())
@@ -382,7 +383,7 @@ def cache_html(cache: PagedCache) -> str:
     stats = cache.stats()
     figures = {
         **common_figures(stats),
-        "tokens in a block": f"{stats.block_size}",
+        "tokens per block": f"{stats.block_size}",
         "blocks copied on write": f"{stats.copied_blocks:,}",
     }
     title = f"{type(cache).__name__}, {len(cache.layers)} layers"

@@ -47,7 +47,7 @@ class Client:
 
 @dataclass(eq=False)
 class ServedRequest:
-    """A client's request, whose choices the engine serves as one request."""
+    """A client's request. All of its choices are one request of the engine."""
 
     endpoint: str  # a key of `openai_fields.SERVED_HERE`
     fields: Translation
@@ -57,13 +57,13 @@ class ServedRequest:
     seed: int | None = None
     tokenizer: Any = None
     inputs: dict[str, Any] | None = None  # images and audio of the prompt
-    generation_options: dict[str, Any] = field(default_factory=dict)  # of the generation config
+    generation_options: dict[str, Any] = field(default_factory=dict)  # for the generation config
     # whether errors are now the server's fault: the input is accepted, or a model is being loaded
     errors_are_internal: bool = False
-    is_added: bool = False  # to the engine
+    is_added: bool = False  # whether the engine has the request
     # set at the engine's first output
     first_output_event: asyncio.Event = field(default_factory=asyncio.Event)
-    has_run: bool = False  # in at least one step
+    has_run: bool = False  # whether at least one step has run it
     result: RequestResult | None = None
 
     @property
@@ -108,8 +108,8 @@ def current_request() -> ServedRequest:
 def _make_client(headers: Any) -> Client:
     """Returns the client of a request with these headers (`starlette.datastructures.Headers`)."""
     salts = headers.getlist(CACHE_SALT)
-    # Several headers form one salt. So a client that adds a header to that of its proxy cannot
-    # choose the salt of another tenant.
+    # several headers form one salt, so that a client that adds a header to its proxy's cannot
+    # choose the salt of another tenant
     return Client(",".join(salts) if salts else None)
 
 
@@ -206,7 +206,7 @@ class ClientMiddleware:
 
 
 def error_response(status: int, message: str, **headers: str) -> Any:
-    """Returns the response that refuses a request, in OpenAI's form."""
+    """Returns a response that refuses a request, in OpenAI's form. `headers`: its HTTP headers."""
     from starlette.responses import JSONResponse
 
     error = {"message": message, "type": "invalid_request_error"}

@@ -56,8 +56,9 @@ _compiling = threading.Semaphore(MAX_COMPILING)
 # longer bodies are tokenized one at a time, since tokenizing them takes much memory
 LONG_BODY_BYTES = 1 << 20
 
-# options that are left out: the app passes the first two; the others are for transformers' cache
-NOT_OVERRIDES = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
+# Options of a request's generation config that `ServedManager` does not pass to the engine: the app
+# passes the first two itself; the others concern transformers' cache.
+SKIPPED_OPTIONS = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # other inputs are images and audio
 
 
@@ -156,12 +157,12 @@ class EngineGenerateManager(utils.CBGenerateManager):
             name: value
             for name, value in vars(gen_config).items()
             if name[0] != "_"
-            and name not in NOT_OVERRIDES
+            and name not in SKIPPED_OPTIONS
             and value not in (None, getattr(defaults, name, None))
         }
         request.generation_options = {
             **overrides,
-            **request.fields.generation,
+            **request.fields.generation_options,
             "num_return_sequences": num_choices,
         }
         check_extremes(request.generation_options)
@@ -188,8 +189,8 @@ class EngineGenerateManager(utils.CBGenerateManager):
 
 def _compile(function: Callable[[], Any]) -> None:
     """Calls `function`, which compiles a schema, in a thread. Raises the function's error, and
-    `ValueError` if no thread is available or the function takes more than `COMPILE_SECONDS`. Its
-    thread then goes on, and counts towards `MAX_COMPILING` until it ends."""
+    `ValueError` if no thread is available or the function takes more than `COMPILE_SECONDS`. In the
+    latter case, the thread goes on and counts towards `MAX_COMPILING` until it ends."""
     if not _compiling.acquire(timeout=COMPILE_SECONDS):
         raise ValueError("other JSON schemas are still being compiled: try again later")
     result: Future[Any] = Future()
@@ -231,7 +232,7 @@ class MediaGenerateManager(utils.GenerateManager):
         """Returns the manager that serves a request (the engine's or `generate`'s), and the
         arguments for it. Raises `RefusedError` if neither serves the request."""
         request = current_request()
-        # `generate` of a model with a talker runs several models, which the engine cannot
+        # the `generate` of a model with a talker runs several models, and an engine runs one
         if not request.is_plain and not hasattr(model, "has_talker"):
             engine_manager = self.get_engine_manager()
             with contextlib.suppress(ServedByGenerateError):
@@ -246,13 +247,14 @@ class MediaGenerateManager(utils.GenerateManager):
                 " does not serve `n`, log-probabilities, JSON schemas or cache salts: leave them"
                 " out"
             )
-        vars(gen_config).update(request.fields.generation)
+        vars(gen_config).update(request.fields.generation_options)
         request.is_plain = request.errors_are_internal = True
         return super(), (processor, inputs, gen_config)
 
 
 class EngineGenerationState(utils.GenerationState):
-    """Sends text to an engine, whether or not the server was started with continuous batching."""
+    """Sends text requests to an engine, even if the server was started without continuous
+    batching."""
 
     def __init__(self, continuous_batching: bool = True, **kwargs: Any) -> None:
         super().__init__(continuous_batching=True, **kwargs)

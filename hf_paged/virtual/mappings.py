@@ -50,8 +50,8 @@ class PlaneLayout:
         page_bytes: int,
     ) -> PlaneLayout | None:
         """Returns a layout of `blocks` `(n, heads, block_size, dim)` in which every block fills
-        whole pages of each plane; `None` if there is none. `num_parts`: as the field, for planes of
-        one head."""
+        whole pages of each plane; `None` if there is none. `num_parts`: the field's value if each
+        plane has one head."""
         _, num_heads, block_size, dim = blocks.shape
         by_head = cls(num_heads, 1, dim, block_size, blocks.dtype, num_parts)
         all_heads = cls(1, num_heads, dim, block_size, blocks.dtype, 1)
@@ -76,7 +76,7 @@ class Region:
     ) -> None:
         """Uses the pages of `backing`, by default new ones, and maps those of the first
         `num_mapped_blocks` blocks, or of all blocks if that takes no memory. Raises `MemoryError`
-        if no addresses are free."""
+        if addresses or memory run out."""
         self.pages = pages
         self.layout = layout
         self.num_blocks = num_blocks
@@ -163,7 +163,7 @@ class PlaneRows(NamedTuple):
     part: int  # index of the part that the plane belongs to
 
     def address_of(self, slot: int, position: int) -> int:
-        """`position`: in blocks."""
+        """Returns the address of the block at `position`, which is in blocks."""
         return self.address + slot * self.slot_bytes + position * self.block_bytes
 
 
@@ -208,8 +208,8 @@ class RowMappings:
 
     def _reserve(self, region: Region) -> list[Tensor]:
         """Reserves addresses for the planes of a region; returns its parts."""
-        # keeps no reference to the region: in a cycle its pages would be freed at the next garbage
-        # collection instead of with their last user
+        # keeps no reference to the region: in a cycle, the region's pages would be freed at the
+        # next garbage collection instead of with their last user
         layout = region.layout
         num_slots, max_len = self.shape
         planes_per_part = layout.num_planes // layout.num_parts
@@ -233,7 +233,7 @@ class RowMappings:
         parts = []
         for plane in range(layout.num_planes):
             part, part_plane = divmod(plane, planes_per_part)
-            # per-slot planes that precede this one's in the first slot
+            # ranges, each of one plane in one slot, before this plane's range in the first slot
             num_ranges_before = part * num_slots * planes_per_part + part_plane
             if not part_plane:
                 parts.append(flat.as_strided(shape, strides, num_ranges_before * plane_elements))
@@ -247,14 +247,15 @@ class RowMappings:
         return parts
 
     def update_slot(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
-        """Maps the blocks of a row in its slot and, after them, up to `blocks_ahead` blocks that
-        follow the last one by id, all within the layer's first `num_blocks` blocks. Raises
+        """Maps the blocks of a row in its slot and, after them, up to `blocks_ahead` blocks with
+        the ids that follow the last one, all within the layer's first `num_blocks` blocks. Unless
+        mappings are kept, first unmaps the blocks of an unrelated earlier row. Raises
         `MemoryError`."""
         mapped = self.mapped[slot]
         end = row.first + len(row.block_ids)
         if self.versions[slot] < row.assigned_version and not config.keep_mappings:
             self._unmap(slot, 0, len(mapped))
-        if row.has_padding:  # padding reads as zeros
+        if row.has_padding:  # padding must read as zeros
             for position, block_id in enumerate(mapped[: row.first]):
                 if block_id is not None:
                     self._unmap(slot, position, 1)
@@ -326,9 +327,9 @@ class RowMappings:
         mapped = self.mapped[slot]
         end = position + len(block_ids)
         mapped += [None] * (end - len(mapped))
-        num_before = _num_boundaries(mapped, position, end)
+        num_before = _count_boundaries(mapped, position, end)
         mapped[position:end] = block_ids
-        num_added = _num_boundaries(mapped, position, end) - num_before
+        num_added = _count_boundaries(mapped, position, end) - num_before
         self._num_boundaries[0] += num_added
         self.pages.extents.add(num_added * len(self.planes))
 
@@ -379,7 +380,7 @@ class RowMappings:
         return self._needs_new_addresses
 
 
-def _num_boundaries(mapped: list[int | None], first: int, end: int) -> int:
+def _count_boundaries(mapped: list[int | None], first: int, end: int) -> int:
     """Counts the boundaries between extents at positions `first` through `end`: wherever a block id
     is not one more than its predecessor, or only one of the two positions is mapped."""
     id_before_first = mapped[first - 1] if first else None

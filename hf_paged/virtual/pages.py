@@ -32,33 +32,33 @@ PLANE_BYTES = 1 << 38
 
 
 class Addresses:
-    """A reserved address range, which is freed once this object and all its tensors are."""
+    """A reserved address range, freed after this object and all of its tensors."""
 
     def __init__(
         self,
         address: int,
         size: int,
-        view: Callable[[Addresses], Tensor],
+        make_view: Callable[[Addresses], Tensor],
         memory: Any = None,
     ) -> None:
-        """`address` and `size`: in bytes. `view`: makes a uint8 tensor of the range. `memory`: an
-        object whose deletion frees the range."""
+        """`size`: in bytes. `make_view`: makes a uint8 tensor of the range. `memory`: an object
+        whose deletion frees the range."""
         self.address = address
         self.size = size
-        self._view = view
+        self._make_view = make_view
         self._memory = memory
         self.backing: Backing | None = None  # keeps the mapped pages as long as the range
 
     def subrange(self, start: int, size: int) -> Addresses:
         """Returns the `size` bytes from byte `start` on as a separate object, which together with
         its tensors keeps this range alive."""
-        return Addresses(self.address + start, size, self._view, self)
+        return Addresses(self.address + start, size, self._make_view, self)
 
     def tensor(self, dtype: torch.dtype) -> Tensor:
         """Returns the range as a one-dimensional tensor of `dtype`. Only mapped pages of it may be
         written to or, on a CUDA device, read."""
         with torch.inference_mode(False):  # the tensor outlives the call
-            memory = self._view(self)
+            memory = self._make_view(self)
             return memory.view(dtype)
 
 
@@ -103,7 +103,7 @@ class Extents:
         if self.count > self.limit:
             raise MemoryError(
                 f"rows would take {self.count:,} mappings, and half of `vm.max_map_count` is"
-                f" {self.limit:,}: raise it, or `page_bytes` of `VirtualStorage`"
+                f" {self.limit:,}: raise that setting, or `page_bytes` of `VirtualStorage`"
             )
 
 
@@ -145,7 +145,7 @@ def _check_file_size() -> None:
         )
 
 
-# -- Linux ---------------------------------------------------------------------------------------
+# Linux
 
 _READ = 1
 _WRITE = 2
@@ -236,8 +236,8 @@ class MemoryFile:
         return first
 
     def map(self, address: int, offset: int, size: int) -> None:
-        """Maps pages `[offset, offset + size)` at an address, and creates those that do not exist.
-        Raises `MemoryError`."""
+        """Maps pages `[offset, offset + size)` at an address. Pages that do not exist are created
+        when they are first written to (`CudaPages`: at once). Raises `MemoryError`."""
         _map_over(address, size, _READ | _WRITE, _SHARED, self._fd, offset)
 
     def unmap(self, address: int, size: int) -> None:
@@ -251,8 +251,9 @@ class MemoryFile:
             raise OSError(error_number, os.strerror(error_number))
 
     def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
-        """Replaces the pages at `starts`, addresses of `size` bytes each in this range, by private
-        copies, which are freed with the range. Raises `MemoryError`, perhaps when partly done."""
+        """Replaces the pages at `starts`, which are addresses of `size` bytes each in the range
+        `addresses`, by private copies that are freed with the range. Raises `MemoryError`, possibly
+        after it has replaced some of them."""
         runs: list[list[int]] = []  # address and bytes of adjacent pages
         for start in starts:
             if runs and sum(runs[-1]) == start:
@@ -292,7 +293,7 @@ class MemoryFile:
         return empty
 
 
-# -- CUDA ----------------------------------------------------------------------------------------
+# CUDA devices
 
 
 class CudaPages:
@@ -311,8 +312,8 @@ class CudaPages:
         device_index = device.index or 0
         if device.type == "cuda" and device.index is None:
             device_index = torch.cuda.current_device()
-        handle = self._checked("cuDeviceGet", device_index)
-        self._context = self._checked("cuDevicePrimaryCtxRetain", handle)
+        handle = self._call_driver("cuDeviceGet", device_index)
+        self._context = self._call_driver("cuDevicePrimaryCtxRetain", handle)
         properties = cuda.CUmemAllocationProp()
         properties.type = cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -323,23 +324,23 @@ class CudaPages:
         access.flags = cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         self._access = access
         minimum = cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        granularity = self._call("cuMemGetAllocationGranularity", properties, minimum)
+        granularity = self._call_in_context("cuMemGetAllocationGranularity", properties, minimum)
         self.granularity = int(granularity)
-        # driver's handles of existing pages, of `granularity` bytes each, by offset
+        # the driver's handles of existing pages, of `granularity` bytes each, by offset
         self._handles: dict[int, Any] = {}
         self._mapped: set[int] = set()  # addresses of mapped pages
         self._size = 0  # of the offset space
 
-    def _call(self, name: str, *args: Any) -> Any:
-        """Calls the driver in the device's context, as `_checked`."""
+    def _call_in_context(self, name: str, *args: Any) -> Any:
+        """Does what `_call_driver` does, in the device's context."""
         # the thread may have no context, or that of another device
-        self._checked("cuCtxPushCurrent", self._context)
+        self._call_driver("cuCtxPushCurrent", self._context)
         try:
-            return self._checked(name, *args)
+            return self._call_driver(name, *args)
         finally:
-            self._checked("cuCtxPopCurrent")
+            self._call_driver("cuCtxPopCurrent")
 
-    def _checked(self, name: str, *args: Any) -> Any:
+    def _call_driver(self, name: str, *args: Any) -> Any:
         """Calls a function of the driver; returns its first result. Raises `MemoryError` if memory
         runs out, and `RuntimeError` for other errors."""
         function = getattr(self._api, name)
@@ -359,14 +360,14 @@ class CudaPages:
         # interrupt between the two cannot leak it
         reserved: list[int] = []
         when_freed(addresses, self._free, reserved, size)
-        reserved.append(int(self._call("cuMemAddressReserve", size, 0, 0, 0)))
+        reserved.append(int(self._call_in_context("cuMemAddressReserve", size, 0, 0, 0)))
         addresses.address = reserved[0]
         return addresses
 
     def _free(self, reserved: list[int], size: int) -> None:
         for address in reserved:
             self.unmap(address, size)
-            self._call("cuMemAddressFree", address, size)
+            self._call_in_context("cuMemAddressFree", address, size)
 
     def _tensor(self, addresses: Addresses) -> Tensor:
         return torch.as_tensor(_CudaArray(addresses), device=self.device)
@@ -382,12 +383,12 @@ class CudaPages:
             for start in range(0, size, page):
                 handle = self._handles.get(offset + start)
                 if handle is None:
-                    handle = self._handles[offset + start] = self._call(
+                    handle = self._handles[offset + start] = self._call_in_context(
                         "cuMemCreate", page, self._properties, 0
                     )
-                self._call("cuMemMap", address + start, page, 0, handle, 0)
+                self._call_in_context("cuMemMap", address + start, page, 0, handle, 0)
                 self._mapped.add(address + start)
-            self._call("cuMemSetAccess", address, size, [self._access], 1)
+            self._call_in_context("cuMemSetAccess", address, size, [self._access], 1)
         except BaseException:
             self.unmap(address, size)
             raise
@@ -396,15 +397,15 @@ class CudaPages:
         pages = range(address, address + size, self.granularity)
         mapped = [page for page in pages if page in self._mapped]
         if mapped:
-            self._call("cuCtxSynchronize")  # running kernels may read the pages
+            self._call_in_context("cuCtxSynchronize")  # running kernels may read the pages
         for page in mapped:
-            self._call("cuMemUnmap", page, self.granularity)
+            self._call_in_context("cuMemUnmap", page, self.granularity)
             self._mapped.discard(page)
 
     def release(self, offset: int, size: int) -> None:
         released = [start for start in self._handles if offset <= start < offset + size]
         for start in released:
-            self._call("cuMemRelease", self._handles.pop(start))
+            self._call_in_context("cuMemRelease", self._handles.pop(start))
 
     def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
         num_bytes = len(starts) * size

@@ -1,5 +1,5 @@
-"""Assigns rows to slots (address ranges), alike in all layers, and plans the portable attention of
-rows in slots. Accesses no keys or values; `mappings.py` maps the slots."""
+"""Assigns rows to slots (address ranges), the same in all layers, and plans the portable attention
+of rows in slots. `mappings.py` maps the blocks of rows in their slots."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .. import forks
 from ..attention.backends.parts import Member, Part, PartPlan, geometries_of, part_maker
 from ..step import StepMetadata
 
-MIN_ROWS = 64
+MIN_ROWS = 64  # slots of a storage, each for one row
 MAX_ROWS = 1024
 BACKOFF_STEPS = 256  # steps that gather rows after mapping failed
-MAX_READING_STEPS = 8  # a row's references to steps above which dead ones are dropped
+MAX_READING_STEPS = 8  # a row with more references to steps drops the dead ones
 MIN_ROW_TOKENS = 4096  # minimum tokens in a slot: unmapped addresses take no memory
 
 
@@ -80,7 +80,7 @@ class RowViews(NamedTuple):
     step: StepMetadata
 
     def parts(self, kv_heads: int) -> PartPlan:
-        plan: PartPlan = self.step.plan(_plan, kv_heads, self.placement)
+        plan: PartPlan = self.step.plan(_plan_parts, kv_heads, self.placement)
         return plan
 
     def view(self, part: Part) -> tuple[Tensor, Tensor]:
@@ -88,7 +88,7 @@ class RowViews(NamedTuple):
         return self.keys[part.row_slots, :, visible], self.values[part.row_slots, :, visible]
 
 
-def _plan(step: StepMetadata, kv_heads: int, placement: Placement) -> PartPlan:
+def _plan_parts(step: StepMetadata, kv_heads: int, placement: Placement) -> PartPlan:
     """Returns the parts of a step, each row of which is contiguous in memory. The rows of a part
     have the same geometry and offset, and consecutive slots."""
     geometries, is_complete = geometries_of(step)
@@ -149,20 +149,20 @@ class RowSlots:
             tables = step.block_tables.tolist()
         origins = step.origins or (0,) * num_rows
         # in its slot, a row begins at the block of its origin in the sequence or the columns
-        rows = [
+        spans = [
             BlockSpan(origin // size, ids[: -(-length // size)], origin + length)
             for origin, ids, length in zip(origins, tables, step.seq_lens)
         ]
         with self.lock:
-            slots = self._choose_slots(rows, are_consecutive, step.has_padding)
+            slots = self._choose_slots(spans, are_consecutive, step.has_padding)
             if slots is None:
                 return None
             self._clock += 1
-            num_tokens = max((row.first + len(row.ids)) * size for row in rows)
+            num_tokens = max((span.first + len(span.ids)) * size for span in spans)
             self._grow_length(num_tokens)
-            for slot, row in zip(slots, rows):
-                self._assign(step, slot, *row)
-        offsets = [row.first * size for row in rows]
+            for slot, span in zip(slots, spans):
+                self._assign(step, slot, *span)
+        offsets = [span.first * size for span in spans]
         return Placement(slots, offsets)
 
     def back_off(self) -> None:
@@ -185,29 +185,29 @@ class RowSlots:
 
     def _choose_slots(
         self,
-        rows: list[BlockSpan],
+        spans: list[BlockSpan],
         are_consecutive: bool,
         has_padding: bool,
     ) -> list[int] | None:
-        """Returns the slots of the rows' last steps, and free slots for new rows; with
-        `are_consecutive` a free run instead, unless the rows' last slots are consecutive. Returns
-        `None` if too few slots are free."""
+        """Returns the slots of the rows' last steps, and free slots for new rows. With
+        `are_consecutive`, returns a free run instead, unless the rows' last slots are consecutive.
+        Returns `None` if too few slots are free."""
         assigned: set[int] = set()
         last_slots: list[int | None] = []  # by row; `None` for new rows
-        for row in rows:
-            slot = self._find_slot(row, assigned, has_padding)
+        for span in spans:
+            slot = self._find_slot(span, assigned, has_padding)
             last_slots.append(slot)
             if slot is not None:
                 assigned.add(slot)
         begin = last_slots[0]
         if begin is not None:
-            run = list(range(begin, begin + len(rows)))
+            run = list(range(begin, begin + len(spans)))
             if last_slots == run:
                 return run
         num_new = last_slots.count(None)
         if are_consecutive:
-            are_new = num_new == len(rows)
-            return self._consecutive_slots(rows, are_new)
+            are_new = num_new == len(spans)
+            return self._choose_consecutive_slots(spans, are_new)
         free = (slot for slot, row in enumerate(self.rows) if slot not in assigned and row.is_free)
         free_slots = sorted(free, key=lambda slot: self.rows[slot].last_used)
         if num_new > len(free_slots):
@@ -216,20 +216,20 @@ class RowSlots:
                 return None
             free_slots += range(first, len(self.rows))
         slots = []
-        for slot, row in zip(last_slots, rows):
+        for slot, span in zip(last_slots, spans):
             if slot is None:
                 slot = free_slots[0]
                 if self._keeps_mappings:
-                    slot = max(free_slots, key=functools.partial(self._num_reusable, row))
+                    slot = max(free_slots, key=functools.partial(self._num_reusable, span))
                 free_slots.remove(slot)
             slots.append(slot)
         return slots
 
-    def _num_reusable(self, row: BlockSpan, slot: int) -> int:
+    def _num_reusable(self, span: BlockSpan, slot: int) -> int:
         """Returns how many of a row's blocks are still mapped in a slot; 0 unless most of them are,
         since the slot's mappings may fit another row better."""
-        ids = row.ids
-        mapped = self.rows[slot].mapped[row.first : row.first + len(ids)]
+        ids = span.ids
+        mapped = self.rows[slot].mapped[span.first : span.first + len(ids)]
         num_mapped = sum(map(operator.eq, mapped, ids))
         if 2 * num_mapped <= len(ids):
             return 0
@@ -241,8 +241,9 @@ class RowSlots:
         assigned: set[int],
         has_padding: bool,
     ) -> int | None:
-        """Finds the slot of the row's last step by one of the row's last two blocks; returns `None`
-        if there is none outside `assigned`, or if that would unmap blocks that other steps read."""
+        """Finds the slot of the row's last step by one of the row's last two blocks. Returns `None`
+        if no slot outside `assigned` has one, or if using the slot would unmap blocks that other
+        steps read."""
         last = len(span.ids) - 1
         for index in range(last, max(-1, last - 2), -1):
             block_id = span.ids[index]
@@ -272,11 +273,11 @@ class RowSlots:
         num_shared = len(row.block_ids) - num_skipped
         return row.block_ids[num_skipped:] == span.ids[:num_shared]
 
-    def _consecutive_slots(self, rows: list[BlockSpan], are_new: bool) -> list[int] | None:
+    def _choose_consecutive_slots(self, spans: list[BlockSpan], are_new: bool) -> list[int] | None:
         """Returns a run of consecutive free slots, one per row: the last run for the same number of
-        rows or, if that is in use or new rows might reuse mappings, the best run, for which slots
-        are added if necessary; `None` if there would be too many."""
-        num_rows = len(rows)
+        rows or, if that is in use or new rows might reuse mappings, the best run. Adds slots if no
+        run is free; returns `None` if there would be too many."""
+        num_rows = len(spans)
         begin = self._last_runs.get(num_rows)
         is_free = False
         if begin is not None:
@@ -284,7 +285,7 @@ class RowSlots:
             is_free = all(row.is_free for row in run)
         can_reuse_mappings = are_new and self._keeps_mappings
         if begin is None or not is_free or can_reuse_mappings:
-            begin = self._best_free_run(rows)
+            begin = self._find_best_run(spans)
             if begin is None:
                 begin = len(self.rows)
                 if not self._grow(begin + num_rows):
@@ -292,20 +293,20 @@ class RowSlots:
             self._last_runs[num_rows] = begin
         return list(range(begin, begin + num_rows))
 
-    def _best_free_run(self, rows: list[BlockSpan]) -> int | None:
+    def _find_best_run(self, spans: list[BlockSpan]) -> int | None:
         """Returns the first slot of a run of consecutive free slots, one per row: the run in which
         the most blocks of the rows are mapped and, among equals, the least recently used; `None` if
         there is none."""
         best = None
         begin = 0
-        num_rows = len(rows)
+        num_rows = len(spans)
         best_rank: tuple[int, float] = 0, -math.inf
         for slot, row in enumerate(self.rows):
             if not row.is_free:
                 begin = slot + 1
             elif slot + 1 - begin >= num_rows:
                 start = slot + 1 - num_rows
-                num_reusable = sum(map(self._num_reusable, rows, range(start, slot + 1)))
+                num_reusable = sum(map(self._num_reusable, spans, range(start, slot + 1)))
                 run = self.rows[start : slot + 1]
                 last_used = max(run_row.last_used for run_row in run)
                 rank = (num_reusable, -last_used)

@@ -36,10 +36,10 @@ from .row_slots import Placement, RowSlots, RowViews
 
 logger = logging.getLogger(__name__)
 
-# address space for a layer's blocks, unless more are reserved: growing beyond it moves the blocks
+# address space for a layer's blocks, unless more blocks are reserved; growing beyond it moves them
 MAX_RESERVED_BYTES = 64 << 30
-# a pool without a limit grows by at least this many runs of `1 + blocks_ahead` blocks, so that new
-# rows find free runs
+# with `blocks_ahead`, a pool without a limit grows by at least this many runs of `1 + blocks_ahead`
+# blocks, so that new rows find free runs
 RUNS_PER_GROWTH = 16
 
 
@@ -56,9 +56,9 @@ def make_storage(
 def _take_runs(
     run_length: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes `count` free blocks (`block_pool.BlockSelector`), each with the id after that of the
-    previous block, which for the first is the last of `after`. If no such block is free, takes the
-    first block of an aligned free run of `run_length` or, without one, the lowest free id."""
+    """Takes `count` free blocks (`block_pool.BlockSelector`), each with the id that follows the
+    previous one, at first the last of `after`. If that block is not free, takes the first block of
+    an aligned free run of `run_length` blocks or, without one, the lowest free id."""
     block_ids = []
     next_id = after[-1] + 1 if after else -1
     for _ in range(count):
@@ -86,9 +86,9 @@ def fit_blocks(
 ) -> PagedConfig:
     """Returns `config` with the smallest block size at which, in half precision, one head's keys in
     a block fill whole pages or, if pages are large, all heads of a layer's tensor do. Returns
-    `config` itself if its size is larger, which fills pages, too, since sizes and pages are powers
-    of two; or if it has another storage. Raises `ValueError` if pages cannot be mapped, or are too
-    large for any block size."""
+    `config` unchanged if it has another storage, or a block size of at least that, which fills
+    whole pages, too, since block sizes and pages are powers of two. Raises `ValueError` if pages
+    cannot be mapped, or are too large for any block size."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page_bytes = pages_for(device, config.storage.page_bytes).granularity
@@ -305,7 +305,7 @@ class MappedStorage(BlockStorage):
         self._layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
-        forks.around_forks(self)
+        forks.notify_around_forks(self)
 
     @property
     def _regions(self) -> list[Region]:
@@ -375,8 +375,8 @@ class MappedStorage(BlockStorage):
         if len(layouts) < len(candidates):
             logger.warning(
                 Topic.VIRTUAL_STORAGE(
-                    "blocks of %d tokens of %s do not fill whole pages of %d bytes and are"
-                    " gathered: raise `block_size`"
+                    "blocks of %d tokens, with shapes %s, do not fill whole pages of %d bytes and"
+                    " are gathered: raise `block_size`"
                 ),
                 self.block_size,
                 " and ".join(str(tuple(tensor.shape[1:])) for tensor in outline.data),
@@ -423,13 +423,13 @@ class MappedStorage(BlockStorage):
         super().copy_blocks(copies)
 
     def before_fork(self) -> None:
-        """Copies the content of used and cached blocks for the child, which would share the mapped
-        pages with the parent."""
+        """Copies the content of used and cached blocks for the child, which would otherwise share
+        the mapped pages with the parent."""
         if not isinstance(self.pages, MemoryFile):
             return
         for rows in list(self._layer_rows):
             rows.preserve_views()
-        states = enumerate(self.pool.states())
+        states = enumerate(self.pool.holder_counts())
         ids = [block_id for block_id, state in states if state]
         for index, layer in list(self.layers.items()):  # other threads may add layers
             if layer.rows is not None and ids:

@@ -355,8 +355,8 @@ def test_a_model_whose_chunks_cannot_be_recorded(
             lone_run(model, prompt, options["generation_config"]), result, GREEDY, "deepseek"
         )
     assert [r.getMessage() for r in caplog.records if "not recorded" in r.getMessage()] == [
-        "steps with chunks are not recorded above 16: the latents of rows with many queries are"
-        " expanded, and their number depends on the rows' lengths"
+        "steps with more than 16 chunk tokens are not recorded: the latents of rows with many"
+        " queries are expanded, and their number depends on the rows' lengths"
     ]
 
 

@@ -178,7 +178,7 @@ def test_a_mask_that_shows_dropped_padding_is_refused() -> None:
     out = model.generate(ids, attention_mask=mask, **options, **PAGED)
     cache, mask = out.past_key_values, torch.ones_like(out.sequences)
     assert cache.get_seq_length() == 14
-    with pytest.raises(ValueError, match="first 5 positions of that row were padding"):
+    with pytest.raises(ValueError, match="row's first 5 positions were padding"):
         model.generate(out.sequences, attention_mask=mask, past_key_values=cache)
 
 

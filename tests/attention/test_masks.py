@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from hf_paged.attention.masks import MaskPattern, PagedMask, parse, unpadded_columns
+from hf_paged.attention.masks import MaskPattern, PagedMask, parse_mask, unpadded_columns
 
 PAD = torch.zeros(2, dtype=torch.long)
 
@@ -32,7 +32,7 @@ WINDOW = masking_utils.sliding_window_causal_mask_function
     ],
 )
 def test_parse(function: Any, pattern: MaskPattern | None) -> None:
-    assert parse(function) == pattern
+    assert parse_mask(function) == pattern
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def arguments(**kwargs: Any) -> dict[str, Any]:
 
 def made(arguments: dict[str, Any], implementation: str) -> tuple[PagedMask, Any]:
     """Our mask, and the model's own."""
-    pattern = parse(arguments.get("mask_function", CAUSAL))
+    pattern = parse_mask(arguments.get("mask_function", CAUSAL))
     assert pattern is not None
     own = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[implementation](**arguments)
     return PagedMask(arguments, implementation, pattern), own

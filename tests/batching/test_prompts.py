@@ -30,6 +30,18 @@ from tests.support.checks import (
 )
 from tests.support.engine_helpers import Recorder, run_all
 
+
+def test_forwards_of_whole_prompts_count_as_the_models_own() -> None:
+    model = tiny_model(transformers.LlavaForConditionalGeneration)
+    inputs = dict(media_inputs(model)["image"])
+    with hf_paged.PagedEngine(model) as engine:
+        row = {name: x[:1] for name, x in inputs.items()}
+        engine.add_request(row.pop("input_ids"), {"max_new_tokens": 2}, inputs=row)
+        engine.step()
+        executor = engine._core.loop.executor
+        assert executor.runner.num_forwards == 1  # so that its writes are accepted as its own
+
+
 LLAVA, QWEN, GEMMA = (f"{name}ForConditionalGeneration" for name in ("Llava", "Qwen2VL", "Gemma3"))
 # models whose own forward may begin behind cached text; older ones of Gemma3 get no
 # `token_type_ids` then

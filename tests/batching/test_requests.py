@@ -27,8 +27,9 @@ from tests.support.engine_helpers import (
 GREEDY = MODES["greedy"]
 SOME_EOS = list(range(20, 50))
 UNKNOWN = (
-    f"token id 200 was chosen, but only ids from 0 to {models.VOCAB_SIZE - 1} have an embedding: a"
-    " logits processor widened the scores, or a stopping criterion wrote the id"
+    f"token id 200 was chosen, but only ids from 0 to {models.VOCAB_SIZE - 1} have an embedding:"
+    " the model's head is wider than its embedding, a logits processor widened the scores, or a"
+    " stopping criterion wrote the id"
 )
 
 

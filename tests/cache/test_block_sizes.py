@@ -32,7 +32,7 @@ def test_half_a_block_of_a_row_is_lost_and_a_whole_one_behind_its_window() -> No
 def test_the_size_grows_with_the_lengths(length: int, size: int) -> None:
     choice = choose([length] * 3, SLOWER_IF_SMALL)
     assert choice.block_size == size
-    assert f"with sequences of {length} tokens (3 of them); made up" in choice.reason
+    assert f"with 3 sequences of {length} tokens on average; made up" in choice.reason
     memory, time = Occupancy.of([length]).losses(size, SLOWER_IF_SMALL.times)
     assert f"{memory:.1%} of memory and {time:.1%} of attention time" in choice.reason
     assert choose([length], FLAT).block_size == 4, (

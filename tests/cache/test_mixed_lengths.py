@@ -179,8 +179,7 @@ def test_a_layer_that_an_operation_left_out_is_refused(operation: str) -> None:
     }
     getattr(paged.layers[1], operation)(*argument.get(operation, ()))
     message = (
-        "layer 0 missed an operation on rows or lengths that other layers with the same block"
-        " tables have run"
+        "layer 0 missed an operation on rows or lengths that other layers of the cache have run"
     )
     with pytest.raises(RuntimeError, match=message):
         paged.update(*states(2, 1, generator), 0)

@@ -92,7 +92,10 @@ def test_a_call_that_asked_for_paged_and_got_another_cache_warns_once_for_each_r
         ("OwnCache", "OwnCache prepares its cache itself. Use a model that"),
         ("XLNetLMHeadModel", "the model has a cache of its own. Use a model whose cache is"),
         ("RwkvForCausalLM", "the model has a cache of its own. Use a model whose cache is"),
-        ("LlamaForCausalLM", "that hf_paged can see. Install a version of transformers that"),
+        (
+            "LlamaForCausalLM",
+            "no cache that hf_paged recognizes. Install a version of transformers that",
+        ),
     ],
 )
 def test_a_model_whose_cache_cannot_be_paged_warns(
@@ -122,7 +125,7 @@ def test_a_version_whose_forwards_cannot_be_read_warns_on_import(
     runpy.run_module("hf_paged.compat")
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
-    assert "has none of the arguments by which hf_paged knows a cache" in record.getMessage()
+    assert "has none of the arguments by which hf_paged recognizes a cache" in record.getMessage()
 
 
 @pytest.mark.parametrize("by_default", [False, True])

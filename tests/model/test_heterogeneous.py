@@ -57,4 +57,4 @@ def test_tokens(storage: str) -> None:
 def test_heads_are_shared_among_processes_if_each_layers_are() -> None:
     plan = {"layers.*.self_attn.k_proj": "colwise"}
     model = SimpleNamespace(config=build().config, tp_plan=plan, tp_size=4)
-    assert compat.split_heads(model) == (2, 4)  # 4 and 2 heads
+    assert compat.sharded_heads(model) == (2, 4)  # 4 and 2 heads

@@ -203,7 +203,7 @@ def test_each_way_to_read_one_place() -> None:
     for name in ("embedding", "index", "select", "gather"):
         place.fill_(9)
         with (
-            pytest.raises(IndexError, match="index 9 is read of an axis of 9"),
+            pytest.raises(IndexError, match="index 9 is read from an axis of size 9"),
             PositionReads(3, model),
         ):
             reads[name]()

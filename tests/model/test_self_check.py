@@ -15,12 +15,26 @@ from hf_paged import PagedEngine, compat, last_route
 from hf_paged.batching.execution.prompts import prompts_of
 from hf_paged.batching.factory import make_runner
 from hf_paged.model.checks import rows_check
+from hf_paged.model.forwards import code_of
 from hf_paged.model.trial import Trial
 from tests.model.test_capability import cache_for, scale
 from tests.support import models
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 9, 3)]
+
+
+def with_keyword(scale: int) -> Any:
+    def forward(x: Any, *, scale: int = scale) -> Any:
+        return x
+
+    return forward
+
+
+def test_forwards_that_differ_in_a_keyword_have_keys_of_their_own() -> None:
+    assert code_of(with_keyword(1)) == code_of(with_keyword(1)) != code_of(with_keyword(2))
+    first, second = (functools.partial(with_keyword(1), **{name: 1}) for name in ("x", "scale"))
+    assert code_of(first) != code_of(second)
 
 
 class _Single(nn.Module):

@@ -302,6 +302,13 @@ def test_a_table_that_the_first_forward_makes_is_part_of_the_model() -> None:
     assert fingerprint(model) != before
 
 
+def test_a_number_that_stays_nan_is_not_altered() -> None:
+    value = [float("nan"), 1.0]
+    assert writes.values_are_equal(value, [float("nan"), 1.0])
+    assert not writes.values_are_equal(value, writes.alter_value(value))
+    assert writes.values_are_equal(float("nan"), writes.alter_value(float("nan")))
+
+
 class Counted(dict[str, Any]):
     """A container that must be made with an argument."""
 

@@ -90,10 +90,10 @@ def test_tables_travel_as_what_changed() -> None:
         [[5, 8], [2]],
     ]
     for tables in steps:
-        changes = here.changes(tables)
-        assert there.tables(changes) == tables
-    assert TableHistory().changes([[1, 2]]) == [(0, [1, 2])]
-    assert here.changes([[5, 8, 9], [2]]) == [(2, [9]), (1, [])]
+        changes = here.encode(tables)
+        assert there.decode(changes) == tables
+    assert TableHistory().encode([[1, 2]]) == [(0, [1, 2])]
+    assert here.encode([[5, 8, 9], [2]]) == [(2, [9]), (1, [])]
 
 
 @pytest.mark.slow

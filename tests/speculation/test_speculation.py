@@ -814,6 +814,14 @@ def test_a_length_is_what_its_price_pays_for() -> None:
     assert 0 < dear < cheap <= 16
 
 
+def test_the_rate_outlasts_a_pause_for_a_high_price() -> None:
+    length = DraftLength()
+    for _ in range(40):
+        length.observe(16, 6)  # six of seven
+    assert length.choose(0.9, 16) == 0
+    assert length.choose(0.8, 16) == 1
+
+
 def test_costs_are_a_line_through_steps() -> None:
     costs = StepCosts()
     for number in range(200):

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import Attention
-from hf_paged.kernels.cpp.build import PATHS, VARIABLE, batch_invariant, best_path
+from hf_paged.kernels.cpp.build import ISA_VARIABLE, PATHS, batch_invariant, best_path
 from hf_paged.step import StepMetadata
 from hf_paged.tape.invariant import (
     NotInvariant,
@@ -220,7 +220,7 @@ def test_operations_without_a_kernel_are_refused() -> None:
 @pytest.fixture
 def use_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     def use(name: str) -> None:
-        monkeypatch.setenv(VARIABLE, name)
+        monkeypatch.setenv(ISA_VARIABLE, name)
         best_path.cache_clear()
 
     yield use

@@ -440,7 +440,7 @@ def test_a_capture_for_which_there_is_no_memory(
         bench.check(rows[0])
     assert attempts == [1, 5] and decodes_of(bench).unsupported_reason is None
     assert [key.num_decodes for key in keys(bench)] == [2, 1]
-    assert len(caplog.records) == 1 and "memory is too short for more of them" in caplog.text
+    assert len(caplog.records) == 1 and "there is no memory for more recordings" in caplog.text
 
 
 def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGraphs) -> None:

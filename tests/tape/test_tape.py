@@ -22,7 +22,7 @@ from hf_paged.step import NotCapturable
 from hf_paged.tape.buffers import Buffers
 from hf_paged.tape.entries import TorchOp
 from hf_paged.tape.rows import CALL as ROWS_CALL
-from hf_paged.tape.rows import INSTRUCTION, MEMORY, OPS
+from hf_paged.tape.rows import INSTRUCTION, MEMORY, OP_NUMBERS
 from hf_paged.tape.tape import Tape
 from tests.support.kernel_fuzz import OPERATIONS
 
@@ -185,7 +185,7 @@ def test_a_list_that_loads_from_no_memory_is_refused() -> None:
     memories = ctypes.create_string_buffer(2 * MEMORY.pack(numbers.data_ptr(), 0, 0, 0, 0, 1))
     for number, error in ((0, 0), (1, 4), (-1, 4)):
         instruction = ctypes.create_string_buffer(
-            INSTRUCTION.pack(OPS["load"], 0, 0, number, 0, 0, 0.0)
+            INSTRUCTION.pack(OP_NUMBERS["load"], 0, 0, number, 0, 0, 0.0)
         )
         starts = (
             ctypes.addressof(memories) + MEMORY.size,

@@ -18,9 +18,9 @@ from hf_paged.tools.pictures import (
     KINDS,
     MAX_CELLS,
     count_kinds,
+    import_matplotlib,
     kind_index,
     plot_block_map,
-    require,
     to_cells,
 )
 from tests.support import models
@@ -154,4 +154,4 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_library_that_is_there_but_broken_is_not_called_missing() -> None:
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'tests\.nothing'"):
-        require("tests.nothing.at_all")
+        import_matplotlib("tests.nothing.at_all")

@@ -203,12 +203,12 @@ def test_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lama", r"'lama' is no path here.*Similar names: .*llama.*model type"),
-        ("nobody/nothing", "is no path here.*Nothing is downloaded"),
+        ("lama", r"'lama' is not a path here.*Similar names: .*llama.*model type"),
+        ("nobody/nothing", "is not a path here.*Nothing is downloaded"),
         ("LlamaModel", "does not generate: use LlamaForCausalLM"),
-        ("bert_japanese", "no path here"),
+        ("bert_japanese", "not a path here"),
         ("ViTConfig", "no class for ViTConfig that generates"),
-        ("", "is no path here"),
+        ("", "is not a path here"),
         ("DeepseekV2Config", "its forward fails"),  # a number is missing in its default config
     ],
 )
@@ -225,10 +225,10 @@ def test_folders_that_hold_no_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"without a config\.json"):
         examine(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
-    with pytest.raises(ValueError, match="no configuration that this transformers can read"):
+    with pytest.raises(ValueError, match="cannot read the configuration"):
         examine(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="no configuration that this transformers can read"):
+    with pytest.raises(ValueError, match="cannot read the configuration"):
         examine(str(tmp_path / "config.json"))
 
 
@@ -272,7 +272,14 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([saved_test_model(tmp_path, name), "--length", "100", "--device", "cpu"]) == 0
     printed = capsys.readouterr().out
-    for part in (models.CONFIGS[name][0], "a token", "100 tokens", "Route", "Kernels", "decode: "):
+    for part in (
+        models.CONFIGS[name][0],
+        "per token",
+        "100 tokens",
+        "Route",
+        "Kernels",
+        "decode: ",
+    ):
         assert part in printed
     assert ("cross attention" in printed) == (name == "t5")
     assert max(map(len, printed.splitlines())) <= 80
@@ -282,7 +289,7 @@ def test_text(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_device_that_is_not_here(device: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["gpt2", "--device", device])
-    assert f"'{device}' is not here: this machine has cpu" in capsys.readouterr().err
+    assert f"'{device}' is not available: this machine has cpu" in capsys.readouterr().err
 
 
 def test_free_memory_is_the_machines(tmp_path: Path) -> None:
@@ -307,12 +314,12 @@ def test_block_sizes_that_are_left_to_us(
             models.WINDOW: 4,
         }
         assert all(
-            f"sequences of {length} tokens (1 of them); made up" in str(group.reason)
+            f"1 sequences of {length} tokens on average; made up" in str(group.reason)
             for group in report.groups
         )
     assert {group.reason for group in examine(path, dtype=dtype).groups} == {None}
     assert main([path, "--block-size", "auto", "--length", "300", "--dtype", "float32"]) == 0
-    assert "32 tokens a block: 5.1% of memory" in " ".join(capsys.readouterr().out.split())
+    assert "32 tokens per block: 5.1% of memory" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit):
         main([path, "--block-size", "large"])
     assert "--block-size" in capsys.readouterr().err

@@ -51,16 +51,16 @@ def test_the_apps_fields_pass_and_the_others_are_translated() -> None:
         {"logprobs": 0, "logit_bias": {"7": -3}, "stream_options": {"include_usage": True}},
     )
     assert made.options == {"return_logprobs": True, "top_logprobs": 0} and made.should_send_usage
-    assert made.generation == {"sequence_bias": {(7,): -3}}
+    assert made.generation_options == {"sequence_bias": {(7,): -3}}
 
 
 def test_a_temperature_asks_for_samples_unless_the_config_decides() -> None:
-    assert translate(CHAT, {"temperature": 0.5}).generation == {"do_sample": True}
-    assert translate(CHAT, {"temperature": 0}).generation == {}
+    assert translate(CHAT, {"temperature": 0.5}).generation_options == {"do_sample": True}
+    assert translate(CHAT, {"temperature": 0}).generation_options == {}
     assert (
         translate(
             CHAT, {"temperature": 0.5, "generation_config": '{"do_sample": false}'}
-        ).generation
+        ).generation_options
         == {}
     )
 

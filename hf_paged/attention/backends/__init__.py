@@ -1,6 +1,6 @@
 """Selects the implementation of paged attention: the Triton kernels on a GPU, the C++ kernel on the
-CPU, and for calls that these do not support the portable path, which gathers keys and values. The
-environment variable `kernels.VARIABLE` forces a backend.
+CPU, or, where these are unavailable or do not support a call, the portable path, which gathers keys
+and values. The environment variable `HF_PAGED_ATTENTION` forces a backend.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...cache.memory import autocast_dtype
-from ...kernels import forced, preferred
+from ...kernels import forced_backend, preferred_backend
 from ...kernels.triton.launch import LaunchFailedError
 from ...step import NotCapturable, StepMetadata
 from ...topics import Topic
@@ -33,16 +33,17 @@ BACKENDS: dict[str, ModuleType] = {
 unsupported_reasons: ContextVar[set[str] | None] = ContextVar(
     "hf_paged_unsupported_reasons", default=None
 )
-"""The set that collects why kernels did not serve calls in this context, for the route of a call;
-`None`: not collected."""
+"""The set that collects, for the route of a call, why decode steps in this context gather keys and
+values; `None`: reasons are not collected. Why `triton` does not support calls is only logged."""
 
 log_once = functools.cache(logging.getLogger(__name__).warning)
 
 
 def select(call: AttentionCall) -> ModuleType:
-    """Returns the backend for a call: `triton` on a GPU, `cpp` on the CPU, or the forced one;
-    `gather` if that backend is unavailable or does not support the call; logs each reason against
-    Triton once. Raises the errors of `kernels.preferred`.
+    """Returns the backend for a call: the forced one, else `triton` on a GPU and `cpp` on the CPU;
+    `gather` if that backend is unavailable or does not support the call. Logs, once, each reason
+    why `triton` does not support calls; adds other reasons to `unsupported_reasons`, for decodes
+    and without a forced backend. Raises the errors of `kernels.preferred_backend`.
     """
     backend = BACKENDS[call.step.plan(_preferred)]
     is_cpu = call.query.is_cpu
@@ -54,11 +55,14 @@ def select(call: AttentionCall) -> ModuleType:
             return backend
     elif is_cpu:
         reason = (
-            "the C++ kernel is unavailable: HF_PAGED_CPP=0 is set, or it could not be built or"
-            " loaded, or its results differ from PyTorch's. The log says which"
+            "the C++ kernel is unavailable: HF_PAGED_CPP=0 is set, or the kernel could not be built"
+            " or loaded, or its results differ from PyTorch's. The log says which"
         )
     else:
-        reason = "the Triton kernels do not run on this device. The log says why"
+        reason = (
+            "the Triton kernels do not run on this device. If it is a CUDA or XPU device, the log"
+            " says why"
+        )
     if backend is triton:
         log_once(
             Topic.GATHERED(
@@ -69,7 +73,7 @@ def select(call: AttentionCall) -> ModuleType:
         return gather
     reasons = unsupported_reasons.get()
     is_decode = call.step.query_start[:2] == (0, 1)
-    if reasons is not None and is_decode and not forced():
+    if reasons is not None and is_decode and not forced_backend():
         device = "the CPU" if is_cpu else call.query.device
         reasons.add(Topic.GATHERED(f"decode steps gather keys and values on {device}: {reason}"))
     return gather
@@ -77,24 +81,22 @@ def select(call: AttentionCall) -> ModuleType:
 
 def _preferred(step: StepMetadata) -> str:
     """Returns the name of the backend that a step's calls try first, in every layer. Reads the
-    environment variable, and raises as `kernels.preferred` does."""
-    name = preferred(step.block_tables)
-    if name == "cpp" and not forced() and not cpp.is_available():
+    environment variable, and raises as `kernels.preferred_backend` does."""
+    name = preferred_backend(step.block_tables)
+    if name == "cpp" and not forced_backend() and not cpp.is_available():
         return "gather"
     return name
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Computes the result of `reference.attend` with the selected backend; under autocast in the
-    autocast dtype, except for float64, as a model's own attention does. Gathers keys and values if
-    a Triton kernel cannot be launched.
-
-    Raises:
-        NotCapturable: if the step's lengths are only on the device, and no kernel that reads them
-            there supports the call.
+    """Computes the result of `reference.attend` with the selected backend. Under autocast, queries
+    that are not float64 are cast to the autocast dtype, as in a model's own attention. Gathers keys
+    and values if a Triton kernel cannot be launched. Raises the errors of
+    `kernels.preferred_backend`, and `NotCapturable` if the step is captured and no kernel that
+    reads lengths on the device supports the call.
     """
     dtype = autocast_dtype(call.query.device)
-    if dtype is not None:  # a backend sums in float32 for every input dtype
+    if dtype is not None:  # backends choose the dtype of their sums, so they run without autocast
         query = call.query
         if query.dtype is not torch.float64:
             query = query.to(dtype)

@@ -23,12 +23,13 @@ from .reference import AttentionCall
 logger = logging.getLogger(__name__)
 
 MAX_TILE_QUERIES = 16
-"""Maximum queries of a bfloat16 row that the kernel computes on a CPU with AMX. For more, PyTorch
-is faster, since the kernel uses AMX tiles for scores, but not for sums of values."""
+"""On a CPU with AMX, plain bfloat16 calls with more queries per row go to `gather`, unless they are
+recorded or must be batch-invariant. PyTorch is faster for them, since the kernel uses AMX tiles for
+scores, but not for sums of values."""
 
 
 def is_available() -> bool:
-    """Whether the kernel was built and agrees with PyTorch."""
+    """Whether the kernel can be called and agrees with PyTorch."""
     return kernels_cpp.is_available() and _agrees()
 
 
@@ -36,9 +37,9 @@ def is_available() -> bool:
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)  # a process may make its first call under autocast
 def _agrees(codes: torch.dtype | None = None) -> bool:
-    """Whether the kernel agrees with PyTorch, on quantized blocks of dtype `codes` if given.
-    Checked once per process, since our tests do not cover the user's compiler and CPU, and for
-    each number of queries times heads that has separate code."""
+    """Whether the kernel agrees with PyTorch, on quantized blocks of dtype `codes` if given. Each
+    process checks this once per dtype, since our tests do not cover the user's compiler and CPU.
+    The check covers each number of queries times heads that has separate code."""
     generator = torch.Generator().manual_seed(0)
     blocks_shape = (10, 1, 16, 64)
     shapes = ((18, 9, 64), blocks_shape, blocks_shape)
@@ -125,7 +126,8 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 
 
 def attend(call: AttentionCall) -> Tensor:
-    """Computes the result of `reference.attend`, summed in float32."""
+    """Computes the result of `reference.attend`, summed in float32, by the kernel or, for rows with
+    many queries (`_is_long`), by `gather`."""
     if _is_long(call):
         return call.by_groups(_attend_group)
     kernel = _kernel(call)
@@ -139,7 +141,7 @@ def _attend_group(call: AttentionCall) -> Tensor:
 
 
 def _is_long(call: AttentionCall) -> bool:
-    """Whether a row has so many queries that PyTorch is faster than the kernel
+    """Whether a row has so many queries that `gather` is faster than the kernel
     (`MAX_TILE_QUERIES`)."""
     if best_path() != PATHS["amx"]:
         return False
@@ -152,7 +154,8 @@ def _is_long(call: AttentionCall) -> bool:
 
 def attend_prepared(call: AttentionCall) -> Tensor | None:
     """Computes `attend` by the kernel that the last call on these blocks prepared, so that fewer
-    checks suffice; `None` if none had this call's signature, or if this call may need `gather`."""
+    checks suffice. Returns `None` if no call prepared one, if that call's signature was another, or
+    if this call may need a gradient or `gather`."""
     kernel = call.blocks.attention
     if kernel is None or torch.is_grad_enabled():
         return None
@@ -178,8 +181,8 @@ def _signature(call: AttentionCall) -> tuple[object, ...]:
 
 
 def _kernel(call: AttentionCall) -> Attention:
-    """Returns the call's `Attention`, which the blocks keep for the next call. Raises `TypeError`
-    if the kernel does not support the call's tensors."""
+    """Returns the call's `Attention`, which the blocks keep for the next call. Raises the
+    constructor's errors, among them `TypeError` if the kernel does not support the tensors."""
     query = call.query
     blocks = call.blocks
     kernel = blocks.attention

@@ -1,6 +1,6 @@
 """Portable fast attention over block tables: gathers the keys and values of rows of equal or
-similar lengths, then runs dense attention on them. No result depends on a slot outside its row's
-visible range. Plain PyTorch: any device, differentiable."""
+similar lengths, or views them in virtual storage, then runs dense attention on them. No result
+depends on a slot outside its row's visible range. Plain PyTorch: any device, differentiable."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from .parts import MIN_SEPARATE_QUERIES, SLICE_QUERIES, Part, plan_parts
 from .reference import AttentionCall
 
 MIN_UNPACKED_QUERIES = 64
-"""With fewer queries per row, the query heads of a K/V head are packed with the queries (M = group
-* query_len), which is up to 3.5 times as fast in half precision. With at least this many, SDPA on
-the CPU lays out K and V itself and skips keys that causal masking hides."""
+"""With fewer queries per row, the queries of all heads of a K/V head are packed as the rows of one
+matrix, which is up to 3.5 times as fast in half precision. With at least this many, SDPA on the CPU
+lays out K and V itself and skips keys that causal masking hides."""
 
 MASK_ALIGNMENT = 16
 """The stride of a mask's rows is a multiple of this many elements. On a GPU, PyTorch's fused
-kernels would pad other masks in every layer."""
+kernels would pad masks with other strides in every layer."""
 
 
 class _Scratch(threading.local):
@@ -35,18 +35,18 @@ class _Scratch(threading.local):
     faults in every call."""
 
     def __init__(self) -> None:
-        self._memory: dict[int, Tensor] = {}
+        self._buffers: dict[int, Tensor] = {}
 
-    def tensor(self, index: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in memory `index`, valid until the next call with that index."""
+    def view(self, index: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in buffer `index`, valid until the next call with that index."""
         size = math.prod(shape) * dtype.itemsize
-        memory = self._memory.get(index)
-        if memory is None or memory.numel() < size:
+        buffer = self._buffers.get(index)
+        if buffer is None or buffer.numel() < size:
             with torch.inference_mode(False):
                 # an inference tensor could not be written outside inference mode
-                memory = torch.empty(size, dtype=torch.uint8, device="cpu")
-            self._memory[index] = memory
-        return memory[:size].view(dtype).view(shape)
+                buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+            self._buffers[index] = buffer
+        return buffer[:size].view(dtype).view(shape)
 
 
 _scratch = _Scratch()
@@ -54,8 +54,8 @@ _scratch = _Scratch()
 
 def attend(call: AttentionCall) -> Tensor:
     """Computes the result of `reference.attend`. Plain bfloat16 and float16 calls round where
-    PyTorch's SDPA rounds. Rows that begin in this step use the step's own keys and values
-    (`AttentionCall.fresh`), if the call is plain and has them."""
+    PyTorch's SDPA rounds. Rows that are all first prefills (`StepMetadata.is_first_prefill`) use
+    the step's own keys and values (`AttentionCall.fresh`), if the call is plain and has them."""
     return call.by_groups(_attend_rows)
 
 
@@ -81,7 +81,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         parts, is_complete = step.plan(plan_parts, *layouts)
     query = _by_row(call.query, step)
     batch, heads, query_len, _ = query.shape
-    group = heads // kv_heads
+    group_size = heads // kv_heads
     bias = call.bias
     if bias is not None:
         length = bias.shape[-1]
@@ -92,7 +92,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         new_output = query.new_empty if is_complete else query.new_zeros
         out = new_output(batch, query_len, heads, blocks.values.shape[3])
     for part in parts:
-        query_heads = slice(part.heads.start * group, part.heads.stop * group)
+        query_heads = slice(part.heads.start * group_size, part.heads.stop * group_size)
         queries = query[part.rows, query_heads, part.first_query :]
         part_bias = None
         if bias is not None:
@@ -132,8 +132,8 @@ def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
 
 
 def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Tensor:
-    """Computes `_attend_slice` for one query per row and rows of one length in adjacent slots, with
-    as few torch calls as possible."""
+    """Computes `attend` for a plain call with one query per row, whose rows have one length and lie
+    in adjacent slots, with as few torch calls as possible."""
     key, value = _view(call, part, placed)
     rows, kv_heads, _, dim = key.shape
     packed = call.query.view(rows, kv_heads, -1, dim)
@@ -187,7 +187,7 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
 
 
 def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -> Tensor:
-    """Computes `_attend_part` for consecutive queries and the keys that any of them sees; in at
+    """Computes `_attend_part` for consecutive queries and the keys that any of them sees. Uses at
     least float32 if there is a bias, a softcap or sinks. A query that sees no keys gets zeros, as
     in PyTorch's SDPA."""
     query = call.query
@@ -195,14 +195,14 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
     dtype = query.dtype
     _, heads, queries, _ = query.shape
     _, kv_heads, keys, _ = key.shape
-    group = heads // kv_heads
+    group_size = heads // kv_heads
     needs_scores = call.softcap is not None or call.sinks is not None
-    is_unpacked = queries >= MIN_UNPACKED_QUERIES or (group == 1 and queries > 1)
+    is_unpacked = queries >= MIN_UNPACKED_QUERIES or (group_size == 1 and queries > 1)
     if is_unpacked or not call.is_plain:
         if not call.is_plain:
             dtype = torch.promote_types(dtype, torch.float32)
         mask = None
-        # if so, the slice has all queries of the part (see `_attend_part`)
+        # a causal slice has all queries of its part (see `_attend_part`)
         is_causal = part.causal and call.is_plain and queries >= MIN_UNPACKED_QUERIES
         if not is_causal:
             mask = _mask(call.step, part, queries, keys, dtype)
@@ -210,7 +210,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
             bias = bias.to(dtype)
             mask = bias if mask is None else bias + mask
         if needs_scores:
-            # without a bias, the mask leaves every query a key
+            # without a bias, every query sees a key
             return reference.attend_densely(call, key, value, mask, bias is None)
         result = F.scaled_dot_product_attention(
             query.to(dtype),
@@ -219,11 +219,12 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
             mask,
             is_causal=is_causal,
             scale=call.scale,
-            enable_gqa=group > 1,
+            enable_gqa=group_size > 1,
         )
         return result.to(query.dtype).transpose(1, 2)
-    packed = query.unflatten(1, (kv_heads, group)).flatten(2, 3)  # [rows, kv_heads, M, dim]
-    mask = _mask(call.step, part, queries, keys, dtype, heads=group)
+    # [rows, kv_heads, group_size * queries, dim]
+    packed = query.unflatten(1, (kv_heads, group_size)).flatten(2, 3)
+    mask = _mask(call.step, part, queries, keys, dtype, heads=group_size)
     if packed.shape[2] == 1 and dtype.itemsize == 2 and query.is_cpu:
         # for a single query, half-precision SDPA on the CPU takes two to three times as long
         scores = torch.matmul(packed, key.transpose(-1, -2)).mul_(call.scale)
@@ -235,7 +236,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
         result = F.scaled_dot_product_attention(packed, key, value, mask, scale=call.scale)
     if queries == 1:
         return result.flatten(1, 2).unsqueeze(1)
-    return result.unflatten(2, (group, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return result.unflatten(2, (group_size, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _mask(
@@ -246,10 +247,11 @@ def _mask(
     dtype: torch.dtype,
     heads: int = 1,
 ) -> Tensor | None:
-    """Returns the mask `[1, 1, heads * queries, keys]` of the part's last `queries` queries and
-    `keys` keys, to be added to the scores; `None` if no key is hidden. It is a view of one mask per
-    step, since rows of any length have the same mask if counted from their end. For a part with
-    padded rows it is that part's own mask, `[rows, 1, heads * queries or 1, keys]`."""
+    """Returns the mask `[1, 1, heads * queries, keys]`, to be added to the scores, of consecutive
+    queries and the keys up to the last of them; `None` if no key is hidden. The mask is a view of
+    one that all parts of the step share, since rows of any length have the same mask if counted
+    from their end. A part with padded rows has a separate one, `[rows, 1, heads * queries or 1,
+    keys]`."""
     mask_queries = queries
     mask_keys = part.length
     if part.is_padding is None:
@@ -293,7 +295,7 @@ def _make_mask(
     return mask
 
 
-# -- keys and values of a part -------------------------------------------------------------------
+# Keys and values of a part
 
 
 def _view(call: AttentionCall, part: Part, placed: PlacedRows) -> list[Tensor]:
@@ -304,8 +306,8 @@ def _view(call: AttentionCall, part: Part, placed: PlacedRows) -> list[Tensor]:
 
 def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
     """Gathers the keys and values of a part, each `[rows, kv_heads, length, dim]` in the query's
-    dtype. On the CPU they lie in this thread's scratch memory until its next call; on other
-    devices, and if a gradient is required, in new memory."""
+    dtype. On the CPU they may lie in scratch memory, which this thread's next call overwrites; on
+    other devices, and if a gradient is required, they lie in new memory."""
     keys = call.blocks.keys
     values = call.blocks.values
     stored = (*quantized.stored_tensors(keys), *quantized.stored_tensors(values))
@@ -318,7 +320,7 @@ def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
         out = None
         if uses_scratch:
             shape = (units.indices.numel(), units.shape[1])
-            out = _scratch.tensor(index, shape, tensor.dtype)
+            out = _scratch.view(index, shape, tensor.dtype)
         states = units.read(tensor, out).view(rows, kv_heads, -1, tensor.shape[3])
         pieces.append(states[:, :, visible])
     half = len(pieces) // 2

@@ -20,9 +20,9 @@ if scores are materialized, the query heads of a K/V head run one after another.
 
 SCRATCH_BYTES = 2 << 20
 DEVICE_SCRATCH_BYTES = 64 << 20
-"""Maximum bytes of K and V that are gathered at a time, unless one head of one row takes more. On
-the CPU, more would not fit in L2 and L3; on other devices, launch overhead would dominate smaller
-gathers."""
+"""Maximum bytes of K and V that are gathered at a time, on the CPU and on other devices, unless one
+head of one row takes more. On the CPU, more would not fit in L2 and L3; on other devices, launch
+overhead would dominate smaller gathers."""
 
 PADDING_DIVISOR = 8
 """Rows of different lengths are gathered together while their padding takes at most
@@ -30,7 +30,7 @@ PADDING_DIVISOR = 8
 
 SLICE_QUERIES = 256
 """Maximum queries per slice of a masked part. Slices skip keys that none of their queries sees, and
-bound the number of a mask's rows."""
+bound the number of mask rows."""
 
 Member = tuple[int, int]
 """A row's index in the step, and its first visible position."""
@@ -135,10 +135,10 @@ def _group_similar(
     geometries: list[GeometryRows],
     scratch_tokens: int,
 ) -> Iterator[list[GeometryRows]]:
-    """Yields groups of geometries. Several geometries form a group only if their lengths are
-    similar and their rows fit into the scratch memory together with little padding. With many
-    queries per row, each geometry is a separate group, since there are few rows, and slices skip
-    keys that no query sees."""
+    """Yields groups of geometries. Several geometries form a group only if all of their queries see
+    keys, and their rows fit into the scratch memory together with little padding. With many queries
+    per row, each geometry is a separate group, since there are few rows, and slices skip keys that
+    no query sees."""
     group = list[GeometryRows]()
     num_rows = 0
     padding = 0
@@ -146,7 +146,7 @@ def _group_similar(
     for geometry in geometries:
         (length, _, first_query), members = geometry
         first = group[0] if group else geometry
-        (longest, _, skipped), _ = first
+        (longest, _, num_skipped), _ = first
         count = len(members)
         num_rows += count
         padding += (longest - length) * count
@@ -155,7 +155,7 @@ def _group_similar(
         # tokens.
         mask_size = num_rows * longest * queries
         can_join = mask_size <= scratch_tokens and padding * PADDING_DIVISOR <= scratch_tokens
-        skips_queries = first_query > 0 or skipped > 0
+        skips_queries = first_query > 0 or num_skipped > 0
         if group and (not can_join or skips_queries or queries >= MIN_SEPARATE_QUERIES):
             yield group
             group = []
@@ -225,7 +225,7 @@ def part_maker(
     geometry: Geometry,
     geometries: list[GeometryRows],
 ) -> Callable[..., Part]:
-    """Returns `Part` with those fields already bound that all parts of one geometry have in common.
+    """Returns `Part` with the fields bound that all parts of one geometry have in common.
     `geometries`: those of the step, longest first."""
     query_len = step.query_len
     assert query_len is not None

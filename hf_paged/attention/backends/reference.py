@@ -80,9 +80,10 @@ class AttentionCall(NamedTuple):
         return torch.cat(outputs)
 
 
-def pair(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
+def paired_blocks(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
     """Returns the blocks of keys and values: those of their layer, or new `KVBlocks` if the model
-    combines keys and values of several layers, or if the pool grew after it got some of them."""
+    combines keys and values of different layers, or if the pool grew after the model got one of the
+    handles."""
     layer = key.layer
     keys = key.blocks
     values = value.blocks

@@ -1,5 +1,5 @@
-"""Attention by the Triton kernels, in one launch for decodes and one for chunks, or by a cascade
-for decodes that share blocks. Calls that the kernels do not support go to `gather`."""
+"""Attention by the Triton kernels, with separate launches for decodes and for chunks, or by a
+cascade for decodes that share blocks. Calls that the kernels do not support go to `gather`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     block_size = step.block_size
     block_dtypes = (*DTYPES, *quantized.MAX_CODES)
     for tensor in tensors:
-        has_blocks = tensor is keys or tensor is values
-        supported_dtypes = block_dtypes if has_blocks else DTYPES
+        is_in_blocks = tensor is keys or tensor is values
+        supported_dtypes = block_dtypes if is_in_blocks else DTYPES
         if tensor.dtype not in supported_dtypes:
             dtypes = sorted({str(tensor.dtype) for tensor in tensors})
-            return f"dtypes {dtypes}: the kernels support {DTYPES}"
+            return f"dtypes {dtypes}: the kernels support {DTYPES}, and quantized K/V"
     if any(tensor.device != query.device for tensor in (*tensors, step.block_tables)):
         return f"tensors on devices other than the query's {query.device}"
     if call.needs_grad:
@@ -64,7 +64,7 @@ def _prefill_reason(call: AttentionCall) -> str | None:
     values = call.blocks.values
     dtype = call.query.dtype
     if call.bias is not None and call.bias.shape[2] > 1:
-        return "a bias that differs between more queries than the decode kernel takes"
+        return f"a bias that differs between queries, in rows of more than {MAX_QUERIES} queries"
     unquantized = (blocks for blocks in (keys, values) if not quantized.is_quantized(blocks))
     if any(torch.promote_types(dtype, blocks.dtype) != dtype for blocks in unquantized):
         return f"blocks of a wider dtype than the queries' {dtype}"
@@ -107,8 +107,8 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:
-    """Computes `attend` for rows with equally many, few queries, by a cascade if that is estimated
-    to be faster."""
+    """Computes `attend` for rows with equally many queries, at most `MAX_QUERIES`, by a cascade if
+    that is estimated to be faster."""
     from ...kernels.triton import attention  # needs Triton
 
     query = call.query

@@ -22,8 +22,8 @@ Fetch = Callable[[Tensor], list[int]]
 """Copies tokens `(n,)` to the host."""
 
 Alternatives = list[tuple[int, float, float]]
-"""The most probable tokens at one position, best first, each with its log-probabilities before and
-after logits processors."""
+"""The tokens at one position that are most probable before logits processors, best first, each with
+its log-probabilities before and after them."""
 
 Record = tuple[tuple[float, float], Alternatives]
 """The log-probabilities of a token, before and after logits processors, and its alternatives."""
@@ -42,7 +42,7 @@ class LogitRows(NamedTuple):
         return cls(logits, 0, len(logits))
 
     def take(self) -> Tensor:
-        """Returns `(end - start, vocab)`, a view."""
+        """Returns these rows, `(end - start, vocab)`, as a view."""
         return self.logits[self.start : self.end]
 
 
@@ -61,10 +61,11 @@ def join_rows(parts: Sequence[LogitRows]) -> Tensor:
 class SampledTokens(NamedTuple):
     """The tokens that a decoding chose in one step. Rows are those of the decoding."""
 
-    tokens: list[int]  # next token of every row; padding for rows that had ended
+    # next token of every row; padding for rows that had ended, if EOS ends rows
+    tokens: list[int]
     # with beams, row i continues row parents[i]; otherwise `None`: every row continues itself
     parents: list[int] | None
-    finished: list[int]  # rows that need no more forwards
+    finished: list[int]  # rows that need no forward after this step
     rows: list[int]  # rows that were open before the step
     # of a decoding with a draft, which has a single row: the step's new tokens except the last
     earlier: tuple[int, ...] = ()
@@ -85,12 +86,12 @@ class LoopInputs:
     generation_config: GenerationConfig
     generator: torch.Generator | None = None  # `None`: torch's global generator
     record_logprobs: bool = False
-    num_alternatives: int = 0  # to record for each token
+    num_alternatives: int = 0  # how many to record for each token
 
 
 class StopChecker:
-    """The stopping criteria of a decoding. Evaluates transformers' own criteria on Python numbers,
-    without tensors."""
+    """The stopping criteria of a decoding, by kind. Evaluates transformers' criteria for EOS,
+    length and time on Python numbers."""
 
     def __init__(self, criteria: StoppingCriteriaList):
         self.has_eos = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
@@ -130,8 +131,9 @@ class StopChecker:
                 self.callers_criteria.append(criterion)
 
     def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
-        """Returns the reason why a row of `length` tokens, the last of which is `token`, ends;
-        `None` if it continues. Does not evaluate `callers_criteria` or `stop_strings`."""
+        """Returns why a row of `length` tokens, the last of which is `token`, ends; `None` if it
+        continues. `hits_stop_string`: whether `token` completes a stop string. Does not evaluate
+        `callers_criteria`."""
         if token in self.eos_ids:
             return "eos"
         for criterion in self._time_criteria:
@@ -154,9 +156,10 @@ def hits(
     ids: Tensor,
     scores: tuple[Tensor, ...] | None,
 ) -> list[bool]:
-    """Returns whether a criterion ends each row of `(rows, length)` ids. As in transformers'
-    `StoppingCriteriaList`, the criterion may return a single bool for all rows. Raises its error,
-    or `TypeError` for a result of another type or shape."""
+    """Returns, for each row of `(rows, length)` ids, whether a criterion ends it. As in
+    transformers' `StoppingCriteriaList`, the criterion may return a single bool for all rows.
+    Raises the criterion's error, or `TypeError` for a result that is neither a single value nor one
+    value per row."""
     are_hits = criterion(ids, scores)
     try:
         return torch.as_tensor(are_hits).expand(len(ids)).tolist()
@@ -169,23 +172,24 @@ def stop_string_hits(
     criterion: stock.StopStringCriteria | StopStrings,
     rows: list[list[int]],
 ) -> list[bool]:
-    """Returns whether the last token of each row completes a stop string. `rows` holds the tokens
-    of each row, or at least the last `maximum_token_len` of them."""
+    """Returns, for each row, whether its last token completes a stop string. `rows` holds the
+    tokens of each row, or at least the last `maximum_token_len` of them."""
     if isinstance(criterion, StopStrings):
         return criterion.hits(rows)
     width = criterion.maximum_token_len
     no_match = len(criterion.embedding_vec) - 1  # an id that no stop string matches
     padding = [no_match] * width
     padded = [(padding + tokens)[-width:] for tokens in rows]
-    # on the CPU, to avoid a device sync
+    # on the CPU, to avoid a synchronization with the device
     ids = torch.tensor(padded, device="cpu")
     return hits(criterion, ids, None)
 
 
 class Draft:
-    """A row's draft for one step. The step's forward computes the logits after each draft token.
-    Tokens are chosen from these logits as usual, one position after another, up to the first token
-    that differs from the draft. The scheduler may shorten `tokens`."""
+    """A row's draft for one step. The step's forward computes the logits after the row's last token
+    and after each draft token. Tokens are chosen from these logits as usual, one position after
+    another, up to the first token that differs from the draft. The scheduler may shorten
+    `tokens`."""
 
     is_drawn = False  # whether `sample` draws the tokens of a row with `do_sample`
 
@@ -199,8 +203,8 @@ class Draft:
 
 
 class Decoding:
-    """transformers' decoding loop, suspended between two forwards. After an exception in a step, it
-    is unusable until `SampleDecoding.rewind`."""
+    """transformers' decoding loop, suspended between two forwards. After an exception in a step,
+    the decoding is unusable, unless `SampleDecoding.rewind` can undo the step."""
 
     max_length: int  # tokens, including the prompt
     can_split = False  # whether the rows can advance independently
@@ -227,12 +231,12 @@ class Decoding:
         self.num_rows, self.length = inputs.input_ids.shape
         # rows whose logits the next step takes, in this order; the K/V of other rows can be freed
         self.open_rows = list(range(self.num_rows))
-        # by returned sequence: "eos", "stop_string", "criteria" or "length"; `None` while it runs
+        # by returned sequence: "eos", "stop_string", "criteria" or "length"; `None` until it ends
         self.finish_reasons: list[str | None] = [None] * num_returned
         # by returned sequence and new token, if log-probabilities are recorded
         self.records: list[list[Record]] = [[] for _ in range(num_returned)]
         returns_dict = config.return_dict_in_generate
-        # by step, `(rows, vocab)` float32, if requested
+        # by step, `(rows, vocab)` float32; `None` unless they are requested
         self.scores: tuple[Tensor, ...] | None = None
         self.raw_logits: tuple[Tensor, ...] | None = None
         if returns_dict and config.output_scores:
@@ -240,9 +244,11 @@ class Decoding:
         if returns_dict and config.output_logits:
             self.raw_logits = ()
         self._ids = inputs.input_ids
-        # by step, tokens of all rows that are not in `_ids` yet
+        # by step, the tokens of all rows, as far as they are not in `_ids` yet
         self._new_tokens: list[list[int]] = []
-        self._runs_stock_code = True  # whether no caller's code reads the batch
+        # whether no row's scores depend on other rows and, with beams, no criterion of the caller
+        # reads the batch
+        self._is_row_wise = True
         # whether a step may run a caller's code, which may change the model
         self.runs_callers_code = False
 

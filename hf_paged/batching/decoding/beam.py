@@ -66,8 +66,8 @@ def _seeded_overload(func: Any) -> Any:
 class BeamDecoding(Decoding):
     """Beam search over a batch of prompts, with the model's own helper methods. Row `prompt *
     num_beams + beam` is a running beam. Once the result of a prompt is final, the prompt's rows
-    leave `open_rows`, unless a caller's code reads the batch or a dict is returned. Raises
-    `ValueError` for `low_memory`."""
+    leave `open_rows`, unless the caller's code or the model's own search methods may read the
+    batch, or a dict is returned. Raises `ValueError` for `low_memory`."""
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
         config: Any = inputs.generation_config
@@ -76,9 +76,9 @@ class BeamDecoding(Decoding):
         self.model: Any = model
         self.num_beams = config.num_beams
         self.max_length = config.max_length
-        beams = self.num_beams
-        prompts = self.num_prompts = len(inputs.input_ids) // beams
-        super().__init__(inputs, num_returned=prompts * config.num_return_sequences)
+        num_beams = self.num_beams
+        num_prompts = self.num_prompts = len(inputs.input_ids) // num_beams
+        super().__init__(inputs, num_returned=num_prompts * config.num_return_sequences)
         device = inputs.input_ids.device
         self.prompt_length = self.length
         eos = compat.special_token(config, "eos")
@@ -86,23 +86,24 @@ class BeamDecoding(Decoding):
         num_eos = 0
         if eos is not None:
             num_eos = len(eos)
-        self.beams_to_keep = max(2, 1 + num_eos) * beams
+        self.beams_to_keep = max(2, 1 + num_eos) * num_beams
         is_row_wise = are_row_wise(self.logits_processor, self.num_rows)
-        self._runs_stock_code = is_row_wise and not self.stop_checker.callers_criteria
+        self._is_row_wise = is_row_wise and not self.stop_checker.callers_criteria
         # a model's own search methods may compare prompts, and choose any token
         is_stock_search = all(is_stock(model, name) for name in compat.BEAM_METHODS)
-        self.runs_callers_code = not (self._runs_stock_code and is_stock_search)
+        self.runs_callers_code = not (self._is_row_wise and is_stock_search)
         returns_dict = config.return_dict_in_generate
-        self._can_close_early = is_stock_search and self._runs_stock_code and not returns_dict
-        # by step: the log-probabilities of each chosen (row, next token); the alternatives by row
+        self._can_close_early = is_stock_search and self._is_row_wise and not returns_dict
+        # by step: the log-probabilities of each chosen (row, next token), and each row's
+        # alternatives
         self._records_by_step: list[
             tuple[dict[tuple[int, int], tuple[float, float]], list[Alternatives]]
         ] = []
-        # running and finished beams, [prompts, beams, max_length]
+        # running beams and, in `sequences`, finished ones, [prompts, beams, max_length]
         fill_id = -1
         if eos is not None:
             fill_id = int(pad or eos[0])
-        shape = (prompts, beams)
+        shape = (num_prompts, num_beams)
         self.running = torch.full(
             (*shape, self.max_length),
             fill_id,
@@ -117,13 +118,13 @@ class BeamDecoding(Decoding):
         self.running_scores[:, 1:] = _NEVER
         self.beam_scores = torch.full(shape, _NEVER, device=device)
         self.is_finished = torch.zeros(shape, dtype=torch.bool, device=device)
-        self.may_improve = torch.ones((prompts, 1), dtype=torch.bool, device=device)
+        self.may_improve = torch.ones((num_prompts, 1), dtype=torch.bool, device=device)
         # by generated token, the row that it continued, [prompts, beams, new tokens]
         new_tokens = self.running[:, :, self.length :]
         self.running_indices = torch.full_like(new_tokens, -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()
         candidates = torch.arange(self.beams_to_keep, device=device)
-        self._top_beams = candidates < beams
+        self._is_top_beam = candidates < num_beams
 
     @property
     def lengths(self) -> list[int]:
@@ -171,24 +172,24 @@ class BeamDecoding(Decoding):
             explain_criteria_error(len(ids), error)
             raise
         ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
-        step = self.length - self.prompt_length
-        candidates: Any = dict(
+        num_generated = self.length - self.prompt_length
+        arguments: Any = dict(
             top_continuations,
             next_token_hits_stopping_criteria=ends,
             num_beams=self.num_beams,
         )
         self.running, self.running_scores, self.running_indices = compat.running_beams(
             self.model,
-            **candidates,
+            **arguments,
         )
         self.sequences, self.beam_scores, self.beam_indices, self.is_finished = (
             compat.update_finished_beams(
                 self.model,
-                **candidates,
+                **arguments,
                 **self._finished_beams(),
                 sequences=self.sequences,
                 beam_indices=self.beam_indices,
-                top_num_beam_mask=self._top_beams,
+                top_num_beam_mask=self._is_top_beam,
             )
         )
         self.length += 1
@@ -202,7 +203,7 @@ class BeamDecoding(Decoding):
         )
         state = self.may_improve, self.is_finished, ends
         is_unfinished = compat.beams_are_unfinished(self.model, *state, self.config.early_stopping)
-        parents = self.running_indices[..., step].flatten().tolist()
+        parents = self.running_indices[..., num_generated].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
         if is_unfinished:
             finished = self._close_final_prompts()
@@ -212,7 +213,7 @@ class BeamDecoding(Decoding):
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
         """Chooses `beams_to_keep` continuations of each prompt's beams, as transformers'
-        `_beam_search` does, and returns them as arguments of its next methods."""
+        `_beam_search` does, and returns them as arguments of the methods that it calls next."""
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
         logits = self._expand_to_all_rows(logits)
@@ -248,8 +249,8 @@ class BeamDecoding(Decoding):
                 batch_size=self.num_prompts,
             )
         if self.record_logprobs:
-            step = self.length - self.prompt_length
-            rows = indices[:, :, step].flatten().long()
+            num_generated = self.length - self.prompt_length
+            rows = indices[:, :, num_generated].flatten().long()
             tokens = sequences[:, :, self.length].flatten()
             before = values_at(raw, rows, tokens).tolist()
             after = log_probs[rows, tokens].tolist()
@@ -282,8 +283,8 @@ class BeamDecoding(Decoding):
         """Closes prompts whose result is final, and returns their rows. A result is final if all of
         its `num_beams` sequences are finished and, unless `early_stopping=True`, none can improve.
         It stays final: `_update_finished_beams` adds -1e9 to the scores of new candidates, and
-        `_check_early_stop_heuristic` never becomes true again. Closed prompts do not keep the
-        search of the others running."""
+        `_check_early_stop_heuristic` never returns true for the prompt again. Closed prompts do not
+        prolong the search of the others."""
         if not self._can_close_early:
             return []
         are_finished = self.is_finished.all(dim=1)

@@ -55,7 +55,7 @@ _LOOP_OUTPUTS_REASON = (
     "an engine has no such outputs. Leave it out; `return_logprobs=True` asks for log-probabilities"
 )
 _CONFIG_REASON = (
-    "an engine's requests share memory and forwards as its `PagedConfig` says. Leave it out"
+    "an engine's `PagedConfig` sets the memory and the forwards of all requests. Leave it out"
 )
 # options that an engine restricts: the values that it accepts, and why it rejects others
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -80,7 +80,7 @@ class LoopCall(NamedTuple):
 
     method: str  # name of the loop in `GenerationMixin`
     arguments: Keywords
-    # token ids and other model inputs, before rows were repeated
+    # token ids and other model inputs, before rows were repeated; `None` if they were not recorded
     unexpanded: tuple[Tensor, Keywords] | None
 
     def inputs(self, *options: Any) -> LoopInputs:
@@ -98,8 +98,8 @@ class LoopCall(NamedTuple):
 
 @dataclasses.dataclass
 class Capture:
-    """Records the calls of a model's decoding loops instead of running them: each call returns its
-    ids and an EOS token."""
+    """Records the calls of a model's decoding loops instead of running them. Each of these calls
+    returns its ids, followed by an EOS token (or by 0 without EOS)."""
 
     model: PreTrainedModel
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
@@ -120,9 +120,10 @@ capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default
 
 def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
     """Returns the loop call that `model.generate(**arguments)` prepares. Its arguments contain the
-    encoder's outputs, if any, but raw images, which only the first forward encodes. Runs no loop
-    and allocates no paged memory. Raises `generate`'s errors, and `ServedByGenerateError` if
-    `generate` does not run exactly one loop. The caller holds the model's `step_lock`."""
+    encoder's outputs, if any; images are not encoded yet, since only the first forward does that.
+    Runs no loop and allocates no paged memory. Raises the errors of `generate` from before its
+    first loop, and `ServedByGenerateError` if `generate` does not call exactly one loop. The caller
+    holds the model's `step_lock`."""
     arguments = _with_option(arguments, "cache_implementation", "dynamic")
     capture = Capture(model)
     token = capturing.set(capture)
@@ -236,7 +237,7 @@ def _prepared_request(
         assistant_options["assistant_tokenizer"] = options.assistant_tokenizer
         if tokenizer is not None:
             assistant_options["tokenizer"] = tokenizer
-    config = _prepared_config(model, ids, keywords, assistant_options)
+    config = _loop_config(model, ids, keywords, assistant_options)
     method = compat.BEAM_SEARCH if config.num_beams > 1 else compat.SAMPLE
     _check_stock(model, (method, *compat.REPLACED_METHODS[method]))
     processors = compat.get_logits_processor(
@@ -392,7 +393,7 @@ _config_cache = weakref.WeakKeyDictionary()
 _MAX_CACHED_CONFIGS = 64
 
 
-def _generation_config(model: Any, keywords: Keywords) -> GenerationConfig:
+def _cached_config(model: Any, keywords: Keywords) -> GenerationConfig:
     """Returns the config that transformers prepares from these options; the caller may change it.
     Since transformers copies and checks about seventy attributes twice, the configs are cached:
     later requests with the same options get copies, while the model's configs are unchanged. The
@@ -422,11 +423,11 @@ def _pickled(value: Any) -> bytes | None:
     """Returns the pickled value; `None` if it cannot be pickled."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # an object in it may raise any type
+    except Exception:  # objects in `value` may raise any error
         return None
 
 
-def _prepared_config(
+def _loop_config(
     model: Any,
     ids: Tensor,
     keywords: Keywords,
@@ -437,7 +438,7 @@ def _prepared_config(
     defaults = model.generation_config
     has_default_max = defaults.max_length is None and _option_value(keywords, "max_length") is None
     has_default_min = defaults.min_length is None and _option_value(keywords, "min_length") is None
-    config = _generation_config(model, keywords)
+    config = _cached_config(model, keywords)
     mode = _checked_mode(config, assistant_options.get("assistant_model"))
     compat.validate_generation_mode(model, mode, config, assistant_options)
     compat.prepare_special_tokens(model, config, True, device=ids.device, batch_size=1)

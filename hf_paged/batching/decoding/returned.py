@@ -1,5 +1,6 @@
-"""Errors that name a caller's logits processor or stopping criterion with an invalid result. The
-results are checked only after another error, so that a step without errors pays for no check."""
+"""Errors that name the caller's logits processor or stopping criterion that returned an invalid
+result. The results are checked only after another error, so that a step without errors pays for no
+check."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .base import (
     stop_string_hits,
 )
 from .returned import explain_scores_error
-from .scores import BatchableProcessors, are_row_wise, draw, for_rows, select_rows
+from .scores import BatchableProcessors, are_row_wise, draw, narrow_processors, select_rows
 
 
 class RowStreamers(BaseStreamer):
@@ -93,7 +93,7 @@ class ObservedCriteria(StoppingCriteriaList):
 class SampleDecoding(Decoding):
     """Greedy search or sampling of rows that advance together. As in `generate`, the caller's
     processors and criteria get the whole batch, and each draw covers all rows, so that a seed gives
-    the same tokens. Ended rows leave `open_rows` if the criteria include EOS, and no scores or
+    the same tokens. Ended rows leave `open_rows` if the criteria include EOS and no scores or
     logits are returned; otherwise all rows stay open until the last one ends. With EOS, ended rows
     get padding. Raises `ValueError` if EOS can end a row and there is no padding token."""
 
@@ -116,14 +116,14 @@ class SampleDecoding(Decoding):
             self._pad_token_id = int(pad)
         self._end_lengths = [0] * self.num_rows  # length at which the row ended; 0: not ended
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
-        self._runs_stock_code = are_row_wise(processors, self.num_rows)
+        self._is_row_wise = are_row_wise(processors, self.num_rows)
         package = type(streamer).__module__.partition(".")[0]
         runs_callers_streamer = streamer is not None and package != "transformers"
         self.runs_callers_code = (
-            not self._runs_stock_code or bool(checker.callers_criteria) or runs_callers_streamer
+            not self._is_row_wise or bool(checker.callers_criteria) or runs_callers_streamer
         )
         # whether the processors run only on open rows, since no caller's code reads the others
-        self._selects_rows = self._runs_stock_code and not self._keeps_scores
+        self._selects_rows = self._is_row_wise and not self._keeps_scores
         self._open_processors = (self.open_rows, processors)  # rows, and the processors for them
         needs_scores = self.do_sample or self.record_logprobs or processors
         self.chooses_argmax = self._selects_rows and not needs_scores
@@ -137,8 +137,8 @@ class SampleDecoding(Decoding):
             self.batchable = BatchableProcessors.of(processors, inputs.input_ids)
         if self.batchable is not None and not self.batchable.length_bound:
             self.constant_key = (self.batchable.key, self.do_sample)
-        # rows can be split if no caller's code reads the batch, and no row depends on when others
-        # end (but after a split, sampled rows consume their common random numbers in another order)
+        # Rows can be split if no caller's code reads the batch, and no row depends on when others
+        # end. After a split, sampled rows consume their common random numbers in another order.
         streams_by_row = streamer is None or isinstance(streamer, RowStreamers)
         reads_batch = checker.callers_criteria or not streams_by_row
         ends_independently = checker.has_eos or not checker.stop_strings
@@ -174,7 +174,8 @@ class SampleDecoding(Decoding):
 
     def process(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the `(open rows, vocab)` logits as float32, and the scores that the processors
-        make of them. Raises `TypeError` or `RuntimeError` for an invalid result of a processor."""
+        make of them; records both where the caller requested them. Raises `TypeError` or
+        `RuntimeError` for an invalid result of a processor."""
         rows = self.open_rows
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
@@ -184,12 +185,12 @@ class SampleDecoding(Decoding):
         if self.record_logprobs:
             raw = logits.clone()
         scores = logits
-        if self.logits_processor or not self._runs_stock_code:
+        if self.logits_processor or not self._is_row_wise:
             ids = self.input_ids
             if self._selects_rows:
                 ids = select_rows(ids, rows)
                 if self._open_processors[0] != rows:
-                    narrowed = for_rows(self.logits_processor, rows, self.num_rows)
+                    narrowed = narrow_processors(self.logits_processor, rows, self.num_rows)
                     self._open_processors = (rows, narrowed)
             _, processors = self._open_processors
             try:
@@ -201,7 +202,7 @@ class SampleDecoding(Decoding):
             if has_wrong_shape:
                 raise RuntimeError(
                     f"the logits processors returned scores {tuple(scores.shape)} for logits"
-                    f" {tuple(logits.shape)}"
+                    f" {tuple(logits.shape)}: they must return one row of scores per row of logits"
                 )
         if self.scores is not None:
             self.scores += (scores,)
@@ -233,7 +234,8 @@ class SampleDecoding(Decoding):
 
     def accept(self, chosen: list[int], records: Sequence[Record] = ()) -> SampledTokens:
         """Appends the chosen tokens to the open rows, evaluates the stopping criteria, and sends
-        the tokens to the streamer. `records`: one per token, if log-probabilities are recorded."""
+        the tokens to the streamer. `records`: one per token if log-probabilities are recorded,
+        otherwise none."""
         rows = self.open_rows
         checker = self.stop_checker
         running = [(index, row) for index, row in enumerate(rows) if not self._end_lengths[row]]
@@ -381,7 +383,7 @@ class SampleDecoding(Decoding):
             )
         parts = []
         for row in range(self.num_rows):
-            processors = for_rows(self.logits_processor, [row], self.num_rows)
+            processors = narrow_processors(self.logits_processor, [row], self.num_rows)
             inputs = replace(
                 self.inputs,
                 input_ids=self.input_ids[[row]],

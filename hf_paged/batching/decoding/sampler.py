@@ -87,7 +87,7 @@ def sample_step(
     """Takes one step of each decoding with its logits: one row for each of its open rows, or `n +
     1` rows for a decoding with a draft of `n` tokens. Such a decoding accepts the leading tokens
     that equal the draft's, and one more, each as if it were sampled in a separate step. `fetch` as
-    in `sample_position`; it is not called if any decoding has a draft."""
+    in `sample_position`, but not called if any decoding has a draft."""
     drafted = [index for index, (decoding, _) in enumerate(ready) if decoding.draft is not None]
     if not drafted:
         return sample_position(ready, fetch)
@@ -113,7 +113,7 @@ def sample_step(
 
 
 def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | None:
-    """Returns an error if the next forward would get a token id without an embedding; else
+    """Returns an error if the next forward would get a token id without an embedding; otherwise
     `None`."""
     if isinstance(result, BaseException):
         return None
@@ -125,8 +125,8 @@ def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | Non
         if not 0 <= token < num_embeddings:
             return IndexError(  # as the embedding raises
                 f"token id {token} was chosen, but only ids from 0 to {num_embeddings - 1} have an"
-                " embedding: a logits processor widened the scores, or a stopping criterion wrote"
-                " the id"
+                " embedding: the model's head is wider than its embedding, a logits processor"
+                " widened the scores, or a stopping criterion wrote the id"
             )
     return None
 
@@ -167,19 +167,19 @@ def sample_position(
     """Takes one step of each decoding with its logits, one row for each of its open rows.
     Single-row decodings with equal `batch_key` are sampled as one batch; if a batch has several,
     those without a seeded generator draw by `draw_by_inversion`. An error or an interrupt in a
-    caller's code becomes the result of its decoding only. `fetch` copies the tokens of all open
-    rows to the host, in the order of the decodings; it is called at most once, and only if all
-    decodings have tokens."""
+    caller's code becomes the result of its decoding only. `fetch` (default: `Tensor.tolist`) copies
+    the tokens of all open rows to the host, in the order of the decodings. It is called at most
+    once, and only if every decoding has chosen tokens on the device."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return sample_position(ready, fetch)
     results: dict[int, Result] = {}
     batches: list[SampledBatch] = []
     for indices in _batch_indices(ready):
-        _choose_or_fail(ready, indices, batches, results)
+        _try_choose(ready, indices, batches, results)
     if results or fetch is None:
         fetch = Tensor.tolist
-    fetched = _fetch_or_fail(batches, fetch, results)
+    fetched = _try_fetch(batches, fetch, results)
     for batch, tokens, columns in fetched:
         results.update(zip(batch.indices, batch.accept(tokens, columns)))
     return [results[index] for index in range(len(ready))]
@@ -199,7 +199,7 @@ def _batch_indices(ready: Sequence[tuple[Decoding, LogitRows]]) -> Iterable[Sequ
     return groups.values()
 
 
-def _choose_or_fail(
+def _try_choose(
     ready: Sequence[tuple[Any, LogitRows]],
     indices: Sequence[int],
     batches: list[SampledBatch],
@@ -222,7 +222,7 @@ def _choose_or_fail(
         if is_interrupt(error):
             raise
         for index in indices:
-            _choose_or_fail(ready, [index], batches, results)
+            _try_choose(ready, [index], batches, results)
 
 
 def _choose(
@@ -267,8 +267,8 @@ def _draw(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
         return decodings[0].draw(probs)
     is_drawable = probs.sum(dim=-1) > 0
     if not probs.is_cpu or not is_drawable.all():
-        # rows without a token still draw, uniformly, so that the rows after them get the random
-        # numbers that they would otherwise get
+        # rows whose scores allow no token still draw, uniformly, so that they do not change the
+        # random numbers of the rows after them
         probs = torch.where(is_drawable[:, None], probs, 1.0)
     return torch.where(is_drawable, _draw_rows(decodings, probs), _NO_TOKEN)
 
@@ -291,7 +291,7 @@ def _draw_rows(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
     return torch.cat(drawn)
 
 
-def _fetch_or_fail(
+def _try_fetch(
     batches: list[SampledBatch],
     fetch: Fetch,
     results: dict[int, Result],
@@ -312,7 +312,7 @@ def _fetch_or_fail(
             return []
     fetched = []
     for batch in batches:
-        fetched += _fetch_or_fail([batch], Tensor.tolist, results)
+        fetched += _try_fetch([batch], Tensor.tolist, results)
     return fetched
 
 

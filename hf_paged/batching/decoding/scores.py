@@ -51,7 +51,7 @@ _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
 _MIN_LENGTH_PROCESSORS = (stock.MinLengthLogitsProcessor, stock.MinNewTokensLengthLogitsProcessor)
 
 # Processors that decodings can share (`BatchableProcessors`), and processors that compute each row
-# from that row alone. Some of the latter hold a value for each row (`for_rows`).
+# from that row alone. Some of the latter hold a value for each row (`narrow_processors`).
 _BATCHABLE = {*_SEQUENCE_FREE, *_LENGTH_BOUND, _REPETITION_PENALTY}
 _ROW_WISE = {
     *_BATCHABLE,
@@ -68,7 +68,7 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
     """Whether each row's scores depend on that row alone, and no caller's code reads the `num_rows`
     rows."""
     kind = stock.EncoderRepetitionPenaltyLogitsProcessor
-    # with fewer prompts than rows, transformers' version decides which rows this kind affects
+    # with fewer prompts than rows, it depends on transformers' version which rows this kind affects
     for processor in processors:
         if type(processor) is kind and len(processor.encoder_input_ids) != num_rows:
             return False
@@ -86,7 +86,7 @@ def can_run_on_drafts(processor: Any) -> bool:
     return kind not in _LENGTH_BOUND or kind in _MIN_LENGTH_PROCESSORS
 
 
-def for_rows(
+def narrow_processors(
     processors: LogitsProcessorList,
     rows: Sequence[int],
     num_rows: int,
@@ -160,8 +160,9 @@ class BatchableProcessors:
 
     @classmethod
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
-        """Makes the batchable processors of a row with `(1, length)` ids. Returns `None` if a
-        processor is not one of `_BATCHABLE`, or if there are several repetition penalties."""
+        """Makes the batchable processors of a row with `(1, length)` ids. Returns `None` if the
+        list's class is not transformers' own, if the type of a processor is not in `_BATCHABLE`, or
+        if there are several repetition penalties."""
         kinds = [type(processor) for processor in processors]
         is_plain = type(processors) is LogitsProcessorList
         if not is_plain or kinds.count(_REPETITION_PENALTY) > 1 or not _BATCHABLE.issuperset(kinds):
@@ -203,8 +204,8 @@ def _penalized_tokens(
 
 
 def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
-    """Applies the processors of each row's member to `(rows, vocab)` float32 scores, and returns
-    the result. All members have the same `key`."""
+    """Applies the processors of each row to `(rows, vocab)` float32 scores, and returns the result.
+    `members`: the processors of each row, all with the same `key`."""
     for processors in zip(*(member.processors for member in members)):
         first: Any = processors[0]
         kind = type(first)
@@ -228,9 +229,9 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
             best, _ = torch.topk(scores, max(counts))
             thresholds = best.gather(1, ranks - 1)
             scores = scores.masked_fill(scores < thresholds, first.filter_value)
-        else:  # transformers' formula broadcasts a `(rows, 1)` column
+        else:  # in transformers' formula, a `(rows, 1)` column takes the place of a number
             column = numbers_on(scores.device, values, torch.double)[:, None]
-            # transformers rounds `1 - top_p` to float32, and the other numbers themselves
+            # transformers rounds `1 - top_p`, and the other numbers themselves, to float32
             if name == "top_p":
                 column = 1 - (1 - column).float().double()
             else:
@@ -243,8 +244,8 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
 
 def argmax(scores: Tensor) -> Tensor:
     """Returns `scores.argmax(dim=-1)`, `(rows,)`: of equal maxima, the first index. On the CPU,
-    torch computes a maximum ten times as fast as its index and, in half precision, the index twice
-    as fast by `max` as by `argmax`."""
+    torch computes a maximum ten times as fast as its index. In half precision, it computes the
+    index twice as fast by `max` as by `argmax`."""
     rows, vocab = scores.shape
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
@@ -267,10 +268,10 @@ def _split_into_chunks(scores: Tensor, fill: float) -> Tensor:
 
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Draws as `torch.multinomial(probs, 1, generator=generator).squeeze(1)` from `(rows, vocab)`
-    probabilities, with the same tokens and the same generator state afterwards. Raises torch's
-    `RuntimeError` for rows that torch rejects. On a GPU where `exponential_race` equals torch's
-    draw, does not synchronize, and such rows get arbitrary tokens instead."""
+    """Returns `torch.multinomial(probs, 1, generator=generator).squeeze(1)` for `(rows, vocab)`
+    probabilities, and leaves the generator in the same state. Raises torch's `RuntimeError` for
+    rows that torch rejects. On a GPU where `exponential_race` equals torch's draw, does not
+    synchronize, and such rows get arbitrary tokens instead."""
     if probs.is_cpu or not _race_equals_multinomial(probs.device):
         return cpp.multinomial(probs, generator)
     return exponential_race(probs, generator)
@@ -372,6 +373,7 @@ class PromptLogprobs:
         self.token_ids = token_ids
         self.num_alternatives = num_alternatives
         self.values: list[float | None] = [None] * len(token_ids)
+        # by position, the alternatives: (token id, log-probability)
         self.top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
 
     def num_recordable(self, start: int, end: int) -> int:

@@ -46,7 +46,7 @@ class StopStrings(StoppingCriteria):
         return torch.tensor(are_hits, device=input_ids.device)
 
     def hits(self, rows: list[list[int]]) -> list[bool]:
-        """Returns whether the last token of each row completes a stop string."""
+        """Returns, for each row, whether its last token completes a stop string."""
         return [self._is_hit(tokens) for tokens in rows]
 
     def _is_hit(self, tokens: list[int]) -> bool:

@@ -1,6 +1,6 @@
 """Checks the token ids of a request's prompt against the model's embeddings, before memory is
-allocated: a lookup outside of an embedding fails on the CPU, and ends the process's use of a
-GPU."""
+allocated: a lookup outside of an embedding raises an error on the CPU, and makes a GPU unusable for
+the process."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ def num_embeddings(model: PreTrainedModel) -> int:
 def check_vocabulary(
     model: PreTrainedModel, input_ids: Sequence[int], inputs: Mapping[str, Any] | None
 ) -> None:
-    """Raises `ValueError` if a prompt has token ids, or an encoder's model `decoder_input_ids`,
-    outside the vocabulary. Beside media such as images, accepts the ids that the model's config
-    names as their placeholders, and any ids if the model's class is not transformers' own, whose
-    code may know others."""
+    """Raises `ValueError` if token ids of a prompt, or `decoder_input_ids` of a model with an
+    encoder, are outside the vocabulary. In prompts with media such as images, accepts the ids that
+    the model's config names as their placeholders, and any ids if the model's class is not
+    transformers' own, since its code may define other placeholders."""
     inputs = inputs or {}
     has_encoder = model.config.is_encoder_decoder
-    # without embeddings or an encoder's outputs, which are read in place of the ids
+    # embeddings and encoder outputs are read in place of the ids
     are_read = inputs.get("inputs_embeds") is None and inputs.get("encoder_outputs") is None
     if len(input_ids) and are_read:
-        size = _size_of(model, "get_encoder") if has_encoder else _full_size(model)
-        _check(model, input_ids, size, inputs)
+        size = _num_embeddings_of(model, "get_encoder") if has_encoder else _num_with_extra(model)
+        _check_ids(model, input_ids, size, inputs)
     decoder_ids = inputs.get("decoder_input_ids")
     if has_encoder and isinstance(decoder_ids, Tensor) and decoder_ids.numel():
-        _check(model, decoder_ids.flatten().tolist(), _size_of(model, "get_decoder"), inputs)
+        size = _num_embeddings_of(model, "get_decoder")
+        _check_ids(model, decoder_ids.flatten().tolist(), size, inputs)
 
 
-def _check(
+def _check_ids(
     model: PreTrainedModel, ids: Sequence[int], size: int | None, inputs: Mapping[str, Any]
 ) -> None:
-    """Raises `ValueError` for ids that are neither below `size` nor placeholders. `None`: there is
-    no table of ids."""
+    """Raises `ValueError` for ids that are neither in `range(size)` nor placeholders. `size` is
+    `None` if there is no table of ids; all ids are then accepted."""
     lowest = min(ids)
     highest = max(ids)
     if size is None or (lowest >= 0 and highest < size):
@@ -66,9 +67,9 @@ def _check(
         )
 
 
-def _full_size(model: PreTrainedModel) -> int:
-    """Returns `num_embeddings` and the rows of an additional embedding, such as Idefics has for
-    its placeholders."""
+def _num_with_extra(model: PreTrainedModel) -> int:
+    """Returns `num_embeddings` plus the number of rows of an additional embedding, such as Idefics
+    has for its placeholders."""
     try:
         table = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
@@ -76,8 +77,8 @@ def _full_size(model: PreTrainedModel) -> int:
     return num_embeddings(model) + getattr(table, "num_additional_embeddings", 0)
 
 
-def _size_of(model: Any, getter: str) -> int | None:
-    """Returns the number of embeddings of the encoder or decoder that a method of the model
+def _num_embeddings_of(model: Any, getter: str) -> int | None:
+    """Returns the number of embeddings of the encoder or decoder that the model's method `getter`
     returns; `None` if it has no table of token ids, but embeds audio for instance."""
     try:
         table = getattr(model, getter)().get_input_embeddings()

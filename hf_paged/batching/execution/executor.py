@@ -42,16 +42,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class StableSpan:
-    """A span of time in which no other code changes the model (`model.weights.WeightsGuard`): one
-    step of an engine, or a `generate` call."""
+    """A span of time in which no other code changes the model: one step of an engine, or a call
+    that runs its requests to their ends. It is a period of `model.weights.WeightsGuard`."""
 
-    is_call: bool = False  # a `generate` call
-    is_open: bool = False  # its first step has begun
-    is_committed: bool = False  # the weights of its blocks are fingerprinted, if they need to be
+    is_call: bool = False
+    is_open: bool = False  # whether its first step has begun
+    is_committed: bool = False  # whether `Executor.commit` was called, or is not needed
 
 
 class Executor:
-    """Runs the model under its `step_lock`."""
+    """Runs the forwards of one model. Callers of `run` and `run_rows` hold `lock`, the model's
+    `step_lock`."""
 
     def __init__(
         self,
@@ -71,17 +72,21 @@ class Executor:
         self.checks_weights = False  # whether the prefix cache is used (see `begin`)
         self.allows_replays = False  # whether steps may be replays (see `begin`)
         self.adapters = adapters or OnDemand[Adapters]()
-        # launches decode steps before their input tokens are on the host
+        # launches decode steps before their input tokens are on the host; `None` if none can be
         self.run_ahead: RunAhead | None = None
         if runner.recorder is not None:
             self.run_ahead = runner.recorder.run_ahead(memory, scheduler)
-        # `runner.num_forwards` when forwards' own changes of the state were last accepted
+        # `runner.num_forwards` when the changes that forwards made to the model's state were last
+        # accepted
         self._num_accepted_forwards = 0
-        # two contexts around each step: the first runs compiled layers without compiled code, the
-        # second sets the attention of configs to `"hf_paged"`
+        # Two contexts around each step: the first runs compiled layers without compiled code, and
+        # the second sets the attention of configs to `"hf_paged"`. `None`: not made yet.
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
-        self._num_handled_changes = -1  # `guard.num_changes` at the last `handle_model_change`
-        self._is_state_due = False  # whether the model's state must be read for the runner
+        # `guard.num_changes` when a change of the model was last handled; -1 after `forget_model`
+        self._num_handled_changes = -1
+        # whether the model must be read before the next decodes, or the next `commit`
+        self._is_state_due = False
+        # the model's state when it was last read; `None` if there is none that still applies
         self._state: ModelState | None = None
         self.runs_user_code = False  # whether user code runs between steps (see `begin`)
         # whether user code may have changed the model since the last step
@@ -95,26 +100,27 @@ class Executor:
         runs_user_code: bool = True,
     ) -> None:
         """Starts work on the model; must be called before other methods, and only while no step is
-        in flight. Without `check_weights` the prefix cache is not used. Without `allow_replays` no
-        recorded step is replayed, and the model's state is not read. Without `switch_attention` the
-        caller has set the model's attention to `"hf_paged"`. Without `runs_user_code` only code of
-        transformers and of the model runs between steps."""
+        in flight. `check_weights`: must be set if the prefix cache is used. Without `allow_replays`
+        no recorded step is replayed, and the model's state is not read. Without `switch_attention`
+        the caller has set the model's attention to `"hf_paged"`. Without `runs_user_code` only code
+        of transformers and of the model runs between steps."""
         self._device = compute_device(self.model)
-        # the dtype of all forwards, whichever thread runs the steps
-        self.autocast = autocast_dtype(self._device)
+        # the autocast dtype of all forwards, whichever thread runs the steps; `None`: no autocast
+        self.autocast_dtype = autocast_dtype(self._device)
         self.checks_weights = check_weights
         self.allows_replays = allow_replays
         self.runs_user_code = runs_user_code
         self._switches_attention = switch_attention
-        self.guard.begin(check_weights, self.autocast)
+        self.guard.begin(check_weights, self.autocast_dtype)
         self.runner.pack()
         self.forget_model()
 
     def open(self, span: StableSpan) -> None:
-        """Called before every step of a span. Before the first, lets the guard begin a period and
-        schedules `check_model`; before the others, calls `doubt_model`."""
+        """Called before the first step of a span, and before each further step of an engine. Before
+        the first, begins the guard's period and makes the next `check_model` check the model;
+        before the others, calls `mark_unverified`."""
         if span.is_open:
-            self.doubt_model()  # another thread may change the model without pausing the engine
+            self.mark_unverified()  # another thread may change the model without pausing the engine
         else:
             with self.lock:
                 self.guard.begin_period()
@@ -122,10 +128,11 @@ class Executor:
             span.is_open = self.is_unchecked = True
 
     def commit(self, span: StableSpan, runs_user_code: bool = False) -> None:
-        """Fingerprints the weights that computed the span's blocks, before control returns to user
-        code (in a call, after its first token). User code may change the model between an engine's
-        steps and, with `runs_user_code`, between those of a call: then also records the state with
-        which `check_model` compares the model."""
+        """Called before control returns to user code, in a call after its first token at the
+        latest. If blocks are cached, fingerprints the weights that computed the span's blocks,
+        once and where needed (`WeightsGuard.commit`). User code may change the model between an
+        engine's steps and, with `runs_user_code`, between those of a call: then also records the
+        state with which `check_model` compares the model."""
         should_watch = runs_user_code or not span.is_call
         is_done = span.is_committed and (not should_watch or self.guard.is_watched)
         if self.guard.is_on and not is_done:
@@ -143,13 +150,14 @@ class Executor:
         span.is_committed = True
 
     def close(self, span: StableSpan) -> None:
-        """Ends the span, also after a failure: blocks computed without a `commit` are not
-        reused."""
+        """Ends the span, also after a failure. Without a `commit`, the guard ends its period by
+        `abandon`."""
         if span.is_open and not span.is_committed:
             self.guard.abandon()
 
     def go_idle(self) -> None:
-        """Releases the objects held for steps, once all requests have finished."""
+        """Called once all requests have finished: releases the objects held for steps, and ends the
+        guard's work, which may fingerprint the weights."""
         self.clear_run_ahead()
         self.runner.go_idle()
         with self.lock:
@@ -157,13 +165,15 @@ class Executor:
         self._state = None  # it holds the weights
 
     def change_weights(self) -> None:
-        """Called between steps when weights have changed: no block cached before is reused."""
+        """Called between steps after the weights have changed: drops the blocks cached until now,
+        and everything that `forget_model` drops."""
         self.guard.forget_earlier()
         self.forget_model()
 
     def forget_model(self) -> None:
-        """Drops everything derived from the model. No step is replayed until the model's state is
-        read again, and the configs to switch are collected again."""
+        """Drops what was derived from the model, except a state on which the guard relies
+        (`is_watched`). No step is replayed until the model's state is read again, and the configs
+        to switch are collected again."""
         self._num_handled_changes, self._switches, self._is_state_due = -1, None, False
         if not self.guard.is_watched:
             self._state = None
@@ -174,13 +184,13 @@ class Executor:
         self.runner.begin(None)
 
     def clear_run_ahead(self) -> None:
-        """Drops the step launched ahead."""
+        """Drops the step launched ahead, if there is one."""
         if self.run_ahead is not None:
             self.run_ahead.clear()
 
     def handle_model_change(self) -> None:
-        """If the guard has detected a change of the model, drops recorded steps and the step
-        launched ahead."""
+        """If the guard has detected a change of the model, or after `forget_model`, calls
+        `forget_model` and makes the model's state be read again where it is needed."""
         if self.guard.num_changes != self._num_handled_changes:
             self.forget_model()
             self._num_handled_changes = self.guard.num_changes
@@ -189,22 +199,24 @@ class Executor:
 
     def check_model(self) -> None:
         """Called before a step, within `attention`: if user code may have run since the last step
-        (`is_unchecked`) and has changed the model, drops cached prefixes, recorded steps and the
-        step launched ahead, and stops packing rows if the new structure rules packing out."""
+        (`is_unchecked`) and has changed the model since its state was read, drops cached prefixes,
+        recorded steps and the step launched ahead, and stops packing rows if the new structure
+        rules packing out."""
         is_due, self.is_unchecked = self.is_unchecked, False
         if not is_due or self._state is None:
             return
         if not self._state.is_same() and self._read_model():
             self._unpack()
 
-    def doubt_model(self) -> None:
+    def mark_unverified(self) -> None:
         """Makes the next replay check whether user code has replaced modules or tensors."""
         if self._state is not None:
             self._state.mark_unverified()
 
     def _read_model(self) -> bool:
-        """Reads the model's state, within `attention`, and returns whether it has changed; if so,
-        drops cached prefixes, recorded steps and the step launched ahead."""
+        """Reads the model's state, within `attention`, and returns whether it differs from the
+        state read before, if any; if so, drops cached prefixes, recorded steps and the step
+        launched ahead."""
         previous = self._state
         state = read_state(self.model)
         has_changed = False
@@ -219,7 +231,8 @@ class Executor:
         if state is not None:
             if self.runs_user_code:
                 state.accept()
-            # in a call, only the call's own forwards make replays check the model again
+            # in a call, replays check the model again only after `mark_unverified`, so the
+            # addresses that they read must stay valid
             if not self._switches_attention:
                 state.keep_memory()
         recorded_state = None if self.runner.recorder is None else state
@@ -228,23 +241,25 @@ class Executor:
 
     @restoring
     def attention(self) -> Iterator[None]:
-        """A context for each step: switches attention to `"hf_paged"`, runs layers with a cache
-        without compiled code, disables mask observers and gradients, and fills `slowed_by`."""
-        switches = self._switches  # copied, since `begin` of another thread may reset it
+        """A context for each step: switches attention to `"hf_paged"` (unless the caller has), runs
+        layers that update a cache without compiled code, disables mask observers and gradients, and
+        collects the reasons for slow attention in `slowed_by`."""
+        switches = self._switches  # read once, since `begin` of another thread may reset it
         if switches is None:
             modules = list(self.model.modules())
-            switched = modules if self._switches_attention else []
-            wrap_expansions(switched)
+            switched_modules = modules if self._switches_attention else []
+            wrap_expansions(switched_modules)
             eager_context = running_eagerly(compiled_layers(modules))
             with eager_context:
                 self.runner.choose_products(modules)
-            attention_context = use_paged_attention(switchable_configs(switched))
+            attention_context = use_paged_attention(switchable_configs(switched_modules))
             switches = self._switches = eager_context, attention_context
         eager_context, attention_context = switches
         reset_tokens = (mask_observer.set(None), unsupported_reasons.set(self.slowed_by))
         has_gradients = torch.is_grad_enabled()
         try:
-            torch._C._set_grad_enabled(False)  # `torch.no_grad` makes eight Python calls
+            # cheaper than `torch.no_grad`, which makes eight Python calls
+            torch._C._set_grad_enabled(False)
             with eager_context, attention_context:
                 yield
         finally:
@@ -253,8 +268,8 @@ class Executor:
             unsupported_reasons.reset(reset_tokens[1])
 
     def run(self, plan: StepPlan) -> Tensor:
-        """Returns logits as `Runner.run` does: those of rows launched ahead, if any, and newly
-        computed ones of the other rows."""
+        """Returns logits as `Runner.run` does: those launched ahead for the first rows, if any, and
+        newly computed ones for the other rows."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
         launched, num_launched = None, 0
@@ -276,8 +291,9 @@ class Executor:
 
     def run_rows(self, plan: StepPlan) -> Tensor:
         """Computes all rows of the plan, whether launched ahead or not; returns logits as `run`
-        does. If a packed forward raises `NotPackable`, for instance because user code changed the
-        model, computes this step and all later ones without packing."""
+        does. If a packed forward raises [`NotPackable`], for instance because user code changed the
+        model, computes this step and those until the next `begin` without packing; raises the error
+        if the runner must pack."""
         try:
             return self._run_rows(plan)
         except NotPackable as error:
@@ -287,7 +303,7 @@ class Executor:
 
     def _unpack(self, failure: str | None = None, prefix: str = "") -> bool:
         """Calls `Runner.unpack` with `failure`; returns whether the runner stopped packing rows. If
-        so, adds a warning to `slowed_by`, with the reason after `prefix`."""
+        so, adds the reason to `slowed_by`, after `prefix`."""
         reason = self.runner.unpack(failure)
         if reason is None:
             return False
@@ -306,15 +322,15 @@ class Executor:
         return self.compute(self.runner.run, plan, None)
 
     def compute(self, forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Runs `forward`, a method of the runner, under autocast and together with the other
-        processes; returns its logits."""
+        """Runs `forward`, a method of the runner, with the autocast of `begin` and together with
+        the other processes, if any; returns its logits."""
         shared_forward = NOTHING if self._processes is None else self._processes.forward()
         with self._autocast_context(), shared_forward:
             return forward(*arguments)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
-        """Returns a function that launches the next step while it copies the tokens of these rows
-        to the host; `None` if the next step cannot be launched ahead (`RunAhead.fetch`)."""
+        """Returns a function that copies the tokens of these rows to the host and meanwhile
+        launches the next step; `None` if that step cannot be launched ahead (`RunAhead.fetch`)."""
         if self.run_ahead is None or not self.runner.is_packed:
             return None
         return self.run_ahead.fetch(ready, self._launch_next)
@@ -327,7 +343,7 @@ class Executor:
         adapter, *other_adapters = {sequence.request.adapter for sequence in sequences}
         if other_adapters:
             return None
-        # clamped, since the host checks for ids out of range only later
+        # clamped, since the host detects ids out of range only after this launch
         valid_ids = token_ids.clamp(0, self.num_embeddings - 1)
         adapter_context: AbstractContextManager[ForwardContext | None] = nullcontext()
         if adapter is not None:
@@ -336,11 +352,11 @@ class Executor:
             return self.runner.run_ahead(sequences, valid_ids, context)
 
     def _autocast_context(self) -> AbstractContextManager[Any]:
-        if self.autocast is None and autocast_dtype(self._device) is None:
-            # `torch.autocast` would clear its weight cache in every step
+        if self.autocast_dtype is None and autocast_dtype(self._device) is None:
+            # even a disabled `torch.autocast` clears its weight cache in every step
             return NOTHING
         return torch.autocast(
             self._device.type,
-            dtype=self.autocast,
-            enabled=self.autocast is not None,
+            dtype=self.autocast_dtype,
+            enabled=self.autocast_dtype is not None,
         )

@@ -35,7 +35,8 @@ class PackedTokens(NamedTuple):
     query_start: list[int]  # index of each row's first token, then the number of tokens
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
-    rope_factors: list[int]  # by token; empty if all tokens use the factors of short sequences
+    # ids of rotary factors, by token; empty if all tokens use the factors of short sequences
+    rope_factors: list[int]
     # positions by axis and token, for rotary embeddings with several axes; `None` if every
     # sequence's positions are 0, 1, 2, ... on all axes
     axes: list[list[int]] | None = None
@@ -50,7 +51,8 @@ def pack(
 ) -> PackedTokens:
     """Packs the tokens of a step, for layer groups with these block sizes (tokens). `rope`: the
     rotary embeddings if their factors depend on a sequence's length (`model.rope.LengthRope`).
-    `is_ahead`: the tokens, one of each row, are only on the device; their ids are 0 here."""
+    `is_ahead`: whether the tokens, one of each row, are only on the device; their ids are 0
+    here."""
     # leading rows of one token each, which whole-list operations pack faster than a loop
     num_simple = plan.num_decodes
     if plan.has_drafts or rope is not None:
@@ -71,9 +73,9 @@ def pack(
         count = plan.counts[row]
         draft = sequence.draft
         end = start + count
-        first = len(token_ids)
-        stop = first + count
-        if num_decodes == first and (draft or count == 1):  # all earlier rows are decodes
+        first_index = len(token_ids)
+        end_index = first_index + count
+        if num_decodes == first_index and (draft or count == 1):  # all earlier rows are decodes
             num_decodes += count
         if is_ahead:
             token_ids += [0] * count
@@ -81,8 +83,8 @@ def pack(
             token_ids += sequence.token_ids[start : end - len(draft)]
             token_ids += draft
         positions += range(start, end)
-        query_start += _row_ends(first, count, draft)
-        last += range(stop - plan.num_logits[row], stop)
+        query_start += _row_ends(first_index, count, draft)
+        last += range(end_index - plan.num_logits[row], end_index)
         if rope is not None:
             num_prompt_tokens = sequence.request.num_prompt_tokens
             length = max(end, len(sequence.token_ids))
@@ -197,7 +199,7 @@ def write_changed_rows(
         added = block_ids[len(row_ids) :]
         begin = start + len(row_ids)
         buffer[begin : begin + len(added)] = array("i", added)
-        row_ids += added  # last, since an interrupt may end this call before the write
+        row_ids += added  # last, since an interrupt may keep the lines above from writing
 
 
 class TableRows:

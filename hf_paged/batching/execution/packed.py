@@ -1,5 +1,6 @@
-"""Runs a scheduled batch as one packed `[1, sum(query_len)]` forward without padding. Reads the
-rows' block tables; `Scheduler.commit` advances the rows."""
+"""Runs a step as one packed `[1, sum(query_len)]` forward without padding; after `unpack`, as
+padded forwards on the same blocks. Reads the rows' block tables; `Scheduler.commit` advances the
+rows."""
 
 from __future__ import annotations
 
@@ -35,21 +36,22 @@ from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .inputs import PackedTokens, TableRows, pack, recorded_prompts
 from .rectangle import padding_mask
-from .runner import LogitsPart, Runner, WholePrompts, in_order, num_cached
+from .runner import LogitsPart, Runner, WholePrompts, count_cached, in_order
 
 logger = logging.getLogger(__name__)
 
 MAX_GATHERED_EXPERT_TOKENS = 64
-"""Maximum tokens of a forward that copies the expert weights of each token: an estimate of how many
-such copies take little memory."""
+"""Maximum number of tokens in a forward that copies the expert weights of each token: an estimate
+of how many such copies take little memory."""
 
 
 class PackedRunner(Runner):
     """Runs the model on tokens of many sequences at once. The caller must have switched the model's
     attention. The empty `cache` defines which layers share block tables. `can_mix_lengths`: whether
-    rows of different lengths may share a padded forward after `unpack`. `recorder` replays steps
-    that it has recorded. `batch_invariant`: whether a row's logits must have the same bits beside
-    any other rows. `processes`: the processes that compute each forward together."""
+    decodes of rows of different lengths may share a padded forward after `unpack`. `recorder`
+    records steps and replays them. `batch_invariant`: whether a row's logits must have the same
+    bits whatever other rows the step has. `processes`: the processes that compute each forward
+    together."""
 
     def __init__(
         self,
@@ -73,7 +75,7 @@ class PackedRunner(Runner):
         self.rope = find_length_rope(model, model.modules())
         self.supports_drafts = self.rope is None
         self.recorder = recorder
-        # the room that computes in a fixed order; `None` without `batch_invariant`
+        # the room whose contexts make forwards batch-invariant; `None` without `batch_invariant`
         self._fixed_order_room: TapeRoom | None = None
         if batch_invariant:
             self._fixed_order_room = room("tape", "`batch_invariant`")
@@ -87,9 +89,9 @@ class PackedRunner(Runner):
         self.is_packed = True
 
     def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
-        """Called between forwards: from now on each forward passes the last hidden states of its
-        tokens, `(1, n, hidden_size)`, to `store`, while the cache still holds the forward's
-        steps."""
+        """Called between forwards: from now on each forward, except those of whole prompts, passes
+        the last hidden states of its tokens, `(1, n, hidden_size)`, to `store`, while the cache
+        still holds the forward's steps."""
         self.store_hidden = store
 
     def unpack(self, reason: str | None = None) -> str | None:
@@ -105,14 +107,14 @@ class PackedRunner(Runner):
         return reason
 
     def begin(self, state: ModelState | None) -> None:
-        """Starts work on the model in this state. Without a state no step is replayed."""
+        """Starts work on the model in this state; without a state, no step is replayed."""
         self._state = state
         parameters = inspect.signature(self.model.forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
         self._cache_name = compat.cache_name(self.model)
         if state is None:
-            # whether the model's own code computes attention, from gathered keys and a mask
+            # whether the model's own code computes attention, without the attention interface
             self._has_own_attention = not calls_interface(self.model.modules())
         if state is not None and self.recorder is not None:
             self.recorder.begin(state, self._has_own_attention)
@@ -138,14 +140,15 @@ class PackedRunner(Runner):
         if self.is_packed and not plan.has_inputs:
             return self._run_packed(plan, context)
         parts, other_indices = self.run_whole_prompts(plan)
-        for indices in self._divide(plan, other_indices):
+        for indices in self._group_rows(plan, other_indices):
             logits = self._run_packed(plan.select(indices), context)
             parts.append((indices, logits))
         return in_order(parts, plan.num_logits)
 
-    def _divide(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
-        """Divides rows, by index in the step, among forwards. A packed forward has rows with
-        equally many position axes; a padded one has one row, or rows of one token each."""
+    def _group_rows(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
+        """Divides rows, by index in the step, among forwards. In a packed forward, all rows that
+        set positions have equally many position axes. A padded forward has one row, or rows of one
+        token each; without `can_mix_lengths`, these have equal lengths."""
         axis_counts: list[int] = []
         for index in indices:
             prompts, row = plan.sequences[index].request.inputs or (None, 0)
@@ -153,7 +156,7 @@ class PackedRunner(Runner):
         is_uniform = len({*axis_counts} - {0}) < 2
         forwards: dict[Hashable, list[int]] = {}
         for index, num_axes in zip(indices, axis_counts):
-            # positions 0, 1, 2, ... (no axes) fit any number of axes
+            # without axes, positions are 0, 1, 2, ..., which fit any number of axes
             kind: Hashable = 0 if is_uniform else num_axes
             if not self.is_packed:
                 count = plan.counts[index]
@@ -175,9 +178,10 @@ class PackedRunner(Runner):
             prompts = prompts.merged(other_prompts, pad_token_id(self.model))
         sequences = {row: plan.sequences[index] for row, index in index_by_row.items()}
         cache = self.cache.empty_twin(self.memory, self.counters)
+        self._count_forward()
         with self._rope_context([]), self.product_context:
-            num_computed = num_cached(index_by_row, plan)
-            logits, looks_ahead = prompts.forward(self.model, cache, sequences, num_computed)
+            num_cached = count_cached(index_by_row, plan)
+            logits, looks_ahead = prompts.forward(self.model, cache, sequences, num_cached)
         content = prompts.content(self.model.config)
         # a block's keys in the prefix cache must cover all tokens on which its K/V depend, so no
         # text token may attend to later tokens
@@ -203,19 +207,19 @@ class PackedRunner(Runner):
             replayed = self._replay(tokens, context)
             if replayed is not None and (self.recorder is None or self.recorder.is_checked):
                 return replayed
-        extra_tokens = [token for *_, prompt_tokens in recordings for token in prompt_tokens]
+        extra_indices = [index for *_, indices in recordings for index in indices]
         if self._processes is not None:
             names = None
             if context is not None:
                 names = context.names
-            self._processes.run(tokens, extra_tokens, names)
+            self._processes.run(tokens, extra_indices, names)
         unpacked_plan = None
         if not self.is_packed:
             unpacked_plan = plan
-        logits = self.compute(tokens, extra_tokens, unpacked_plan, context)
+        logits = self.compute(tokens, extra_indices, unpacked_plan, context)
         end = len(tokens.last)
-        for recording, position, prompt_tokens in recordings:
-            stop = end + len(prompt_tokens)
+        for recording, position, indices in recordings:
+            stop = end + len(indices)
             recording.record(position, logits[end:stop])
             end = stop
         logits = logits[: len(tokens.last)]
@@ -261,23 +265,23 @@ class PackedRunner(Runner):
     def compute(
         self,
         tokens: PackedTokens,
-        extra_tokens: list[int],
+        extra_indices: list[int],
         unpacked_plan: StepPlan | None = None,
         context: ForwardContext | None = None,
     ) -> Tensor:
         """Runs the model without a replay; returns logits `(n, vocab_size)` of the packed tokens
-        `tokens.last`, then of those with the indices `extra_tokens`; if both are empty, of the last
-        token. `unpacked_plan`: the step's plan if its rows are not packed; then each row has one
-        token, or there is one row."""
+        with the indices `tokens.last`, then of those with the indices `extra_indices`; if both are
+        empty, of the last token. `unpacked_plan`: the step's plan if its rows are not packed; then
+        each row has one token, or there is one row."""
         inputs, steps = self._to_device(tokens)
         num_tokens = len(tokens.token_ids)
         logit_indices = None
-        logit_tokens = None
+        host_logit_indices = None
         arguments = {}
-        if extra_tokens or len(tokens.last) < num_tokens:
-            # at least one, since a head with another library's weights may fail without tokens
-            logit_tokens = tokens.last + extra_tokens or [num_tokens - 1]
-            logit_indices = numbers_on(self.device, logit_tokens)
+        if extra_indices or len(tokens.last) < num_tokens:
+            # at least one token, since a head with another library's weights may fail without any
+            host_logit_indices = tokens.last + extra_indices or [num_tokens - 1]
+            logit_indices = numbers_on(self.device, host_logit_indices)
         if tokens.axes is not None:  # (axes, 1, T), or (1, T)
             axes = inputs[2 + len(tokens.groups) :]
             if len(axes) != 1:
@@ -290,7 +294,7 @@ class PackedRunner(Runner):
                 steps,
                 logit_indices,
                 context,
-                logit_tokens,
+                host_logit_indices,
                 unpacked_plan,
                 **arguments,
             )
@@ -310,9 +314,9 @@ class PackedRunner(Runner):
         query_start = tuple(tokens.query_start)
         steps = []
         for group_index, (_, tables, seq_lens, origins) in enumerate(tokens.groups):
-            on_host = self._table_rows[group_index].tensor(tables)
+            tables_on_host = self._table_rows[group_index].tensor(tables)
             step = StepMetadata(
-                to_device(on_host, self.device),
+                to_device(tables_on_host, self.device),
                 query_start,
                 tuple(seq_lens),
                 (0,) * len(seq_lens),
@@ -335,9 +339,9 @@ class PackedRunner(Runner):
             or num_tokens > MAX_GATHERED_EXPERT_TOKENS
         ):
             return NOTHING
-        # for few tokens on a device, uses the expert products with which `generate` decodes: in
-        # dtypes other than bfloat16, grouped products synchronize with the device, so they cannot
-        # be recorded
+        # For few tokens on a GPU, uses the expert products with which `generate` decodes: in dtypes
+        # other than bfloat16, grouped products synchronize with the device, so they cannot be
+        # recorded.
         expert_context: AbstractContextManager[Any] = compat.optimizing_for_decode(self.model)
         return expert_context
 
@@ -346,6 +350,12 @@ class PackedRunner(Runner):
             return NOTHING
         return self.rope.rotating(factors)
 
+    def _count_forward(self) -> None:
+        """Notes a forward of the model's own code, which may change the model's state."""
+        self.num_forwards += 1
+        if self._state is not None:
+            self._state.mark_unverified()
+
     def _forward(
         self,
         token_ids: Tensor,
@@ -353,16 +363,17 @@ class PackedRunner(Runner):
         steps: list[StepMetadata],
         logit_indices: Tensor | None,
         context: ForwardContext | None,
-        logit_tokens: list[int] | None = None,
+        host_logit_indices: list[int] | None = None,
         unpacked_plan: StepPlan | None = None,
         **arguments: Any,
     ) -> Tensor:
         """Runs the model on token ids and positions, both `(1, n)` int64; returns the logits
-        `(k, vocab_size)` of the packed tokens `logit_indices`, `(k,)` int64, or of all tokens.
-        `logit_tokens`: `logit_indices`, if known on the host. `unpacked_plan` as in `compute`."""
+        `(k, vocab_size)` of the packed tokens with the indices `logit_indices`, `(k,)` int64, or of
+        all tokens. `host_logit_indices`: `logit_indices`, if known on the host. `unpacked_plan` as
+        in `compute`. `arguments`: further arguments of the model's forward."""
         is_one_row = unpacked_plan is None or len(unpacked_plan) == 1
-        head_picks = logit_indices is not None and self._takes_logits_to_keep and is_one_row
-        if head_picks:
+        has_kept_logits = logit_indices is not None and self._takes_logits_to_keep and is_one_row
+        if has_kept_logits:
             arguments["logits_to_keep"] = logit_indices
         if self._takes_positions:
             positions_by_row = positions
@@ -380,15 +391,13 @@ class PackedRunner(Runner):
             arguments["attention_mask"] = token_ids.new_ones(1, width)
         num_tokens = token_ids.numel()
         if context is not None:
-            head_tokens = logit_tokens or [] if head_picks else None
+            head_tokens = host_logit_indices or [] if has_kept_logits else None
             context.begin(num_tokens, head_tokens)
         store_hidden = self.store_hidden
         if store_hidden is not None:
-            arguments["output_hidden_states"] = -1  # of the last layer alone
+            arguments["output_hidden_states"] = -1  # selects the last ones
         arguments[self._cache_name] = cache
-        self.num_forwards += 1
-        if self._state is not None:
-            self._state.mark_unverified()
+        self._count_forward()
         self.cache.begin(steps, positions)
         try:
             with self._kernel_context(num_tokens):
@@ -408,7 +417,7 @@ class PackedRunner(Runner):
         finally:
             self.cache.begin([None] * len(steps))
         # the model may ignore `logits_to_keep`
-        if logit_indices is None or (head_picks and len(logits) == len(logit_indices)):
+        if logit_indices is None or (has_kept_logits and len(logits) == len(logit_indices)):
             return logits
         return logits[logit_indices.to(logits.device)]
 
@@ -418,7 +427,8 @@ class PackedRunner(Runner):
         num_new: int,
     ) -> tuple[PagedCache, Tensor]:
         """Returns a cache that borrows the tables of the plan's rows, padded on the left, and the
-        attention mask `(rows, columns)` int64. The last `num_new` columns are not computed yet."""
+        rows' attention mask `(rows, columns)` int64. The last `num_new` columns are those that the
+        step computes."""
         lengths = [start + count for start, count in zip(plan.starts, plan.counts)]
         width = max(lengths)
         paddings = [width - length for length in lengths]

@@ -108,7 +108,8 @@ class PromptInputs:
 
     def position_shift(self, row: int, counts_padding: bool = False) -> int:
         """Returns the position of the first token after a row's prompt, minus the prompt's number
-        of tokens. `counts_padding`: a model that gets no `position_ids` also counts padding."""
+        of tokens. `counts_padding`: whether the model, if it gets no `position_ids`, also counts
+        padding."""
         axes = self.axes[row]
         if axes is not None:
             return max(max(axis) + 1 - len(axis) for axis in axes)
@@ -159,7 +160,7 @@ class PromptInputs:
 
     def content(self, config: PreTrainedConfig) -> Tensor | None:
         """Returns a mask `(rows, length)` bool of the placeholder tokens, which stand for images or
-        other content; `None` if these are unknown."""
+        other content; `None` if it is unknown which tokens these are."""
         ids = self.input_ids
         if ids.shape[1] != self.length or self.model_kwargs.get("inputs_embeds") is not None:
             return None
@@ -179,14 +180,14 @@ class PromptInputs:
 
     def num_text(self, config: PreTrainedConfig) -> int:
         """Returns the number of tokens before the first placeholder; 0 if there are several rows or
-        no placeholders, or if these are unknown."""
+        no placeholders, or if the placeholders are unknown."""
         content = self.content(config) if len(self.paddings) == 1 else None
         if content is None or not bool(content.any()):
             return 0
         return int(content[0].nonzero()[0, 0]) - self.paddings[0]
 
     def keys(self, config: PreTrainedConfig) -> list[Keys] | None:
-        """Returns each row's prefix-cache keys, to be used in the namespace of `names`. A
+        """Returns each row's prefix-cache keys; `Prompts.assign` chooses their namespace. A
         placeholder's key includes a hash of all media and placeholders of the call. `None` if the
         prefix cache cannot be used for these prompts."""
         content = self.content(config)
@@ -257,8 +258,8 @@ def is_plain_value(value: Any) -> bool:
 
 def _digest(value: Any) -> bytes:
     """Returns a cryptographic hash (32 bytes) of the tensors and plain values in nested containers.
-    It must resist collisions: whoever constructs an input with the digest of another user's could
-    be served that user's content. Raises `TypeError` for other objects."""
+    It must resist collisions: an input constructed to have the digest of another user's input would
+    be served that user's cached content. Raises `TypeError` for other objects."""
     tensors: list[Tensor] = []
 
     def describe(value: Any) -> Any:

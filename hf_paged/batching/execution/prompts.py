@@ -45,29 +45,31 @@ class PromptsError(RowsError):
 class JoinKey(NamedTuple):
     """A key of prompts. Rows of prompts with equal keys may continue in one rectangle."""
 
-    equal_lengths: bool  # whether these rows must also have equal lengths
-    shapes: Hashable  # of the inputs, without the dimensions that can be padded
+    needs_equal_lengths: bool  # whether these rows must also have equal lengths
+    # dtypes and shapes of the inputs, without the dimensions that can be padded, and the length of
+    # the encoder if it must be equal
+    shapes: Hashable
 
 
 @dataclass(eq=False)
 class Prompts(PromptInputs):
-    """The prompts of a call as `generate` prepared them for the first forward, as arguments of the
-    model's `prepare_inputs_for_generation`. One forward computes all rows, since nothing says which
-    images and audio belong to which row."""
+    """The prompts of a call, as arguments of the model's `prepare_inputs_for_generation` that
+    `generate` prepared for the first forward. One forward computes all rows, since nothing says
+    which images and audio belong to which row."""
 
     # determines which other rows these rows may join in rectangles; `None`: no others
     join_key: JoinKey | None = None
-    # prompts with equal keys share one forward; `None`: these prompts share it with no others
+    # prompts with equal keys may share a forward; `None`: these prompts share it with no others
     merge_key: Hashable | None = None
 
-    def set_join_keys(self, verdict: tuple[bool, bool] | None) -> None:
+    def set_join_keys(self, requirements: tuple[bool, bool] | None) -> None:
         """Sets `join_key` if rows can join others and, if the prompts can also share a forward,
-        `merge_key`. `verdict`: whether joined rows must have equal lengths, and equal encoder
-        lengths; `None`: a check found that rows cannot join."""
+        `merge_key`. `requirements`: whether joined rows must have equal lengths, and equal encoder
+        lengths; `None`: rows cannot join (`Capability.join_requirements`)."""
         shapes: list[Hashable] = []
         options: list[Any] = []
         has_media = False
-        if verdict is None:
+        if requirements is None:
             return
         for name in sorted(self.model_kwargs):
             value = self.model_kwargs[name]
@@ -83,9 +85,9 @@ class Prompts(PromptInputs):
                 can_pad = tensor.dim() > 1 and tensor.shape[1] == self.num_encoder_tokens
                 shape = tensor.shape[2:] if can_pad else tensor.shape[1:]
                 shapes.append((name, str(tensor.dtype), *shape))
-        equal_lengths, equal_encoder_lengths = verdict
-        encoder_length = equal_encoder_lengths and self.num_encoder_tokens
-        self.join_key = JoinKey(equal_lengths, (*shapes, encoder_length))
+        needs_equal_lengths, needs_equal_encoders = requirements
+        encoder_length = needs_equal_encoders and self.num_encoder_tokens
+        self.join_key = JoinKey(needs_equal_lengths, (*shapes, encoder_length))
         can_compare = all(is_plain_value(value) for _, value in options)
         if can_compare and not has_media and not any(self.paddings):
             self.merge_key = (self.join_key, self.length, *options)
@@ -97,8 +99,8 @@ class Prompts(PromptInputs):
         content = self.content(config)
         if content is None:
             return None
-        # has each row's placeholders, so that surplus ones in one prompt cannot make up for missing
-        # ones in another
+        # includes each row's placeholders, so that surplus ones in one prompt cannot make up for
+        # missing ones in another
         key: list[Hashable] = []
         for ids, is_content in zip(self.input_ids, content):
             key.append(tuple(sorted(ids[is_content].tolist())))
@@ -124,7 +126,8 @@ class Prompts(PromptInputs):
 
     @property
     def hides_tokens(self) -> bool:
-        """Whether the attention mask hides tokens besides padding."""
+        """Whether the attention mask hides tokens other than padding; false for a mask that is not
+        `(rows, length)`."""
         mask = self._attention_mask
         shape = (len(self.paddings), self.length)
         if not isinstance(mask, Tensor) or mask.shape != shape:
@@ -145,8 +148,9 @@ class Prompts(PromptInputs):
         return {**self.model_kwargs, "attention_mask": self._attention_mask}
 
     def varied(self, token_id: int) -> Prompts:
-        """Returns these prompts with the token `token_id` appended to each row, and with other
-        images: negated ones. `merge_check` merges them with the original prompts."""
+        """Returns these prompts with the token `token_id` appended to each row, and with negated
+        floating-point inputs, such as images. `merge_check` merges them with the original
+        prompts."""
         model_kwargs = dict(self.model_kwargs)
         for name, value in model_kwargs.items():
             if not isinstance(value, Tensor):
@@ -197,8 +201,9 @@ class Prompts(PromptInputs):
         cache: PagedCache | EncoderDecoderCache | None,
         rows: dict[int, Sequence],
     ) -> Rectangle:
-        """Returns a rectangle of all rows on the empty `cache`, with the blocks of the sequences in
-        `rows`. The other rows have no blocks, and consist of padding alone."""
+        """Returns a rectangle of all rows on the empty `cache` (`None` for a model that creates its
+        own), with the blocks of the sequences in `rows`, by row. The other rows have no blocks, and
+        consist of padding alone."""
         inputs = dict(self.model_kwargs)
         no_blocks = no_encoder_blocks = NO_BLOCKS
         if cache is not None:
@@ -224,11 +229,11 @@ class Prompts(PromptInputs):
         num_cached: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the model's own forward over all rows. Stores the keys and values of the sequences
-        in `rows` in their tables, which must have space for them, through the empty `cache`. The
-        first `num_cached` tokens of a single row may be stored already. Returns logits `(all rows,
-        vocab_size)`, and the bool mask `(all rows, length)` of `LookAhead.look_ahead_mask`, or
-        `None` if it is unknown. Raises `ValueError` if the model stores another number of
-        tokens."""
+        in `rows`, by row, in their tables, which must have space for them, through the empty
+        `cache`. If there is a single row, its first `num_cached` tokens may be stored already.
+        Returns logits `(all rows, vocab_size)`, and the bool mask `(all rows, length)` of
+        `LookAhead.look_ahead_mask`, or `None` if it is unknown. Raises `ValueError` if the model
+        does not store `length` tokens per row, padding included."""
         num_skipped = self.paddings[0] + num_cached if num_cached else 0
         observer = LookAhead(self.paddings, self.length, num_skipped)
         rectangle = self.make_rectangle(model, cache, rows)
@@ -240,10 +245,11 @@ class Prompts(PromptInputs):
             )
         layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
         counts = [layer.num_positions for layer in layers if layer.num_positions]
-        if any(count != self.length for count in counts):
-            raise ValueError(
-                f"the model stored keys and values of {counts[0]} tokens, not of {self.length}"
-            )
+        for count in counts:
+            if count != self.length:
+                raise ValueError(
+                    f"the model stored keys and values of {count} tokens, not of {self.length}"
+                )
         if observer.num_calls < len(counts):
             return logits, None
         return logits, observer.look_ahead_mask()
@@ -288,17 +294,17 @@ class Prompts(PromptInputs):
 
 
 def _has_zero_parts(media: Tensor) -> bool:
-    """Whether a part of the media, over the last three dimensions at most (an image, a patch), is
-    all zeros."""
+    """Whether a part of the media, such as an image or a patch, is all zeros. A part spans the last
+    three dimensions, but never the first dimension of the tensor."""
     if not media.is_floating_point():
         return False
     first = max(1, media.dim() - 3)
-    parts = media.reshape(-1, media.shape[first:].numel())  # the parts of a vector are its numbers
+    parts = media.reshape(-1, media.shape[first:].numel())  # of a vector: its numbers
     return bool((parts == 0).all(-1).any())
 
 
 def _is_per_token(name: str) -> bool:
-    """Whether the input `name` is `(..., rows, length)`."""
+    """Whether the input `name` has a value per token: `(..., rows, length)`."""
     return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
 
 
@@ -314,9 +320,9 @@ def prompts_of(
     is_decoder: bool,
 ) -> Prompts:
     """Makes `Prompts` from `unexpanded`, the inputs of `generate` before it repeats rows, and from
-    the `model_kwargs` that it prepared for its loop. `is_decoder`: the model has an encoder, and
-    these are the decoder's prompts. Only leading zeros of an attention mask count as padding, and
-    only in rows that also have ones."""
+    the `model_kwargs` that it prepared for its loop. `is_decoder`: whether the model has an
+    encoder, so that these are the decoder's prompts. Only leading zeros of an attention mask count
+    as padding, and only in rows that also have ones."""
     ids, inputs = unexpanded
     inputs = {
         name: map_tensors(_without_graph, value)

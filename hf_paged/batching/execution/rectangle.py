@@ -30,7 +30,7 @@ class Rectangle:
     blocks: list[SequenceBlocks]
     # each row's blocks of the encoder's keys and values; `NO_BLOCKS` without an encoder
     encoded: list[SequenceBlocks]
-    width: int  # columns, for the padding and the tokens of each row
+    width: int  # number of columns: those of a row's padding and of its tokens
     paddings: list[int]  # leading padding columns of each row
     token_ids: Tensor  # (rows, width) int64; fewer columns if the prompts are embeddings
     cache: Any  # borrows the rows' tables; `None` for a model that creates its own cache
@@ -39,7 +39,7 @@ class Rectangle:
     # names of the inputs that do not change from step to step
     constants: set[str] = dataclasses.field(default_factory=set)
     row_bytes: int = 0  # bytes of a row's states
-    # the range of encoder columns that each row attends to; `None` until a forward has shown it
+    # the range of encoder columns that each row attends to; `None` unless a forward has shown it
     encoder_columns: list[tuple[int, int]] | None = None
 
     def __post_init__(self) -> None:
@@ -70,8 +70,8 @@ class Rectangle:
             cross.take(self.encoded, paddings, width if num_cached else 0)
 
     def select(self, rows: list[int], cache: Any) -> Rectangle:
-        """Returns a rectangle with row `rows[i]` as row `i`, which uses `cache`. The caller selects
-        the same rows in `cache`, and calls `borrow`."""
+        """Returns a rectangle that uses `cache`, and whose row `i` is row `rows[i]` of this one.
+        The caller selects the same rows in `cache`, and calls `borrow`."""
         index = torch.tensor(rows, device=self.token_ids.device)
         selected = copy.copy(self)
         for name in ("blocks", "encoded", "paddings", "original_rows"):
@@ -92,7 +92,7 @@ class Rectangle:
         return selected
 
     def fork_cache(self, cache: Any) -> Any:
-        """Makes the empty `cache` continue from this rectangle's cache. Returns it, or an
+        """Makes the empty `cache` continue from this rectangle's cache. Returns `cache`, or an
         `EncoderDecoderCache` around it if the model made its own cross-attention cache. The caller
         must reorder the returned cache's rows before anything is written to it."""
         paged, *cross_caches = cache_parts(self.cache)

@@ -1,5 +1,5 @@
-"""Runs a scheduled batch as rectangles `[rows, query_len]`: batches padded on the left, as in
-`generate`. The block manager changes block tables."""
+"""Runs a step as rectangles `[rows, query_len]`: batches padded on the left, as in `generate`. The
+block manager changes block tables."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ from .runner import LogitsPart, Runner, WholePrompts, in_order
 
 
 class RectangleRunner(Runner):
-    """Runs padded batches, with inputs that the model itself prepares: first the prompts, then the
-    next tokens of all rows together. The caller must have switched the model's attention. Padding
-    is not stored. Prompts that begin after cached tokens, and drafts, run only with rows of equally
+    """Runs padded batches, with inputs that the model itself prepares: first prompts, then the next
+    tokens of rows that have begun. The caller must have switched the model's attention. Padding is
+    not stored. Prompts that begin after cached tokens, and drafts, run only with rows of equally
     many new tokens, since padding between a row's tokens would change its states.
 
     Rows stay in the batch that they began in, with the state of `generate`'s loop, if the layout
     requires it or if their request has `inputs`; when rows leave or fork, the rectangle is reduced
-    or copied. But rows whose `Prompts` have a `join_key` continue with all rows of an equal one."""
+    or copied. But rows whose `Prompts` have a `join_key` continue with all rows of an equal key."""
 
     has_states = True
 
@@ -105,12 +105,12 @@ class RectangleRunner(Runner):
             parts.append((indices, logits))
         self._state_holders = set(self.states.holders())
         # forwards also return a row of logits for a sequence for which the plan requests none
-        num_computed = [max(1, num_requested) for num_requested in plan.num_logits]
-        logits = in_order(parts, num_computed)
+        num_returned = [max(1, num_requested) for num_requested in plan.num_logits]
+        logits = in_order(parts, num_returned)
         if all(plan.num_logits):
             return logits
         is_requested: list[bool] = []
-        for num_requested, count in zip(plan.num_logits, num_computed):
+        for num_requested, count in zip(plan.num_logits, num_returned):
             is_requested += [num_requested > 0] * count
         return logits[is_requested]
 
@@ -124,12 +124,12 @@ class RectangleRunner(Runner):
         if prompts is None and self.layout.is_side_by_side:
             is_any_length = begins and self.layout.can_mix_lengths
             return begins, 0 if is_any_length else count, bool(sequence.draft)
-        if begins or not self._supports_cache:  # runs alone, with its own copy of the cache
+        if begins or not self._supports_cache:  # the row runs alone, with a separate cache
             return index
         if prompts is None or prompts.join_key is None:
             holder, _ = self.states.find(_state_slot(sequence.blocks))
             return holder
-        return prompts.join_key, prompts.join_key.equal_lengths and start
+        return prompts.join_key, prompts.join_key.needs_equal_lengths and start
 
     def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
         sources = []
@@ -157,9 +157,9 @@ class RectangleRunner(Runner):
         may_replay: bool = False,
     ) -> Tensor:
         """Runs a forward of the rectangle: of all columns if it `begins`, otherwise of the last
-        `num_new`. Stores the states of `rows` (default: all), which continue. Returns logits
-        `(rectangle rows * num_logits, vocab_size)` of the last `num_logits` tokens of each row.
-        `may_replay`: whether a replay may take the place of the forward."""
+        `num_new`. Stores the states of `rows`, those that later steps continue (default: all).
+        Returns logits `(rectangle rows * num_logits, vocab_size)` of the last `num_logits` tokens
+        of each row. `may_replay`: whether a replay may take the place of the forward."""
         inputs_before = dict(rectangle.inputs)
         prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
         logits = None
@@ -209,7 +209,7 @@ class RectangleRunner(Runner):
         self.num_forwards += 1
         observer = self._encoder_observer(rectangle)
         observing = NOTHING if observer is None else observing_attention(observer)
-        if num_logits > 1 and "logits_to_keep" in prepared:  # it was prepared for one token
+        if num_logits > 1 and "logits_to_keep" in prepared:  # prepared for the last token alone
             prepared["logits_to_keep"] = num_logits
         with self.product_context, observing:
             outputs = self.model(**prepared, return_dict=True)
@@ -251,8 +251,9 @@ class RectangleRunner(Runner):
         return replayed
 
     def _continue(self, plan: StepPlan) -> Tensor:
-        """Computes the next tokens of rows that have begun, equally many of each; returns logits
-        `(rows, vocab_size)`, or with drafts of `n` tokens `(rows * (n + 1), vocab_size)`."""
+        """Computes the next tokens of rows that have begun or have cached tokens, equally many of
+        each; returns logits `(rows, vocab_size)`, or with drafts of `n` tokens
+        `(rows * (n + 1), vocab_size)`."""
         sequences = plan.sequences
         num_new = plan.counts[0]
         slots = [_state_slot(sequence.blocks) for sequence in sequences]
@@ -288,9 +289,9 @@ class RectangleRunner(Runner):
         return self._forward(rectangle, begins=False, may_replay=may_replay)
 
     def _select(self, rectangle: Rectangle, rows: list[int], is_shared: bool) -> Rectangle:
-        """Returns these rows of a rectangle, for which the caller must call `Rectangle.borrow`.
-        `is_shared`: other sequences also continue from the cache, which then stays unchanged."""
-        if not self._supports_cache:  # the model's own cache is among the inputs
+        """Returns a rectangle of these rows; the caller must call its `borrow`. `is_shared`:
+        whether other sequences also continue from the cache, which then stays unchanged."""
+        if not self._supports_cache:  # one row, with the model's own cache among the inputs
             copied = copy.copy(rectangle)
             copied.inputs = copy.deepcopy(rectangle.inputs)
             return copied
@@ -301,8 +302,9 @@ class RectangleRunner(Runner):
         return rectangle.select(rows, cache)
 
     def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
-        """Whether the next column would exceed the model's positions, if its code counts padding as
-        positions, although no row's tokens do: a longer row has left, and all others are padded."""
+        """Whether the next column is past the model's last position, if its code counts padding as
+        positions, while every row's tokens still fit: a longer row has left, and all rows that
+        remain are padded."""
         max_positions = self.layout.max_positions
         if max_positions is None or not self.layout.is_side_by_side:
             return False
@@ -311,9 +313,9 @@ class RectangleRunner(Runner):
         return all(rectangle.paddings[row] for row in rows)
 
     def _find_state(self, slot: int) -> tuple[Any, int]:
-        """Returns the holder of a slot's state, a rectangle or copied rows, and the row in it. If
-        there is none, as for a sequence that begins after cached tokens, returns `(None, 0)`, or
-        raises `KeyError` if the model has state layers."""
+        """Returns the holder of a slot's state (a `Rectangle` or `StateRows`) and the row in the
+        holder. Without a holder, as for a sequence that begins after cached tokens, returns
+        `(None, 0)`, or raises `KeyError` if the model has state layers."""
         try:
             return self.states.find(slot)
         except KeyError:

@@ -1,5 +1,5 @@
 """The base of runners, which compute scheduled tokens: divides a step among forwards, runs prompts
-with inputs beside token ids, and puts the logits in order. The scheduler chooses the tokens."""
+with inputs besides token ids, and puts the logits in order. The scheduler chooses the tokens."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LogitsPart = tuple[list[int], Tensor]
 """Indices of rows in a step, and their logits `(n, vocab_size)`."""
 
 WholePrompts = tuple[Prompts, dict[int, int]]
-"""Prompts that the model's own forward computes as a whole, and, by row, the index in the step of
-each row that the step computes."""
+"""Prompts that the model's own forward computes as a whole, and the index in the step of each of
+their rows that the step computes, by row."""
 
 
 class Runner:
@@ -43,20 +43,21 @@ class Runner:
 
     model: PreTrainedModel
     memory: PagedMemory
-    is_packed: bool = False  # whether rows of all kinds may share a forward, without padding
-    recorder: Recorder | None = None  # replays steps; needs the model's state (`begin`)
+    is_packed: bool = False  # whether decodes and prompts may share a forward, without padding
+    recorder: Recorder | None = None  # records and replays steps, given the model's state (`begin`)
     supports_drafts: bool = False  # whether it computes `Sequence.draft` after the last token
     # whether a failed step may have advanced states, so that its rows must be recomputed
     has_states: bool = False
-    num_captured_steps: int = 0  # steps that were replays
-    num_forwards: int = 0  # forwards begun by the model's code; replays run none of it
+    num_captured_steps: int = 0  # forwards that were replaced by replays
+    num_forwards: int = 0  # begun forwards of the model's own code, without replays
     encoder_blocks: BlockManager | None = None  # blocks of the encoders' keys and values
     counters: ReadCounters  # how its forwards read keys and values
     # a context for the matrix products of forwards that are not replays
     product_context: AbstractContextManager[Any] = NOTHING
 
     def choose_products(self, modules: list[nn.Module]) -> None:
-        """Sets `product_context` for a model with these modules."""
+        """Sets `product_context` for a model with these modules, if the room `tape` is
+        installed."""
         if is_installed("tape"):
             tape: TapeRoom = room("tape", "half-precision products")
             self.product_context = tape.kernel_products(modules)
@@ -71,9 +72,9 @@ class Runner:
         plan: StepPlan,
         context: ForwardContext | None = None,
     ) -> Tensor:
-        """Computes the tokens of a step; called within `torch.no_grad` and `context`. Returns
-        logits `(n, vocab_size)` in the model's dtype: in the plan's order, `num_logits` rows for
-        each of its rows."""
+        """Computes the tokens of a step; called without gradients and within `context`. Returns
+        logits `(n, vocab_size)` in the dtype of the model's output: in the plan's order,
+        `num_logits` rows for each of its rows."""
         raise NotImplementedError
 
     def run_ahead(
@@ -83,17 +84,17 @@ class Runner:
         context: ForwardContext | None = None,
     ) -> Tensor | None:
         """Computes one more token of each sequence, `token_ids` `(n,)` int64 on the device; returns
-        logits `(n, vocab_size)`, or `None` if the step needs the tokens on the host."""
+        logits `(n, vocab_size)`, or `None` if no recorded step can compute them."""
         return None
 
     def pack(self) -> None:
-        """Starts work on a model for which this runner's layout was chosen; reverts `unpack`."""
+        """Called when work on the model begins: reverts `unpack`."""
         return None
 
     def unpack(self, reason: str | None = None) -> str | None:
-        """Stops packing rows: for `reason`, why a packed step raised [`NotPackable`]; without a
-        reason, only if the model's current structure rules packed forwards out. Returns the reason;
-        `None` if nothing has changed."""
+        """Stops packing rows. `reason`: why a packed step raised [`NotPackable`]; without a reason,
+        stops only if the model's current structure rules out packed forwards. Returns the reason;
+        `None` if the call changed nothing."""
         return None
 
     def ordered(self) -> AbstractContextManager[None]:
@@ -106,11 +107,11 @@ class Runner:
         return None
 
     def run_whole_prompts(self, plan: StepPlan) -> tuple[list[LogitsPart], list[int]]:
-        """Runs prompts that the model's own forward computes as a whole: those with an equal
-        `merge_key` in one forward or, if it fails, each in a separate one, so that a
-        [`PromptsError`] ends only the requests of its prompts. Prompts that begin after cached
-        tokens run alone. Returns the logits by index in the step, and the indices of all rows that
-        it did not compute."""
+        """Runs prompts that the model's own forward computes as a whole. Those with an equal
+        `merge_key` share forwards; if such a forward fails, each of its prompts gets a separate
+        one, so that a [`PromptsError`] ends only the requests of its prompts. Prompts that begin
+        after cached tokens run alone. Returns the logits of the rows that it computed, and the
+        indices in the step of all other rows."""
         prompt_rows: dict[tuple[Prompts, int], dict[int, int]] = {}
         other_indices: list[int] = []
         for index, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
@@ -123,26 +124,26 @@ class Runner:
             while row in prompt_rows.get((prompts, repeat), ()):
                 repeat += 1
             prompt_rows.setdefault((prompts, repeat), {})[row] = index
-        rows = []
+        entries = []
         for (prompts, _), index_by_row in prompt_rows.items():
-            kind: Hashable = None if num_cached(index_by_row, plan) else prompts.merge_key
+            kind: Hashable = None if count_cached(index_by_row, plan) else prompts.merge_key
             if kind is None:
-                kind = object()
-            rows.append((kind, len(prompts.paddings), prompts.length, (prompts, index_by_row)))
+                kind = object()  # equal to no other kind
+            entries.append((kind, len(prompts.paddings), prompts.length, (prompts, index_by_row)))
         parts: list[LogitsPart] = []
-        for whole_prompts in self.divide(rows):
-            parts += self._run_or_fail(whole_prompts, plan)
+        for whole_prompts in self.divide(entries):
+            parts += self._run_or_split(whole_prompts, plan)
         return parts, other_indices
 
-    def divide(self, rows: Iterable[tuple[Hashable, int, int, Member]]) -> list[list[Member]]:
+    def divide(self, entries: Iterable[tuple[Hashable, int, int, Member]]) -> list[list[Member]]:
         """Divides members among forwards, the longest first. A forward has members of one kind, and
         at most `max_num_batched_tokens` tokens, including padding, unless one member alone has
-        more. `rows`: for each member, its kind, its number of rows, their length, and itself."""
+        more. `entries`: for each member, its kind, its number of rows, their length, and itself."""
         max_tokens = self.memory.config.max_num_batched_tokens
         forwards: list[list[Member]] = []
         last_forwards: dict[Hashable, tuple[list[Member], int, int]] = {}  # by kind
         by_length = operator.itemgetter(2)
-        for kind, num_rows, length, member in sorted(rows, key=by_length, reverse=True):
+        for kind, num_rows, length, member in sorted(entries, key=by_length, reverse=True):
             members, num_earlier, width = last_forwards.get(kind, ([], 0, length))
             if not members or (num_earlier + num_rows) * width > max_tokens:
                 members, num_earlier, width = [], 0, length
@@ -151,7 +152,9 @@ class Runner:
             last_forwards[kind] = (members, num_earlier + num_rows, width)
         return forwards
 
-    def _run_or_fail(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> list[LogitsPart]:
+    def _run_or_split(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> list[LogitsPart]:
+        """Runs one forward of all these prompts or, if it fails, a forward for each of them. Raises
+        [`PromptsError`] if a forward of single prompts fails."""
         (prompts, _), *other_prompts = whole_prompts
         try:
             return [self._run_prompts(whole_prompts, plan)]
@@ -160,12 +163,12 @@ class Runner:
                 raise
             if not other_prompts:
                 raise PromptsError(prompts, error) from error
-            logger.debug("a forward of prompts of several calls failed: %s", error)
-        return [part for single in whole_prompts for part in self._run_or_fail([single], plan)]
+            logger.debug("a forward of several calls' prompts failed, now one by one: %s", error)
+        return [part for single in whole_prompts for part in self._run_or_split([single], plan)]
 
     def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
-        """Runs one forward of all rows of these prompts, also of rows that the step does not
-        compute."""
+        """Runs one forward of all rows of these prompts, even those that the step does not compute;
+        returns the logits of rows of the step."""
         raise NotImplementedError
 
 
@@ -182,7 +185,7 @@ def in_order(parts: Items[LogitsPart], num_logits: Items[int]) -> Tensor:
     return torch.cat([by_index[index] for index in sorted(by_index)])
 
 
-def num_cached(index_by_row: dict[int, int], plan: StepPlan) -> int:
-    """Returns after how many cached tokens a forward of whole prompts begins: the minimum over its
-    rows."""
+def count_cached(index_by_row: dict[int, int], plan: StepPlan) -> int:
+    """Returns the number of cached tokens after which a forward of whole prompts begins: the
+    minimum over its rows."""
     return min(plan.starts[index] for index in index_by_row.values())

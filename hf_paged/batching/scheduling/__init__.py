@@ -1,2 +1,2 @@
-"""Scheduling: which sequences run in a step, which requests hold blocks, and which wait. Plain
-Python: no tensors."""
+"""Scheduling: which sequences run in a step, and which requests hold blocks or wait. Plain Python:
+no tensors."""

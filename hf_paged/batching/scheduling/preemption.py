@@ -78,32 +78,32 @@ class CostModel:
         return "recompute"
 
 
-# In rectangles, the tokens after a cache hit or a snapshot need a separate forward, whose fixed
-# cost is about that of `FORWARD_TOKENS` tokens. So a hit must save at least that many, and so must
-# a snapshot where earlier prompts diverged. A stop where waiting prompts diverge costs two such
-# forwards: one for the prompt that stops there, and one for those that begin there. The snapshot at
-# the end of a prompt may never be reused, so it must be `SNAPSHOT_TOKENS` past the previous stop.
+# In rectangles, the tokens after a cache hit or a stop need a separate forward, whose fixed cost is
+# about that of `FORWARD_TOKENS` tokens. So a hit must save at least that many tokens, and so must a
+# stop where earlier prompts diverged. A stop where waiting prompts diverge costs two such forwards:
+# one for the prompt that stops there, and one for those that begin there. The snapshot at the end
+# of a prompt may never be reused, so it must be `SNAPSHOT_TOKENS` past the previous stop.
 FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
 
 
 @dataclass(eq=False)
 class Preemption:
-    """Allocates and frees the blocks of all sequences of a request together, so that shared blocks
-    stay shared."""
+    """Allocates, swaps and frees the blocks of all sequences of a request together, so that shared
+    blocks stay shared."""
 
     blocks: BlockManager
-    mode: str = "recompute"  # or "swap", or "auto", in which `cost` chooses
+    mode: str = "recompute"  # or "swap", or "auto", in which `cost_model` chooses
     swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
-    # returns whether blocks cached before this span are still valid, and drops them if not; called
-    # if a request would use some (`Epochs.needs_verification`)
+    # returns whether blocks cached before this period are still valid, and drops them if not;
+    # called before a request uses some of them (`Epochs.needs_verification`), or blocks of the tier
     verify: Callable[[], bool] | None = None
-    # whether a sequence may be computed in chunks; otherwise as a whole, then token by token
+    # whether a sequence may be computed in chunks; if not, only its stops split its prefill
     can_chunk: bool = True
-    # if sequences cannot be chunked: whether `replays_prompt` is true of all requests
+    # if sequences cannot be chunked: whether `replays_prompt` is true for all requests
     replays_all_prompts: bool = False
-    # for a model with an encoder: allocates blocks for its output
+    # for a model with an encoder: allocates blocks for the encoder's output
     encoder_blocks: BlockManager | None = None
-    cost: CostModel | None = None  # for mode "auto"; learns from the times of prefills and swaps
+    cost_model: CostModel | None = None  # for mode "auto"; learns from times of prefills and swaps
     # returns the first process's value: processes must schedule alike, but measure different times
     agree: Callable[[int], int] = int
     num_swaps: int = 0  # requests swapped out so far
@@ -117,8 +117,8 @@ class Preemption:
         self.waiting_prompts = WaitingPrompts(self.blocks.block_size)
 
     def replays_prompt(self, request: Request) -> bool:
-        """Whether a recompute runs the prompt as a whole and the later tokens one by one, as the
-        first run did."""
+        """Whether a recompute runs the prompt as a whole and the later tokens one by one, as they
+        were first computed."""
         if self.can_chunk:
             return False
         return self.replays_all_prompts or request.inputs is not None
@@ -146,19 +146,19 @@ class Preemption:
             )
 
     def num_needed(self, request: Request) -> int:
-        """Returns the maximum number of blocks that the request holds at once."""
+        """Returns the maximum number of blocks that the request may hold at once."""
         needs = self._needs_by_group(request)
         return sum(needs) + self._num_encoder_blocks(request)
 
     def _needs_by_group(self, request: Request) -> list[int]:
-        """Returns the maximum number of blocks of each group that the request holds at once."""
+        """Returns the maximum number of blocks of each group that the request may hold at once."""
         size = self.blocks.block_size
         num_rows = request.num_rows
-        # recomputed rows share all full blocks before the prompt's last token
+        # even recomputed rows share all full blocks before the prompt's last token
         num_shared = 0
         if num_rows > 1 and (self.can_chunk or self.replays_prompt(request)):
             num_shared = (request.num_prompt_tokens - 1) // size * size
-        longest = max(1, request.max_num_tokens - 1)
+        longest = max(1, request.max_num_tokens - 1)  # the last token is not computed
         for sequence in request.sequences:
             longest = max(longest, len(sequence.token_ids))
         common = self.blocks.num_spanned(0, num_shared, 1)
@@ -174,10 +174,10 @@ class Preemption:
         is_alone: bool,
     ) -> bool:
         """Swaps a waiting request in, or attaches its rows to their cached blocks. Returns `False`
-        if the free blocks, without `num_reserved_blocks`, do not suffice for all tokens that it has
-        to compute, at most `max_chunk_tokens` at a time. While no other request runs (`is_alone`),
-        a request that cannot be swapped in is recomputed, since no more blocks will become free.
-        After an exception the request's tables may be partly changed."""
+        if the free blocks, without `num_reserved_blocks`, do not suffice for all tokens that the
+        request has to compute, at most `max_chunk_tokens` at a time. While no other request runs
+        (`is_alone`), a request that cannot be swapped in is recomputed, since no more blocks will
+        become free. After an exception the request's tables may be partly changed."""
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, num_reserved_blocks, is_alone):
@@ -185,7 +185,7 @@ class Preemption:
             if not is_alone:
                 return False
             self.reset(request)
-        # new variables, since a retry passes the arguments on
+        # new variables, since a retry needs the original arguments
         num_reserved = num_reserved_blocks + self._num_encoder_blocks(request)
         max_tokens = max_chunk_tokens
         if num_reserved >= manager.num_free:
@@ -211,7 +211,7 @@ class Preemption:
         )
         if may_be_outdated and self.verify is not None and not self.verify():
             self.reset(request)
-            # retry without the old blocks, which `verify` has dropped
+            # retry without the outdated blocks, which `verify` has dropped
             return self.admit(request, max_chunk_tokens, num_reserved_blocks, is_alone)
         if is_restorable:
             self._restore(request)
@@ -243,7 +243,8 @@ class Preemption:
         num_needed = self.swapper.num_blocks(request) + sum(growth)
         if num_needed + num_reserved_blocks > manager.num_free:
             return False
-        manager.flush_copies()  # the targets of queued copies may be allocated again
+        # first, since a swap-in may write to blocks that queued copies still have to read or write
+        manager.flush_copies()
         if not self.swapper.swap_in(request):
             return False
         if manager.can_take(growth):
@@ -253,9 +254,10 @@ class Preemption:
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
-        shared tokens. After a preemption, the first of several rows computes the common prefix for
-        all, if less of it is cached (`num_before_fork`): the prompt if it is replayed or has
-        inputs, otherwise full blocks, and only if rows are computed in chunks."""
+        shared tokens. If there are several rows, as after a preemption, and not all of their common
+        prefix is cached, the first row computes the prefix for all (`num_before_fork`). The common
+        prefix is the prompt if it is replayed or has inputs besides token ids; otherwise, if rows
+        can be chunked, it is the full blocks of tokens that are equal in all rows."""
         manager = self.blocks
         size = manager.block_size
         rows = request.open_sequences
@@ -290,8 +292,8 @@ class Preemption:
         return attached
 
     def _is_restorable(self, request: Request) -> bool:
-        """Whether the request has one row, of which the tier holds a longer prefix than the pool,
-        and does not replay its prompt."""
+        """Whether the request has a single row, does not replay its prompt, and has a longer cached
+        prefix in the tier than in the pool."""
         rows = request.open_sequences
         tier = self.blocks.tier
         if tier is None or len(rows) > 1:
@@ -302,7 +304,8 @@ class Preemption:
         return tier.reach(self.blocks, sequence) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
-        """Restores the tier's prefix of the only row to the pool, and attaches the row to it."""
+        """Restores the prefix of the only row from the tier to the pool, if possible, and attaches
+        the row to it."""
         (sequence,) = request.open_sequences
         tier = self.blocks.tier
         assert tier is not None
@@ -318,7 +321,7 @@ class Preemption:
         if self.replays_prompt(request):
             return
         if request.drafts_first_token:
-            # the last prompt token has a separate step, and the step before must also compute one
+            # the last prompt token has a separate step; the step before must compute a token, too
             keys = keys[:-1]
         min_saved = 0 if self.can_chunk else FORWARD_TOKENS
         min_matched = max(request.num_content, min_saved)
@@ -332,34 +335,35 @@ class Preemption:
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the numbers of tokens after which the sequence's prefill stops, so that other
-        requests can begin there: where waiting prompts diverge from this one and, for snapshots of
-        states, where earlier prompts diverged (as in SGLang for hybrid models) and after the
+        requests can begin there: where waiting prompts diverge from this one and, if states need
+        snapshots, where earlier prompts diverged (as in SGLang for hybrid models) and after the
         sequence's last full block."""
         request = sequence.request
         size = self.blocks.block_size
         num_computed = sequence.num_computed_tokens
         if not self.may_stop(request):
             return ()
-        min_saved: dict[int, int] = {}  # by stop, its minimum distance in tokens from the previous
+        min_distances: dict[int, int] = {}  # by stop: from the previous stop, in tokens
         if self.blocks.keeps_states:
             last_stop = (sequence.num_tokens - 1) // size * size
-            min_saved[last_stop] = SNAPSHOT_TOKENS
+            min_distances[last_stop] = SNAPSHOT_TOKENS
         divergences = self.waiting_prompts.divergences(request)
-        min_saved |= dict.fromkeys(divergences, 2 * FORWARD_TOKENS)
+        min_distances |= dict.fromkeys(divergences, 2 * FORWARD_TOKENS)
         if self.blocks.keeps_states:
             num_indexed = self.blocks.num_matching(sequence.keys, request.namespace)
-            min_saved[num_indexed] = FORWARD_TOKENS
+            min_distances[num_indexed] = FORWARD_TOKENS
         stops: list[int] = []
-        for stop, num_tokens in sorted(min_saved.items()):
+        for stop, min_distance in sorted(min_distances.items()):
             previous = max(num_computed, *stops, 0)
-            if stop - previous >= num_tokens:
+            if stop - previous >= min_distance:
                 stops.append(stop)
         return tuple(stops)
 
     def num_before_fork(self, request: Request, sequence: Sequence) -> int:
-        """Returns how many tokens the sequence may compute now: for the first row, the tokens that
-        all rows share; for the others, 0. Once the shared tokens are computed, forks the first
-        row's blocks for the others, and returns the number of its remaining tokens."""
+        """Returns how many tokens a sequence of a request with `num_shared_tokens` may compute now:
+        for the first row, the number of missing shared tokens; for the others, 0. Once no shared
+        token is missing, forks the first row's blocks for the others, and returns the number of the
+        first row's remaining tokens."""
         rows = request.open_sequences
         num_shared = request.num_shared_tokens
         if sequence is not rows[0]:
@@ -376,15 +380,16 @@ class Preemption:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute
         in a step, regardless of the step's token budget."""
         num_computed = sequence.num_computed_tokens
-        # tokens after a whole prompt wait for the next step; after a replay they run one per step
+        # tokens after a whole prompt wait for the next step; after a replayed prompt, each has a
+        # separate step
         if sequence.computes_whole_prompt or self.replays_prompt(request):
             count = min(count, max(1, request.num_prompt_tokens - num_computed))
         # other requests may begin where a prefill stops
         for stop in sequence.blocks.stops:
             if stop > num_computed:
                 count = min(count, stop - num_computed)
-        # Under a limit in bytes, only layers with the same window can reuse the blocks that leave
-        # a window, so a request that did not fit even alone advances block by block.
+        # Under a limit in bytes, blocks that leave a window serve only layers with the same window,
+        # so a request that did not fit even alone advances block by block.
         has_windows = self.can_chunk and self.blocks.has_windows
         if has_windows and request.num_tokens_alone >= 0:
             count = min(count, self.blocks.block_size)
@@ -399,7 +404,7 @@ class Preemption:
         for sequence in request.sequences:
             self._register(sequence)
         rows = request.open_sequences
-        # a request that replays its prompt cannot continue from the content of its blocks
+        # a request that replays its prompt cannot continue from swapped blocks
         can_swap = not self.replays_prompt(request) and all(
             sequence.blocks is not NO_BLOCKS for sequence in rows
         )
@@ -407,27 +412,27 @@ class Preemption:
             mode = self.mode
             num_bytes = 0
             if any(self.blocks.epochs.is_outdated(sequence.blocks) for sequence in rows):
-                # recomputed tokens would get keys and values of the model as it is now
+                # a recompute would use the changed model
                 mode = "swap"
-            elif self.cost is not None:
+            elif self.cost_model is not None:
                 num_bytes = self.swapper.num_held_bytes(request)
                 num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
-                # blocks shared with other requests stay in the pool, where a recompute finds them,
-                # while a swap-in would need new ones
+                # blocks shared with other requests stay in the pool, where a recompute would find
+                # them; a swap-in would need new blocks
                 num_rows = len(rows)
                 is_shared = any(self.blocks.num_shared(row.blocks, num_rows) for row in rows)
                 choice = "recompute"
                 if not is_shared:
-                    choice = self.cost.choose(num_tokens, num_bytes)
+                    choice = self.cost_model.choose(num_tokens, num_bytes)
                 index = self.agree(PREEMPTION.index(choice))
                 mode = PREEMPTION[index]
             if mode == "swap":
                 start = time.perf_counter()
                 if self.swapper.swap_out(request):
                     self.num_swaps += 1
-                    if self.cost is not None and num_bytes:
+                    if self.cost_model is not None and num_bytes:
                         seconds = time.perf_counter() - start
-                        self.cost.observe_swap(num_bytes, seconds)
+                        self.cost_model.observe_swap(num_bytes, seconds)
                     for sequence in rows:
                         # keeps the first decode after the swap-in off the scheduler's fast path
                         sequence.blocks.capacity = 0
@@ -436,9 +441,10 @@ class Preemption:
 
     def reset(self, request: Request) -> None:
         """Frees all blocks of a request, in the pool and on the host, so that it is recomputed.
-        Reasons: a preemption without a swap; blocks that do not suffice for an admission; new
-        rotary factors or weights (`weights_update`); a failed step that admitted the request, may
-        have advanced its states, or left bookkeeping half changed (`StepLoop.recover`)."""
+        Reasons: a preemption without a swap; too few blocks for an admission; new rotary factors or
+        weights (`weights_update`); a failed step that admitted the request, may have advanced its
+        states, or left bookkeeping half changed (`StepLoop.recover`); the end of a row whose
+        swapped blocks a returned cache needs."""
         for sequence in request.sequences:
             self._free(sequence)
         self._free_encoder_blocks(request)

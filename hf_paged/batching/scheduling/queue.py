@@ -1,6 +1,6 @@
-"""The scheduler's unfinished requests, running and waiting, in priority order. Tracks which of them
-may have caused a failed forward, and creates out-of-blocks errors. The scheduler decides what a
-step computes."""
+"""The queue of the unfinished requests, running and waiting, in priority order. It tracks which of
+them may have caused a failed forward, and creates out-of-blocks errors. The scheduler decides what
+a step computes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ...seams import Adapters
 from ..request import Request, Status
 from .preemption import Preemption
 
-_by_key = attrgetter("key")
+_by_key = attrgetter("sort_key")
 
 
 class NeverFitsError(OutOfBlocksError):
@@ -35,9 +35,9 @@ class NeverFitsError(OutOfBlocksError):
 
 
 class Suspects(deque[set[Request]]):
-    """Groups of requests that may have made a forward fail. Steps compute the first group alone,
-    then the next; a group that fails again is halved, so that only requests that fail on their own
-    are ended."""
+    """Groups of requests that may have made a forward fail. Steps compute the requests of the first
+    group only, then those of the next; a group that fails again is halved, so that only requests
+    that fail alone end."""
 
     def first(self) -> set[Request] | None:
         """Returns the requests to which the next step is limited; `None` if no group is left."""
@@ -46,12 +46,12 @@ class Suspects(deque[set[Request]]):
         return self[0] if self else None
 
     def halve(self, units: Items[list[Request]]) -> None:
-        """Splits the units of a failed forward into two groups, which later steps compute one
-        after the other. The requests of a unit must be computed together."""
+        """Splits the units of a failed forward into two groups, which later steps compute one after
+        the other. A unit is a list of requests that must stay in one group."""
         middle = len(units) // 2
         for half in (units[middle:], units[:middle]):
             requests = {request for unit in half for request in unit if not request.is_finished}
-            self.discard(requests)  # the first group, if there is one, still has them
+            self.discard(requests)  # if the first group failed, it still contains them
             self.appendleft(requests)
 
     def clear_computed(self) -> None:
@@ -68,24 +68,24 @@ class Suspects(deque[set[Request]]):
 @dataclass(eq=False)
 class RequestQueue:
     """The unfinished requests: each is either in `running` or in `waiting`, both sorted by
-    `Request.key`. `preemption` allocates and frees their blocks."""
+    `Request.sort_key`. `preemption` allocates and frees their blocks."""
 
     preemption: Preemption
-    arrivals_per_priority: float  # a priority lower by 1 counts as this many arrivals earlier
+    arrivals_per_priority: float  # earlier arrivals that a priority lower by 1 overtakes
     # admits requests whose adapters take memory of the pool (`Request.adapter_bytes`)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
     suspects: Suspects = field(default_factory=Suspects)
     # the requests that this step may compute: the first group of suspects; `None` for all
     allowed: Set[Request] | None = None
     running: list[Request] = field(default_factory=list)
-    # includes preempted requests, also those with nothing to compute until their next token
+    # includes preempted requests, even those with nothing to compute until their next tokens
     waiting: list[Request] = field(default_factory=list)
     num_rows: int = 0  # open rows of running requests
     _num_arrivals: int = 0
 
     @property
     def first_waiting(self) -> Request | None:
-        """The request to admit next; `None` if none may begin."""
+        """The request to admit next; `None` if no waiting request may begin."""
         return next(filter(self.may_begin, self.waiting), None)
 
     def may_begin(self, request: Request) -> bool:
@@ -99,9 +99,9 @@ class RequestQueue:
     def add(self, request: Request) -> None:
         """Queues a new request."""
         if request.adapter_bytes:
-            self.adapters()  # creates the loop's `Adapters`, whose `prefetch` each step then calls
+            self.adapters()  # makes the loop's `Adapters`; each step then calls its `prefetch`
         arrival = self._num_arrivals
-        request.key = (arrival + request.priority * self.arrivals_per_priority, arrival)
+        request.sort_key = (arrival + request.priority * self.arrivals_per_priority, arrival)
         self._num_arrivals += 1
         self.enqueue(request)
 

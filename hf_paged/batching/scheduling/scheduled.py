@@ -11,13 +11,13 @@ from ..request import Request, Sequence
 
 @dataclass(slots=True)
 class Budget:
-    """How many tokens a step may still schedule for running requests."""
+    """The numbers of tokens that a step may still schedule for running requests."""
 
     num_tokens: int  # in all
     num_chunk_tokens: int  # in chunks beside decodes
     num_draft_tokens: int  # in drafts
-    # tokens for decodes that are not scheduled yet; negative until `Scheduler._chunk_limit` counts
-    # these decodes for the step's first chunk
+    # tokens reserved for decodes that are not scheduled yet; negative until the step's first chunk,
+    # for which `Scheduler._chunk_limit` counts these decodes
     num_reserved: int = -1
 
 
@@ -26,7 +26,7 @@ class Scheduled:
     """The sequences scheduled so far, from which `plan` makes the step's plan."""
 
     decodes: list[Sequence] = field(default_factory=list)  # one token of each
-    has_partial: bool = False  # whether some of `decodes` have more tokens to compute
+    has_partial: bool = False  # whether some of `decodes` have further tokens to compute
     # sequences with a draft, each with the number of its tokens: the last one and the draft
     drafted: list[tuple[Sequence, int]] = field(default_factory=list)
     # chunks of a prefill or recompute, each with its number of tokens
@@ -43,8 +43,9 @@ class Scheduled:
         return any(sequence.request is request for sequence in self.plan().sequences)
 
     def shares_forward(self, request: Request) -> bool:
-        """Whether the request's prompt is computed as a whole, in the same forward as all chunks
-        scheduled so far. Such a prompt may exceed the token budget."""
+        """Whether the request's prompt belongs to the same `Prompts` as all chunks scheduled so
+        far, if any, so that one forward computes them. Such a prompt may exceed the token
+        budget."""
         if request.inputs is None:
             return False
         for sequence, _ in self.chunks:
@@ -60,10 +61,10 @@ class Scheduled:
         num_logits = counts
         if self.has_partial:
             num_logits = [int(sequence.num_to_compute == 1) for sequence in sequences]
-        counted = [*self.drafted, *self.chunks]
-        if counted:
-            sequences = sequences + [sequence for sequence, _ in counted]
-            counts = counts + [count for _, count in counted]
+        other_rows = [*self.drafted, *self.chunks]
+        if other_rows:
+            sequences = sequences + [sequence for sequence, _ in other_rows]
+            counts = counts + [count for _, count in other_rows]
             num_logits = num_logits + [count for _, count in self.drafted]
             for sequence, count in self.chunks:
                 num_logits.append(int(count == sequence.num_to_compute))

@@ -1,5 +1,5 @@
-"""Schedules each step: which sequences run, with how many tokens. `preemption.py` allocates and
-frees the blocks of whole requests. Plain Python: no tensors."""
+"""Schedules each step: which sequences run, and how many tokens of each. `preemption.py` allocates
+and frees the blocks of whole requests. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
-ARRIVALS_PER_PRIORITY = 256.0  # a priority lower by 1 counts as this many arrivals earlier
+ARRIVALS_PER_PRIORITY = 256.0  # earlier arrivals that a priority lower by 1 overtakes
 
 
 @dataclass(eq=False, repr=False)
@@ -28,15 +28,15 @@ class Scheduler:
     2308.16369), which do not stall decodes (Sarathi-Serve, arXiv 2403.02310, section 4.2), and
     preemption of whole requests (PagedAttention, arXiv 2309.06180, section 4.5). Requests are
     sorted by `arrival + priority * arrivals_per_priority`. In this order, running requests get
-    their tokens and may preempt later ones; then waiting requests are admitted until one does not
-    fit."""
+    their tokens and may preempt later running ones; then waiting requests are admitted until one
+    does not fit."""
 
     preemption: Preemption
-    max_num_batched_tokens: int  # per step
-    # maximum number of running sequences; exceeded only by a request that runs alone, or if all
-    # running requests wait for one that does not run
+    max_num_batched_tokens: int  # per step (whole prompts may exceed it)
+    # maximum number of running sequences; exceeded only by a request that runs alone, and by
+    # `_admit_past_row_limit`
     max_num_seqs: int
-    # prefill tokens in a step with decodes; `None`: as many as fit into the step
+    # prefill tokens per step with decodes (whole prompts may exceed it); `None`: as many as fit
     max_chunk_tokens: int | None = None
     watermark: float = 0.01  # share of all blocks that admission keeps free for running requests
     arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
@@ -51,7 +51,7 @@ class Scheduler:
         # so that every running sequence can decode in every step
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self.queue = RequestQueue(self.preemption, self.arrivals_per_priority, self.adapters)
-        # the waiting request at which admission stopped, for `max_num_seqs` or lack of blocks
+        # the waiting request at which admission stopped, because rows or blocks were too few
         self._blocked_request: Request | None = None
         self._scheduled = Scheduled()
         self._is_committed = False  # whether the rows of the last step may have advanced
@@ -62,7 +62,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Number of new and preempted requests."""
+        """Number of waiting requests, new or preempted."""
         return len(self.queue.waiting)
 
     @property
@@ -70,7 +70,7 @@ class Scheduler:
         return bool(self.queue.running or self.queue.waiting)
 
     def add(self, *requests: Request) -> None:
-        """Queues requests. Raises `OutOfBlocksError`, and queues none, if one can never fit."""
+        """Queues requests. If any of them can never fit, only raises `OutOfBlocksError`."""
         for request in requests:
             self.preemption.check_fits(request)
         for request in requests:
@@ -80,8 +80,8 @@ class Scheduler:
             self.timeline.record_waiting(request)
 
     def schedule(self) -> StepPlan:
-        """Returns the plan of the next step, which `commit` or `fail_step` must end unless it is
-        empty. Raises `OutOfBlocksError`, with nothing scheduled, if other requests, caches or
+        """Returns the plan of the next step. Unless the plan is empty, `commit` or `fail_step` must
+        follow. Raises `OutOfBlocksError`, with nothing scheduled, if other requests, caches or
         models hold the blocks that the first request needs, and `NeverFitsError` if none of these
         holds any. After any other exception the caller must call `recover`."""
         self._is_committed = False
@@ -93,8 +93,8 @@ class Scheduler:
         return plan
 
     def commit(self, plan: StepPlan) -> None:
-        """Advances the rows of the plan, whose K and V are now in their blocks. Skips rows that
-        were ended since `schedule`, which have no blocks."""
+        """Advances the rows of the plan, since their K and V are now in blocks. Skips rows that
+        have ended since `schedule`, which have no blocks."""
         self._is_committed = True
         self.blocks.index.end_step()
         for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
@@ -115,7 +115,7 @@ class Scheduler:
                     sequence.num_computed_tokens,
                     request.namespace,
                 )
-            # frees blocks that have left the window of every token after the chunk
+            # frees blocks that are outside the windows of all tokens after the chunk
             self.blocks.trim(sequence.blocks)
 
     def _schedule(self, scheduled: Scheduled) -> None:
@@ -128,7 +128,7 @@ class Scheduler:
             for request in list(self.queue.running):
                 if request.update_factors(self.rope):
                     self._preempt(request, keep_kv=False)
-                    # it was not preempted for its blocks, so this step may admit it again
+                    # the preemption was not for blocks, so this step may admit the request again
                     scheduled.preempted.pop()
         num_tokens_left = self._continue_running()
         if self.queue.waiting and not scheduled.preempted:
@@ -137,10 +137,10 @@ class Scheduler:
             self._admit_past_row_limit()
 
     def _admit_past_row_limit(self) -> None:
-        """Called if nothing is scheduled although requests wait: the running requests await their
-        next tokens, which may depend on a request that does not run. Admits the first waiting one
-        regardless of `max_num_seqs`, and preempts running ones if it needs their blocks. Raises
-        `OutOfBlocksError` if it still does not fit."""
+        """Called if nothing is scheduled although requests wait: no running request has tokens to
+        compute in this step, and their next tokens may depend on a request that does not run.
+        Admits the first waiting request regardless of `max_num_seqs`, and preempts running ones if
+        it needs their blocks. Raises `OutOfBlocksError` if it still does not fit."""
         has_released = False
         while (first := self.queue.first_waiting) is not None:
             self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
@@ -155,7 +155,7 @@ class Scheduler:
             victim = next(idle_requests, None)
             if victim is not None:
                 self._preempt(victim)
-            elif self._scheduled.preempted:  # the next step can use the freed blocks
+            elif self._scheduled.preempted:  # the next step tries again with the freed blocks
                 return
             elif not has_released and self.blocks.memory.release_unused():
                 has_released = True
@@ -163,7 +163,7 @@ class Scheduler:
                 raise self.queue.out_of_blocks(first) from self.blocks.take_error
 
     def _continue_running(self) -> int:
-        """Schedules tokens of running requests; returns how many newly admitted ones may add."""
+        """Schedules tokens of running requests; returns how many tokens new admissions may add."""
         scheduled = self._scheduled
         decodes = scheduled.decodes
         max_tokens = self.max_num_batched_tokens
@@ -172,7 +172,7 @@ class Scheduler:
             max_chunk_tokens = max_tokens
         budget = Budget(max_tokens, max_chunk_tokens, max_tokens - self.queue.num_rows)
         allowed = self.queue.allowed
-        for request in self.queue.running:  # safe, since only this or later ones can be removed
+        for request in self.queue.running:  # safe: the body removes only later ones, or returns
             if allowed is not None and request not in allowed:
                 continue
             for sequence in request.sequences:
@@ -198,7 +198,7 @@ class Scheduler:
 
     def _continue_row(self, request: Request, sequence: Sequence, budget: Budget) -> bool:
         """Schedules tokens of a running sequence that has a draft, needs a block or has several
-        tokens to compute; returns whether later requests may get tokens."""
+        tokens to compute. Returns whether later sequences may get tokens."""
         scheduled = self._scheduled
         if sequence.num_to_compute == 1:
             if budget.num_tokens <= 0:
@@ -225,14 +225,14 @@ class Scheduler:
         scheduled = self._scheduled
         num_scheduled = len(scheduled.decodes) + len(scheduled.drafted)
         if budget.num_reserved < 0:
-            unfinished = (row for running in self.queue.running for row in running.open_sequences)
-            budget.num_reserved = sum(row.num_to_compute == 1 for row in unfinished)
+            open_rows = (row for running in self.queue.running for row in running.open_sequences)
+            budget.num_reserved = sum(row.num_to_compute == 1 for row in open_rows)
             budget.num_reserved -= num_scheduled
         limit = budget.num_tokens
         if num_scheduled or budget.num_reserved:
             limit = min(budget.num_tokens - budget.num_reserved, budget.num_chunk_tokens)
         first = self.queue.first_waiting
-        if first is not None and first.key < request.key:
+        if first is not None and first.sort_key < request.sort_key:
             # leaves half of the tokens to a waiting request that sorts before this one
             limit -= limit // 2
         return limit
@@ -244,10 +244,10 @@ class Scheduler:
         limit: int,
         may_preempt: bool = True,
     ) -> int:
-        """Schedules up to `limit` tokens of `sequence`; a whole prompt may exceed `limit` if no
-        chunk is scheduled yet, or if it joins the forward of all that are. Returns how many. If too
-        few blocks are free, preempts later requests, shrinks the chunk, then preempts `request`;
-        without `may_preempt` only shrinks the chunk (`_append`)."""
+        """Schedules up to `limit` tokens of `sequence`, and returns their number. A whole prompt
+        may exceed `limit` if it shares the forward of all chunks scheduled so far, if any. If too
+        few blocks are free, preempts later requests, shrinks the chunk if layers have windows, then
+        preempts `request`; without `may_preempt`, only shrinks the chunk (`_append`)."""
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
@@ -268,7 +268,7 @@ class Scheduler:
         count = self._append(request, sequence, count, is_unchunked, may_preempt)
         if not count:
             return 0
-        if request.num_shared_tokens:  # keeps the fast path from computing more than these tokens
+        if request.num_shared_tokens:  # keeps the next steps' fast path from computing more tokens
             sequence.blocks.capacity = num_computed + count
         if count > 1 or is_whole:
             self._add_chunk(request, sequence, count, is_unchunked)
@@ -285,11 +285,11 @@ class Scheduler:
         is_unchunked: bool,
         may_preempt: bool,
     ) -> int:
-        """Appends up to `count` tokens to the sequence's blocks; returns how many, or 0 if too few
-        blocks are free. `is_unchunked`: the tokens must be computed in one step, and blocks that no
-        later token attends to are skipped. `may_preempt` as in `_schedule_tokens`."""
+        """Appends up to `count` tokens to the sequence's blocks, and returns their number: 0 if too
+        few blocks are free. `is_unchunked`: the tokens must be computed in one step, and blocks
+        that no later token attends to are skipped. `may_preempt` as in `_schedule_tokens`."""
         can_shrink = self.blocks.has_windows and not is_unchunked
-        while not self.blocks.append(sequence.blocks, count, skips=is_unchunked):
+        while not self.blocks.append(sequence.blocks, count, can_skip=is_unchunked):
             if self.reclaim():
                 continue
             if may_preempt and self.queue.running[-1] is not request:
@@ -303,12 +303,13 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts `request`, which needs blocks while no later one runs. Raises `OutOfBlocksError`
-        if no other request or model holds memory and this last happened at the same length."""
+        """Preempts `request`, which needs blocks while no later request runs. Then, if no request
+        runs and no other model holds memory, releases unused memory, or raises `OutOfBlocksError`
+        if the last such preemption came at the same total length."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
-        is_alone = not self.blocks.memory.num_held_by_others
+        is_only_model = not self.blocks.memory.num_held_by_others
         self._preempt(request)
-        if self.queue.running or not is_alone:
+        if self.queue.running or not is_only_model:
             return
         if request.num_tokens_alone == num_tokens:
             raise self.queue.out_of_blocks(request) from self.blocks.take_error
@@ -326,7 +327,7 @@ class Scheduler:
             stops = [stop for stop in blocks.stops if stop >= end]
             self.preemption.waiting_prompts.await_stops(request, stops)
         if not is_unchunked:
-            # later requests in this step may share the blocks already, since each layer stores all
+            # later requests may share the blocks already in this step, since each layer stores all
             # K and V before attention
             self.blocks.register(blocks, sequence.keys, end, request.namespace)
         self._scheduled.chunks.append((sequence, count))
@@ -334,7 +335,7 @@ class Scheduler:
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Allocates blocks for one more token of each sequence, if the next step will be exactly
         these decodes; `num_ending` other running sequences end before it. Returns `False` if the
-        next step may differ, or if too few blocks are free."""
+        next step may differ, if too few blocks are free, or if a block must be copied first."""
         if self.queue.num_rows != len(sequences) + num_ending:
             return False
         if self.queue.waiting:
@@ -355,15 +356,15 @@ class Scheduler:
         return True
 
     def _admit(self, num_tokens_left: int, ignores_row_limit: bool = False) -> None:
-        """Admits waiting requests while tokens, rows and blocks last; the first one may exceed the
-        limit on rows if `ignores_row_limit`. Postpones requests that can soon reuse the prefix that
+        """Admits waiting requests while tokens, rows and blocks last; with `ignores_row_limit`, the
+        first one may exceed the limit on rows. Postpones requests that can soon reuse a prefix that
         a scheduled request is computing (`WaitingPrompts.awaited`)."""
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
                 continue
-            shares = self._scheduled.chunks and self._scheduled.shares_forward(request)
-            if num_tokens_left <= 0 and not shares:
+            can_exceed_budget = self._scheduled.chunks and self._scheduled.shares_forward(request)
+            if num_tokens_left <= 0 and not can_exceed_budget:
                 return
             is_alone = not self.queue.running
             num_rows = self.queue.num_rows + num_postponed_rows + request.num_open_rows
@@ -375,8 +376,8 @@ class Scheduler:
                 num_postponed_rows += request.num_open_rows
                 continue
             num_reserved_blocks = 0 if is_alone else int(self.watermark * self.blocks.num_total)
-            # a request that runs alone may shrink its chunks, and a whole prompt skips blocks
-            # outside its windows: neither needs more blocks than chunks of one token
+            # a request that runs alone may shrink its chunks, and an unchunked prompt skips blocks
+            # outside its windows: neither needs more blocks than it would in chunks of one token
             chunk = 1 if is_alone or not self._can_chunk else self.max_num_batched_tokens
             while not self.queue.admit(request, chunk, num_reserved_blocks, is_alone):
                 if not self.reclaim():
@@ -389,7 +390,7 @@ class Scheduler:
                     num_tokens_left -= self._schedule_tokens(
                         request, sequence, num_tokens_left, may_preempt=False
                     )
-            if num_tokens_left == num_tokens_before:  # too few tokens left, or blocks of a group
+            if num_tokens_left == num_tokens_before:  # too few tokens, or free blocks of a group
                 self._requeue(request, keep_kv=True)
                 return
             self._scheduled.admitted.append(request)
@@ -412,8 +413,8 @@ class Scheduler:
         return self.drafter.instance is not None and self.drafter.instance.reclaim()
 
     def recompute(self) -> list[Request]:
-        """Called between steps: drops the K/V of all unfinished requests. Preempts the running ones
-        and returns them."""
+        """Called between steps: drops the K/V of all unfinished requests. Preempts the running
+        requests and returns them."""
         self._scheduled = Scheduled()
         for request in list(self.queue.running):
             self._preempt(request, keep_kv=False)
@@ -435,9 +436,9 @@ class Scheduler:
             self._enqueue(request)
 
     def fail_step(self) -> None:
-        """Undoes the last step: one whose forward raised an exception or, in a forked child, a step
-        that another thread of the parent was taking. The latter may be partly scheduled, or
-        computed with its logits not yet delivered."""
+        """Undoes the last step: one whose forward raised an exception or, in a forked child, one
+        that another thread of the parent was taking. The latter may be only partly scheduled, or
+        already computed, with logits that are not delivered yet."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
         requeued = plan.admitted  # may share blocks that other rows of the step did not write
@@ -457,8 +458,8 @@ class Scheduler:
 
     def recover(self, requests: Collection[Request]) -> None:
         """Called after an exception that may have left bookkeeping partly changed: resets the queue
-        to the unfinished ones of `requests`, all waiting with nothing computed. The caller must
-        already have made the pools match the tables."""
+        to the unfinished requests among `requests`, all waiting with nothing computed. The caller
+        must already have made the pools match the tables."""
         requests_to_reset = dict.fromkeys([*requests, *self.queue.running, *self.queue.waiting])
         self.queue.clear()
         self._blocked_request = None
@@ -484,11 +485,10 @@ class Scheduler:
         self.queue.end_row(request)
 
     def finish(self, request: Request) -> None:
-        """Ends a running or waiting request. Must not be called between `schedule` and the end of
-        the forward."""
+        """Ends a running or waiting request, of which no forward in progress computes a row."""
         if request.status is Status.FINISHED:
             return
-        # before this request's blocks are cached, since releasing its adapter may evict cached ones
+        # first: releasing the adapter may evict cached blocks; this request's are cached only later
         self.queue.remove(request)
         request.status = Status.FINISHED
         self.timeline.record_end(request)

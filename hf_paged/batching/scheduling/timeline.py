@@ -12,13 +12,13 @@ from typing import NamedTuple
 from ...plan import StepPlan
 from ..request import Request, Status
 
-MAX_INTERVALS = 4096  # a request that is never preempted has three
+MAX_INTERVALS = 4096  # of all requests; one that is never preempted has three
 MAX_VERIFICATIONS = 4096
 
 
 class Activity(Enum):
-    """The state of a request during some steps. In the last three it holds no blocks of the
-    pool."""
+    """The state of a request during some steps. In the last three states, the request holds no
+    blocks of the pool."""
 
     PREFILL = "prefill"
     RECOMPUTE = "recompute"  # a prefill after a preemption
@@ -60,16 +60,17 @@ class Timeline:
         self.num_steps = 0  # scheduled so far
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
         self._open: dict[Request, Interval] = {}  # the current interval of each unfinished request
-        self._prefilling: set[Request] = set()  # requests in prefill in the last step
-        self._num_swapped_tokens: dict[Request, int] = {}  # computed ones of requests swapped out
-        self._num_requests = 0
+        self._prefilling: set[Request] = set()  # requests in prefill or recompute in the last step
+        # by swapped-out request: how many of its tokens were computed
+        self._num_swapped_tokens: dict[Request, int] = {}
+        self._num_requests = 0  # recorded so far
         self._verifications: deque[Verification] = deque(maxlen=MAX_VERIFICATIONS)
         self._step_start = 0.0
         self._origin = time.perf_counter()
 
     def record_waiting(self, request: Request) -> None:
-        """Records that a request waits, since it is new, has just been preempted, or has lost the
-        blocks that were swapped out."""
+        """Records that a request waits, since it is new, has just been preempted, or has lost its
+        swapped-out blocks."""
         self._prefilling.discard(request)
         previous = self._open.get(request)
         was_in_batch = previous is not None and previous.activity is not Activity.WAITING
@@ -77,7 +78,7 @@ class Timeline:
         if request.is_swapped:
             activity = Activity.SWAPPED
             self._num_swapped_tokens[request] = _num_computed_tokens(request)
-        self._change(request, activity)
+        self._set_activity(request, activity)
 
     def record_step(self, plan: StepPlan) -> None:
         """Records the plan of a step that has just been scheduled."""
@@ -90,19 +91,19 @@ class Timeline:
                     continue
                 previous = self._open[request].activity
                 num_swapped = self._num_swapped_tokens.pop(request, 0)
-                # whether the request lacks no tokens after this step
+                # whether no token of the request is left to compute after this step
                 will_be_computed = all(
                     row.num_to_compute <= counts.get(row, 0) for row in request.open_sequences
                 )
                 if request not in chunked and will_be_computed:
-                    self._change(request, Activity.DECODE)
+                    self._set_activity(request, Activity.DECODE)
                     self._prefilling.discard(request)
-                else:  # also in a step without a chunk of it, between two of its chunks
+                else:  # also in a step between two of its chunks
                     recomputes = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
-                    # whether it was not swapped in, but has to compute tokens again
+                    # or if its swapped-out blocks were lost, so that tokens are computed again
                     recomputes |= _num_computed_tokens(request) < num_swapped
                     activity = Activity.RECOMPUTE if recomputes else Activity.PREFILL
-                    self._change(request, activity)
+                    self._set_activity(request, activity)
                     self._prefilling.add(request)
         self._step_start = self._now()
         self.num_steps += 1
@@ -128,12 +129,13 @@ class Timeline:
 
     def intervals(self) -> list[Interval]:
         """Returns the kept intervals, by request in order of arrival; open intervals end now."""
-        running = [
+        open_intervals = [
             interval._replace(end_step=self.num_steps, end=self._now())
             for interval in self._open.values()
         ]
         return sorted(
-            [*self._closed, *running], key=lambda interval: (interval.number, interval.start)
+            [*self._closed, *open_intervals],
+            key=lambda interval: (interval.number, interval.start),
         )
 
     def verifications(self) -> list[Verification]:
@@ -143,7 +145,7 @@ class Timeline:
     def _now(self) -> float:
         return time.perf_counter() - self._origin
 
-    def _change(self, request: Request, activity: Activity) -> None:
+    def _set_activity(self, request: Request, activity: Activity) -> None:
         previous = self._open.get(request)
         step = self.num_steps
         if previous is None:

@@ -17,8 +17,8 @@ class WaitingPrompts:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        # by request, the hashes of its prefixes of one block, of two, ...: stored, since the
-        # request may change before it is discarded
+        # by request, the hashes of its prefixes of one block, of two, ...; stored, since the
+        # request may change before `discard`
         self._prefixes: dict[Request, list[int]] = {}
         self._counts: Counter[int] = Counter()  # number of requests, by hash of a prefix
         # hashes of the prefixes at whose ends the prefills of running requests will stop; the
@@ -29,7 +29,7 @@ class WaitingPrompts:
         return len(self._prefixes)
 
     def add(self, request: Request) -> None:
-        """Adds a request whose prompt has token ids only."""
+        """Adds a request whose prompt consists of token ids only."""
         prefixes = [prefix for _, prefix in self._hash_prefixes(request)]
         self._prefixes[request] = prefixes
         self._counts.update(prefixes)
@@ -43,7 +43,7 @@ class WaitingPrompts:
 
     def divergences(self, request: Request) -> list[int]:
         """Returns the numbers of tokens, multiples of the block size, after which other waiting
-        prompts diverge from this request's; none if the request was not added."""
+        prompts diverge from the request's prompt; none if the request was not added."""
         counts = [self._counts[prefix] for prefix in self._prefixes.get(request, ())]
         divergences = []
         for num_blocks, (count, next_count) in enumerate(pairwise([*counts, 1]), 1):

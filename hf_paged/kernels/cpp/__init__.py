@@ -1,7 +1,7 @@
 """The C++ kernels: built on first use with the user's compiler, unless the wheel contains them, and
-loaded with ctypes. If they cannot be built, or with `HF_PAGED_CPP=0`, `is_available()` is False and
-PyTorch computes their results (attention: `attention/backends/gather.py`). This module calls the
-kernels that hash memory and draw tokens."""
+loaded with ctypes. If they cannot be built or loaded, or with `HF_PAGED_CPP=0`, `is_available()` is
+False and PyTorch computes their results (attention: `attention/backends/gather.py`). This module
+calls the kernels that hash memory and draw tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .build import is_available, kernel, logger
 
 _HASH_CALL = struct.Struct("3Q2q")  # struct HashCall
 _DRAW_CALL = struct.Struct("Q2q2Q")  # struct DrawCall
-# size of the state of torch's CPU generator; a build with another size has another algorithm
+# bytes of the state of torch's CPU generator; the kernel does not know states of other sizes
 _STATE_BYTES = 5056
 _lock = forks.lock()
 
@@ -29,21 +29,25 @@ def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
     address 0 with a positive size, and if there are not as many addresses as sizes."""
     count = len(starts)
     if len(sizes) != count:
-        raise ValueError(f"{count} addresses and {len(sizes)} sizes")
+        raise ValueError(f"{count} addresses but {len(sizes)} sizes: pass one size per address")
     addresses = (ctypes.c_uint64 * count)(*starts)
     num_bytes = (ctypes.c_int64 * count)(*sizes)
     out = (ctypes.c_uint64 * 2)()
     pointers = (ctypes.addressof(array) for array in (addresses, num_bytes, out))
     if kernel("hash")(_HASH_CALL.pack(*pointers, count, torch.get_num_threads())):
-        raise ValueError(f"a span has a negative size, or address 0: sizes are {list(sizes)}")
+        raise ValueError(
+            "a span has a negative size, or address 0 with a positive size: the spans (address,"
+            f" size) are {list(zip(starts, sizes))}"
+        )
     return bytes(out)
 
 
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Returns `torch.multinomial(probs, 1, generator=generator).squeeze(1)`: the same `(n,)` int64,
     with the same change of the generator's state, for `probs` `(n, vocab)` of any float dtype and
-    device. For contiguous float32 on the CPU, a kernel draws, ten times as fast. Raises torch's
-    `RuntimeError` for probabilities that torch rejects. Threads may call this at the same time; if
+    device. For contiguous float32 on the CPU, a kernel draws, ten times as fast, unless torch's
+    algorithm has changed (`_draws_as_torch`). Raises torch's `RuntimeError` for probabilities that
+    torch rejects. Threads may call this at the same time; if
     torch draws from the same generator meanwhile, both may draw the same numbers."""
     is_supported = (
         probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()

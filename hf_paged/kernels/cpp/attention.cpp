@@ -2,17 +2,18 @@
 // decodes, chunks and whole prompts.
 //
 // One task is (some queries of a row, K/V head): the query heads of a group times these queries are the M rows of two
-// small matrix products per tile of 64 tokens, so that K and V are read once for all of them. Tiles and parts begin at
-// multiples of kTile and kPart of the sequence. Each query sums the tiles of a part one after the other, then merges the
-// parts by log-sum-exp (Flash-Decoding), so that the result does not depend on how rows are cut into tasks. Decodes
-// whose tables begin with the same blocks read these once for all rows (Hydragen, arXiv 2402.05099) and continue from
-// those sums. Computes in float32, except that products of bfloat16 are summed in pairs where the CPU has instructions
-// for it. Never reads a slot that no query of its row sees.
+// small matrix products per tile of 64 tokens, so that K and V are read once for all of them. Tiles and parts begin
+// where position + origin is a multiple of kTile or kPart. Each query sums the tiles of a part one after the other, then
+// merges the parts by log-sum-exp (Flash-Decoding). This order does not depend on how rows are cut into tasks. With
+// `is_fixed`, the choice of instructions does not depend on M either, so the result is the same bit for bit. Decodes
+// whose tables begin with the same blocks share a task that reads these blocks once (Hydragen, arXiv 2402.05099), and
+// continue from its sums. Computes in float32; on CPUs with instructions for bfloat16, these sum products of bfloat16
+// in pairs. Never reads a slot that no query of its row sees.
 
 // Fields of the call, the step and the layer, in this order. Strides in elements; dtypes: 0 float32, 1 bfloat16, 2
 // float16. Keys and values are `stored` in the queries' dtype (0), or as codes, Int8, E4M3 or E5M2 (1, 2, 3). The
-// scales of a block's tokens begin `key_scales` and `value_scales` bytes after its first code; scores, and the weights
-// of values, are multiplied by them.
+// scales of a head's block begin `key_scales` and `value_scales` bytes after its first code; scores are multiplied by
+// the keys' scales, the weights of values by the values' scales.
 struct AttentionCall {
     const void* query;
     void* out;
@@ -30,19 +31,20 @@ struct AttentionCall {
 
 namespace {
 
-constexpr int kNoMemory = 6;  // in addition to the errors of `plan`
-constexpr int64_t kAlone = 1 << 15;  // elements of K and V that one thread reads while others wake
+constexpr int kNoMemory = 6;  // the error number in addition to those of `plan`
+constexpr int64_t kAlone = 1 << 15;  // elements of K and V up to which one thread is faster than several
 constexpr int64_t kPart = 512;       // tokens that are summed separately
 constexpr int64_t kFewRows = 8;      // up to this M, memory is the bottleneck: rounding weights to pairs saves no time
 constexpr int64_t kTaskRows = 128;   // most M of a task, unless one query has more
-// Values are widened in registers, once per group of rows of M that fit in registers, if that is at most this many
-// times; else they are widened once, to memory.
+// Values are widened in registers, once per group of rows of M, if there are at most this many such groups; otherwise
+// they are widened once, to memory.
 template <class T> constexpr int kWidenings = std::is_same<T, Int8>::value ? 2 : 1;
 
-// A query that sees positions [low, high) of its row's table. Its sums over the positions before `shared` are computed
-// by a task for `members` queries; of the results, which begin at `state`, it has number `place`.
+// A query that sees positions [low, high) of its row's table. One task computes the sums over the positions before
+// `shared` for `members` queries; they begin at offset `state`, and `place` is this query's index among the members.
 struct Query { int64_t token, row, i, low, high, shared, state, members, place; };
-// Queries [first, first + count) over [low, high). The result goes to `state`; if that is negative, to the output.
+// Queries [first, first + count) over [low, high). The sums go to offset `state`; if it is negative, the results go to
+// the output.
 struct Task { int64_t head, first, count, low, high, state; };
 struct Sums { float *acc, *top, *sum; };  // [M][padded], [M], [M]
 
@@ -64,7 +66,7 @@ struct Scratch {
         }
         return memory.get();
     }
-    template <class X> static X* take(float*& at, int64_t count) {  // at least 64 bytes
+    template <class X> static X* take(float*& at, int64_t count) {  // a multiple of 64 bytes
         X* found = (X*)at;
         at += (count * (int64_t)sizeof(X) + 63) / 64 * 16;
         return found;
@@ -95,7 +97,7 @@ struct Kernel {
 
     // -- the plan -----------------------------------------------------------------------------------------------------
 
-    // Returns 0, or an error number of attention.py.
+    // Returns 0, or an error number (`Attention._exception` in attention.py).
     int plan(Plan& p) const {
         std::vector<Query>& queries = p.queries;
         for (int64_t row = 0, token = 0; row < c.batch; ++row) {
@@ -131,7 +133,7 @@ struct Kernel {
     // Makes the tasks of the queries [first, last) of a row.
     void cut(Plan& p, int64_t first, int64_t last) const {
         const int64_t step = std::max<int64_t>(1, kTaskRows / group), row = p.queries[first].row;
-        // whether parts become separate tasks, because the rows have too few tasks for all threads
+        // whether each part becomes a task, because the rows alone give too few tasks for all threads
         const bool splits = c.threads > 1 && c.batch * c.kv_heads < 4 * c.threads && last - first <= 4 * step;
         for (int64_t head = 0; head < c.kv_heads; ++head)
             for (int64_t at = first; at < last; at += step) {
@@ -151,7 +153,7 @@ struct Kernel {
             }
     }
 
-    // Finds decodes whose tables begin with the same blocks, and makes separate tasks of their shared whole tiles.
+    // Finds decodes whose tables begin with the same blocks, and makes tasks of the whole tiles that they share.
     void share(Plan& p) const {
         auto table = [&](int64_t query) { return c.tables + p.queries[query].row * c.table_stride; };
         std::stable_sort(p.order.begin(), p.order.end(), [&](int64_t a, int64_t b) { return *table(a) < *table(b); });
@@ -216,7 +218,7 @@ struct Kernel {
         with_queries<T>([&](auto* type) { write<std::remove_pointer_t<decltype(type)>>(s, queries, x); });
     }
 
-    // Merges the sums y of a later part into those of the parts before it.
+    // Merges the sums y of a part into the sums x of the parts before it.
     void merge(int64_t M, Sums x, Sums y) const {
         for (int64_t m = 0; m < M; ++m) {
             const float high = std::max(x.top[m], y.top[m]), base = high == -kInf ? 0.f : high;
@@ -293,7 +295,7 @@ struct Kernel {
             t += here;
         }
     }
-    // Prefetch from token `t` of the next tile on.
+    // These prefetch `count` tokens of the next tile, from its token `t` on.
     template <class T> inline __attribute__((always_inline)) void prefetch_keys(const Work<T>& w, int t, int count) const {
         prefetch<T>(w.s, w.table, c.key, c.key_strides, c.key_scales, w.upcoming + t, count);
     }
@@ -322,7 +324,7 @@ struct Kernel {
                may_use_tiles();
     }
 
-    // Writes queries of bfloat16 as right tiles: [M / 16][key_dim / 32][16 pairs][16 queries][2], padded with zeros.
+    // Writes queries of bfloat16 as right-hand tiles: [M / 16][key_dim / 32][16 pairs][16 queries][2], padded with zeros.
     void pair_queries(const Task& s, const Query* queries, uint32_t* out) const {
         const int64_t M = group * s.count;
         std::memset(out, 0, (M + 15) / 16 * c.key_dim * 32);
@@ -333,7 +335,8 @@ struct Kernel {
         }
     }
 
-    // Computes scores[M][kTile] of 16 keys, which form the left tile as they are laid out in their block.
+    // Computes the scores of 16 keys, to rows of scores[M][kTile]. The keys are the left-hand tile: read from their block
+    // if they are adjacent there, otherwise copied first.
     void tile_scores(int64_t M, const BFloat16* const* keys, const uint32_t* q, float* scores) const {
         alignas(64) BFloat16 copied[16 * 32];
         alignas(64) float found[256];
@@ -432,7 +435,7 @@ struct Kernel {
             for (; t < to && offset < c.block_size; ++t, ++offset)
                 w.keys[t] = k + offset * c.key_strides[2], w.values[t] = v + offset * c.value_strides[2];
         }
-        for (int t = low; t < from; ++t) w.keys[t] = w.keys[from];  // `softmax` masks the scores of these
+        for (int t = low; t < from; ++t) w.keys[t] = w.keys[from];  // `softmax` masks their scores
         for (int t = to; t < whole; ++t) w.keys[t] = w.keys[from];
         if constexpr (kIsCode<T>) {
             std::fill(w.key_scales + low, w.key_scales + from, 0.f), std::fill(w.key_scales + to, w.key_scales + whole, 0.f);
@@ -505,7 +508,7 @@ struct Kernel {
 #endif
     }
 
-    // acc = acc * alpha + weights @ values, with rounded weights and values in pairs of tokens.
+    // acc = acc * alpha + weights @ values, in pairs of tokens, with the weights rounded to bfloat16.
     template <class T> void add_pairs([[maybe_unused]] Work<T>& w, int from, int to, float* acc) const {
 #if HAS_PAIRS
         const int first = from / 2, last = (to + 1) / 2;
@@ -581,7 +584,7 @@ struct Kernel {
         for (int t = low; t < whole; t += kLanes) lanes = larger(load<vf>(x + t), lanes);
         const float next = reduce(lanes, larger);
         alpha = 1.f;
-        // If all scores so far are -inf, subtracting `next` would be NaN; a NaN score must still poison its own query.
+        // If all scores so far are -inf, subtracting `next` would give NaN. A NaN score still makes its query's sums NaN.
         const float base = next == -kInf ? 0.f : next;
         if (next != top) alpha = exp1(top - base);
         vf total = {};
@@ -598,7 +601,7 @@ struct Kernel {
     template <class T> int execute() const {
         static thread_local Plan own;
         static thread_local Scratch storage;
-        Plan& p = own;  // thread_local: the workers must see the caller's
+        Plan& p = own;  // `own` is thread_local, so worker threads would see their own
         p.clear();
         if (int error = plan(p)) return error;
         float* states = p.states ? storage.get(p.states) : nullptr;
@@ -611,7 +614,7 @@ struct Kernel {
             [[maybe_unused]] const bool threaded =
                 c.threads > 1 && count > 1 && p.work * (c.key_dim + c.value_dim) > kAlone;
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (threaded)
-            for (int64_t i = count - 1; i >= 0; --i)  // the last queries see the most keys
+            for (int64_t i = count - 1; i >= 0; --i)  // backwards: the last queries see the most keys
                 if (!run<T>(all[i], queries, states)) failed.store(true, std::memory_order_relaxed);
             if (failed) return kNoMemory;
         }

@@ -1,5 +1,5 @@
 """Calls of the C++ kernels that attend to K/V blocks, store new K/V and gather blocks. Arguments
-that are the same in many steps are packed once. A call that a kernel does not support raises."""
+that are the same in many steps are packed once. Calls that a kernel does not support raise."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _layout(tensor: Tensor | None) -> object:
 
 
 class _PackedStep(NamedTuple):
-    """The fields of `AttentionCall` for a step, the same for all layers."""
+    """The fields of `AttentionCall` that describe a step. They are the same for all layers."""
 
     packed: bytes
     tensors: dict[int, Tensor]  # whose addresses `packed` holds, by byte offset
@@ -87,8 +87,8 @@ def _pack_step(step: StepMetadata) -> _PackedStep:
             or tensor.dtype is not torch.int32
         ):
             raise ValueError(
-                f"{name} is {_describe(tensor)} for {step.num_rows} rows: the kernel takes"
-                f" torch.int32 on the CPU, {dims} dimensions, the last one contiguous"
+                f"{name} is {_describe(tensor)} for {step.num_rows} rows: the kernel takes int32 on"
+                f" the CPU, of {dims} dimension(s), the first of size {size}, the last contiguous"
             )
         by_offset[8 * len(addresses)] = tensor
         addresses.append(tensor.data_ptr())
@@ -115,8 +115,8 @@ def _scales_offset(blocks: Tensor) -> int:
 
 class Attention:
     """Attention over the blocks of a layer, for steps whose queries have the same shape and
-    strides. The constructor checks and packs the other arguments. Holds the addresses of the
-    blocks, not the tensors, so the blocks must outlive it."""
+    strides. The constructor checks and packs the layer's arguments. An object holds the addresses
+    of the blocks, not the tensors, so the blocks must outlive it."""
 
     signature: tuple[object, ...]  # set by the caller, to compare with later calls
 
@@ -138,8 +138,8 @@ class Attention:
                 dtype or quantized.
             scale, softcap, sinks: As in `attention.backends.reference.AttentionCall`.
 
-        Raises `TypeError` for unsupported dtypes, devices and strides, and `ValueError` for shapes
-        that do not fit.
+        Raises `TypeError` for unsupported dtypes, devices, strides and numbers of dimensions, and
+        `ValueError` for shapes that do not fit.
         """
         tensors = (query, key_blocks, value_blocks)
         dtype_number = quantized.DTYPE_NUMBERS.get(key_blocks.dtype, 0)
@@ -181,8 +181,8 @@ class Attention:
             if not is_supported or sinks.shape != query.shape[1:2]:
                 error_type = ValueError if is_supported else TypeError
                 raise error_type(
-                    f"sinks are {_describe(sinks)}: the C++ kernel takes contiguous floats, one for"
-                    f" each of {query.size(1)} heads"
+                    f"sinks are {_describe(sinks)}: the C++ kernel takes contiguous floats on the"
+                    f" CPU, one for each of {query.size(1)} heads"
                 )
         self._layouts = _layout(query), _layout(sinks)
         num_tokens, heads, key_dim = query.shape
@@ -226,7 +226,7 @@ class Attention:
     ) -> Tensor:
         """Returns `(T, heads, value_dim)` in the query's dtype, contiguous. `query` and `sinks`
         must have the shapes, strides and dtypes of the constructor's. `bias` broadcasts to `(rows,
-        heads, query_len, max seq_len)`, where `query_len` is 1 if rows differ in their number of
+        heads, query_len, >= max seq_len)`, where `query_len` is 1 if rows differ in their number of
         queries. Raises `TypeError`, `ValueError` or `IndexError` for arguments that do not fit,
         `RuntimeError` for a bias that does not broadcast, and `MemoryError`. Never reads outside a
         tensor."""
@@ -237,10 +237,11 @@ class Attention:
                 f" {self._layouts}"
             )
         packed_step = step.plan(_pack_step)
-        if (packed_step.num_tokens, packed_step.block_size) != self._step_shape:
+        step_shape = packed_step.num_tokens, packed_step.block_size
+        if step_shape != self._step_shape:
             raise ValueError(
-                f"the step has {packed_step.num_tokens} queries and blocks of"
-                f" {packed_step.block_size} tokens, but the call was packed for {self._step_shape}"
+                f"the step has (queries, tokens per block) {step_shape}, but the call was packed"
+                f" for {self._step_shape}"
             )
         num_keys = 0
         bias_address = 0
@@ -284,24 +285,24 @@ class Attention:
         seq_lens = step.on_device.seq_lens.tolist()
         starts = step.on_device.starts.tolist()
         tables = (
-            f"block tables of shape {tuple(step.block_tables.shape)} and {step.block_size} tokens a"
-            " block"
+            f"block tables of shape {tuple(step.block_tables.shape)} with {step.block_size} tokens"
+            " per block"
         )
         return {
             1: IndexError(f"{tables} have too few blocks for seq_lens {seq_lens}"),
             2: IndexError(
                 f"a block id in block_tables is outside the pool of {self._num_blocks} blocks"
             ),
-            3: IndexError(f"the bias covers {bias_len} positions; seq_lens are {seq_lens}"),
+            3: IndexError(f"the bias covers {bias_len} positions, but seq_lens are {seq_lens}"),
             4: ValueError("a tensor has no memory, or sizes do not fit one another"),
-            5: IndexError(f"a row starts before its first token: starts are {starts}"),
+            5: IndexError(f"a row starts before position 0: starts are {starts}"),
             6: MemoryError("not enough memory for the sums of the attention kernel"),
         }[error]
 
 
 class Store:
     """Stores keys and values in blocks, for steps in which they have the same shapes and strides.
-    Holds the addresses of the blocks, not the tensors, so the blocks must outlive it."""
+    An object holds the addresses of the blocks, not the tensors, so the blocks must outlive it."""
 
     def __init__(
         self,
@@ -380,7 +381,7 @@ class Store:
 
     def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
         """Stores keys and values `(batch, kv_heads, n, dim)` at `slots` `(batch, n)` int64; skips
-        negative slots. Before it writes, raises `IndexError` for a slot past the pool, and
+        negative slots. Raises, with nothing stored, `IndexError` for a slot past the pool, and
         `TypeError` or `ValueError` for tensors whose dtypes, shapes or strides differ from the
         constructor's."""
         if (_layout(keys), _layout(values)) != self._layouts:
@@ -418,7 +419,7 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
     """Returns a layer's keys or values at `step.columns` of every row, as contiguous `(rows, heads,
     len(columns), dim)`, with zeros for padding and, in a recorded step, after a row's last token.
     `blocks`: `(num_blocks, heads, block_size, dim)` of any dtype on the CPU. Raises `IndexError`
-    for block tables that do not fit, and `ValueError` for other tensors and sizes that do not."""
+    for tables with too few blocks or wrong ids, and `ValueError` for other unsupported sizes."""
     if (
         not blocks.is_cpu
         or blocks.dim() != 4
@@ -426,8 +427,8 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
         or not blocks.size(2) == step.block_size > 0
     ):
         raise ValueError(
-            f"blocks are {_describe(blocks)}: the kernel takes 4 dimensions on the CPU,"
-            f" {step.block_size} tokens per block, the last dimension contiguous"
+            f"blocks are {_describe(blocks)}: the kernel takes tensors on the CPU, of 4 dimensions,"
+            f" the third of size {step.block_size} (tokens per block), the last contiguous"
         )
     packed_step, tensors = step.plan(_pack_gather_step)
     assert step.columns is not None  # checked by `_pack_gather_step`
@@ -460,10 +461,9 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
 
 
 def _pack_gather_step(step: StepMetadata) -> tuple[bytes, tuple[Tensor, ...]]:
-    """Returns the fields of `GatherCall` for a step, the same for all layers, and the tensors whose
-    addresses they begin with. Raises `ValueError` for tensors that the kernel does not take."""
-    tables = step.block_tables.to("cpu", torch.int32)
-    tables = tables.contiguous()
+    """Returns the fields of `GatherCall` that describe a step, the same for all layers, and the
+    tensors whose addresses they begin with. Raises `ValueError` for sizes that do not fit."""
+    tables = step.block_tables.to("cpu", torch.int32).contiguous()
     columns = step.columns
     tensors: tuple[Tensor, ...]
     if step.lengths is None or step.lengths.origins is None:
@@ -482,8 +482,8 @@ def _pack_gather_step(step: StepMetadata) -> tuple[bytes, tuple[Tensor, ...]]:
     ):
         raise ValueError(
             f"{len(origins)} origins, block tables of shape {tuple(tables.shape)} and columns"
-            f" {columns}: the kernel takes columns, and one origin and table for each of"
-            f" {step.num_rows} rows"
+            f" {columns}: the kernel takes a range of columns, and one origin and one table for"
+            f" each of {step.num_rows} rows"
         )
     packed = _GATHER_STEP.pack(
         tables.data_ptr(),

@@ -1,6 +1,6 @@
-"""Loads the C++ kernels with ctypes: from the wheel or, built once per machine, from a folder to
-which only the user can write. Of the latter, never loads a library that is truncated or altered, or
-that another user could have written: builds it again."""
+"""Loads the C++ kernels with ctypes: from the wheel, or from a folder to which only the user can
+write and where they are built once per kind of CPU. Does not load a library from this folder that
+is truncated or altered, or that another user could have written, but builds it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-import torch  # noqa: F401  before dlopen: the library then shares the OpenMP runtime, and so the threads, of torch
+import torch  # noqa: F401  before the library is loaded, which then shares torch's OpenMP runtime and its threads
 from filelock import FileLock
 
 from ...interrupts import is_interrupt
@@ -37,13 +37,13 @@ from .compiler import (
 
 logger = logging.getLogger(__package__)
 
-# from the best flags to none, which any compiler accepts; the first that work are used
+# best first, down to no flags, which any compiler accepts; the first that compile are used
 _EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
 
 # seconds that a process waits for another's build before it builds a library for itself alone
 MAX_WAIT = 600.0
 
-VARIABLE = "HF_PAGED_ISA"
+ISA_VARIABLE = "HF_PAGED_ISA"
 # the instructions that compute bfloat16 products, slowest first, and their numbers in C++
 PATHS = {"wide": 0, "avx512_bf16": 1, "amx": 2}
 
@@ -60,8 +60,9 @@ KERNEL_NAMES = (
     "tape",
 )
 
-# Called after each kernel call with the kernel's name, the packed struct, the tensors that the
-# kernel reads and those that it writes, both by the offset of their address in the struct.
+# Called after each call of the kernels for attention, stores and gathers, with the kernel's name,
+# the packed struct, the tensors that the kernel reads, and those that it writes (both by the offset
+# of their address in the struct, and both without the pool's blocks).
 observer: ContextVar[Callable[[str, bytes, dict[int, Any], dict[int, Any]], None] | None]
 observer = ContextVar("observer", default=None)
 
@@ -76,7 +77,8 @@ def is_available() -> bool:
 
 def kernel(name: str) -> Callable[[bytes], int]:
     """Returns the function of a kernel in `KERNEL_NAMES`, which takes a packed struct and returns 0
-    or an error number. The library must be available (`is_available`)."""
+    or an error number; that of `linear_path` returns a number in `PATHS`. The library must be
+    available (`is_available`)."""
     function: Callable[[bytes], int] = getattr(library(), f"hf_paged_{name}")
     return function
 
@@ -94,11 +96,11 @@ def best_path() -> int:
     """Returns the number of the best of `PATHS` that this CPU supports, or of a lower one that
     `HF_PAGED_ISA` names. Raises `ValueError` for unknown names."""
     best = kernel("linear_path")(b"")
-    name = os.environ.get(VARIABLE)
+    name = os.environ.get(ISA_VARIABLE)
     if name and name not in PATHS:
         raise ValueError(
-            f"{VARIABLE}={name!r} names no instructions: use one of {', '.join(PATHS)}, or unset"
-            " the variable"
+            f"{ISA_VARIABLE}={name!r} names no instructions: use one of {', '.join(PATHS)}, or"
+            " unset the variable"
         )
     return min(best, PATHS[name]) if name else best
 
@@ -135,7 +137,7 @@ def _load() -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:
-            logger.info("compiling the kernels, since the wheel's library does not load: %s", error)
+            logger.info("not using the wheel's library, which does not load: %s", error)
     compiler, key = _find_compiler_and_key()
     try:
         folder = _make_private(_cache_dir())
@@ -146,9 +148,9 @@ def _load() -> ctypes.CDLL:
             raise
         logger.warning(
             Topic.CPP_KERNELS(
-                "hf_paged: compiling the CPU kernels for this process alone, and again in every"
-                " process, since they cannot be stored: %s. Set HF_PAGED_CACHE_DIR to a folder that"
-                " is yours and that only you can write to"
+                "hf_paged: compiling the CPU kernels for this process alone, as every process will,"
+                " since a compiled library cannot be stored: %s. Set HF_PAGED_CACHE_DIR to a folder"
+                " that is yours and that only you can write to"
             ),
             error,
         )
@@ -158,8 +160,8 @@ def _load() -> ctypes.CDLL:
 
 
 def _find_compiler_and_key() -> tuple[list[str], str]:
-    """Returns the compiler's command, and a key of the library that it builds from these sources on
-    this CPU."""
+    """Returns the compiler's command, and a key that identifies the library that it builds from
+    these sources on this CPU."""
     compiler = find_compiler()
     version = subprocess.run(
         [compiler[0], "--version"], capture_output=True, check=True, timeout=60
@@ -180,8 +182,8 @@ def _find_compiler_and_key() -> tuple[list[str], str]:
 
 def _find_library(folder: Path, key: str, level: int = logging.WARNING) -> Path | None:
     """Returns the path of an intact library with this key in a private folder, or `None`. Logs at
-    `level` why it rejects others. A library is intact if its name ends with the hash of its
-    content; a build renames the finished file to that name."""
+    `level` why it rejects a file. A library is intact if its name, which a build gives it when it
+    is finished, ends with the hash of its content."""
     for path in sorted(folder.glob(f"cpp-{key}-*.so")):
         try:
             content = _read_private(path)
@@ -189,7 +191,8 @@ def _find_library(folder: Path, key: str, level: int = logging.WARNING) -> Path 
             logger.log(
                 level,
                 Topic.CPP_KERNELS(
-                    "hf_paged does not load a library that others could have changed: %s"
+                    "hf_paged does not load a library that others could have changed, or that"
+                    " cannot be read: %s"
                 ),
                 error,
             )
@@ -207,7 +210,8 @@ def _find_library(folder: Path, key: str, level: int = logging.WARNING) -> Path 
 def _build_once(folder: Path, key: str, compiler: list[str]) -> Path:
     """Builds the library in a private folder, or waits for the process that builds it, and returns
     its path. If a process is killed, the system releases its lock. Raises `OSError` if the folder
-    cannot be written to or locked within `MAX_WAIT` seconds, and the errors of `_build`."""
+    cannot be written to or locked within `MAX_WAIT` seconds, `NotImplementedError` if its file
+    system has no locks, and the errors of `_build`."""
     lock = FileLock(folder / "build.lock", timeout=MAX_WAIT)
     with lock:
         try:
@@ -230,7 +234,7 @@ def _build_once(folder: Path, key: str, compiler: list[str]) -> Path:
 
 def _build(folder: Path, key: str, compiler: list[str]) -> Path:
     """Compiles the library into a private folder and returns its path. Raises `RuntimeError` with
-    the compiler's errors, `SubprocessError` after 300 seconds, and `OSError`."""
+    the compiler's errors, `SubprocessError` if it runs longer than 300 seconds, and `OSError`."""
     start = time.perf_counter()
     descriptor, name = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(descriptor)
@@ -256,8 +260,8 @@ def _build(folder: Path, key: str, compiler: list[str]) -> Path:
 
 
 def _cache_dir() -> Path:
-    """Returns the first that is set of `$HF_PAGED_CACHE_DIR`, `$XDG_CACHE_HOME/hf_paged` and
-    `~/.cache/hf_paged`. Raises `OSError` if the path is relative."""
+    """Returns `$HF_PAGED_CACHE_DIR` if it is set, otherwise `$XDG_CACHE_HOME/hf_paged` if that
+    variable is set, otherwise `~/.cache/hf_paged`. Raises `OSError` if the path is relative."""
     variable = next(
         (name for name in ("HF_PAGED_CACHE_DIR", "XDG_CACHE_HOME") if os.environ.get(name)), "HOME"
     )
@@ -269,14 +273,15 @@ def _cache_dir() -> Path:
 
 
 def _describe_cpu() -> str:
-    """Returns the architecture and the CPU flags that the system reports."""
+    """Returns the architecture, and the CPU flags or, without these, the processor's name."""
     return f"{platform.machine()} {' '.join(sorted(cpu_flags())) or platform.processor()}"
 
 
 def _make_private(folder: Path) -> Path:
-    """Returns the folder's path with links resolved; creates the folder if it is missing. Checks
-    that only this user can open it (mode 700), and that only root and this user can replace it or a
-    link on its path, as ssh does for keys. Raises an `OSError` that says what to change."""
+    """Returns the folder's path with links resolved; creates the folder if it is missing. Checks,
+    as ssh does for keys, that only this user can open the folder (mode 700), and that only root and
+    this user can replace it, a folder above it or a link on its path. Raises an `OSError` that says
+    which of these does not hold."""
     resolved = Path(os.path.realpath(folder))
     user = os.geteuid()
     for path in [path for end in (folder, resolved) for path in (*reversed(end.parents), end)]:
@@ -312,8 +317,8 @@ def _read_private(path: Path) -> bytes:
 def _check_access(
     path: Path, status: os.stat_result, owners: tuple[int, ...], allow_writers: bool = False
 ) -> None:
-    """Raises `PermissionError` unless one of the users `owners` owns the path and, without
-    `allow_writers`, no other user can write to it."""
+    """Raises `PermissionError` unless one of the users `owners` owns the path and (without
+    `allow_writers`) no other user can write to it."""
     if status.st_uid not in owners:
         raise PermissionError(
             f"{path} belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"

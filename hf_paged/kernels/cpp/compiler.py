@@ -26,7 +26,7 @@ COMMON_FLAGS = (
 
 def find_compiler() -> list[str]:
     """Returns the command of the C++ compiler: `CXX` with its options if it is set, otherwise the
-    first of `c++`, `g++` and `clang++` that is installed. Raises `RuntimeError` if it is not found,
+    first of `c++`, `g++` and `clang++` that is installed. Raises `RuntimeError` if none is found,
     and on Windows."""
     if sys.platform == "win32":
         raise RuntimeError("the kernels cannot be built on Windows")
@@ -42,9 +42,9 @@ def find_compiler() -> list[str]:
 
 def link_flags(compiler: list[str]) -> tuple[str, ...]:
     """Returns the flags that link the C++ standard library, which a C compiler does not link by
-    itself; none for a C++ compiler. (`CXX` may name a C compiler: PEFT's BOFT sets `CXX=gcc`, and
-    leaves it set when it cannot build its own kernels.)"""
-    programs = [part for part in compiler if not part.startswith("-")]  # without `-std=c++17`
+    itself; no flags for a C++ compiler. (`CXX` may name a C compiler: PEFT's BOFT sets `CXX=gcc`,
+    and leaves it set when it cannot build its own kernels.)"""
+    programs = [part for part in compiler if not part.startswith("-")]  # ignores `-std=c++17`
     if any("++" in Path(program).name for program in programs):
         return ()
     return ("-lc++" if sys.platform == "darwin" else "-lstdc++", "-lm")
@@ -64,7 +64,7 @@ def compile_command(compiler: list[str], flags: Sequence[str], output: Path) -> 
 
 
 def cpu_flags() -> set[str]:
-    """Returns the CPU flags that Linux reports; empty on other systems."""
+    """Returns the CPU flags that Linux reports; an empty set on other systems."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if os.access(cpuinfo, os.R_OK) else []
     flags_line = next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,6 +1,7 @@
 // torch.multinomial(probs, 1) on the CPU, bit for bit: each entry gets an exponential variate from torch's Mersenne
-// Twister, and the entry with the largest probs / variate is drawn. The variate of a uniform u is -log(1 - u) >= u, so
-// that p / u is an upper bound: the logarithm is computed only for entries whose bound exceeds the best ratio so far.
+// Twister, and the entry with the largest ratio of probability to variate is drawn. The variate of a uniform u is
+// -log(1 - u) >= u, so p / u bounds the ratio from above: the logarithm is computed only for entries whose bound reaches
+// the best ratio so far.
 namespace draw {
 
 constexpr int kWords = 624, kShift = 397, kChunk = 64;
@@ -74,7 +75,7 @@ struct DrawCall {
     int64_t* drawn;
 };
 
-// Returns 1, with nothing drawn, if torch.multinomial would reject a row.
+// Returns 1, with nothing drawn, if torch.multinomial would reject the numbers of a row, or if the state is invalid.
 extern "C" int hf_paged_draw(const DrawCall* call) {
     using namespace draw;
     const auto [probs, rows, size, at, drawn] = *call;

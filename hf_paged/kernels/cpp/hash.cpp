@@ -1,9 +1,9 @@
 // Included by kernels.cpp: a 128-bit hash of memory at the speed of reading it, for the fingerprint of the weights.
 //
-// Blocks of 4 KiB are hashed by NH (UMAC, Black et al., CRYPTO 1999, sec. 4), twice, with the keys of the second pass
-// shifted by one pair: two different blocks agree in both with a probability of about 2^-64. Bijective mixes chain the
-// results within chunks and then over chunks, so that the hash depends on the order but not on threads. It protects
-// against chance, not against an adversary.
+// Blocks of 4 KiB are hashed by NH (UMAC, Black et al., CRYPTO 1999, sec. 4), twice, with the keys of the second hash
+// shifted by one pair: two different blocks agree in both with a probability of about 2^-64. Bijective mixes chain these
+// hashes within chunks and then over chunks, so that the result depends on the order of the bytes but not on the number
+// of threads. It detects accidental changes, but not those of an adversary.
 
 struct HashCall {
     const char* const* starts;

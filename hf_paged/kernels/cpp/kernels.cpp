@@ -26,8 +26,8 @@
 #include "rows.cpp"
 
 // Strides in bytes. slots[batch][tokens] is contiguous; tokens with a negative slot are not stored. `bytes`: of one
-// token and head in a block. `stored` as in AttentionCall; unless it is 0, states of `dtypes` are stored as codes, whose
-// scales begin `scales` bytes after the start of the tile.
+// token and head in a block. `stored` as in AttentionCall; unless it is 0, states of `dtypes` are stored as codes, and
+// their scales begin `scales` bytes after the start of a head's block.
 struct StoreCall {
     const char* source[2];
     const int64_t* slots;
@@ -39,7 +39,7 @@ struct StoreCall {
 
 namespace {
 
-// Quantizes a token as kernels/quantized.py specifies; returns its scale.
+// Quantizes one head of a token as kernels/quantized.py specifies; returns its scale.
 template <class S, class T> float quantize(const S* from, int64_t dim, T* to) {
     vi most = (vi)splat(kTiny);  // magnitudes compare like their bits; NaN is above all others
     int64_t d = 0;
@@ -109,7 +109,7 @@ struct GatherCall {
     char* out;  // [rows][heads][length], `bytes` each
     int64_t heads, num_blocks, strides[3], bytes;
     const int32_t *tables, *origins;
-    const int32_t* lengths;  // tokens of each row, later columns are zeros; null: all columns are stored
+    const int32_t* lengths;  // tokens of each row: later columns are zeros; null: no column is later
     int64_t rows, first, length, table_stride, max_blocks, block_size, threads;
 };
 

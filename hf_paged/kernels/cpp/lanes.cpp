@@ -1,6 +1,6 @@
-// Included by kernels.cpp: float32 lanes on the vector extensions of GCC and Clang, as many as a register holds. Wider
-// vectors compile, too, but their shuffles and comparisons run lane by lane.
-#if defined(LANES)  // set by the build command: 4, 8 or 16
+// Included by kernels.cpp: float32 lanes on the vector extensions of GCC and Clang, as many as a register holds. Vectors
+// wider than a register compile, too, but their shuffles and comparisons run lane by lane.
+#if defined(LANES)  // set by a test's build command: 4, 8 or 16
 #elif defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX__)
@@ -43,8 +43,8 @@ constexpr float kTiny = 0x1p-100f;
 inline vf splat(float x) { return x - vf{}; }  // keeps -0
 template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store_vf(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
-// a * b + c, rounded once if the CPU supports it. Otherwise the compiler would decide for each template instance, and
-// the bits of a row would depend on the other rows.
+// a * b + c, rounded once if the CPU supports it. If the compiler decided where to fuse, it would do so for each template
+// instance separately, and the bits of a row would depend on the other rows.
 #if defined(__FMA__) && LANES == 16
 inline vf fma(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 #elif defined(__FMA__) && LANES == 8
@@ -69,7 +69,7 @@ inline vf select(decltype(vf{} < vf{}) mask, vf a, vf b) { return mask ? a : b; 
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (vu){__VA_ARGS__})
 #endif
 
-// swapN: lanes `i ^ N`, for powers of two. low_halves, high_halves: the lower and upper halves of two interleaved rows.
+// swapN: lane i gets lane `i ^ N`. low_halves, high_halves: the lower and upper halves of two interleaved rows.
 #if LANES == 16
 inline vf swap8(vf x) { return SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7); }
 inline vf swap4(vf x) { return SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11); }
@@ -112,7 +112,7 @@ inline vf widen(Float16*, vu h) {
     vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return (vf)((vu)f | special | ((h & 0x8000u) << 16));
 }
-// Widen the codes at byte `at` of each lane, which are neither inf nor NaN; a product rebiases the exponent.
+// Widen the codes at byte `at` of each lane. Codes are neither inf nor NaN. A product rebiases the exponent.
 inline vu moved(vu word, int left) { return left < 0 ? word >> -left : word << left; }
 template <int kMantissa, int kBias> inline vf widen_code8(vu word, int at) {
     constexpr int kLow = 23 - kMantissa;
@@ -178,8 +178,8 @@ inline void put(Float16* p, float x) {
     p->bits = h | ((u >> 16) & 0x8000);
 }
 
-// Round a number within the range of a code to it. They do not round by adding a constant: the compiler would fuse the
-// sum with the product that computed `x`, which must be rounded first, as in kernels/quantized.py.
+// Round a number in the range of the codes to a code. Int8 does not round by adding a constant: the compiler would fuse
+// this sum with the product that computed `x`, which must be rounded first, as in kernels/quantized.py.
 inline void put(Int8* p, float x) { p->bits = (uint8_t)(int32_t)__builtin_rintf(x); }
 template <int kMantissa, int kBias> inline uint8_t code8(float x) {
     constexpr int kShift = 23 - kMantissa;
@@ -201,7 +201,7 @@ template <int kMantissa, int kBias> inline uint8_t code8(float x) {
 inline void put(E4M3* p, float x) { p->bits = code8<3, 7>(x); }
 inline void put(E5M2* p, float x) { p->bits = code8<2, 15>(x); }
 
-// Store kLanes numbers in their dtype, rounded like `put`.
+// Store kLanes numbers in the target's dtype, rounded like `put`.
 inline void put_lanes(float* p, vf x) { store_vf(p, x); }
 inline void put_lanes(BFloat16* p, vf x) {
     const vu u = (vu)x, up = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
@@ -234,7 +234,7 @@ inline vf tanh16(vf x) {
 }
 
 #if defined(__AVX__) && LANES == 8
-// Stays within halves of registers as long as possible: crossing them takes AVX2 three instructions.
+// Crosses the halves of registers only in the last stage, since each crossing is slow.
 inline void transpose(vu* r) {
     __m256 t[8], u[8];
     for (int i = 0; i < 8; i += 2) {

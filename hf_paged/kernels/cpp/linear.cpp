@@ -1,11 +1,11 @@
-// Included by kernels.cpp: y = x W^T + b for a few rows of x. W is read as nn.Linear ([width][depth]) or Conv1D
-// ([depth][width]) stores it; only x is copied. An output is summed over depth in an order that depends on the path, but
-// not on other rows or on the number of threads.
+// Included by kernels.cpp: y = x W^T + b for a few rows of x. W is read in place, as nn.Linear ([width][depth]) or Conv1D
+// ([depth][width]) stores it; x is converted first. An output is summed over depth in an order that depends on the path,
+// but not on other rows or on the number of threads.
 
 constexpr int kMaxPieces = 4;
 
-// Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and its stride is that of
-// depth.
+// Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and `weight_stride` is the
+// stride of its first dimension, as for [width][depth].
 struct LinearPiece { const void *weight, *bias; void* out; int64_t width, weight_stride, out_stride; };
 struct LinearCall {
     const void* x;
@@ -15,8 +15,8 @@ struct LinearCall {
 
 namespace {
 
-constexpr int kUnit = 4;               // weight rows that the vector paths read at once
-constexpr int64_t kFewBytes = 1 << 16;  // bytes of weights that one thread reads while others wake
+constexpr int kUnit = 4;               // weight rows in a unit of work of the vector paths
+constexpr int64_t kFewBytes = 1 << 16;  // bytes of weights below which one thread is faster than several
 
 int64_t linear_units(const LinearCall& c, int64_t size) {
     int64_t n = 0;
@@ -219,7 +219,7 @@ void pair_rows(const LinearCall& c, uint32_t* out, int64_t low, int64_t high) {
     }
 }
 
-// The weights to prefetch, in memory order: `parts` spans of equal length.
+// The weights to prefetch, in memory order: one or two (`parts`) spans of equal length.
 struct Ahead {
     const char *at[2] = {}, *end = nullptr;
     inline __attribute__((always_inline)) void fetch(int parts) {
@@ -265,7 +265,7 @@ inline void tile_block(const BFloat16* w0, const BFloat16* w1, int64_t stride, c
     if (A > 1 && B > 1) _tile_stored(3, sums + 768, 64);
 }
 
-// Writes sums [16 outputs][16 rows of x] to rows of outputs.
+// Writes sums [16 outputs][16 rows of x], transposed, to the output.
 inline void finish16(const LinearPiece& p, int64_t m, int64_t rows, int64_t first, const float* sums) {
     __m512i t[16];
     if (rows > 2) {
@@ -279,8 +279,8 @@ inline void finish16(const LinearPiece& p, int64_t m, int64_t rows, int64_t firs
     }
 }
 
-// Computes units [low, high) of `size` weight rows, 16 or 32. The last 16 of a piece may be computed twice, with equal
-// bits.
+// Computes units [low, high) of `size` weight rows, 16 or 32. Some of the last 16 outputs of a piece may be computed
+// twice, with equal bits.
 void run_tiles(const LinearCall& c, const uint32_t* x, int64_t low, int64_t high, int64_t size) {
     const Tiles setting(true, (int)std::min<int64_t>(16, c.rows));
     alignas(64) float sums[1024];

@@ -1,5 +1,5 @@
 """Matrix products of a few rows with weights stored as in `nn.Linear` or `Conv1D`, computed by
-`linear.cpp`. `tape` decides when to use them."""
+`linear.cpp`. `tape` decides when to use this kernel."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .build import PATHS, best_path, kernel
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
-# most rows for which reading the weights takes most of the time, by `build.PATHS`; PyTorch computes
-# products of more rows
+# most rows for which reading the weights takes most of the time, by the names in `build.PATHS`;
+# PyTorch computes products of more rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
-# where PyTorch converts element by element (not `is_native`): the most rows for this kernel, and
-# the fewest rows for which `linear_float32` is faster than the kernel
+# where PyTorch converts element by element (not `is_native`): the result of `max_rows`, and the
+# fewest rows for which `linear_float32` is faster than the kernel
 MAX_ROWS_WITHOUT_NATIVE, MIN_FLOAT32_ROWS = 256, 129
 FLOAT32_ELEMENTS = 1 << 21  # elements of a weight that `linear_float32` converts at a time: 8 MiB
 MIN_TILE_WIDTH = 16  # fewest outputs of a weight for which AMX is used, as in `linear.cpp`
@@ -28,9 +28,9 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether PyTorch computes products of this dtype with oneDNN on this CPU. For the dtypes of
-    `HALVES`, that requires AVX-512 or instructions for the dtype; without them PyTorch converts
-    element by element, at a sixth of float32's speed."""
+    """Whether PyTorch computes products of this dtype without converting them element by element,
+    which takes six times as long as float32. For the dtypes of `HALVES`, that requires oneDNN, and
+    AVX-512 or instructions for the dtype."""
     checks = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",
@@ -46,7 +46,8 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """Returns the most rows for which this CPU should use `linear` for products of this dtype."""
+    """Returns the most rows for which `linear` should compute products of this dtype on this
+    CPU."""
     if not is_native(dtype):
         return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]
@@ -98,8 +99,9 @@ def linear(
         is_supported = tensor.is_cpu and tensor.dtype in FLOAT_NUMBERS and tensor.dtype is x.dtype
         if not is_supported or tensor.stride(-1) != 1:
             raise TypeError(
-                "the C++ kernel takes contiguous rows on the CPU, of float32, bfloat16 or float16,"
-                " the same for all"
+                f"a tensor is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}: the"
+                " C++ kernel takes contiguous rows on the CPU, of float32, bfloat16 or float16, the"
+                " same for all tensors"
             )
     are_matrices = x.dim() == weight.dim() == 2
     fits = are_matrices and x.shape[1] == weight.shape[1]
@@ -107,8 +109,9 @@ def linear(
         fits = bias.shape == weight.shape[:1]
     if not fits:
         raise ValueError(
-            f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}:"
-            " they must be (rows, depth) and (width, depth)"
+            f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}"
+            f" and a bias of shape {None if bias is None else tuple(bias.shape)}: they must be"
+            " (rows, depth), (width, depth) and (width,)"
         )
     num_rows, depth = x.shape
     width = weight.shape[0]

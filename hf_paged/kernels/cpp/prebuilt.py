@@ -19,7 +19,8 @@ FOLDER = Path(__file__).with_name("lib")
 _V2 = "cx16 popcnt sse4_1 sse4_2 ssse3"
 _V3 = f"{_V2} avx avx2 bmi1 bmi2 f16c fma movbe"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
-# instruction levels, best first: compiler options, and the CPU flags of Linux that they require
+# instruction levels, best first: compiler options, and the CPU flags (as Linux names them) that
+# the compiled code requires
 LEVELS = {
     "x86-64-v4-amx": (
         "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16",
@@ -32,22 +33,22 @@ LEVELS = {
 }
 
 
-def levels(flags: set[str]) -> Iterator[str]:
-    """Yields the levels that a processor with these CPU flags of Linux supports, best first."""
+def supported_levels(flags: set[str]) -> Iterator[str]:
+    """Yields the `LEVELS` that a processor with these CPU flags supports, best first."""
     for level, (_, required_flags) in LEVELS.items():
         if flags.issuperset(required_flags.split()):
             yield level
 
 
 def find(flags: set[str] | None = None) -> Path | None:
-    """Returns the path of the best library for a processor with these CPU flags of Linux (by
-    default this processor's); `None` if there is none. The library must have been built from the
-    current sources, and its name must end with the hash of its content."""
+    """Returns the path of the best library for a processor with these CPU flags (by default this
+    processor's); `None` if there is none. Ignores libraries that were built from other sources, and
+    those whose name does not end with the hash of their content."""
     if platform.machine() != "x86_64":
         return None
     if flags is None:
         flags = cpu_flags()
-    for level in levels(flags):
+    for level in supported_levels(flags):
         for path in FOLDER.glob(f"kernels-{level}-{_sources_hash()}-*.so"):
             if path.is_file() and path.stem.endswith(_content_hash(path)):
                 return path
@@ -66,7 +67,8 @@ def _sources_hash() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Replaces the libraries in `FOLDER`, one for each level, and prints their names. Raises
-    `RuntimeError` without a compiler, and `CalledProcessError` if the compiler fails."""
+    `RuntimeError` without a compiler, and `SubprocessError` if the compiler fails or takes longer
+    than 300 seconds."""
     argparse.ArgumentParser(description=__doc__).parse_args(argv)
     FOLDER.mkdir(exist_ok=True)
     for path in FOLDER.glob("*.so"):

@@ -1,11 +1,11 @@
 // Included by kernels.cpp: lists of small operations on rows of numbers (norms, rotary embeddings, activations, sums).
-// The whole list runs on a few rows at a time, in float32 buffers ("registers") that fit in the first-level caches. Each
+// The whole list runs on a few rows at a time, in float32 buffers ("registers") small enough for the first caches. Each
 // operation rounds its results to its dtype, as PyTorch's operations on that dtype do.
 
 enum class RowOp : int32_t {
     Load, Store,
     Add, Sub, Mul, Div, Maximum, Minimum,             // of two registers, or of one and a number
-    Neg, Abs, Sqrt, Rsqrt, Reciprocal, Square, Relu,  // of one register; exact
+    Neg, Abs, Sqrt, Rsqrt, Reciprocal, Square, Relu,  // of one register; not approximated
     Exp, Tanh, Sigmoid, Silu, Gelu, GeluTanh, Sin, Cos, Log, Softplus,
     Sum, Mean, Largest,  // over the whole row, to a narrow register
     Copy,
@@ -14,7 +14,7 @@ enum class RowOp : int32_t {
 
 // Strides in elements: of three dimensions of rows, and `step` along a row. dtypes as in AttentionCall; 3 is int64.
 struct RowMemory { char* data; int64_t dtype, strides[3], step; };
-// `out`, `a` and `b` are indices of registers; if `b` is -1, `number` replaces it. Of Load and Store, `b` is the index
+// `out`, `a` and `b` are indices of registers; if `b` is -1, `number` replaces it. In Load and Store, `b` is the index
 // of a memory.
 struct RowInstruction { int32_t op, out, a, b, dtype, pad; double number; };
 struct RowsCall {
@@ -27,7 +27,7 @@ struct RowsCall {
 namespace {
 
 constexpr int64_t kBlockFloats = 2048;  // floats per register; sets the rows per block
-constexpr int64_t kFewNumbers = 1 << 15;  // operations on single numbers that one thread does while others wake
+constexpr int64_t kFewNumbers = 1 << 15;  // single operations below which one thread is faster than several
 
 inline vf rounded(vf x, int64_t dtype) {
     if (dtype == 1) {
@@ -48,12 +48,12 @@ template <class F> inline vf each(vf x, F f) {
     for (int i = 0; i < kLanes; ++i) x[i] = f(x[i]);
     return x;
 }
-inline vf exp_any(vf x) {  // exp16 takes up to 88
+inline vf exp_any(vf x) {  // exp16 is defined up to 88
     const auto large = x > 87.f;
     const vf y = exp16(select(large, select(x > 170.f, splat(85.f), x * 0.5f), x));
     return select(large, select(x > 170.f, splat(kInf), y * y), y);
 }
-inline vf tanh_any(vf x) {  // tanh16, or a polynomial of Cephes where that suffers from cancellation
+inline vf tanh_any(vf x) {  // tanh16, but a polynomial of Cephes near 0, where tanh16 suffers from cancellation
     const vf z = x * x;
     vf p = z * -5.70498872745e-3f + 2.06390887954e-2f;
     p = p * z - 5.37397155531e-2f;
@@ -292,7 +292,7 @@ extern "C" int hf_paged_pick(const PickCall* call) {
     return 0;
 }
 
-// Calls functions of this library one after the other; stops at the first error.
+// Calls functions of this library one after the other. Stops at the first error, and sets `failed` to its entry's index.
 struct TapeEntry { int (*function)(const void*); const void* call; };
 struct TapeCall { const TapeEntry* entries; int64_t count, *failed; };
 

@@ -1,4 +1,4 @@
-// Included by kernels.cpp: helpers for AMX tiles, of 16 rows of 64 bytes, for attention and linear products.
+// Included by kernels.cpp: helpers for AMX tiles (16 rows of 64 bytes), which attention and linear products use.
 
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512BF16__)
 #define HAS_AMX 1
@@ -47,7 +47,7 @@ inline __m512 column16(const float* p) {  // a column of a matrix with rows of 1
 inline __m512 widen16(const void* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
-inline __m256i narrow16(__m512 v) {  // to nearest even; unlike vcvtneps2bf16, numbers below 2^-126 are kept
+inline __m256i narrow16(__m512 v) {  // to nearest even; unlike vcvtneps2bf16, keeps numbers below 2^-126
     const __m512i u = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     const __m512i up = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
     const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);

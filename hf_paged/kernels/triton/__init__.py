@@ -1,6 +1,7 @@
-"""Triton kernels over paged K/V. Importing this package does not require Triton; importing most of
-its modules does. If a kernel does not run, its launcher raises `launch.LaunchFailedError` before
-any result is written, or (`merge`) computes the result with PyTorch."""
+"""Triton kernels: attention over paged K/V, stores and copies of blocks, LoRA products and hashes.
+Importing this package does not require Triton; importing most of its modules does. If a kernel
+cannot be launched, its launcher raises `launch.LaunchFailedError` before any result is written, or
+(`merge`) computes the result with PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ BLOCK_SIZES = tuple(
 )
 MAX_DIM = 576  # head dim of keys, and of values in decodes
 MAX_QUERIES = 16  # queries per row of a decode, which share tiles with the heads of a group
-MAX_BATCH = 8192  # rows of a decode, since each program reads the lengths of all rows
+MAX_BATCH = 8192  # rows of a step, since each program of a decode reads the lengths of all rows
 MIN_CAPABILITY = (8, 0)  # of the oldest NVIDIA chips for which the kernels are compiled and tested
 
 
@@ -58,7 +59,7 @@ def _runs_on(device: torch.device) -> bool:
         slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
         store(states, states, blocks, blocks, slots)
         if blocks.sum().item() != 16:
-            raise RuntimeError("a kernel ran and wrote nothing")
+            raise RuntimeError("a kernel ran, but did not store what it was given")
         return True
     except Exception as error:
         if is_interrupt(error):

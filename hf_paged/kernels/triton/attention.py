@@ -35,8 +35,8 @@ from .launch import launch
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
-"""The fewest tokens per split of a row (prefills: of the longest row), except its last split:
-smaller splits would cost more time to merge than they save."""
+"""The fewest tokens per split of a row (prefills: of the longest block table), except its last
+split: smaller splits would cost more time to merge than they save."""
 
 
 def decode_attention(
@@ -52,8 +52,8 @@ def decode_attention(
 ) -> Any:
     """Computes attention of a step with the same `query_len` in every row, at most `MAX_QUERIES`.
     The arguments, result and errors are as in `prefill_attention`, except that `bias` broadcasts to
-    `(rows, heads, query_len, max seq_len)`. With `return_lse`, also returns the log-sum-exp of the
-    scores, `(T, heads)` float32, including the sink."""
+    `(rows, heads, query_len, >= max seq_len)`. With `return_lse`, also returns the log-sum-exp of
+    the scores, `(T, heads)` float32, including the sink."""
     num_tokens, heads, key_dim = query.shape
     _, kv_heads, block_size, value_dim = value_blocks.shape
     num_rows, query_len = step.num_rows, step.query_len
@@ -158,20 +158,21 @@ def prefill_attention(
         query: `(T, heads, key_dim)`, the queries of all rows, row after row.
         key_blocks, value_blocks: `(num_blocks, kv_heads, block_size, dim)`.
         features: `scale`, `softcap`, `sinks` as in `AttentionCall`.
-        bias: Added to the scores; broadcasts to `(rows, heads, 1, max seq_len)`, shared by all
+        bias: Added to the scores; broadcasts to `(rows, heads, 1, >= max seq_len)`, shared by all
             queries of a row.
         query_index: `(T,)` int32: query `i` is `query[query_index[i]]`.
         num_splits: The number of parts into which each row's keys are split; by default enough to
-            fill the multiprocessors, at most one per `MIN_PREFILL_SPLIT` tokens of block tables.
+            fill the multiprocessors, but at most one per `MIN_PREFILL_SPLIT` tokens of the longest
+            block table.
         is_merged: If False, returns the parts, `(splits, T, heads, value_dim)`, and the log-sum-exp
             of their scores, `(splits, T, heads)`, both float32. The first part includes the sink.
 
     Returns:
-        `Tensor`: `(T, heads, value_dim)`, contiguous, in the query's dtype.
+        `Tensor`: `(T, heads, value_dim)`, contiguous, in the query's dtype, if `is_merged`.
 
     Raises:
         IndexError: if `bias` has fewer keys than the longest row.
-        LaunchFailedError: if the kernel does not run.
+        LaunchFailedError: if the kernel cannot be launched.
     """
     kv_heads, block_size, key_dim = key_blocks.shape[1:]
     heads = query.shape[1]
@@ -183,7 +184,7 @@ def prefill_attention(
             "prefill", key_dim, value_dim, query.dtype, max_query_rows, query.device
         )
         # A bias is loaded element by element, since its rows may have any alignment. Codes are
-        # converted in registers, from which the tensor cores of most chips read. In both cases
+        # converted in registers, where the tensor cores of most chips then read them. In both cases
         # large tiles would spill registers.
         is_converted = quantized.is_quantized(key_blocks) and not has_shared_operands(
             chip_name(query.device)
@@ -272,6 +273,8 @@ def _launch(
     value_tiles: tuple[int, int],
     **arguments: Any,
 ) -> None:
+    """Launches `attention_kernel`. `value_tiles`: its `VALUE_MAIN` and `VALUE_REST`; `arguments`:
+    those of its arguments that the step, the tensors and `config` do not determine."""
     heads, key_dim = query.shape[1:]
     kv_heads, block_size, value_dim = value_blocks.shape[1:]
     query = query if query.stride(2) == 1 else query.contiguous()

@@ -119,7 +119,7 @@ def _attend_tile(
     anchor = new_max_score
     if MASKED:
         anchor = tl.where(new_max_score == float("-inf"), 0.0, new_max_score)
-    if bias is not None:  # multiplied by `log2_factor`, a bias at the dtype's minimum would be -inf
+    if bias is not None:  # a bias at the dtype's minimum, times `log2_factor`, would be -inf
         weights = tl.exp2((scores - anchor[:, None]) * log2_factor)
     else:  # one fused multiply-add per score
         weights = tl.exp2(scores * log2_factor - (anchor * log2_factor)[:, None])
@@ -173,7 +173,7 @@ def _attend_tile(
 # values are specialized for alignment, so that their loads are wide.
 @triton.jit(
     do_not_specialize=[
-        "rows",
+        "num_rows",
         "num_tokens",
         "window",
         "table_row",
@@ -201,7 +201,7 @@ def attention_kernel(
     lse,
     seq_lens,
     block_tables,
-    rows,
+    num_rows,
     num_tokens,
     window,
     table_row,
@@ -255,8 +255,8 @@ def attention_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    """Computes attention of one tile of a row's queries over all keys of that row, or over a part
-    of them.
+    """Computes attention of one tile of a row's queries over all keys of the row, or over one part
+    of these keys.
 
     With `BY_LENGTH` the grid is `(tiles * kv_heads, items)`: all rows have `query_len` queries, and
     with `SPLIT` the keys of longer rows are split into more items. Without it the grid is `(tiles,
@@ -277,7 +277,7 @@ def attention_kernel(
                 seq_lens,
                 starts,
                 item,
-                rows,
+                num_rows,
                 tl.num_programs(0),
                 target_programs,
                 window,
@@ -286,7 +286,7 @@ def attention_kernel(
                 MIN_SPLIT,
                 BLOCK_ROWS,
             )
-            if row >= rows:
+            if row >= num_rows:
                 return
             if (tl.program_id(0) == 0) & (part == 0):
                 tl.store(row_items + 2 * row, first_item)
@@ -295,7 +295,7 @@ def attention_kernel(
     else:
         # The last tiles see the most keys, so they start first.
         row, tile = find_row(
-            query_start, tl.num_programs(0) - 1 - tl.program_id(0), rows, GROUP, BLOCK_M
+            query_start, tl.num_programs(0) - 1 - tl.program_id(0), num_rows, GROUP, BLOCK_M
         )
         kv_head = tl.program_id(1)
         first_query = tl.load(query_start + row)

@@ -14,8 +14,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # read at import, as
 
 @triton.jit
 def dot(a, b, acc):
-    """Computes `a @ b + acc` in float32, without TF32. Converts operands to float32 for Triton's
-    interpreter, which would otherwise multiply bfloat16 bit patterns as integers."""
+    """Computes `a @ b + acc` in float32, without TF32; `acc` may be `None`. Converts operands to
+    float32 for Triton's interpreter, which would otherwise multiply bfloat16 bit patterns as
+    integers."""
     if INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
     elif a.dtype == tl.float32:
@@ -38,11 +39,10 @@ def find_item(
     MIN_SPLIT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Returns the item's row, the index of its split within the row, the row's number of splits,
-    the row's first item, and the number of tokens per split, which is the same for all rows and
-    gives work to about `target_programs` programs. An item is one split of one row's keys; for an
-    unused item the row is at least `num_rows`. Every row has a split, so that rows without tokens
-    get zeros."""
+    """Returns the row of an item (one split of one row's keys), the index of the split within the
+    row, the row's number of splits, the row's first item, and the number of tokens per split, which
+    is the same for all rows and gives work to about `target_programs` programs. For an unused item,
+    the row is at least `num_rows`. Every row has a split, so that rows without tokens get zeros."""
     i = tl.arange(0, BLOCK_ROWS)
     key_ends = tl.load(seq_lens + i, mask=i < num_rows, other=0)
     key_starts = tl.load(starts + i, mask=i < num_rows, other=0)
@@ -64,9 +64,9 @@ def find_item(
 def find_row(query_start, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns a tile's row, and its index within the row, which may be past the row's last tile.
     Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which gives each row at least
-    the tiles that it needs; a tile belongs to the last row that begins at or before it. Counts the
-    rows that do, with one load for up to 256 rows; a binary search would take eight, each waiting
-    for the one before."""
+    the tiles that it needs. A tile belongs to the last row that begins at or before it. Counting
+    such rows takes one load per 256 rows; a binary search over 256 rows would take eight loads,
+    each waiting for the one before."""
     row = -1
     for first_row in range(0, num_rows, 256):
         i = first_row + tl.arange(0, 256)
@@ -92,8 +92,8 @@ def load_tile(pointers, is_visible, is_dim, MASK_TOKENS: tl.constexpr, MASK_DIMS
 
 @triton.jit
 def convert_tile(tile, like, CODE_DTYPE: tl.constexpr):
-    """Converts a tile of keys or values to the dtype of `like`. Codes, whose dtype has the number
-    `CODE_DTYPE` in `quantized.DTYPE_NUMBERS`, are converted exactly and are not scaled. Shifts the
+    """Converts a tile of keys or values to the dtype of `like`. `CODE_DTYPE`: 0, or for codes the
+    number in `quantized.DTYPE_NUMBERS`. Codes are converted exactly and not scaled. Shifts the
     bits of an 8-bit float into a float16, since that works on every chip; for E4M3, multiplies by
     256 for the difference in exponent bias."""
     if CODE_DTYPE == 0:

@@ -31,7 +31,7 @@ class CascadeCosts(NamedTuple):
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads
     rows_per_read: int  # rows whose queries one program computes per read of a shared block
     num_splits: int = 1  # parts into which the keys of a shared prefix are split
-    overhead_bytes: int = 0  # bytes that could be read while a cascade's two more kernels start
+    overhead_bytes: int = 0  # bytes readable in the time that a cascade's two extra kernels start
 
 
 def make_cascade(shared_prefixes: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:
@@ -79,15 +79,15 @@ def default_costs(num_heads: int, key_blocks: Tensor, value_blocks: Tensor) -> C
         state_bytes=num_heads * (value_dim + 1) * 4,  # float32
         # a program computes 128 queries, those of all heads that read the same K/V head
         rows_per_read=max(1, 128 * num_kv_heads // num_heads),
-        num_splits=8,  # an H200 is full with one prefix of 8 K/V heads, 2 programs each
+        num_splits=8,  # with 8 K/V heads of 2 programs each, one prefix then fills an H200
         overhead_bytes=16 << 20,  # about 4 us at 4 TB/s: an estimate, not a measurement
     )
 
 
 def find_cascade(step: StepMetadata, costs: CascadeCosts) -> Cascade | None:
-    """Returns the cascade of a decode step. Returns `None` if a cascade would not read less memory
-    than the step, if the block ids are not on the host, or if the first visible token of some row
-    is not its first token."""
+    """Returns the cascade of a decode step. Returns `None` if a cascade would not save memory
+    traffic, if the block ids are not on the host, or if the first visible token of some row is not
+    its first token."""
     if not step.block_ids or any(step.starts):
         return None
     shared_prefixes = plan_cascade(
@@ -128,8 +128,8 @@ def _best_prefixes(
     costs: CascadeCosts,
 ) -> tuple[list[SharedPrefix], int]:
     """Returns either one prefix of all `rows` or the best prefixes of subsets that share more
-    blocks, whichever saves more bytes, and the saved bytes, from which `overhead_bytes` is not
-    subtracted. `num_shareable`: how many leading blocks a row may share, by row."""
+    blocks, whichever saves more bytes; and the saved bytes, before subtracting `overhead_bytes`.
+    `num_shareable`: the number of leading blocks that each row may share."""
     if len(rows) < 2:
         return [], 0
     # In the order of lists, a prefix that the least and the greatest table share is shared by all

@@ -80,12 +80,13 @@ def as_uint8(blocks: Tensor) -> Tensor:
 
 def chip_name(device: torch.device) -> str:
     """Returns the name of a device's chip, which is also that of its table: `"sm90"`, `"gfx942"`,
-    `"xpu"`, or `"none"` if it is not a GPU."""
+    `"xpu"`, or `"none"` if it is not a GPU. For `meta`, for which kernels are only compiled, the
+    name of the chip for which Triton's driver compiles."""
     if device.type == "cuda":
         if torch.version.hip is not None:
             return str(torch.cuda.get_device_properties(device).gcnArchName).split(":")[0]
         return "sm{}{}".format(*torch.cuda.get_device_capability(device))
-    if device.type == "meta":  # kernels are only compiled, for the driver's target
+    if device.type == "meta":
         arch = triton.runtime.driver.active.get_current_target().arch
         return arch if isinstance(arch, str) else f"sm{arch}"
     return "xpu" if device.type == "xpu" else "none"
@@ -184,7 +185,7 @@ def shared_bytes(
     chip: str,
     value_is_key: bool = False,
 ) -> int:
-    """Returns an upper bound of the bytes of shared memory in which a thread block of the kernel
+    """Returns an upper bound on the bytes of shared memory in which a thread block of the kernel
     stores queries, softmax weights, and the tiles of keys and values in the loop's pipeline."""
     is_decode = kernel == "decode"
     key_width = sum(split_dim(key_dim))
@@ -212,7 +213,7 @@ def default_decode_config(
     max_dim = max(key_dim, value_dim)
     block_m = max(16, triton.next_power_of_2(rows))
     is_amd = chip.startswith("gfx")
-    # with eight warps, AMD's chips have 256 registers per lane, too few not to spill
+    # with eight warps, AMD's chips have 256 registers per lane, which would spill
     num_warps = 4 if is_amd or max_dim <= 256 else 8
     if dtype == torch.float32:  # products without tensor cores hold whole tiles in registers
         config = LaunchConfig(32 if max_dim <= 64 else 16, 16, num_warps, num_stages=2)
@@ -243,7 +244,7 @@ def default_prefill_config(
     max_dim = max(key_dim, value_dim)
     is_short = rows <= 64
     if dtype == torch.float32:  # products without tensor cores hold whole tiles in registers
-        # dims that are no powers of two need masks, which take registers, too
+        # dims that are not powers of two need masks, which also take registers
         is_padded = any(dim & (dim - 1) for dim in (key_dim, value_dim))
         if max_dim > 256:
             # with one stage, the compiler would spill registers to fit two blocks on a

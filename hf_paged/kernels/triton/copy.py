@@ -32,17 +32,18 @@ def _copy_kernel(
     tl.store(target + word, tl.load(source + word, mask=mask), mask=mask)
 
 
-def describe(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
-    """Returns the address and the bytes per block of each contiguous tensor `(num_blocks, ...)`."""
+def locate_blocks(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Returns the address and the bytes per block of each tensor `(num_blocks, ...)`, which must be
+    contiguous."""
     return [(tensor.data_ptr(), tensor.stride(0) * tensor.element_size()) for tensor in tensors]
 
 
 def copy_blocks(addresses: Sequence[tuple[int, int]], table: Tensor, pairs: Tensor) -> None:
     """Copies the source block to the target block of each pair, in all tensors, in one launch,
-    without waiting for it. Raises `LaunchFailedError` if the kernel does not run.
+    without waiting for it. Raises `LaunchFailedError` if the kernel cannot be launched.
 
     Args:
-        addresses: The result of `describe` for the tensors, on the host.
+        addresses: The result of `locate_blocks` for the tensors, on the host.
         table: The same numbers on the device of the tensors, `(len(addresses), 2)` int64.
         pairs: `(n, 2)` int64 on that device: ids of sources and targets, which are not checked.
             Targets must be distinct and none may also be a source, since programs run in any
@@ -62,6 +63,6 @@ def copy_blocks(addresses: Sequence[tuple[int, int]], table: Tensor, pairs: Tens
         WORD=word,
         WORD_BYTES=word_bytes,
         TILE=TILE_BYTES // word_bytes,
-        # stands for the blocks at its addresses: no recorded forward copies blocks
+        # in place of the blocks, which the kernel gets only by their addresses
         writes=(table,),
     )

@@ -89,9 +89,9 @@ def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_per_program, TILE: t
 
 
 def hash_all(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the `hash_portable` of each of several contiguous tensors, of any dtype and size, on
-    one device, as `(len(tensors), 2)` int64 on that device. Launches one kernel and does not wait
-    for it. Raises `LaunchFailedError` if the kernel does not run."""
+    """Returns the hashes (`hash_portable`) of contiguous tensors of any dtype and size on one
+    device, as `(len(tensors), 2)` int64 on that device. Launches one kernel and does not wait for
+    it. Raises `LaunchFailedError` if the kernel cannot be launched."""
     device = tensors[0].device
     sums = torch.zeros(len(tensors), 2, dtype=torch.int64, device=device)
     sizes = np.array([tensor.nbytes for tensor in tensors], dtype=np.int64)

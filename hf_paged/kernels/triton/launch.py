@@ -72,14 +72,14 @@ def launch(
 
 def has_not_started(error: Exception, device: torch.device) -> bool:
     """Whether a launch that raised `error` has written nothing and left `device` usable."""
-    if device.type == "cpu":  # Triton's interpreter, whose errors are bugs of a kernel's code
+    if device.type == "cpu":  # Triton's interpreter: an `InterpreterError` is a bug in a kernel
         from triton.errors import TritonError
         from triton.runtime.errors import InterpreterError
 
         return isinstance(error, (TritonError, RuntimeError)) and not isinstance(
             error, InterpreterError
         )
-    # raises the error of an earlier kernel; also raises during a capture, which then ends
+    # raises if an earlier kernel failed, and in a capture, which then ends
     try:
         torch.accelerator.synchronize(device)
     except Exception:
@@ -90,8 +90,8 @@ def has_not_started(error: Exception, device: torch.device) -> bool:
 def _variant(
     kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> Hashable:
-    """Returns a key of the properties for which Triton compiles a kernel separately (except
-    alignments): constants, options, and the types of other arguments. Constants must be passed as
+    """Returns a key of the properties for which Triton compiles a kernel separately: constants,
+    options, and the types of other arguments, but not their alignment. Constants must be passed as
     keyword arguments."""
     # the kernels annotate constants and nothing else
     non_constants = set(kernel.arg_names) - set(kernel.fn.__annotations__)
@@ -110,7 +110,7 @@ class CompileLog:
     the last message."""
 
     def __init__(self) -> None:
-        # variants whose later slow launches do not compile but wait for the device
+        # compiled variants: if a later launch of one is slow, it waits for the device
         self._compiled: set[Hashable] = set()
         self._num_kernels, self._seconds = 0, 0.0
 

@@ -1,6 +1,6 @@
 """Triton kernels for the segmented products of LoRA adapters (SGMV of Punica, arXiv 2310.18547,
-section 4): two launches per layer for any number of adapters. If they fail, callers use
-`kernels.lora.add_portable`."""
+section 4): two launches per layer for any number of adapters. `kernels.lora` calls them, and has
+the same products in PyTorch."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _shrink_kernel(
     TYPE: tl.constexpr,
 ):
     # Multiplies ROWS rows of a part by the transpose of the part's A: [ROWS, RANK], zero in columns
-    # past the part's rank.
+    # past the part's rank. `x_row` is the stride between rows of `x`.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)
@@ -94,8 +94,9 @@ def _expand_kernel(
     WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    # Adds the delta of a part, `shrunk` times the transpose of the part's B, plus bias, scaled,
-    # [ROWS, WIDTH], to the layer's output. Rounds after each operation that PyTorch would call.
+    # Multiplies ROWS rows of `shrunk` by the transpose of a part's B, adds the bias, scales it,
+    # and adds the result [ROWS, WIDTH] to the layer's output. Rounds where PyTorch's operations
+    # would. `out_row` is the stride between rows of `out`.
     part = parts + tl.program_id(0) * FIELDS
     bounds = ranges + tl.load(part) * 2
     rank = tl.load(part + 4)
@@ -159,8 +160,8 @@ def make_range_table(
 
 
 def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
-    """Whether the kernels support these weights together: they must be on `device`, contiguous, of
-    one of `DTYPES`, of ranks up to `MAX_RANK`, and all of one process group or all of none."""
+    """Whether the kernels support these weights together: they must be contiguous on `device`, of
+    the same dtype in `DTYPES`, of ranks up to `MAX_RANK`, and all of one process group or none."""
     tensors = [tensor for lora in weights for tensor in lora.tensors]
     first = weights[0]
     return (
@@ -180,7 +181,7 @@ def supports(out: Tensor, x: Tensor) -> bool:
 
 def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
     """Adds the deltas of a table as `kernels.lora.Deltas.add` does, without waiting for the device.
-    Raises `LaunchFailedError`, with `out` unchanged, if a kernel does not run."""
+    Raises `LaunchFailedError`, with `out` unchanged, if a kernel cannot be launched."""
     weight_dtype = TL_DTYPES[table.dtype]
     shrunk = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
     grid = len(table.parts), triton.cdiv(table.max_rows, ROWS)

@@ -1,5 +1,5 @@
 """A Triton kernel that merges attention results over disjoint sets of keys, by the log-sum-exp of
-their scores. If it does not run, PyTorch computes the merge."""
+their scores. If it cannot be launched, PyTorch computes the merge."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from .attention_tiles import LN_2, LOG2_E
 from .launch import LaunchFailedError, launch
 
 
-@triton.jit(do_not_specialize=["parts", "queries"], do_not_specialize_on_alignment=["index"])
+@triton.jit(
+    do_not_specialize=["num_parts", "num_queries"], do_not_specialize_on_alignment=["index"]
+)
 def merge_kernel(
     partials,
     partials_lse,
@@ -21,8 +23,8 @@ def merge_kernel(
     index,
     out,
     out_lse,
-    parts,
-    queries,
+    num_parts,
+    num_queries,
     partials_part,
     partials_token,
     partials_head,
@@ -33,15 +35,16 @@ def merge_kernel(
     BLOCK_PARTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    # Each program merges one query and BLOCK_HEADS heads.
+    # Each program merges one query and BLOCK_HEADS heads. `partials_x` is the stride of `partials`
+    # along the axis `x`.
     position = tl.program_id(0).to(tl.int64)
     token, source, first = position, position, 0
     if row_items is not None:
-        row = tl.program_id(0) // queries
-        source = (tl.program_id(0) % queries).to(tl.int64)
+        row = tl.program_id(0) // num_queries
+        source = (tl.program_id(0) % num_queries).to(tl.int64)
         first = tl.load(row_items + 2 * row).to(tl.int64)
-        parts = tl.load(row_items + 2 * row + 1)
-        if parts <= 1:
+        num_parts = tl.load(row_items + 2 * row + 1)
+        if num_parts <= 1:
             return
     if index is not None:
         token = tl.load(index + position).to(tl.int64)
@@ -55,11 +58,11 @@ def merge_kernel(
 
     # Load all log-sum-exps first, so that the loads of values do not wait for one another.
     all_parts = tl.arange(0, BLOCK_PARTS).to(tl.int64)[:, None]
-    lse_part = queries * HEADS
+    lse_part = num_queries * HEADS
     lse_rows = partials_lse + (first * lse_part + source * HEADS + head)[None, :]
     lses = tl.load(
         lse_rows + all_parts * lse_part,
-        mask=(all_parts < parts) & is_head[None, :],
+        mask=(all_parts < num_parts) & is_head[None, :],
         other=minus_inf,
     )
     top = tl.max(lses, axis=0)
@@ -80,10 +83,10 @@ def merge_kernel(
         partials
         + (first * partials_part + source * partials_token + head * partials_head)[None, :, None]
     )
-    for begin in range(0, parts, STEP):
+    for begin in range(0, num_parts, STEP):
         part = (begin + tl.arange(0, STEP)).to(tl.int64)[:, None]
         lse = tl.load(
-            lse_rows + part * lse_part, mask=(part < parts) & is_head[None, :], other=minus_inf
+            lse_rows + part * lse_part, mask=(part < num_parts) & is_head[None, :], other=minus_inf
         )
         weights = tl.exp2((lse - anchor[None, :]) * LOG2_E)[:, :, None]
         mask = (weights > 0.0) & (dim < VALUE_DIM)[None, None, :]
@@ -113,8 +116,8 @@ def merge(
 ) -> None:
     """Merges the attention results over parts of the keys into the result over all keys, and writes
     it to `out` (FlashInfer, arXiv 2501.01005, section 2.2). Ignores the values of parts whose
-    log-sum-exp is `-inf`; if all are such parts, writes zeros. If the kernel does not run, merges
-    in PyTorch rather than raising: computing the parts again would take longer.
+    log-sum-exp is `-inf`; if all are such parts, writes zeros. If the kernel cannot be launched,
+    merges in PyTorch rather than raising: computing the parts again would take longer.
 
     Args:
         partials, partials_lse: `(parts, n, heads, value_dim)`, and `(parts, n, heads)` float32: the
@@ -125,14 +128,15 @@ def merge(
             then merged as another part; may be the same tensor as `out_lse`.
         index: `(n,)`: the token in `out` of each query, all different; `0 .. n - 1` by default.
         row_items: `(rows, 2)` int32, if each row has separate parts: the row's first part, and
-            the number of its parts, at most `max_parts`. Then `n` is the number of queries per row,
-            and rows with one part are not written.
+            the number of its parts. Then `n` is the number of queries per row, and rows with one
+            part are not written.
+        max_parts: The most parts of a row; by default the number of all parts.
     """
-    parts, queries, heads, value_dim = partials.shape
-    num_tokens = queries if row_items is None else len(out)
+    num_parts, num_queries, heads, value_dim = partials.shape
+    num_tokens = num_queries if row_items is None else len(out)
     if num_tokens * heads == 0:
         return
-    max_parts = max_parts or parts
+    max_parts = max_parts or num_parts
     width = triton.next_power_of_2(value_dim)
     # one of few sizes, since each is compiled separately
     block_parts = next(
@@ -152,8 +156,8 @@ def merge(
             index,
             out,
             out_lse,
-            parts,
-            queries,
+            num_parts,
+            num_queries,
             *partials.stride()[:3],
             HEADS=heads,
             VALUE_DIM=value_dim,
@@ -197,8 +201,8 @@ def _merge_portable(
             .masked_fill((part >= num_parts)[..., None, None], minus_inf)
             .flatten(1, 2)
         )
-        queries = len(out) // len(row_items)
-        is_merged = (num_parts > 1).repeat_interleave(queries, output_size=len(out))[:, None]
+        num_queries = len(out) // len(row_items)
+        is_merged = (num_parts > 1).repeat_interleave(num_queries, output_size=len(out))[:, None]
     lse = partials_lse
     values = partials.float()
     if tail_lse is not None:

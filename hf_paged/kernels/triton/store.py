@@ -1,5 +1,5 @@
-"""A Triton kernel that stores a step's keys and values into their blocks, unquantized or quantized.
-If it does not run, `cache.store` uses PyTorch."""
+"""A Triton kernel that stores a step's keys and values in their blocks, unquantized or quantized.
+If it cannot be launched, `cache.store` uses PyTorch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _to_float8_bits(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     normal = (
         magnitude + ((1 << (SHIFT - 1)) - 1) + ((magnitude >> SHIFT) & 1) - ((127 - BIAS) << 23)
     ) >> SHIFT
-    # the lowest mantissa bit of `unit` is worth the smallest subnormal, so that the addition rounds
-    # to multiples of that
+    # the lowest mantissa bit of `unit` is worth the smallest subnormal, so the addition rounds to
+    # multiples of it
     unit = (tl.zeros_like(magnitude) + UNIT).to(tl.float32, bitcast=True)
     subnormal = (magnitude.to(tl.float32, bitcast=True) + unit).to(tl.uint32, bitcast=True) - UNIT
     code = tl.where(magnitude >= ((128 - BIAS) << 23), normal, subnormal)
@@ -74,7 +74,7 @@ def _store_states(
 
 
 @triton.jit(
-    do_not_specialize=["tokens", "num_slots", "slots_row", "slots_token"],
+    do_not_specialize=["num_tokens", "num_slots", "slots_row", "slots_token"],
     do_not_specialize_on_alignment=["slots"],
 )
 def _store_kernel(
@@ -83,7 +83,7 @@ def _store_kernel(
     key_blocks,
     value_blocks,
     slots,
-    tokens,
+    num_tokens,
     num_slots,
     slots_row,
     slots_token,
@@ -115,10 +115,11 @@ def _store_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    # Each program stores one token and BLOCK_HEADS heads. Offsets are int64, since the states of a
-    # long prompt may exceed 2^31 elements.
-    row = (tl.program_id(0) // tokens).to(tl.int64)
-    token = (tl.program_id(0) % tokens).to(tl.int64)
+    # Each program stores one token and BLOCK_HEADS heads. `name_x` (`key_row`, `slots_token`) is
+    # the stride of `name` along the axis `x`. Offsets are int64, since the states of a long prompt
+    # may exceed 2^31 elements.
+    row = (tl.program_id(0) // num_tokens).to(tl.int64)
+    token = (tl.program_id(0) % num_tokens).to(tl.int64)
     slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)
     # Slots outside the pool are skipped, as -1 is: a captured graph cannot raise, and must not
     # write outside the pool.
@@ -164,7 +165,7 @@ def store(
     """Stores keys and values `(batch, heads, n, dim)` in blocks `(num_blocks, heads, block_size,
     dim)` at `slots`, `(batch, n)` int32 or int64, in one launch, without waiting for the device.
     Skips slots that are negative or past the pool. `slots` may be on another device. Raises
-    `LaunchFailedError` if the kernel does not run."""
+    `LaunchFailedError` if the kernel cannot be launched."""
     slots = slots.to(key_blocks.device, non_blocking=True)
     batch, heads, tokens, key_dim = keys.shape
     if batch * tokens * heads == 0:
@@ -175,8 +176,8 @@ def store(
     # about 2048 elements per program: 16 per thread of four warps
     block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
     options: dict[str, Any] = {}
-    if (stored := quantized.DTYPE_NUMBERS.get(key_blocks.dtype)) is not None:
-        options = dict(CODE_DTYPE=stored, LARGEST=quantized.MAX_CODES[key_blocks.dtype])
+    if (code_dtype := quantized.DTYPE_NUMBERS.get(key_blocks.dtype)) is not None:
+        options = dict(CODE_DTYPE=code_dtype, LARGEST=quantized.MAX_CODES[key_blocks.dtype])
         options |= dict(
             key_scales=quantized.scales(key_blocks), value_scales=quantized.scales(value_blocks)
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 FOLDER = os.path.dirname(os.path.abspath(__file__))
 PACKAGE = os.path.dirname(os.path.dirname(FOLDER))
-# modules without which `hf_paged` cannot be imported
+# modules of transformers after whose import `hf_paged` is imported, since it patches them
 REQUIRED_MODULES = ("transformers.modeling_utils", "transformers.generation.utils")
 SERVER = "transformers.cli.serving.server"
 
@@ -67,7 +67,7 @@ def is_imported(name: str) -> bool:
 
 
 def import_hidden_sitecustomize() -> None:
-    """Imports the `sitecustomize` that this file hides, if any, for instance the system's."""
+    """Imports the `sitecustomize` that this file hides, such as the system's, if there is one."""
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != FOLDER]
     this_module = sys.modules.pop("sitecustomize", None)
     try:

@@ -39,7 +39,7 @@ def blocks(
 def copied(tensors: list[torch.Tensor], pairs: torch.Tensor) -> None:
     from hf_paged.kernels.triton import copy
 
-    places = copy.describe(tensors)
+    places = copy.locate_blocks(tensors)
     copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs.to(DEVICE))
 
 

@@ -187,7 +187,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         ({**PROMPT, "options": {"scale": 0.0}}, "a scale of 0.0: it must be positive"),
         (
             {**PROMPT, "options": {"bias": torch.zeros(2, 4, 20, 1)}},
-            "a bias that differs between more queries",
+            "a bias that differs between queries, in rows of more than 16",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -15,7 +15,7 @@ from benchmarks.chips import CHIPS
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels.triton import lora
 from hf_paged.kernels.triton.attention import decode_attention, prefill_attention
-from hf_paged.kernels.triton.copy import copy_blocks, describe
+from hf_paged.kernels.triton.copy import copy_blocks, locate_blocks
 from hf_paged.kernels.triton.hash import hash_all
 from hf_paged.kernels.triton.merge import merge
 from hf_paged.kernels.triton.store import store
@@ -165,7 +165,7 @@ def hash_tensors() -> None:
 
 
 def copy_between(dim: int) -> None:
-    places = describe([empty(100, 3, 5, dim, dtype=torch.int8)] * 3)
+    places = locate_blocks([empty(100, 3, 5, dim, dtype=torch.int8)] * 3)
     table, pairs = empty(2, 3, 2, dtype=torch.int64)
     copy_blocks(places, table, pairs)
 

@@ -63,7 +63,7 @@ def test_what_is_one_requests_cannot_be_passed_for_several(argument: dict[str, A
         *(
             ({name: value}, "pass a list")
             for name in ("logits_processor", "stopping_criteria")
-            for value in (lambda ids, scores: scores, 5)
+            for value in (max, 5)
         ),
     ],
     ids=str,

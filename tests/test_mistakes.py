@@ -355,12 +355,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "pickled engine": (
         lambda: pickle.dumps(textless()),
         TypeError,
-        ("`PagedEngine` cannot be pickled", "one in each process"),
+        ("`PagedEngine` cannot be pickled", "make an engine in each process"),
     ),
     "copied engine": (
         lambda: copy.deepcopy(textless()),
         TypeError,
-        ("pickled or copied", "one in each process"),
+        ("pickled or copied", "make an engine in each process"),
     ),
     "memory of a name": (
         lambda: hf_paged.memory_stats("gpt2"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
-_VIEWS_IN_PLACE = frozenset("unsqueeze_ squeeze_ transpose_ t_ swapaxes_ as_strided_".split())
+_VIEWS_IN_PLACE = frozenset(
+    "detach_ unsqueeze_ squeeze_ transpose_ t_ swapaxes_ as_strided_".split()
+)
 # operations that create, move, select, compare or round numbers, or that compute each row
 # separately and in order
 _EXACT = frozenset(
@@ -29,7 +31,8 @@ def _name(function: Any) -> str:
 
 
 def is_view_in_place(function: Any) -> bool:
-    """Whether an operation changes a tensor's sizes or strides in place, but not its content."""
+    """Whether an operation changes a tensor's sizes, strides or gradient in place, but not its
+    content."""
     return _name(function) in _VIEWS_IN_PLACE
 
 

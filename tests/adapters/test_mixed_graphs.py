@@ -356,7 +356,7 @@ def test_a_model_whose_chunks_cannot_be_recorded(
         )
     assert [r.getMessage() for r in caplog.records if "not recorded" in r.getMessage()] == [
         "steps with more than 16 chunk tokens are not recorded: the latents of rows with many"
-        " queries are expanded, and their number depends on the rows' lengths"
+        " queries are expanded, and the number of latents depends on the rows' lengths"
     ]
 
 

@@ -156,13 +156,16 @@ def fuzz(count: int) -> None:
     served = 0
     for number in range(count):
         given, draws = arguments(), Draws(str(number))
-        for name in draws.choose.sample(sorted(given), draws.choose.choice([1, 1, 2, 3])):
+        for name in draws.sample(sorted(given), draws.one(1, 1, 2, 3)):
             value = given[name]
             if isinstance(value, torch.Tensor):
-                large = [value + draws.choose.choice([-1000, -1, 1, 1000, 2**30]), value[:0]]
-                given[name] = draws.choose.choice([draws.other(value), *large])
+                given[name] = draws.one(
+                    *(draws.other(value), value.long(), value[:0], value[None], value.flatten()),
+                    *(value.transpose(0, -1), value[:1].expand_as(value)),
+                    value + draws.one(-1000, -1, 1, 1000, 2**30),
+                )
             else:
-                given[name] = draws.choose.choice([0, 1, 2, 7, 16, -1, 1 << 40])
+                given[name] = draws.one(0, 1, 2, 7, 16, -1, 1 << 40)
         for call in (attend, decode, store, store_again):
             with contextlib.suppress(TypeError, ValueError, IndexError, RuntimeError):
                 call(given)

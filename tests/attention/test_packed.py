@@ -148,7 +148,7 @@ def test_what_is_not_causal_in_one_sequence_is_refused() -> None:
     refused = {
         "None": None,
         "dense": torch.ones(1, 1, length, length, dtype=torch.bool),
-        "other sizes": causal_mask(length + 1),
+        f"not made for {length} tokens in one row": causal_mask(length + 1),
         "hides tokens": causal_mask(length, attention_mask=padded),
     }
     for words, mask in refused.items():

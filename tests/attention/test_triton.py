@@ -144,7 +144,7 @@ def test_what_the_kernels_do_not_take_is_gathered_and_said_once(
 def test_forced_without_a_device_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.VARIABLE, "triton")
     monkeypatch.setattr(triton, "is_available", lambda device: False)
-    message = "HF_PAGED_ATTENTION=triton, but the kernels do not run on cpu"
+    message = "HF_PAGED_ATTENTION=triton, but the Triton kernels do not run on cpu"
     with pytest.raises(RuntimeError, match=message):
         backends.select(build(Case()).made())
 

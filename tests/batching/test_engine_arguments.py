@@ -127,7 +127,7 @@ def test_a_mask_is_for_a_tensor_and_a_row_that_is_all_padding_is_an_empty_prompt
 # ----------------------------------------------------------------- what the engine has no use for
 
 NO_OUTPUTS = "`{}` is True: an engine has no such outputs.*`return_logprobs=True`"
-NO_CACHE = "`{}` is .*`PagedConfig` says"
+NO_CACHE = "`{}` is .*: an engine's `PagedConfig` sets the memory and the forwards of all requests"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hf_paged import PagedConfig, PagedEngine, rooms
-from hf_paged.batching import engine_core, engine_loop, factory
 from hf_paged.batching.decoding.base import Draft
 from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Sequence
@@ -236,7 +235,10 @@ def test_a_toy_drafter_changes_steps_and_no_tokens(error: int) -> None:
 
 def add(config: Any = None, options: Any = None, **given: Any) -> None:
     with PagedEngine(models.get("llama"), config) as engine:
-        engine.add_request([5, 6, 7], {**GREEDY, **(options or {})}, **given)
+        try:
+            engine.add_request([5, 6, 7], {**GREEDY, **(options or {})}, **given)
+        finally:
+            assert not engine.has_unfinished
 
 
 @pytest.mark.parametrize(
@@ -256,9 +258,8 @@ def test_an_option_of_a_missing_room_names_both_and_others_are_served(
 ) -> None:
     missing = ("speculation", "grammar", "tiers")
     monkeypatch.setattr(rooms, "is_installed", lambda name: name not in missing)
-    monkeypatch.setattr(rooms, "room", rooms.room.__wrapped__)
-    for module in (factory, engine_loop, engine_core):
-        monkeypatch.setattr(module, "room", rooms.room)
+    rooms.room.cache_clear()  # rooms that earlier tests imported
     with pytest.raises(RoomMissingError, match=rf"`{option}`.* needs `hf_paged\."):
         ask()
-    add()
+    with PagedEngine(models.get("llama")) as engine:
+        assert engine.generate([[5, 6, 7]], SHORT)[0].error is None

@@ -14,6 +14,7 @@ from hf_paged import PagedEngine
 from hf_paged.batching.execution.prompt_inputs import _digest
 from hf_paged.batching.execution.prompts import Prompts
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.generation.batch_call import MIN_CACHED_TOKENS
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors
 from hf_paged.model.layout import PromptsVerdict
@@ -484,7 +485,9 @@ def test_generated_tokens_are_known_by_their_positions(hits: list[int]) -> None:
 def test_an_answer_about_a_picture_is_served_in_the_next_turn(hits: list[int]) -> None:
     model, inputs = model_of(QWEN), questions(QWEN)[0]
     length = inputs["input_ids"].shape[1]
-    options = {**GREEDY, "max_new_tokens": 100}
+    # a placeholder in the answer would be text now and content in the next turn
+    placeholders = [model.config.image_token_id, model.config.video_token_id]
+    options = {**GREEDY, "max_new_tokens": 100, "suppress_tokens": placeholders}
     said = model.generate(**inputs, **options, **models.PAGED)[:, length:]
     hits.clear()
     same(model, joined(inputs, said), max_new_tokens=60)
@@ -659,11 +662,12 @@ def test_a_new_picture_behind_a_known_text(name: str) -> None:
 @pytest.mark.parametrize("name", BEHIND_TEXT)
 def test_a_generate_call_begins_behind_a_known_text(name: str, hits: list[int]) -> None:
     model, (first, second) = model_of(name), rows_of_two_sizes(name)
+    ample = {"num_blocks": 128}
     for options in MODES.values():
         hf_paged.free(model)
         for call, num_known in ((first, 0), (second, 24), (other_pictures(first), 32)):
             hits.clear()
-            route = same(model, call, **options, max_new_tokens=40)
+            route = same(model, call, ample, **options, max_new_tokens=MIN_CACHED_TOKENS)
             assert route.road == "engine" and max(hits) == num_known
 
 

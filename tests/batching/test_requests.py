@@ -92,20 +92,28 @@ def test_wrong_code_raises_as_plain_does_and_ends_its_request_alone(
 ) -> None:
     (code, token), texts = WRONG[what], prompts(9, 12, 7)
     model = models.get("llama") if name == "llama" else build_diff_llama()
+    kinds: Any = RuntimeError if token is None else IndexError
+    if mode == "beams" and models.BEFORE_5_18:  # fails one line earlier, where scores get a shape
+        kinds = (IndexError, RuntimeError)
     for paged in ({}, models.PAGED):
-        with pytest.raises((IndexError, RuntimeError)) as caught:
-            lone_run(model, texts[0], MODES[mode], **code, **paged)
+        with pytest.raises(kinds) as caught:
+            lone_run(model, texts[1], MODES[mode], 1, **code, **paged)
     told = UNKNOWN.replace("200", str(token))
     assert token is None or str(caught.value) == told
     assert_pool_empty(model)
     with PagedEngine(model, {"block_size": 8}) as engine:
         asked = Asked(engine, texts, GREEDY)
-        engine.add_request(texts[0], MODES[mode], request_id="bad", **code, return_logprobs=True)
+        own = {"seed": 1, "return_logprobs": True}
+        engine.add_request(texts[1], MODES[mode], request_id="bad", **code, **own)
         results = run_all(engine)
         assert_drained(engine)
     asked.check(results)
-    assert results["bad"].finish_reason == "error"
-    assert token is None or str(results["bad"].error) == told
+    bad = results["bad"]
+    assert bad.finish_reason == "error"
+    if token is None:
+        assert bad.token_ids == []
+    else:
+        assert isinstance(bad.error, IndexError) and str(bad.error) == told
 
 
 def test_an_unknown_id_of_a_models_own_beam_search_ends_its_request_alone() -> None:
@@ -192,7 +200,7 @@ def test_scores_and_logits_of_rows_that_have_ended_are_plains(
 
 def test_a_model_with_a_loop_condition_of_its_own_is_refused() -> None:
     model = models.build("llama")
-    model._has_unfinished_sequences = model._has_unfinished_sequences
+    model._has_unfinished_sequences = lambda *args, **kwargs: False
     with PagedEngine(model) as engine, pytest.raises(ValueError) as caught:
         engine.add_request([5, 6], GREEDY)
     assert (

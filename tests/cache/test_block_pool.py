@@ -28,9 +28,16 @@ def test_a_block_is_free_only_when_its_last_holder_releases_it() -> None:
     assert pool.num_free == 1
 
 
-@pytest.mark.parametrize("operation", ["acquire", "release"])
-def test_a_free_block_cannot_be_shared_or_released(operation: str) -> None:
-    with pytest.raises(ValueError, match="block 0 is"):
+@pytest.mark.parametrize(
+    ("operation", "message"),
+    [
+        ("acquire", "^block 0 is free and cannot be shared$"),
+        ("release", "^block 0 has no holder to remove$"),
+    ],
+    ids=["acquire", "release"],
+)
+def test_a_free_block_cannot_be_shared_or_released(operation: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         getattr(BlockPool(1), operation)([0])
 
 

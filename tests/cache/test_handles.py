@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import hf_paged
 from hf_paged import PagedCache
 from hf_paged.cache.handles import PagedTensor
+from tests.support import models
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
     "set some": lambda x: x.__setitem__((0, slice(None), 2), 0.0),
@@ -25,6 +27,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "apply_": lambda x: x.apply_(lambda a: 0.0),
     "assign data": lambda x: setattr(x, "data", torch.zeros(x.shape)),
     "transpose_": lambda x: x.transpose_(0, 1),
+}
+WRITES_TO_VIEWS: dict[str, Callable[[Tensor], Any]] = {
     "item of data": lambda x: x.data.__setitem__(0, 0.0),
     "detach": lambda x: x.detach().mul_(2),
     "select": lambda x: x[0].mul_(2),
@@ -60,6 +64,52 @@ def test_writes_in_place_to_keys_and_values_are_refused(
             WRITES[name](handle)
     assert torch.equal(layer.keys + 0, expected) and torch.equal(layer.values + 0, -expected)
     cache.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("storage", "mode", "name"),
+    [
+        (storage, mode, name)
+        for storage in ("blocks", "virtual")
+        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode)
+        for name in sorted(WRITES_TO_VIEWS)
+        # mapped rows are not contiguous: torch flattens a copy of them here, or refuses to
+        if (storage, mode) != ("virtual", torch.inference_mode)
+        or name not in ("contiguous", "flat")
+    ],
+)
+def test_writes_to_views_of_shown_keys_and_values_are_refused(
+    storage: str, mode: Callable[[], Any], name: str
+) -> None:
+    cache, states = filled(storage=storage)
+    layer = cache.layers[0]
+    for shown in (layer.keys, layer.values):
+        with mode(), pytest.raises(RuntimeError, match=r"cannot be written to in place.*`update"):
+            WRITES_TO_VIEWS[name](shown)
+    assert torch.equal(layer.keys + 0, states) and torch.equal(layer.values + 0, -states)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("storage", ["blocks", "virtual"])
+def test_writes_to_a_returned_cache_are_refused_and_leave_other_rows_alone(storage: str) -> None:
+    model = models.get("llama")
+    hf_paged.free(model)
+    ids = models.prompt("llama", 1, 150)["input_ids"].expand(2, -1)
+    config = {"storage": storage, **({"block_size": 8} if storage == "blocks" else {})}
+    options = dict(
+        **dict(cache_implementation="paged", cache_config=config, max_new_tokens=4),
+        **dict(return_dict_in_generate=True, pad_token_id=0),
+    )
+    output = model.generate(ids, **options)
+    layer = output.past_key_values.layers[0]
+    before = layer.keys.clone()
+    for write in map({**WRITES, **WRITES_TO_VIEWS}.get, ("set some", "select", "flat", "out")):
+        with pytest.raises(RuntimeError, match="cannot be written to in place"):
+            write(layer.keys)
+    assert torch.equal(layer.keys.clone(), before)
+    assert torch.equal(model.generate(ids, **options).sequences, output.sequences)
+    hf_paged.check_integrity(model)
+    hf_paged.free(model)
 
 
 def test_arrays_of_shown_keys_are_read_only_and_native_code_gets_no_address() -> None:

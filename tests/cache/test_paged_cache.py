@@ -170,7 +170,7 @@ def test_states_of_another_shape_and_assignments_are_refused(cache: PagedCache) 
         ((3, 2, 1, 4), "holds 2 rows, but got keys of 3 rows"),
         (
             (2, 1, 1, 4),
-            r"holds states of \(heads, dim, device\) \(2, 4, .*\), but the new ones have \(1, 4",
+            r"stores \(heads, dim, device\) \(2, 4, .*\), but the new keys or values have \(1, 4",
         ),
     ):
         with pytest.raises(ValueError, match=message):
@@ -260,7 +260,7 @@ def test_padding_is_expected_of_layers_with_the_tokens_that_were_padded(cache: P
     cache.reset()
     cache.expect_padding((0, 2), 5)
     cache.update(keys[5], keys[5], 0)
-    message = r"starts with 9 tokens where another of its kind holds 5, .* first \(0, 2\)"
+    message = r"starts with 9 tokens while another one of its group holds 5, .* first \(0, 2\)"
     with pytest.raises(ValueError, match=message):
         cache.update(keys[9], keys[9], 1)
     cache.check_integrity()

@@ -118,7 +118,10 @@ def test_quantized_blocks_whose_scales_are_not_aligned_are_refused_before_memory
     keys, values = (torch.empty(1, 1, 0, dim) for dim in dims)
     with monkeypatch.context() as patch:
         patch.setattr(kv_blocks, "_empty", None)  # nothing is allocated
-        with pytest.raises(ValueError, match=f"{block_size} tokens, .* multiple of 4: pass"):
+        message = (
+            f"block of {block_size} tokens .*, not a multiple of 4, so .*: pass a `block_size`"
+        )
+        with pytest.raises(ValueError, match=message):
             KVBlocks.allocate(2, block_size, keys, values, kv_dtype=kv_dtype)
     # the least size of `PagedConfig` goes with any dims
     blocks = KVBlocks.allocate(2, MIN_BLOCK_SIZE, keys, values, kv_dtype=kv_dtype)

@@ -61,7 +61,7 @@ def test_an_engine_that_runs_row_by_row_says_so_once(
         with PagedEngine(each) as engine:
             engine.generate(PROMPTS, OPTIONS)
             route = engine.route
-        assert route == engine.stats().route == last_route(each) and route.road == "rows"
+            assert route == engine.stats().route == last_route(each) and route.road == "rows"
         assert route.reason.startswith("rows stay in their original batch")
         assert route.reason.endswith(why) and route.slowed_by == (slow,)
         assert warnings(caplog) == said * num_warnings

@@ -25,6 +25,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False}
 def build() -> Any:
     """Dots3Note, whose layers of sliding attention have fewer heads."""
     sliding = {
+        "head_dim": 16,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
         "kv_lora_rank": 24,

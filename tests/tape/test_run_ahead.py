@@ -259,9 +259,9 @@ def test_steps_of_every_kind_are_launched_ahead(
     for number in range(24):
         own = dict(KINDS[kind][number % len(KINDS[kind])])
         arguments = {name: own.pop(name) for name in ("seed", "return_logprobs") if name in own}
-        prompt, given = job(5 + number % 7, 30 + 5 * (number % 4), number, **arguments)
+        prompt, given = job(5 + number % 7, 30 + 5 * (number % 4), number)
         given["generation_config"] |= own
-        jobs.append((prompt, given))
+        jobs.append((prompt, given | arguments))
     with PagedEngine(model, PagedConfig(block_size=SIZE, max_num_seqs=4)) as engine:
         found = results(engine, jobs)
         assert_drained(engine)

@@ -34,8 +34,8 @@ def _copy_kernel(
 
 def locate_blocks(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Returns the address and the bytes per block of each tensor `(num_blocks, ...)`, which must be
-    contiguous."""
-    return [(tensor.data_ptr(), tensor.stride(0) * tensor.element_size()) for tensor in tensors]
+    contiguous and have at least one block."""
+    return [(tensor.data_ptr(), tensor.nbytes // len(tensor)) for tensor in tensors]
 
 
 def copy_blocks(addresses: Sequence[tuple[int, int]], table: Tensor, pairs: Tensor) -> None:

@@ -38,5 +38,5 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"blocks are torch\.float32"):
         gather(step_of([[0, 1]], range(0, 10), (0,), 0), torch.zeros(4, 1, 0, 2))
     for wrong in (replace(step, origins=()), replace(step, columns=None)):
-        with pytest.raises(ValueError, match="one origin and table for each of 1 rows"):
+        with pytest.raises(ValueError, match="one origin and one table for each of 1 rows"):
             gather(wrong, blocks)

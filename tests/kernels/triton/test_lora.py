@@ -50,20 +50,19 @@ def test_adds_what_plain_products_add(
     named = torch.zeros(rows, dtype=torch.bool)
     for start, end, _ in ranges:
         named[start:end] = True
-    x, before = (
-        torch.randn(rows, size + 5, generator=draw).to(dtype)[:, :size] for size in (DEPTH, WIDTH)
+    x, found = (
+        torch.randn(rows, size + 5, generator=draw).to(dtype).to(DEVICE)[:, :size]
+        for size in (DEPTH, WIDTH)
     )
-    x[~named] = before[~named] = float("nan")
-    chosen, x = parts(ranges, dtype), x.to(DEVICE)
-    expected, found = before.to(DEVICE).clone(), before.to(DEVICE)
+    x[~named] = found[~named] = float("nan")
+    before, expected, chosen = found.clone(), found.clone(), parts(ranges, dtype)
     add_portable(expected, x, chosen)
     add(found, x, chosen)
     assert found[~named].isnan().all()
-    expected, found = (tensor[named].float().cpu() for tensor in (expected, found))
+    before, expected, found = (x[named].float().cpu() for x in (before, expected, found))
     scale = float(expected.abs().max())
     assert float((found - expected).abs().max()) <= TOLERANCES[dtype] * scale
-    changed = float((before[named] - expected).abs().max())
-    assert changed > 0.1 * scale, "nothing was added"
+    assert float((before - expected).abs().max()) > 0.1 * scale, "nothing was added"
 
 
 def test_a_row_does_not_depend_on_other_parts() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..seams import Tier
@@ -127,10 +127,10 @@ class BlockManager:
             group.pool.release(block_ids)
         return True
 
-    def tables(self, group: int) -> Iterator[BlockTable]:
-        """Yields the group's tables of all live sequences."""
+    def tables(self, group: int, others: Iterable[SequenceBlocks] = ()) -> Iterator[BlockTable]:
+        """Yields the group's tables of all live sequences, and of `others`."""
         # copied, since garbage collection may remove sequences during the iteration
-        sequences = list(self._sequences)
+        sequences = dict.fromkeys([*self._sequences, *others])
         return (blocks.tables[group] for blocks in sequences)
 
     def new(self) -> SequenceBlocks:
@@ -338,7 +338,10 @@ class BlockManager:
 
     def free(self, blocks: SequenceBlocks) -> None:
         """Frees every block of the sequence, and removes the sequence from the manager."""
+        is_counted = blocks in self._sequences
         for copies, table in zip(self._copies, blocks.tables):
+            if table.block_ids and not is_counted:  # of a garbage-collected cycle: recounts miss it
+                table.pool.needs_recount, table.block_ids = True, []
             if copies:
                 for block_id in table.block_ids:
                     if table.pool.refcount(block_id) == 1:

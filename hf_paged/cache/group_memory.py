@@ -4,6 +4,7 @@ that `cache.memory` sets."""
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -290,7 +291,7 @@ class GroupMemory:
                 return layer
             has_content = num_new_tables is None
             if num_new_tables is not None:
-                num_tables = sum(bool(table.block_ids) for table in self.live_tables())
+                num_tables = sum(bool(table.block_ids) for table in self.live_tables(self.memory))
                 has_content = num_tables > num_new_tables
             if has_content:
                 layer = self.storage.promote(index, keys, values)
@@ -325,12 +326,15 @@ class GroupMemory:
         self._expected_bytes, self._is_short = self.block_bytes, False
         self.storage.clear()
 
-    def live_tables(self) -> Iterable[BlockTable]:
-        """Yields the group's tables of all live sequences."""
-        for manager in self.memory.managers.values():
+    def live_tables(self, memory: PagedMemory) -> Iterable[BlockTable]:
+        """Yields the group's tables of all live sequences. The rows of garbage-collected caches
+        live until they are freed, even if garbage collection of a cycle has cleared the weak
+        references to them (and that of the group to `memory`, its own)."""
+        for manager in memory.managers.values():
             if self in manager.groups:
-                group_index = manager.groups.index(self)
-                yield from manager.tables(group_index)
+                parts = [rows for owner, rows, _ in list(memory.abandoned) if owner is manager]
+                abandoned = itertools.chain.from_iterable(parts)
+                yield from manager.tables(manager.groups.index(self), abandoned)
 
 
 def over_limit_error(

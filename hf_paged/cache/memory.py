@@ -97,7 +97,7 @@ class PagedMemory:
         self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
         self.handles: dict[int, Handles] = {}  # of each cache, by the `id` of its `CacheRows`
         self.is_recovery_due = False  # `recover` has begun but not finished
-        self._abandoned: deque[tuple[BlockManager, list[SequenceBlocks], Handles]] = deque()
+        self.abandoned: deque[tuple[BlockManager, list[SequenceBlocks], Handles]] = deque()
         self.charged_bytes = 0  # bytes charged to `hf_paged.budget`
         self.holders: list[Holder] = []  # calls that hold blocks; only appended to and removed from
         # grows with every step of any call, by one or more: waiting calls see that others progress
@@ -162,7 +162,7 @@ class PagedMemory:
         the lock, when a pool next counts its blocks or lacks free ones."""
         if not sys or sys.is_finalizing():  # at exit the interpreter clears modules
             return
-        self._abandoned.append((manager, rows, handles))
+        self.abandoned.append((manager, rows, handles))
         if not self.lock._is_owned():  # type: ignore[attr-defined]  # else this thread may be in the middle of a change
             self.free_abandoned()
 
@@ -191,7 +191,7 @@ class PagedMemory:
             for manager in self.managers.values():
                 manager.recover()
             for group in self.groups.values():
-                group.pool.recount(table.block_ids for table in group.live_tables())
+                group.pool.recount(table.block_ids for table in group.live_tables(self))
             self.is_recovery_due = False
 
     def free_abandoned(self) -> None:
@@ -207,12 +207,12 @@ class PagedMemory:
                 if self.is_recovery_due:
                     self.recover()
                 for group in groups:
-                    group.pool.recount(table.block_ids for table in group.live_tables())
-        while self._abandoned:
+                    group.pool.recount(table.block_ids for table in group.live_tables(self))
+        while self.abandoned:
             with attempt(self.lock) as is_held:
                 if not is_held:
                     return
-                manager, rows, handles = self._abandoned.popleft()
+                manager, rows, handles = self.abandoned.popleft()
                 try:
                     with torch._C.DisableTorchFunction(), _disable_current_modes():
                         # this thread may be running other code, under torch modes of that code
@@ -476,7 +476,7 @@ class PagedMemory:
         self.free_abandoned()
         with self.lock:
             for group in self.groups.values():
-                group.pool.check_integrity([table.block_ids for table in group.live_tables()])
+                group.pool.check_integrity([table.block_ids for table in group.live_tables(self)])
             total = self.config.num_blocks
             if total is not None and self.num_used + self.num_cached > total:
                 raise AssertionError(

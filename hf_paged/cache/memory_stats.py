@@ -125,7 +125,7 @@ def share_of_unused_slots(groups: Iterable[GroupMemory]) -> float:
             continue
         unused_by_tail = {
             table.block_ids[-1]: table.num_unused_slots
-            for table in group.live_tables()
+            for table in group.live_tables(group.memory)
             if table.block_ids
         }
         num_slots += group.pool.num_used * group.block_size

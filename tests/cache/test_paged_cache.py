@@ -7,6 +7,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -374,3 +375,32 @@ def test_blocks_go_back_without_the_garbage_collector(known: bool) -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("is_memory_kept", [False, True])
+def test_caches_in_cycles_are_freed_and_keys_that_outlive_them_stay(
+    is_memory_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Garbage collection clears the weak references in a cycle before it runs finalizers."""
+    raised: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda hook: raised.append(repr(hook.exc_value)))
+    states, memory = torch.randn(2, 2, 9, 4), PagedCache(paged_config={"block_size": 8}).memory
+    caches = [PagedCache(memory=memory) for _ in range(3)]
+    for number, cache in enumerate(caches):
+        cache.update(states + number, -states, 0)
+    gc.collect(0)  # so that the rows that follow are younger than the caches
+    for cache in caches:
+        cache.batch_select_indices(torch.tensor([1, 0]))
+        cache.others = caches  # type: ignore[attr-defined]
+    keys = [cache.layers[0].keys for cache in caches]
+    if not is_memory_kept:
+        del memory
+    del cache, caches
+    gc.collect()
+    assert not raised
+    if is_memory_kept:
+        assert not memory.is_used
+        memory.check_integrity()
+        PagedCache(memory=memory).update(3 * states, states, 0)
+    for number, key in enumerate(keys):
+        assert torch.equal(key + 0, (states + number)[[1, 0]])

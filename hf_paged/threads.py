@@ -51,7 +51,7 @@ def make(
     return thread
 
 
-def begin(thread: threading.Thread) -> Exception | None:
+def start_made(thread: threading.Thread) -> Exception | None:
     """Starts a thread from `make`. Returns `None` once it has begun; otherwise, after at most
     `START_SECONDS`, the reason. Should the thread begin later, it still calls `run`."""
     try:
@@ -70,9 +70,9 @@ def start(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread | None:
-    """Makes and starts a thread; returns `None` if `begin` returns an error."""
+    """Makes and starts a thread; returns `None` if `start_made` returns an error."""
     thread = make(run, name, daemon, on_error)
-    return thread if begin(thread) is None else None
+    return thread if start_made(thread) is None else None
 
 
 def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
@@ -120,10 +120,10 @@ _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.Wea
 
 
 def step_lock(model: nn.Module, main_model: nn.Module | None = None) -> threading.RLock:
-    """Returns the model's lock. An engine or call holds the lock from scheduling to the end of the
-    forward, and while it reads the model's state, since all of them switch the same model's
-    adapters. A model that shares modules with `main_model` gets the lock of `main_model`, if that
-    is passed in the first call for the model."""
+    """Returns the model's lock. Engines and `generate` calls hold the lock from scheduling to the
+    end of the forward, and while they read the model's state, since they all switch the adapters of
+    the same model. A model that shares modules with `main_model` gets the lock of `main_model`, if
+    that is passed in the first call for the model."""
     return _step_locks.setdefault(
         model, forks.rlock() if main_model is None else step_lock(main_model)
     )

@@ -25,7 +25,7 @@ from ..batching.engine import PagedEngine
 from ..batching.results import RequestOutput
 from ..config import PagedConfig
 from ..interrupts import restoring
-from ..threads import NO_THREAD, begin, make, wait
+from ..threads import NO_THREAD, make, start_made, wait
 from ..topics import Topic
 from .pending import PendingRequest
 from .serving_mode import serving_mode, set_eval_mode_again
@@ -103,7 +103,7 @@ class ManagerThread:
             "hf_paged-continuous-batching",
             on_error=functools.partial(self._die, run_id),
         )
-        error = begin(self.thread)
+        error = start_made(self.thread)
         if error is not None:
             with self.lock:
                 self.is_stopping, self.thread = True, None

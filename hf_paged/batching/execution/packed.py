@@ -398,7 +398,7 @@ class PackedRunner(Runner):
             arguments["output_hidden_states"] = -1  # selects the last ones
         arguments[self._cache_name] = cache
         self._count_forward()
-        self.cache.begin(steps, positions)
+        self.cache.set_packed_steps(steps, positions)
         try:
             with self._kernel_context(num_tokens):
                 outputs = self.model(
@@ -415,7 +415,7 @@ class PackedRunner(Runner):
             if store_hidden is not None:
                 store_hidden(outputs.hidden_states[-1].reshape(1, num_tokens, -1))
         finally:
-            self.cache.begin([None] * len(steps))
+            self.cache.set_packed_steps([None] * len(steps))
         # the model may ignore `logits_to_keep`
         if logit_indices is None or (has_kept_logits and len(logits) == len(logit_indices)):
             return logits

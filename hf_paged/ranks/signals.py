@@ -1,12 +1,12 @@
 """Defers signals while several processes compute together: an interrupt in one of them, between a
 message and the end of its forward, would leave the others waiting for it.
 
-Python runs signal handlers between any two bytecodes of the main thread. Within
-[`deferring_signals`] signals are only recorded; at its end their handlers are called. Exceptions
-that one thread sets in another (`PyThreadState_SetAsyncExc`) are not deferred, nor are signals
-outside `SIGNALS`, which are few, since every `deferring_signals` looks up the handler of each. A
-model in one process needs no deferral: `interrupts.py` restores the state that an interrupt leaves
-changed.
+Python may run signal handlers at any call, at any backward jump and at the start of any function
+in the main thread. Within [`deferring_signals`] signals are only recorded; at its end their
+handlers are called. Exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`) are
+not deferred, nor are signals outside `SIGNALS`, a list kept short because every
+`deferring_signals` looks up the handler of each signal in it. A model in one process needs no
+deferral: `interrupts.py` restores the state that an interrupt leaves changed.
 """
 
 from __future__ import annotations

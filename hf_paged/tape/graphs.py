@@ -30,7 +30,7 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_tensors
 from ..interrupts import is_interrupt
-from ..kernels import VARIABLE
+from ..kernels import BACKEND_VARIABLE
 from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
 from ..model.writes import undoing_writes
@@ -151,7 +151,7 @@ class StepGraphs:
             state.addresses(),
             torch_options(),
             model_attention(text_config),
-            os.environ.get(VARIABLE),
+            os.environ.get(BACKEND_VARIABLE),
         )
         self._untracked_reason = state.undetectable
         if signature != self._signature:

@@ -61,8 +61,8 @@ def uses_triton(tensor: Tensor) -> bool:
     if name == "triton" and not triton.is_available(tensor.device):
         raise RuntimeError(
             f"{BACKEND_VARIABLE}=triton, but the Triton kernels do not run on {tensor.device} (the"
-            " log of hf_paged.kernels.triton says what failed): install Triton and use a GPU that it"
-            " supports, set TRITON_INTERPRET=1 before importing anything, to run the kernels slowly"
-            f" on the CPU, or unset {BACKEND_VARIABLE}"
+            " log of hf_paged.kernels.triton says what failed): install Triton and use a GPU that"
+            " it supports, set TRITON_INTERPRET=1 before importing anything, to run the kernels"
+            f" slowly on the CPU, or unset {BACKEND_VARIABLE}"
         )
     return name == "triton"

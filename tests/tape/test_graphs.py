@@ -299,7 +299,7 @@ def test_options_that_a_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and beside others: a graph for a set of adapters."""
     pytest.importorskip("peft")
-    monkeypatch.setattr(recording, "MIN_FIXED_USES", 8)
+    monkeypatch.setattr(recording, "MIN_FIXED_MISSES", 8)
     from tests.support.peft_models import ADAPTERS, lone_with, lora_model
 
     model = lora_model()
@@ -563,7 +563,7 @@ def test_decode_steps_on_the_cpu_are_tapes(backend: str, monkeypatch: pytest.Mon
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, backend)
     with PagedEngine(models.build("llama"), CONFIG) as engine:
         engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
-        assert engine.stats().num_captured_steps == (0 if backend else 8 - recording.MIN_USES)
+        assert engine.stats().num_captured_steps == (0 if backend else 8 - recording.MIN_MISSES)
         assert bool(engine.memory.recorders) == (not backend)
 
 

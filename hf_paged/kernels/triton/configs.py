@@ -258,10 +258,8 @@ def default_prefill_config(
     if max_dim > 256:
         return LaunchConfig(32, 32, 8, 2)
     if max_dim > 128:
-        return LaunchConfig(
-            32, 128 if reads_operands_from_shared_memory(chip) and not is_short else 64, 8, 3
-        )
-    tile = 64 if reads_operands_from_shared_memory(chip) or max_dim <= 64 else 32
+        return LaunchConfig(32, 128 if reads_shared_memory and not is_short else 64, 8, 3)
+    tile = 64 if reads_shared_memory or max_dim <= 64 else 32
     return LaunchConfig(tile, 64, 4, 3) if is_short else LaunchConfig(tile, 128, 8, 3)
 
 

@@ -157,7 +157,7 @@ class StepGraphs:
         self._untracked_reason = state.undetectable
         if signature != self._signature:
             self.clear()
-            self._num_misses.clear()  # so that a model that changes often is not recorded every time
+            self._num_misses.clear()  # so that a model that changes often is recorded less often
             self._persistent_storages = storage_addresses(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
             self.checks.clear()

@@ -249,8 +249,8 @@ class GroupMemory:
         config = self.memory.config
         if budget.limit(self.memory) is not None:
             return OutOfBlocksError(
-                f"needs {needed} blocks of {self.block_size} tokens, {num_available} available:"
-                f" {_budget_text()}"
+                f"needs {needed} blocks of {self.block_size} tokens, but only {num_available} are"
+                f" available: {_budget_text()}"
             )
         option = f"`memory_fraction` ({config.memory_fraction})"
         total = num_available + self.pool.num_used
@@ -343,8 +343,9 @@ def over_limit_error(
     """Returns the error of a call that needs more blocks than the `free` ones of the `total` that
     `option` allows."""
     return OutOfBlocksError(
-        f"needs {needed} blocks of {block_size} tokens, {free} of {total} are free: raise {option}"
-        " in `cache_config`, or lower the batch size, the prompt length or `max_new_tokens`"
+        f"needs {needed} blocks of {block_size} tokens, but only {free} of {total} are free: raise"
+        f" {option} in `cache_config`, or lower the batch size, the prompt length or"
+        " `max_new_tokens`"
     )
 
 

@@ -187,7 +187,7 @@ class LayerGroup:
         self.blocks.pool.check_writable(
             block_id
             for table, tokens in zip(tables, ranges)
-            for block_id in table.shared_blocks(*tokens)
+            for block_id in table.read_only_blocks(*tokens)
         )
 
     def _check_extend(self, context_len: int, length: int) -> None:
@@ -223,7 +223,7 @@ class LayerGroup:
                 for table, padding in zip(tables, self.paddings):
                     table.skip(max(0, first_visible - padding))
         tables_and_ranges = zip(tables, ranges)
-        if any(table.shared_blocks(*tokens) for table, tokens in tables_and_ranges):
+        if any(table.read_only_blocks(*tokens) for table, tokens in tables_and_ranges):
             self.rows.gather_handles()
         if self.rows.manager.extend(self.index, tables, ranges) or self.rows.is_borrowed:
             self._block_tables = None

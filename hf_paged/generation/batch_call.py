@@ -277,8 +277,8 @@ class BatchCall(Candidate):
                 count = first.num_tokens - 1 - first.num_computed_tokens
                 num_needed = sum(table.num_needed(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(
-                    f"a row of the returned cache needs {num_needed} more blocks,"
-                    f" {loop.blocks.num_free} are free: raise `num_blocks`, or leave"
+                    f"a row of the returned cache needs {num_needed} more blocks, but"
+                    f" only {loop.blocks.num_free} are free: raise `num_blocks`, or leave"
                     " `return_dict_in_generate` out"
                 )
         cache = empty_cache(self.model, loop.memory)

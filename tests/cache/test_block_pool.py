@@ -57,7 +57,9 @@ def test_kept_blocks_are_cached_then_evicted_least_recently_released_first() -> 
         pool.keep(block_id, evicted.append)
     pool.release([b, d, a])
     assert (pool.num_free, pool.num_cached, pool.num_used, pool.num_available) == (1, 2, 1, 3)
-    with pytest.raises(OutOfBlocksError, match="needs 4 blocks, 1 of 4 are free and 2 cached"):
+    with pytest.raises(
+        OutOfBlocksError, match="needs 4 blocks, but only 1 of 4 are free and 2 cached"
+    ):
         pool.allocate(4)
     assert not evicted
     assert pool.allocate(2) == [d, b] and evicted == [b]

@@ -154,7 +154,8 @@ def test_out_of_blocks_names_the_numbers_and_leaves_the_pool_whole(
     cache = PagedCache(config, {"block_size": 8, "num_blocks": 4})
     logits(model, tokens(2, 9), cache)
     with pytest.raises(
-        OutOfBlocksError, match=r"needs 2 blocks of 8 tokens, 0 of 4 are free: raise `num_blocks`"
+        OutOfBlocksError,
+        match="needs 2 blocks of 8 tokens, but only 0 of 4 are free: raise `num",
     ):
         for step in range(12):
             logits(model, tokens(2, 1, step), cache)
@@ -239,7 +240,7 @@ def test_memory_fraction_bounds_one_call_and_not_the_next() -> None:
     cache = PagedCache(CONFIGS["full"], {"block_size": 8, "memory_fraction": fraction})
     with pytest.raises(
         OutOfBlocksError,
-        match=r"needs 15 blocks of 8 tokens, \d+ of \d+ are free: raise `memory_fr",
+        match=r"needs 15 blocks of 8 tokens, but only \d+ of \d+ are free: raise `mem",
     ):
         logits(model, tokens(3, 40), cache)
     assert cache.stats().used_blocks == 0

@@ -77,14 +77,28 @@ def start(
 
 def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
     """Like `asyncio.to_thread`, but submits the function before the caller awaits the result.
-    Raises `RuntimeError` if no thread can be started."""
+    Raises `RuntimeError` if no thread can be started; then the function is never called. Waits for
+    a new thread without a limit, since asyncio's executor starts it."""
     run = contextvars.copy_context().run
-    try:
-        return asyncio.get_running_loop().run_in_executor(None, run, function, *args)
-    except (RuntimeError, MemoryError) as error:
-        if is_interrupt(error) or not ("thread" in str(error) or isinstance(error, MemoryError)):
-            raise  # an interrupt, or the executor has been shut down
-        raise RuntimeError(NO_THREAD) from error
+    is_submitted = False
+    submission = threading.Lock()  # held while the function is submitted
+
+    def run_if_submitted() -> T:
+        with submission:
+            if not is_submitted:  # the executor queues a function before it starts a thread
+                raise RuntimeError(NO_THREAD)
+        return run(function, *args)
+
+    with submission:
+        try:
+            future = asyncio.get_running_loop().run_in_executor(None, run_if_submitted)
+        except (RuntimeError, MemoryError) as error:
+            is_shortage = "thread" in str(error) or isinstance(error, MemoryError)
+            if is_interrupt(error) or not is_shortage:
+                raise  # an interrupt, or the executor has been shut down
+            raise RuntimeError(NO_THREAD) from error
+        is_submitted = True
+    return future
 
 
 def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) -> None:

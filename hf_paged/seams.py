@@ -308,9 +308,9 @@ class Storage(Protocol):
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
         its blocks. Raises `ValueError` if heads, dims or device differ."""
 
-    def grow(self, num_blocks: int, most: int) -> None:
-        """Grows every layer to at least `num_blocks` and at most `most` blocks. Raises what `make`
-        raises."""
+    def grow(self, num_blocks: int, max_blocks: int) -> None:
+        """Grows every layer to at least `num_blocks` and at most `max_blocks` blocks. Raises what
+        `make` raises."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, for each pair `(source, target)`.

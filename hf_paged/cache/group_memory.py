@@ -226,7 +226,7 @@ class GroupMemory:
             if uncharged_bytes is not None:
                 num_affordable = uncharged_bytes // max(1, self.block_bytes)
                 max_added = min(growth_limit, num_added + num_affordable)
-            storage.grow(pool.num_blocks + num_added, most=pool.num_blocks + max_added)
+            storage.grow(pool.num_blocks + num_added, max_blocks=pool.num_blocks + max_added)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             if is_interrupt(error):
                 raise

@@ -71,7 +71,7 @@ class Shortage:
 
 
 class Claim:
-    """The claim of a call that cannot be preempted: the most blocks that it will hold."""
+    """The claim of a call that cannot be preempted: how many blocks it will hold at most."""
 
     def __init__(self, memory: Any, num_blocks: int) -> None:
         self.memory = memory

@@ -168,7 +168,7 @@ class BatchCall(Candidate):
             generation.split()
 
     def _loop_key(self) -> Hashable:
-        """Returns a key. Calls with equal keys can share forwards, also across threads."""
+        """Returns a key. Calls with equal keys can share forwards, even across threads."""
         device = compute_device(self.model)
         config = dataclasses.replace(self.paged_config, cache_salt=None, idle_release_seconds=None)
         stream = None

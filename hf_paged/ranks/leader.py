@@ -377,7 +377,7 @@ class Follower:
         for group, num_blocks in zip(self._groups, block_counts):
             num_missing = num_blocks - group.pool.num_blocks
             if num_missing > 0:
-                group.storage.grow(num_blocks, most=UNLIMITED_BLOCKS)
+                group.storage.grow(num_blocks, max_blocks=UNLIMITED_BLOCKS)
                 group.pool.grow(num_missing)
 
 

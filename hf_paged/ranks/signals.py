@@ -65,7 +65,7 @@ def _end_deferring(handlers: dict[int, Any]) -> None:
     _handlers = None
     try:
         _restore_handlers(handlers)
-    finally:  # also if a restored handler has just raised
+    finally:  # even if a restored handler has just raised
         if _pending:
             _handle_pending()
 
@@ -102,7 +102,7 @@ def _handle_pending() -> None:
             handler(signum, sys._getframe())
         elif handler == signal.SIG_DFL:  # set by the caller's code meanwhile
             signal.raise_signal(signum)
-    finally:  # also if this handler raises
+    finally:  # even if this handler raises
         if _pending:
             _handle_pending()
 

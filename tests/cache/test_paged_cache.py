@@ -345,7 +345,7 @@ def test_blocks_that_grew_are_not_kept_by_handles_of_the_last_packed_step(
         assert torch.equal(keys.blocks[block, :, :3], states[0])
         cache.set_packed_steps([None])
         old = weakref.ref(storage.layers[0].keys)
-        storage.grow(storage.layers[0].keys.shape[0] + 1, most=1 << 20)
+        storage.grow(storage.layers[0].keys.shape[0] + 1, max_blocks=1 << 20)
         assert old() is None
 
 

@@ -46,8 +46,8 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """Returns the most rows for which `linear` should compute products of this dtype on this
-    CPU."""
+    """Returns the maximum number of rows for which `linear` should compute products of this dtype
+    on this CPU."""
     if not is_native(dtype):
         return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]

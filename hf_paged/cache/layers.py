@@ -64,7 +64,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         graph if gradients reach new or stored K/V, dense tensors in decodes with `should_gather`,
         otherwise handles. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
         batch size or K/V that do not fit; `NotPackable` for another shape than the packed step's;
-        `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
+        and `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
         differentiation), or if the layer missed an operation (`_check_current`)."""
         if torch.compiler.is_dynamo_compiling():
             # checked here, because the wrapper of `torch.compiler.disable` slows every call

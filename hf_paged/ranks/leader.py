@@ -114,7 +114,8 @@ class RankLeader:
             )
 
     def _check_served(self) -> None:
-        """Raises `RuntimeError` if the engine is closed, `ValueError` for unsupported features."""
+        """Raises `RuntimeError` if the engine is closed, and `ValueError` for unsupported
+        features."""
         if not self._is_open:
             raise RuntimeError(
                 "the engine was closed, and `serve_rank` has returned in the other processes: make"

@@ -60,7 +60,7 @@ def start_made(thread: threading.Thread) -> Exception | None:
         return error
     started: threading.Event = thread._started  # type: ignore[attr-defined]
     if not started.is_set():
-        return TimeoutError(f"the thread has not begun within {START_SECONDS:g} s")
+        return TimeoutError(f"the thread did not begin within {START_SECONDS:g} s")
     return None
 
 

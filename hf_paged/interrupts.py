@@ -5,7 +5,7 @@ in the main thread, and they may raise. A step's bookkeeping recovers by itself
 (`StepLoop.recover`). Other state that a call changes for a while, such as a model's attention, is
 restored in `finally` blocks and contexts. An interrupt that arrives as such a block or context
 begins can prevent that. The [`guarded`] call around it then ends open contexts of [`restoring`]
-functions, and calls the owners of other state (`register_for_cleanup`).
+functions, and lets the owners of other state clean up (`register_for_cleanup`).
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def restoring(
 def guarded(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function: a call that raises ends the [`restoring`] contexts that an interrupt
     has kept from ending, and restores torch's gradient mode, its function and dispatch modes, and
-    autocast, whose contexts an interrupt can break in the same way. The outermost call then calls
-    the owners of other state (`register_for_cleanup`)."""
+    autocast, whose contexts an interrupt can break in the same way. The outermost call then
+    lets the owners of other state clean up (`register_for_cleanup`)."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -338,15 +338,16 @@ class ManagerThread:
             removed = [request for request in self.waiting if request in cancelled]
             for request in removed:
                 self.waiting.remove(request)
-            num_new = min(len(self.waiting), MAX_NEW_REQUESTS)
-            requests = [self.waiting.popleft() for _ in range(num_new)]
-            self.changed.notify_all()  # wakes callers that wait to add requests
         for request in removed:
             self._deliver_all(request.fail(RuntimeError("the request was cancelled")))
         # comes before new requests, which may have the ids of cancelled ones that have ended
         for request in cancelled:
             with contextlib.suppress(ValueError):  # the request has ended, or was removed
                 self.engine.cancel(request.output_ids[-1])
+        with self.lock:
+            num_new = min(len(self.waiting), MAX_NEW_REQUESTS)
+            requests = [self.waiting.popleft() for _ in range(num_new)]
+            self.changed.notify_all()  # wakes callers that wait to add requests
         for request in requests:
             if request.tokenizer is not None:
                 self.engine.tokenizer = request.tokenizer

@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument(
         "--paged",
         action="store_true",
-        help="use paged memory also in calls of `generate` that name no cache",
+        help="use paged memory for calls of `generate` that name no cache, too",
     )
     run.add_argument(
         "--set",

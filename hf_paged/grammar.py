@@ -45,8 +45,8 @@ class GrammarCompiler:
     ) -> GrammarProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
         `ValueError` if several are set, if the constraint has another type, is too long or cannot
-        be compiled, or without a tokenizer that xgrammar can read; `ImportError` if xgrammar is not
-        installed."""
+        be compiled, or without a tokenizer that xgrammar can read; and `ImportError` if xgrammar is
+        not installed."""
         name, value = _constraint_of(options)
         if tokenizer is None:
             raise ValueError(

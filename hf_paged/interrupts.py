@@ -1,10 +1,11 @@
 """Restores the state that interrupted calls leave changed.
 
-Python runs signal handlers between any two bytecodes of the main thread, and they may raise. A
-step's bookkeeping recovers by itself (`StepLoop.recover`). Other state that a call changes for a
-while, such as a model's attention, is restored in `finally` blocks and contexts. An interrupt that
-arrives as such a block or context begins can prevent that. The [`guarded`] call around it then ends
-open contexts of [`restoring`] functions, and notifies owners of other state (`ends_with_calls`).
+Python may run signal handlers at any call, at any backward jump and at the start of any function
+in the main thread, and they may raise. A step's bookkeeping recovers by itself
+(`StepLoop.recover`). Other state that a call changes for a while, such as a model's attention, is
+restored in `finally` blocks and contexts. An interrupt that arrives as such a block or context
+begins can prevent that. The [`guarded`] call around it then ends open contexts of [`restoring`]
+functions, and lets the owners of other state clean up (`register_for_cleanup`).
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ class _Contexts(threading.local):
     def __init__(self) -> None:
         self.open: list[Generator[Any, None, None]] = []  # in the order in which they were entered
         self.num_calls = 0  # nested `guarded` calls in progress
-        # whether a nested call has raised, so that the outermost one must run `_end_calls`
-        self.is_ending_due = False
+        # whether a nested call has raised, so that the outermost one must run `_clean_up_owners`
+        self.is_cleanup_due = False
 
 
 _thread_contexts = _Contexts()
 _PACKAGE = os.path.dirname(__file__)
 _TORCH = os.path.dirname(torch.__file__)
-_AUTOCAST_DEVICES = ("cpu", "cuda")
+_AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")  # those that hf_paged supports
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def ends_with_calls(owner: Any) -> None:
-    """Makes each outermost guarded call end with `owner.end_calls()` if that call, or a guarded
-    call within it, has raised. The thread then has no other call in progress, so the owner can drop
-    the state that the thread's calls left in it. The owner is referenced weakly."""
+def register_for_cleanup(owner: Any) -> None:
+    """Makes each outermost guarded call end with `owner.clean_up_after_error()` if that call, or a
+    guarded call within it, has raised. The thread then has no other call in progress, so the owner
+    can drop the state that the thread's calls left in it. The owner is referenced weakly."""
     _owners.add(owner)
 
 
@@ -83,30 +84,30 @@ def restoring(
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> contextlib.AbstractContextManager[T]:
-        generator: Any = function
-        return _Restoring(generator, args, kwargs)
+        generator_function: Any = function
+        return _Restoring(generator_function, args, kwargs)
 
     return make
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function: a call that raises ends the [`restoring`] contexts that an interrupt
-    has kept from ending, and restores torch's gradient mode, function and dispatch modes and
+    has kept from ending, and restores torch's gradient mode, its function and dispatch modes, and
     autocast, whose contexts an interrupt can break in the same way. The outermost call then
-    notifies the owners of other state (`ends_with_calls`)."""
+    lets the owners of other state clean up (`register_for_cleanup`)."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        depth = len(_thread_contexts.open)
+        num_open = len(_thread_contexts.open)
         restore_torch = _torch_restorer()
         _thread_contexts.num_calls += 1
         try:
             result = function(*args, **kwargs)
-            if _thread_contexts.is_ending_due and _thread_contexts.num_calls == 1:
-                ensure_done(_end_calls)
+            if _thread_contexts.is_cleanup_due and _thread_contexts.num_calls == 1:
+                ensure_done(_clean_up_owners)
             return result
         except BaseException as error:
-            ensure_done(lambda: _restore_state(depth, restore_torch))
+            ensure_done(lambda: _restore_state(num_open, restore_torch))
             if is_interrupt(error):
                 _clear_frames(error)
             raise
@@ -135,7 +136,7 @@ def end_modes(num_before: tuple[int, int]) -> None:
 
 
 def _torch_restorer() -> Callable[[], None]:
-    """Returns a function that restores torch's current gradient mode, function and dispatch modes
+    """Returns a function that restores torch's current gradient mode, function and dispatch modes,
     and autocast."""
     has_gradients = torch.is_grad_enabled()
     num_before = num_modes()
@@ -165,28 +166,29 @@ def _torch_restorer() -> Callable[[], None]:
     return restore
 
 
-def _restore_state(depth: int, restore_torch: Callable[[], None]) -> None:
+def _restore_state(num_open: int, restore_torch: Callable[[], None]) -> None:
     try:
-        while len(_thread_contexts.open) > depth:
+        while len(_thread_contexts.open) > num_open:
             _thread_contexts.open[-1].close()
             _thread_contexts.open.pop()
         if _thread_contexts.num_calls == 1:
-            _end_calls()
+            _clean_up_owners()
         else:  # code between this call and the outermost one may catch the error
-            _thread_contexts.is_ending_due = True
+            _thread_contexts.is_cleanup_due = True
     finally:
         restore_torch()
 
 
-def _end_calls() -> None:
+def _clean_up_owners() -> None:
     for owner in list(_owners):
-        owner.end_calls()
-    _thread_contexts.is_ending_due = False
+        owner.clean_up_after_error()
+    _thread_contexts.is_cleanup_due = False
 
 
 def _clear_frames(error: BaseException) -> None:
     """Clears the frames of hf_paged and torch in a traceback, which a notebook may keep. Our frames
-    may hold blocks that no sequence has yet, and torch's frames its inference mode."""
+    may hold blocks that belong to no sequence yet, and torch's frames may keep its inference mode
+    active."""
     trace = error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):

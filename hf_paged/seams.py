@@ -205,7 +205,7 @@ class Recorder(Protocol):
         `cache`."""
 
     def in_order(self) -> AbstractContextManager[None]:
-        """A context for a step: its work on the device follows that of the previous step, also
+        """A context for a step: its work on the device follows that of the previous step, even
         across streams."""
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
@@ -308,9 +308,9 @@ class Storage(Protocol):
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
         its blocks. Raises `ValueError` if heads, dims or device differ."""
 
-    def grow(self, num_blocks: int, most: int) -> None:
-        """Grows every layer to at least `num_blocks` and at most `most` blocks. Raises what `make`
-        raises."""
+    def grow(self, num_blocks: int, max_blocks: int) -> None:
+        """Grows every layer to at least `num_blocks` and at most `max_blocks` blocks. Raises what
+        `make` raises."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, for each pair `(source, target)`.
@@ -453,7 +453,7 @@ class Leader(Processes, Protocol):
 
     def check_request(self, options: RequestOptions) -> None:
         """Raises `ValueError` if an engine over several processes does not support these options,
-        or its config, budget or model; `RuntimeError` after the engine has been closed."""
+        or its config, budget or model, and `RuntimeError` after the engine has been closed."""
 
     def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
         """Calls `factory.choose_layout` in all processes, in this one through `choose`. Raises
@@ -483,7 +483,7 @@ class Grammars(Protocol):
     ) -> LogitsProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
         `ValueError` if several are set, if the constraint cannot be compiled, or without a suitable
-        tokenizer; `ImportError` if the compiler is not installed."""
+        tokenizer; and `ImportError` if the compiler is not installed."""
 
 
 @dataclass(frozen=True)

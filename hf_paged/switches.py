@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 from . import forks
-from .interrupts import ends_with_calls
+from .interrupts import register_for_cleanup
 
 T = TypeVar("T")
 Switching = tuple[Callable[[], None], Callable[[], None]]
@@ -44,7 +44,7 @@ class Switches(Generic[T]):
         self.entries: dict[int, tuple[T, Switching, list[int]]] = {}
         self._on_all_restored = on_all_restored
         forks.notify_in_child(self)
-        ends_with_calls(self)
+        register_for_cleanup(self)
 
     def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:
         """A context in which `items` are switched. It may be entered any number of times, and by
@@ -70,7 +70,7 @@ class Switches(Generic[T]):
         current_thread = threading.get_ident()
         self._retain(lambda thread: thread == current_thread)
 
-    def end_calls(self) -> None:
+    def clean_up_after_error(self) -> None:
         """Ends the calls of this thread."""
         current_thread = threading.get_ident()
         with self._lock:

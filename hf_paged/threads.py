@@ -51,7 +51,7 @@ def make(
     return thread
 
 
-def begin(thread: threading.Thread) -> Exception | None:
+def start_made(thread: threading.Thread) -> Exception | None:
     """Starts a thread from `make`. Returns `None` once it has begun; otherwise, after at most
     `START_SECONDS`, the reason. Should the thread begin later, it still calls `run`."""
     try:
@@ -60,7 +60,7 @@ def begin(thread: threading.Thread) -> Exception | None:
         return error
     started: threading.Event = thread._started  # type: ignore[attr-defined]
     if not started.is_set():
-        return TimeoutError(f"the thread has not begun within {START_SECONDS:g} s")
+        return TimeoutError(f"the thread did not begin within {START_SECONDS:g} s")
     return None
 
 
@@ -70,21 +70,35 @@ def start(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread | None:
-    """Makes and starts a thread; returns `None` if `begin` returns an error."""
+    """Makes and starts a thread; returns `None` if `start_made` returns an error."""
     thread = make(run, name, daemon, on_error)
-    return thread if begin(thread) is None else None
+    return thread if start_made(thread) is None else None
 
 
 def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
     """Like `asyncio.to_thread`, but submits the function before the caller awaits the result.
-    Raises `RuntimeError` if no thread can be started."""
+    Raises `RuntimeError` if no thread can be started; then the function is never called. Waits for
+    a new thread without a limit, since asyncio's executor starts it."""
     run = contextvars.copy_context().run
-    try:
-        return asyncio.get_running_loop().run_in_executor(None, run, function, *args)
-    except (RuntimeError, MemoryError) as error:
-        if is_interrupt(error) or not ("thread" in str(error) or isinstance(error, MemoryError)):
-            raise  # an interrupt, or the executor has been shut down
-        raise RuntimeError(NO_THREAD) from error
+    is_submitted = False
+    submission = threading.Lock()  # held while the function is submitted
+
+    def run_if_submitted() -> T:
+        with submission:
+            if not is_submitted:  # the executor queues a function before it starts a thread
+                raise RuntimeError(NO_THREAD)
+        return run(function, *args)
+
+    with submission:
+        try:
+            future = asyncio.get_running_loop().run_in_executor(None, run_if_submitted)
+        except (RuntimeError, MemoryError) as error:
+            is_shortage = "thread" in str(error) or isinstance(error, MemoryError)
+            if is_interrupt(error) or not is_shortage:
+                raise  # an interrupt, or the executor has been shut down
+            raise RuntimeError(NO_THREAD) from error
+        is_submitted = True
+    return future
 
 
 def wait(condition: threading.Condition, lock: threading.RLock, seconds: float) -> None:
@@ -120,10 +134,10 @@ _step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.Wea
 
 
 def step_lock(model: nn.Module, main_model: nn.Module | None = None) -> threading.RLock:
-    """Returns the model's lock. An engine or call holds the lock from scheduling to the end of the
-    forward, and while it reads the model's state, since all of them switch the same model's
-    adapters. A model that shares modules with `main_model` gets the lock of `main_model`, if that
-    is passed in the first call for the model."""
+    """Returns the model's lock. Engines and `generate` calls hold the lock from scheduling to the
+    end of the forward, and while they read the model's state, since they all switch the adapters of
+    the same model. A model that shares modules with `main_model` gets the lock of `main_model`, if
+    that is passed in the first call for the model."""
     return _step_locks.setdefault(
         model, forks.rlock() if main_model is None else step_lock(main_model)
     )

@@ -51,7 +51,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], str]] = {
     "streamer of one row": (
         {"streamer": STREAMER, "generation_config": MODES["samples"]},
         (
-            "`streamer` is a TextStreamer, which takes one row, and there are 3: ask for one"
+            "`streamer` is of type TextStreamer, which takes one row, and there are 3: ask for one"
             " sequence per request"
         ),
     ),
@@ -166,7 +166,7 @@ def test_what_is_no_model() -> None:
         PagedEngine(models.get("llama").model)
     assert (
         str(caught.value)
-        == "`model` is a LlamaModel, which cannot generate: pass the model with its head, a"
+        == "`model` is of type LlamaModel, which cannot generate: pass the model with its head, a"
         " `...ForCausalLM`"
     )
 
@@ -195,8 +195,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "streamer of one row": (
         {"streamer": STREAMER},
         (
-            "`streamer` is a TextStreamer, which takes one row, and there are 2: pass a list of"
-            " streamers, one per row"
+            "`streamer` is of type TextStreamer, which takes one row, and there are 2: pass a list"
+            " of streamers, one per row"
         ),
     ),
     "streamer of one sample": (
@@ -206,8 +206,8 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
             "streamer": TextIteratorStreamer(models.tokenizer()),
         },
         (
-            "`streamer` is a TextIteratorStreamer, which takes one row, and there are 3: pass a"
-            " list of streamers, one per row"
+            "`streamer` is of type TextIteratorStreamer, which takes one row, and there are 3: pass"
+            " a list of streamers, one per row"
         ),
     ),
     "beams a float": (

@@ -328,6 +328,26 @@ def test_contexts_of_torch_that_an_interrupt_kept_from_ending_are_ended(
         assert state() == before
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
+def test_autocast_that_an_interrupt_left_changed_is_restored(device: str) -> None:
+    before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    other_dtype = torch.float16 if before[1] == torch.bfloat16 else torch.bfloat16
+
+    @interrupts.guarded
+    def call() -> None:
+        torch.set_autocast_enabled(device, not before[0])
+        torch.set_autocast_dtype(device, other_dtype)
+        raise KeyboardInterrupt
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) == before
+    finally:
+        torch.set_autocast_enabled(device, before[0])
+        torch.set_autocast_dtype(device, before[1])
+
+
 class Nests(LogitsProcessor):
     """Makes a call that an interrupt ends as it restores the model, and goes on."""
 

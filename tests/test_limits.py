@@ -199,6 +199,30 @@ def test_entry_points_at_a_limit(limit: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["refused", "no memory"])
+def test_a_function_that_could_not_be_submitted_is_never_called(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+
+    async def fail() -> None:
+        executor = ThreadPoolExecutor(2)
+        asyncio.get_running_loop().set_default_executor(executor)
+        is_over = threading.Event()
+        busy = threads.submit(is_over.wait, 60)  # its thread would later take a queued function
+        with monkeypatch.context() as patch:
+            for name in STARTERS:
+                patch.setattr(threading, name, NO_THREADS[how])
+            with pytest.raises(RuntimeError, match="can't start new thread: the process is at"):
+                threads.submit(calls.append, 1)
+        is_over.set()
+        await busy
+        executor.shutdown()
+
+    asyncio.run(fail())
+    assert not calls
+
+
+@pytest.mark.parametrize("how", ["refused", "no memory"])
 def test_an_async_stream_says_so(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def read() -> list[Any]:
         return [output async for output in engine.astream([[5, 6, 7]], GREEDY)]

@@ -73,7 +73,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "tokenizer as config": (
         lambda: PagedEngine(model(), models.tokenizer()),
         ValueError,
-        ("`config` is a ", "`PagedEngine(model, tokenizer=tokenizer)`"),
+        ("`config` is of type ", "`PagedEngine(model, tokenizer=tokenizer)`"),
     ),
     "option beside the config": (
         lambda: PagedEngine(model(), num_blocks=100),

@@ -11,7 +11,7 @@ from dataclasses import replace
 from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import NONE, Published, Row, Size
-from hf_paged.kernels import VARIABLE
+from hf_paged.kernels import BACKEND_VARIABLE
 
 Times = dict[str, list[float]]
 """Seconds of each contender, turn by turn."""
@@ -41,9 +41,9 @@ def backend(name: str | None) -> Iterator[None]:
     """Forces an attention backend within the context (`HF_PAGED_ATTENTION`); `None`: the library
     chooses."""
     with unittest.mock.patch.dict(os.environ):
-        os.environ.pop(VARIABLE, None)
+        os.environ.pop(BACKEND_VARIABLE, None)
         if name is not None:
-            os.environ[VARIABLE] = name
+            os.environ[BACKEND_VARIABLE] = name
         yield
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..batching.execution.executor import Executor
-from ..batching.execution.runner import LogitsPart, in_order
+from ..batching.execution.runner import LogitsPart, concat_in_order
 from ..batching.request import Request
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import is_out_of_memory
@@ -184,7 +184,7 @@ class LoopAdapters:
             rows = [row for row in separate_rows if row_names[row] == name]
             logits = self._run_one_adapter(name, plan.select(rows), executor)
             parts.append((rows, logits))
-        return in_order(parts, plan.num_logits)
+        return concat_in_order(parts, plan.num_logits)
 
     def _run_one_adapter(self, adapter: Hashable, plan: StepPlan, executor: Executor) -> Tensor:
         with self.using(adapter) as context:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..batching.execution.inputs import Bounds
-from ..batching.execution.runner import in_order
+from ..batching.execution.runner import concat_in_order
 from ..interrupts import restoring
 from ..kernels.lora import Deltas, LoraWeights, RecordedDeltas, can_record
 from ..plan import StepPlan
@@ -234,7 +234,7 @@ def run_mixed(
     mix = make_mix(join_ranges([(adapters[row], plan.counts[row]) for row in order]))
     with mixing(model, mix):
         logits = run(plan.select(order), mix)
-    return in_order([(order, logits)], plan.num_logits)
+    return concat_in_order([(order, logits)], plan.num_logits)
 
 
 def head_of(model: PreTrainedModel) -> nn.Module | None:

@@ -28,7 +28,7 @@ MAX_HIDING_BIAS = -1e4  # a bias of at most this hides a key
 def with_key_len(step: StepMetadata) -> StepMetadata:
     """Returns the packed step with the `key_len` that a model's own attention code sees: the length
     of the longest row or, if only the device knows the lengths, the capacity of the block tables.
-    Raises `NotPackable` if the step has a window, `NotCapturable` if a recorded step may have
+    Raises `NotPackable` if the step has a window, and `NotCapturable` if a recorded step may have
     several queries per row."""
     if step.window is not None:
         raise NotPackable("the model's own attention code gets keys of a sliding window")

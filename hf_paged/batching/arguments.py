@@ -150,8 +150,8 @@ def check_generates(model: Any) -> None:
     check_weights(model)
     if not model.can_generate():
         raise ValueError(
-            f"`model` is a {class_name}, which cannot generate: pass the model with its head, a"
-            " `...ForCausalLM`"
+            f"`model` is of type {class_name}, which cannot generate: pass the model with its head,"
+            " a `...ForCausalLM`"
         )
     if not is_stock(model, compat.PREPARE_CACHE) or not compat.supports_dynamic_cache(model):
         if model.config.is_encoder_decoder:
@@ -194,8 +194,8 @@ def reject_tokenizer_as_config(config: Any) -> None:
     """Raises `ValueError` for a tokenizer passed as an engine's config."""
     if callable(getattr(config, "decode", None)):
         raise ValueError(
-            f"`config` is a {type(config).__name__}: pass it by name, `PagedEngine(model,"
-            " tokenizer=tokenizer)`"
+            f"`config` is of type {type(config).__name__}: pass a tokenizer by name,"
+            " `PagedEngine(model, tokenizer=tokenizer)`"
         )
 
 
@@ -318,7 +318,7 @@ def check_streamed_rows(streamer: Any, num_rows: int, remedy: str) -> None:
     with `remedy`."""
     if isinstance(streamer, TextStreamer) and num_rows > 1:
         raise ValueError(
-            f"`streamer` is a {type(streamer).__name__}, which takes one row, and there are"
+            f"`streamer` is of type {type(streamer).__name__}, which takes one row, and there are"
             f" {num_rows}: {remedy}"
         )
 

@@ -23,7 +23,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
 from ..cache.waits import Shortage
 from ..config import PagedConfig
-from ..interrupts import ends_with_calls, guarded, is_interrupt, restoring
+from ..interrupts import guarded, is_interrupt, register_for_cleanup, restoring
 from ..model.sharding import lead
 from ..model.wrappers import adapters_for
 from ..rooms import room
@@ -66,7 +66,7 @@ class EngineCore(EngineLoop):
         self._shortage: Shortage | None = None
         self._id_numbers = itertools.count()  # for generated request ids
         forks.notify_in_child(self)
-        ends_with_calls(self)
+        register_for_cleanup(self)
 
     @functools.cached_property
     def grammars(self) -> Grammars:
@@ -260,9 +260,9 @@ class EngineCore(EngineLoop):
         if self.requests.get(state.request_id) is state:
             self.end(state, "cancelled")
 
-    def end_calls(self) -> None:
-        """Called after this thread's outermost call has raised (`interrupts.ends_with_calls`):
-        drops the state of a step that an interrupt left open."""
+    def clean_up_after_error(self) -> None:
+        """Drops the state of a step that an interrupt left open in this thread (called as
+        `interrupts.register_for_cleanup` says)."""
         if self._stepping_thread_id == threading.get_ident():
             with self.lock:
                 self._end_cancelled()

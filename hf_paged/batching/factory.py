@@ -36,7 +36,8 @@ from .scheduling.timeline import Timeline
 UNLIMITED = 1 << 60  # more sequences, or tokens per step, than any loop has
 # more blocks than any memory holds: a reservation of this size is reduced to the available memory
 UNLIMITED_BLOCKS = 1 << 40
-# most prompt tokens in a step that also decodes; a CPU computes them in the time of a few decodes
+# maximum number of prompt tokens in a step that also decodes; a CPU computes them in the time of a
+# few decodes
 CPU_CHUNK_TOKENS = 256
 
 

@@ -181,7 +181,7 @@ class Ledger:
                 self._finish(request)
             if request.exceeds_positions:
                 self.past_positions.append((generation, request))
-        if generation.decoding.is_done:  # also if no row is in `finished`
+        if generation.decoding.is_done:  # even if no row is in `finished`
             self._close_rows(generation)
 
     def _close_rows(self, generation: Generation) -> None:

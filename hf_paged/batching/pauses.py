@@ -24,8 +24,8 @@ class Pause(contextlib.AbstractContextManager["Pause", None]):
         # single call of C code, which no interrupt can split
         self.thread_ids: list[int] = []
         self.key = object()
-        # removes the pause from `persistent` and returns it (`None` if it is not there), also in a
-        # single call of C code
+        # removes the pause from `persistent` and returns it (`None` if it is not there), which is
+        # also a single call of C code
         self._enter = functools.partial(pauses.persistent.pop, self.key, None)
 
     __enter__: Any = property(operator.attrgetter("_enter"))

@@ -180,7 +180,7 @@ class Request:
     # ends
     admitted_at: float | None = None
     num_prompt_tokens: int = field(init=False)  # initial length of its shortest sequence
-    num_open_rows: int = field(init=False)  # unfinished sequences, also those not forked yet
+    num_open_rows: int = field(init=False)  # unfinished sequences, including those not forked yet
     # while its rows are recomputed: number of tokens that the first row computes for all of them
     num_shared_tokens: int = 0
     num_preemptions: int = 0
@@ -189,7 +189,7 @@ class Request:
     # total length of its open sequences when it was last preempted while running alone; -1: never
     num_tokens_alone: int = -1
     rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
-    max_positions: int = sys.maxsize  # most tokens of a sequence that a forward can compute
+    max_positions: int = sys.maxsize  # tokens of the longest sequence that a forward can compute
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     # its own `max_time` criteria, whose clocks start with the first step that runs it
     time_criteria: Collection[Any] = ()

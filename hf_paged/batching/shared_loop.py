@@ -18,7 +18,7 @@ from .. import forks
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.memory import PagedMemory
 from ..cache.waits import Shortage, claims_waiting
-from ..interrupts import ends_with_calls, restoring
+from ..interrupts import register_for_cleanup, restoring
 from ..threads import wait
 from .decoding.base import Fetch
 from .execution.executor import StableSpan
@@ -69,7 +69,7 @@ class SharedLoop:
         self._shortage: Shortage | None = None  # set while steps fail because blocks are too few
         self._retry_at = 0.0  # earliest time of the next step, in seconds of `time.perf_counter`
         forks.notify_in_child(self)
-        ends_with_calls(self)
+        register_for_cleanup(self)
 
     def run(
         self,
@@ -321,8 +321,8 @@ class SharedLoop:
             finally:
                 self._wake_next_stepper()
 
-    def end_calls(self) -> None:
-        """Removes this thread's callers after an error (`interrupts.ends_with_calls`)."""
+    def clean_up_after_error(self) -> None:
+        """Removes this thread's callers after an error (`interrupts.register_for_cleanup`)."""
         thread_id = threading.get_ident()
         for caller in list(self._callers.values()):
             if caller.thread_id == thread_id:

@@ -194,8 +194,8 @@ class BlockManager:
         tables = blocks.tables
         if tables[0].num_tokens < blocks.capacity:
             return True
-        has_shared_tail = any(table.shared_tail is not None for table in tables)
-        if has_shared_tail or not self.append(blocks, 1):
+        has_read_only_tail = any(table.read_only_tail is not None for table in tables)
+        if has_read_only_tail or not self.append(blocks, 1):
             return False
         for table in tables:
             table.num_tokens -= 1
@@ -214,7 +214,9 @@ class BlockManager:
         pool = self.groups[group].pool
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
         writers = Counter(
-            block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens)
+            block
+            for table, tokens in zip(tables, ranges)
+            for block in table.read_only_blocks(*tokens)
         )
         num_needed = sum(map(BlockTable.num_new_blocks, tables, counts))
         for block_id, num_writers in writers.items():

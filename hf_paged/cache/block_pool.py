@@ -36,7 +36,7 @@ class BlockPool:
         # `on_evict` of each kept block, which is cached, or will be when it is released
         self._kept: dict[int, Callable[[int], None]] = {}
         self.num_shared = 0  # blocks that more than one table holds
-        self.peak_used = 0  # most blocks in use since the last `shrink`
+        self.peak_used = 0  # maximum number of blocks in use since the last `shrink`
         self.take = take
         self._write_error: str | None = None
         # whether a table was garbage-collected while it held blocks, or `recount` has raised
@@ -112,7 +112,8 @@ class BlockPool:
         if num_blocks > len(free) and num_blocks > self.num_available:
             cached = f" and {self.num_cached} cached" if self._cached else ""
             raise OutOfBlocksError(
-                f"needs {num_blocks} blocks, {self.num_free} of {self.num_blocks} are free{cached}"
+                f"needs {num_blocks} blocks, but only {self.num_free} of {self.num_blocks} are"
+                f" free{cached}"
             )
         while num_blocks > len(free):  # one at a time, since `on_evict` may free further blocks
             self.evict(1)
@@ -184,8 +185,8 @@ class BlockPool:
         on_evict(block_id)
 
     def evict(self, num_blocks: int) -> int:
-        """Frees cached blocks, least recently released first: `num_blocks`, or all if there are
-        fewer, and those that `on_evict` drops. Returns how many it freed."""
+        """Frees at least `num_blocks` cached blocks, or all if there are fewer, least recently
+        released first; blocks that `on_evict` drops count. Returns how many it freed."""
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
@@ -289,7 +290,7 @@ class BlockTable:
         return num_blocks - self.num_dropped - len(self.block_ids)
 
     @property
-    def shared_tail(self) -> int | None:
+    def read_only_tail(self) -> int | None:
         """The tail block, if it has a slot for the next token but must not be written to, since
         it is shared or kept; otherwise `None`."""
         index = self.num_tokens // self.block_size - self.num_dropped
@@ -307,7 +308,7 @@ class BlockTable:
             return None
         return self.block_ids[index - self.num_dropped]
 
-    def shared_blocks(self, first: int, end: int) -> list[int]:
+    def read_only_blocks(self, first: int, end: int) -> list[int]:
         """Returns those blocks of tokens `[first, end)` that must not be written to, since they are
         shared or kept."""
         pool = self.pool
@@ -322,11 +323,11 @@ class BlockTable:
         ]
 
     def copy_on_write(self, first: int, end: int) -> list[tuple[int, int]]:
-        """Replaces `shared_blocks(first, end)` with new blocks; returns the copies `(source,
+        """Replaces `read_only_blocks(first, end)` with new blocks; returns the copies `(source,
         target)` that must precede any write. If free blocks run out, raises `OutOfBlocksError`
         after replacing some of them."""
         copies = []
-        for source in self.shared_blocks(first, end):
+        for source in self.read_only_blocks(first, end):
             (target,) = self.pool.allocate(1)
             self.pool.release([source])
             self.block_ids[self.block_ids.index(source)] = target
@@ -360,7 +361,7 @@ class BlockTable:
     def num_needed(self, num_tokens: int) -> int:
         """Returns how many blocks `append(num_tokens)` needs, including one for copy-on-write."""
         num_new = self.num_new_blocks(num_tokens)
-        needs_copy = num_tokens > 0 and self.shared_tail is not None
+        needs_copy = num_tokens > 0 and self.read_only_tail is not None
         return num_new + needs_copy
 
     def append(
@@ -369,12 +370,12 @@ class BlockTable:
         new_ids: Sequence[int] | None = None,
     ) -> tuple[int, int] | None:
         """Extends the table by `num_tokens` tokens. `new_ids`: ids of `num_needed(num_tokens)`
-        allocated blocks; `None` allocates them. If `shared_tail` is replaced, returns the copy
+        allocated blocks; `None` allocates them. If `read_only_tail` is replaced, returns the copy
         `(source, target)` that must precede any write; otherwise `None`. Raises `OutOfBlocksError`
         with the table unchanged."""
         if num_tokens == 0:
             return None
-        tail = self.shared_tail
+        tail = self.read_only_tail
         if new_ids is None:
             new_ids = self.pool.allocate(self.num_needed(num_tokens), self.block_ids)
         copy = None
@@ -409,8 +410,8 @@ class BlockTable:
         self.num_dropped, self.num_tokens = num_dropped, num_tokens
 
     def hold(self, block_ids: list[int]) -> None:
-        """Gives a table that has only token counts the blocks that contain its tokens, and adds a
-        holder to each block."""
+        """Sets the blocks of a table that so far has only token counts, and adds a holder to each
+        block."""
         self.block_ids = block_ids
         self.pool.acquire(block_ids)
 

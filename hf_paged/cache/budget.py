@@ -63,8 +63,8 @@ def join(memory: Any) -> None:
 
 
 def share(memory: Any) -> int | None:
-    """Returns the most bytes that this pool may hold: the budget less the bytes of all other pools
-    that are in use; `None` without a budget for it."""
+    """Returns the maximum number of bytes that this pool may hold: the budget less the bytes of all
+    other pools that are in use; `None` without a budget for it."""
     total = limit(memory)  # read once: another thread may change it
     if total is None:
         return None

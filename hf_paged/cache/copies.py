@@ -16,8 +16,9 @@ from ..step import numbers_on
 class BlockCopier:
     """Copies blocks in all tensors of a storage. With Triton, this takes one transfer of the block
     ids and one launch per device, over a table of the tensors' addresses, which is rebuilt when
-    tensors move. PyTorch copies without Triton, after a failed launch, or if a target is also a
-    source. `can_launch`: `False` for tensors that are not contiguous."""
+    tensors move. Plain PyTorch makes the copies if Triton does not run on the device, if
+    `can_launch` is false, after a failed launch, or if a target is also a source. `can_launch`:
+    `False` for tensors that are not contiguous."""
 
     def __init__(self, can_launch: bool = True) -> None:
         self._can_launch = can_launch
@@ -26,8 +27,8 @@ class BlockCopier:
 
     def copy(self, tensors: Iterable[Tensor], copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` of each tensor `(num_blocks, ...)` to its block `target`, for each
-        pair `(source, target)`, reading all sources before writing. `copies` has at least one pair
-        of ids that are not negative. Raises `IndexError` for blocks past the end; but PyTorch on a
+        pair `(source, target)`, reading all sources before writing. `copies` must not be empty, and
+        no id in it may be negative. Raises `IndexError` for blocks past the end; but PyTorch on a
         GPU fails in a kernel instead, and the process can then no longer use the device."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:

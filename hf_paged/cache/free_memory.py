@@ -33,22 +33,22 @@ def commits_when_touched(device: torch.device) -> bool:
 
 @dataclass(eq=False)
 class Reservation:
-    """Expected memory use of a call or an engine, allocated at once instead of step by step. Each
-    of the `num_layers[spec]` layers of a spec gets `num_blocks[spec]` blocks, within `share` of the
-    memory that is free when the first layer is sized. On a device that commits memory when it is
-    allocated, a layer gets at most `num_live_blocks[spec]` blocks, the most that running sequences
-    hold, within the rest of the budget. Memory that one layer does not need is divided among the
-    others."""
+    """Expected memory use of a call or an engine: each layer takes it in one allocation instead of
+    step by step. Each of the `num_layers[spec]` layers of a spec gets `num_blocks[spec]` blocks, up
+    to the part `memory_fraction` of the memory that is free when the first layer is sized. On a
+    device that commits memory when it is allocated, a layer gets at most `num_live_blocks[spec]`
+    blocks, the maximum that running sequences hold, within the rest of the budget. Memory that one
+    layer does not need is divided among the others."""
 
     num_blocks: dict[GroupSpec, int]
     num_live_blocks: dict[GroupSpec, int]
     num_layers: dict[GroupSpec, int]
-    share: float
+    memory_fraction: float
     _max_bytes: int = field(default=-1, init=False)  # -1: unknown until the first layer
 
     def set_limit(self, free: int) -> None:
-        """Limits all layers together to `share` of `free` bytes."""
-        self._max_bytes = int(self.share * free)
+        """Limits all layers together to `memory_fraction` of `free` bytes."""
+        self._max_bytes = int(self.memory_fraction * free)
 
     def reset(self) -> None:
         """Makes the next `num_layer_blocks` query the free memory again."""

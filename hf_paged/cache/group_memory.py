@@ -227,7 +227,7 @@ class GroupMemory:
             if uncharged_bytes is not None:
                 num_affordable = uncharged_bytes // max(1, self.block_bytes)
                 max_added = min(growth_limit, num_added + num_affordable)
-            storage.grow(pool.num_blocks + num_added, most=pool.num_blocks + max_added)
+            storage.grow(pool.num_blocks + num_added, max_blocks=pool.num_blocks + max_added)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
             if is_interrupt(error):
                 raise
@@ -250,8 +250,8 @@ class GroupMemory:
         config = self.memory.config
         if budget.limit(self.memory) is not None:
             return OutOfBlocksError(
-                f"needs {needed} blocks of {self.block_size} tokens, {num_available} available:"
-                f" {_budget_text()}"
+                f"needs {needed} blocks of {self.block_size} tokens, but only {num_available} are"
+                f" available: {_budget_text()}"
             )
         option = f"`memory_fraction` ({config.memory_fraction})"
         total = num_available + self.pool.num_used
@@ -347,8 +347,9 @@ def over_limit_error(
     """Returns the error of a call that needs more blocks than the `free` ones of the `total` that
     `option` allows."""
     return OutOfBlocksError(
-        f"needs {needed} blocks of {block_size} tokens, {free} of {total} are free: raise {option}"
-        " in `cache_config`, or lower the batch size, the prompt length or `max_new_tokens`"
+        f"needs {needed} blocks of {block_size} tokens, but only {free} of {total} are free: raise"
+        f" {option} in `cache_config`, or lower the batch size, the prompt length or"
+        " `max_new_tokens`"
     )
 
 

@@ -25,9 +25,9 @@ class GroupSpec:
         return True
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        """Returns the most counted blocks that tokens `[first, end)` occupy at once, besides the
-        `num_held` blocks of earlier tokens, if up to `chunk` tokens are appended at a time. `first`
-        must be the first token of a block."""
+        """Returns the maximum number of counted blocks that tokens `[first, end)` occupy at once,
+        besides the `num_held` blocks of earlier tokens, if up to `chunk` tokens are appended at a
+        time. `first` must be the first token of a block."""
         end_block = -(-end // block_size)
         span = end_block - first // block_size
         if self.window is not None:  # the oldest visible token may be the last of its block

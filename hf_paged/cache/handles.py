@@ -223,7 +223,8 @@ class PagedTensor(ReadOnlyTensor):
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises
-        [`NotPackable`] for packed rows, `KeysReadError` if only the device knows the lengths."""
+        [`NotPackable`] for packed rows, and `KeysReadError` if only the device knows the
+        lengths."""
         if self._dense is None:
             if self.step.columns is None:
                 raise NotPackable(

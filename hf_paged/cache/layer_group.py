@@ -37,7 +37,7 @@ class LayerGroup:
         self.blocks = rows.memory.group(spec)
         rows.groups[spec] = self
         # step of the current packed forward, during which the cache holds no rows
-        self.packed: StepMetadata | None = None
+        self.packed_step: StepMetadata | None = None
         self.forget_steps()
 
     def clear(self) -> None:
@@ -77,9 +77,9 @@ class LayerGroup:
         self.__dict__.update(state)
 
     def num_new_tables(self, context_len: int) -> int | None:
-        """Returns how many tables that already have blocks get their first content in a step after
-        `context_len` positions; `None` if a table of the step has content already."""
-        step = self.packed
+        """Returns the number of tables that hold blocks, but no content before a step that follows
+        `context_len` positions; `None` if a table of the step already has content."""
+        step = self.packed_step
         if step is None:
             if context_len:
                 return None
@@ -98,24 +98,24 @@ class LayerGroup:
         device: torch.device | str = "cpu",
     ) -> StepMetadata:
         """Makes logical positions `[context_len, context_len + query_len)` writable in every row.
-        Returns the step, on `device` unless another layer began it. Raises `OutOfBlocksError` with
-        nothing allocated, `ValueError` if the batch size differs from the number of rows or the
-        layer cannot catch up with others, `NotPackable` if the sizes differ from the packed
-        step's."""
-        if self.packed is not None:
+        Returns the step, on `device` unless another layer began it. Raises `OutOfBlocksError`, with
+        nothing allocated, if too few blocks are available; `ValueError` if the batch size differs
+        from the number of rows, or if the layer cannot catch up with the others; and `NotPackable`
+        if the sizes differ from those of the packed step."""
+        if self.packed_step is not None:
             sizes = (batch_size, query_len)
-            if sizes != (1, self.packed.num_tokens):
+            if sizes != (1, self.packed_step.num_tokens):
                 raise NotPackable(
                     f"keys of {batch_size} x {query_len} tokens came in a packed step of"
-                    f" {self.packed.num_tokens} tokens"
+                    f" {self.packed_step.num_tokens} tokens"
                 )
-            return self.packed
+            return self.packed_step
         num_rows = len(self.rows.sequences)
         has_rows = self.length or num_rows
         if has_rows and batch_size != num_rows:
+            state = f"holds {num_rows} rows" if num_rows else "has dropped all its rows"
             raise ValueError(
-                f"the cache holds {num_rows} rows, but got keys of {batch_size} rows:"
-                " `reset` it first"
+                f"the cache {state}, but got keys of {batch_size} rows: `reset` it first"
             )
         if not self.paddings and not self.length:  # the rows begin in this step
             paddings, expected_length = self.expected_paddings or ((), 0)
@@ -124,7 +124,8 @@ class LayerGroup:
             sequences = self.rows.sequences
             if not sequences:
                 sequences = [self.rows.manager.new() for _ in range(batch_size)]
-            # one statement, since `undo_first` assumes that the step has begun if paddings are set
+            # one statement, since `undo_first_step` assumes that the step has begun once paddings
+            # are set
             self.rows.sequences, self.paddings, self.expected_paddings = sequences, paddings, None
         length = context_len + query_len
         step = self._step
@@ -149,7 +150,7 @@ class LayerGroup:
         return self._step
 
     @guarded
-    def undo_first(self, length: int) -> None:
+    def undo_first_step(self, length: int) -> None:
         """Undoes a failed first step of `length` positions, so that it can be retried with the same
         paddings: empties the tables. If all other groups are empty, too, drops the rows, so that a
         step with another batch size can begin. Does nothing to borrowed rows."""
@@ -186,7 +187,7 @@ class LayerGroup:
         self.blocks.pool.check_writable(
             block_id
             for table, tokens in zip(tables, ranges)
-            for block_id in table.shared_blocks(*tokens)
+            for block_id in table.read_only_blocks(*tokens)
         )
 
     def _check_extend(self, context_len: int, length: int) -> None:
@@ -196,9 +197,9 @@ class LayerGroup:
             return
         if context_len == 0 and any(self.paddings):
             raise ValueError(
-                f"a layer starts with {length} tokens while another one of its group holds"
-                f" {self.length}, of which the first {self.paddings} of each row were padding"
-                " and are not stored: pass rows without padding"
+                f"a layer starts with {length} tokens while another layer of its group holds"
+                f" {self.length}, including {list(self.paddings)} tokens of padding (one number per"
+                " row), which are not stored: pass rows without padding"
             )
         self._check_window(context_len or length)  # a first prefill attends only to its new K/V
 
@@ -211,8 +212,8 @@ class LayerGroup:
     ) -> None:
         """Frees blocks outside the window and makes tokens `ranges[i]` of `tables[i]` writable."""
         window = self.spec.window
-        is_longer = length > self.length and not self.record_past
-        if is_longer and window is not None:
+        drops_past = length > self.length and not self.record_past
+        if drops_past and window is not None:
             is_first_prefill = context_len == 0 and not self.length and not self.rows.is_borrowed
             first_visible = self.spec.first_visible(length)
             self._drop_outside_window(tables, context_len)
@@ -222,7 +223,7 @@ class LayerGroup:
                 for table, padding in zip(tables, self.paddings):
                     table.skip(max(0, first_visible - padding))
         tables_and_ranges = zip(tables, ranges)
-        if any(table.shared_blocks(*tokens) for table, tokens in tables_and_ranges):
+        if any(table.read_only_blocks(*tokens) for table, tokens in tables_and_ranges):
             self.rows.gather_handles()
         if self.rows.manager.extend(self.index, tables, ranges) or self.rows.is_borrowed:
             self._block_tables = None

@@ -64,7 +64,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         graph if gradients reach new or stored K/V, dense tensors in decodes with `should_gather`,
         otherwise handles. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
         batch size or K/V that do not fit; `NotPackable` for another shape than the packed step's;
-        `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
+        and `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
         differentiation), or if the layer missed an operation (`_check_current`)."""
         if torch.compiler.is_dynamo_compiling():
             # checked here, because the wrapper of `torch.compiler.disable` slows every call
@@ -157,7 +157,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             except BaseException as error:
                 if is_first:
                     self.num_positions = context_len
-                    group.undo_first(query_len)
+                    group.undo_first_step(query_len)
                 if not isinstance(error, OutOfBlocksError):
                     raise
                 shortage = shortage or Shortage(group.memory, is_alone=group.rows.is_only_holder)
@@ -308,16 +308,16 @@ class PagedLayer(cache_utils.DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Returns the number of keys that attention gets with the next `query_length` queries, and
         the position of the first key."""
-        packed = self.group.packed
-        if packed is not None and packed.key_len is not None:
-            return packed.key_len, 0
+        packed_step = self.group.packed_step
+        if packed_step is not None and packed_step.key_len is not None:
+            return packed_step.key_len, 0
         first = self.group.spec.first_visible(self.num_positions)
         return self.num_positions + query_length - first, first
 
     def _run_once(self, operation: Callable[..., None], *args: Any) -> None:
         """Runs an operation on all rows, unless another layer has already requested it. An
         operation that raises is not counted. Raises `NotPackable` in a packed step."""
-        if self.group.packed is not None:
+        if self.group.packed_step is not None:
             raise NotPackable(f"layer {self.index} of a packed step has no rows to change")
         if self.graph_states is not None:
             self.graph_states.check()

@@ -64,8 +64,8 @@ class PagedMemory:
         blocks per block of their peak use, and grow instead of evicting them. `make_storage`: makes
         the storage of a layer group with keys and values; by default, the storage that the config
         selects. `processes`: the processes that compute each step together, each with some heads of
-        every block. `outer_lock`: an engine's lock, acquired before `lock`, also in finalizers of
-        its streams."""
+        every block. `outer_lock`: an engine's lock, acquired before `lock`, even in finalizers
+        of its streams."""
         self.config = config
         self.make_storage: StorageFactory = make_storage or storage_of
         self.is_bounded = is_bounded
@@ -85,13 +85,13 @@ class PagedMemory:
         self._limit_bytes: int | None = None
         # since the last reset: the highest peak, in bytes, of freed layers and of ended calls
         self._released_peak_bytes = 0
-        # since the last reset: blocks copied by copy-on-write, and most blocks in use at once
+        # since the last reset: blocks copied by copy-on-write, and maximum of blocks in use at once
         self.num_copied = self.peak_blocks = 0
         self._peak_used: dict[GroupSpec, int] = {}
         self.waste = 0.0  # share of the slots of used blocks that held no token at the peak
         self._calls = weakref.WeakSet[Any]()  # running `generate` calls
         self._lone_call: Hashable = None  # the running call, unless another has overlapped it
-        # most blocks in use at once since `begin_call`: in total, and by group at that moment
+        # maximum of blocks in use at once since `begin_call`: in total, and by group at that moment
         self._call_blocks = 0
         self._call_used = dict[GroupSpec, int]()
         self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
@@ -129,9 +129,9 @@ class PagedMemory:
         return max(sizes, default=DEFAULT_BLOCK_SIZE)
 
     def better_sizes(self) -> BlockSizes | None:
-        """Returns block sizes for a new memory if the recorded lengths suggest others; otherwise
-        `None`, also while a table holds a block, or while cached prefixes are worth keeping: one
-        has been reused, or few sequences have ended so far. May be called without the lock."""
+        """Returns block sizes for a new memory if the recorded lengths suggest others; `None` if
+        not, while a table holds a block, or while cached prefixes are worth keeping: one has been
+        reused, or few sequences have ended so far. May be called without the lock."""
         if self.sizes is None or self.is_used:
             return None
         has_hits = any(manager.num_hits for manager in list(self.managers.values()))
@@ -396,7 +396,7 @@ class PagedMemory:
                 count * group.block_bytes for group, count in counts if not group.holds_states
             )
             self.plain_bytes = plain_bytes
-            # if groups' blocks differ in size, the most bytes may be in use when fewer blocks are
+            # if groups' blocks differ in size, fewer blocks than at this peak may take more bytes
             self._released_peak_bytes = max(self._released_peak_bytes, self.call_bytes)
 
     def note_progress(self) -> None:
@@ -437,7 +437,7 @@ class PagedMemory:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of blocks in use at once, since the last reset."""
+        """The maximum number of bytes of blocks in use at once, since the last reset."""
         counts = self._peak_used.items()
         layer_bytes = sum(count * self.groups[spec].storage.block_bytes for spec, count in counts)
         return max(layer_bytes, self._released_peak_bytes)

@@ -31,7 +31,7 @@ from .storage import fit_blocks
 _NOT_COPIED = {"graph_states", "group", "index", "num_operations", "packed_handles"}
 
 
-DEFAULT_SHARE = 0.5  # share of free memory that may be reserved without `memory_fraction`
+DEFAULT_MEMORY_FRACTION = 0.5  # of free memory, if the config sets no `memory_fraction`
 
 
 class _WeaklyBound:
@@ -94,8 +94,8 @@ class PagedCache(DynamicCache):
         if options:
             misplaced = ", ".join(f'"{name}": {shown(value)}' for name, value in options.items())
             raise TypeError(
-                f"`PagedCache` has no argument `{next(iter(options))}`: options of the memory go"
-                f" into the config, PagedCache(model.config, {{{misplaced}}})"
+                f"`PagedCache` has no argument `{next(iter(options))}`: pass options of the memory"
+                f" in `paged_config`, as in PagedCache(model.config, {{{misplaced}}})"
             )
         if config is not None and not hasattr(config, "get_text_config"):
             raise ValueError(
@@ -235,12 +235,13 @@ class PagedCache(DynamicCache):
                 group.expected_paddings = paddings, length
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Makes each layer allocate its memory at once instead of step by step: for the tokens of
-        `num_blocks` blocks of the largest size, with at most `num_sequences` sequences running at a
-        time."""
+        """Makes each layer, when it is next allocated or grown, take its memory in one allocation
+        instead of step by step: for the tokens of `num_blocks` blocks of the largest size, with at
+        most `num_sequences` sequences running at a time, within the limits of `Reservation`."""
         config = self.memory.config
         num_tokens = num_blocks * self.memory.block_size
-        reservation = Reservation({}, {}, {}, config.memory_fraction or DEFAULT_SHARE)
+        memory_fraction = config.memory_fraction or DEFAULT_MEMORY_FRACTION
+        reservation = Reservation({}, {}, {}, memory_fraction)
         for spec, group in self.groups.items():
             size = group.blocks.block_size
             blocks_per_sequence = spec.num_spanned(0, num_tokens, 1, 0, size) + 1
@@ -248,7 +249,8 @@ class PagedCache(DynamicCache):
             num_live_blocks = num_sequences * blocks_per_sequence + blocks_per_step
             reservation.num_blocks[spec] = -(-num_tokens // size)
             reservation.num_live_blocks[spec] = num_live_blocks
-            reservation.num_layers[spec] = max(1, group.num_layers)  # 0: layers come with updates
+            # 0 as long as no layer exists: without a configuration, updates create the layers
+            reservation.num_layers[spec] = max(1, group.num_layers)
         with self.memory.lock:
             for group in self.groups.values():
                 blocks = group.blocks
@@ -292,7 +294,7 @@ class PagedCache(DynamicCache):
             if isinstance(layer, PagedLayer):
                 layer.num_positions = length
 
-    def begin(
+    def set_packed_steps(
         self,
         steps: Sequence[StepMetadata | None],
         positions: torch.Tensor | None = None,
@@ -302,7 +304,7 @@ class PagedCache(DynamicCache):
         During it, the cache itself holds no rows."""
         self._positions = positions
         for group, step in zip(self.groups.values(), steps):
-            group.packed = step
+            group.packed_step = step
         if None in steps:
             for layer in self.layers:
                 # handles are reused, but must not keep tensors alive that the storage may replace
@@ -324,16 +326,14 @@ class PagedCache(DynamicCache):
         a packed forward with a `key_len`, returns the offsets `(sum(query_len),)`."""
         if self._positions is None:  # by `get_seq_length`, which a model may override
             return super().get_query_offset(layer_idx)
-        has_row_keys = any(
-            group.packed is not None and group.packed.key_len for group in self.groups.values()
-        )
-        if has_row_keys:
+        steps = (group.packed_step for group in self.groups.values())
+        if any(step is not None and step.key_len for step in steps):
             return self.get_seq_length(layer_idx)
         return super().get_seq_length(layer_idx)
 
     @property
     def _num_rows(self) -> int:
-        """Number of rows, also if the cache has only states of linear attention."""
+        """The number of rows, even if the cache holds only states of linear attention."""
         num_rows = len(self.rows.sequences)
         for layer in self.layers:
             if hasattr(layer, "conv_states"):

@@ -48,8 +48,9 @@ class SequenceBlocks(_WithWeakRefs):
             if table.block_ids and not 0 <= num_unused <= table.block_size:
                 raise AssertionError(f"{len(table.block_ids)} blocks for {table.num_tokens} tokens")
             is_writable = self.capacity > table.num_tokens
-            if is_writable and table.shared_tail is not None:
-                raise AssertionError(f"block {table.shared_tail} is shared, but may be written to")
+            tail = table.read_only_tail
+            if is_writable and tail is not None:
+                raise AssertionError(f"block {tail} is shared or kept, but may be written to")
 
 
 NO_BLOCKS = SequenceBlocks()

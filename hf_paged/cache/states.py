@@ -55,7 +55,7 @@ class StateStorage:
         # by slot: a function that returns the holder (`None` once it is gone), and the row
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 
-    def grow(self, num_blocks: int, most: int) -> None:
+    def grow(self, num_blocks: int, max_blocks: int) -> None:
         """Does nothing, since the holders own the memory."""
 
     def make(self, *_: Any) -> Any:

@@ -121,16 +121,16 @@ class BlockStorage:
         self.layers[index] = promoted
         return promoted
 
-    def grow(self, num_blocks: int, most: int) -> None:
+    def grow(self, num_blocks: int, max_blocks: int) -> None:
         """Grows every layer with fewer than `num_blocks` blocks: if memory allows, to the reserved
-        size or by half, whichever is more, but not beyond `most`; otherwise to `num_blocks`. Raises
-        what `make` raises."""
+        size or by half, whichever is more, but not beyond `max_blocks`; otherwise to `num_blocks`.
+        Raises what `make` raises."""
         for index, layer in self.layers.items():
             old_size = layer.num_blocks
             if old_size < num_blocks:
                 num_reserved = self._num_reserved(layer.block_bytes, layer.keys.device)
                 preferred_size = max(old_size + old_size // 2, num_reserved)
-                new_size = max(num_blocks, min(preferred_size, most))
+                new_size = max(num_blocks, min(preferred_size, max_blocks))
                 try:
                     self.layers[index] = self._grown(layer, new_size)
                 except (MemoryError, RuntimeError) as error:  # torch raises the latter

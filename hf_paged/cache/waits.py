@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from .. import forks
-from ..interrupts import ends_with_calls, restoring
+from ..interrupts import register_for_cleanup, restoring
 from . import budget
 
 _POLL_SECONDS = 0.01  # between attempts
@@ -71,7 +71,7 @@ class Shortage:
 
 
 class Claim:
-    """The claim of a call that cannot be preempted: the most blocks that it will hold."""
+    """The claim of a call that cannot be preempted: how many blocks it will hold at most."""
 
     def __init__(self, memory: Any, num_blocks: int) -> None:
         self.memory = memory
@@ -79,7 +79,7 @@ class Claim:
         self.thread = threading.get_ident()
         self.is_waiting = True
         forks.notify_in_child(self)
-        ends_with_calls(self)
+        register_for_cleanup(self)
 
     def is_progressing(self, thread: int) -> bool:
         return self.thread != thread and not self.is_waiting
@@ -100,7 +100,7 @@ class Claim:
         if self in self.memory.holders:
             self.memory.holders.remove(self)
 
-    def end_calls(self) -> None:
+    def clean_up_after_error(self) -> None:
         """Withdraws this thread's claim, in case an interrupt has left its call open."""
         if self.thread == threading.get_ident():
             self.withdraw()

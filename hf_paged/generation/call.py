@@ -30,7 +30,7 @@ from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.waits import claimed
 from ..compiled import running_eagerly
-from ..interrupts import ends_with_calls, restoring
+from ..interrupts import register_for_cleanup, restoring
 from ..model.own_loop import map_tensors, tensors_of
 from ..model.registry import note_route, route_of, warn_once
 from ..step import ReadCounters
@@ -109,7 +109,7 @@ class Call:
         }
         plain_bytes = None
         self.thread = threading.get_ident()
-        ends_with_calls(self)
+        register_for_cleanup(self)
         try:
             with self.stack:
                 for variable, value in variables.items():
@@ -156,7 +156,7 @@ class Call:
                 end_use(self.memory)
             logger.debug("%s.generate: %s", type(self.model).__name__, route)
 
-    def end_calls(self) -> None:
+    def clean_up_after_error(self) -> None:
         if self.thread == threading.get_ident():
             for cache in self.built_caches:
                 cache.discard()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import cpp, triton
 
-VARIABLE = "HF_PAGED_ATTENTION"
+BACKEND_VARIABLE = "HF_PAGED_ATTENTION"
 BACKEND_NAMES = ("reference", "gather", "cpp", "triton")
 
 
@@ -21,19 +21,19 @@ def forced_backend() -> str | None:
     """Returns the attention backend that `HF_PAGED_ATTENTION` names, or `None` if it is unset or
     empty. Raises `ValueError` for unknown names, and `RuntimeError` for `cpp` if the C++ kernels
     are not available."""
-    name = os.environ.get(VARIABLE)
+    name = os.environ.get(BACKEND_VARIABLE)
     if not name:
         return None
     if name not in BACKEND_NAMES:
         raise ValueError(
-            f"{VARIABLE}={name!r} names no backend: use one of {', '.join(BACKEND_NAMES)}, or unset"
-            " the variable"
+            f"{BACKEND_VARIABLE}={name!r} names no backend: use one of {', '.join(BACKEND_NAMES)},"
+            " or unset the variable"
         )
     if name == "cpp" and not cpp.is_available():
         raise RuntimeError(
-            f"{VARIABLE}=cpp, but the C++ kernels are disabled by HF_PAGED_CPP=0, or could not be"
-            " built or loaded (the log of hf_paged.kernels.cpp says which): unset HF_PAGED_CPP,"
-            f" install a C++ compiler, or unset {VARIABLE}"
+            f"{BACKEND_VARIABLE}=cpp, but the C++ kernels are disabled by HF_PAGED_CPP=0, or could"
+            " not be built or loaded (the log of hf_paged.kernels.cpp says which): unset"
+            f" HF_PAGED_CPP, install a C++ compiler, or unset {BACKEND_VARIABLE}"
         )
     return name
 
@@ -60,9 +60,9 @@ def uses_triton(tensor: Tensor) -> bool:
         return not tensor.is_cpu and triton.is_available(tensor.device)
     if name == "triton" and not triton.is_available(tensor.device):
         raise RuntimeError(
-            f"{VARIABLE}=triton, but the Triton kernels do not run on {tensor.device} (the log of"
-            " hf_paged.kernels.triton says what failed): install Triton and use a GPU that it"
-            " supports, set TRITON_INTERPRET=1 before importing anything, to run the kernels slowly"
-            f" on the CPU, or unset {VARIABLE}"
+            f"{BACKEND_VARIABLE}=triton, but the Triton kernels do not run on {tensor.device} (the"
+            " log of hf_paged.kernels.triton says what failed): install Triton and use a GPU that"
+            " it supports, set TRITON_INTERPRET=1 before importing anything, to run the kernels"
+            f" slowly on the CPU, or unset {BACKEND_VARIABLE}"
         )
     return name == "triton"

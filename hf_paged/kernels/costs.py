@@ -30,10 +30,10 @@ def machine_name(device: torch.device) -> str:
     return next(supported_levels(cpu_flags()), architecture)
 
 
-def entry_name(kernel: str, kv_dtype: str) -> str:
-    """Returns the name of a table's entry for the attention backend `kernel` and the dtype of keys
-    and values in blocks, such as `"int8"` or `"float32"`."""
-    return f"{kernel}/{kv_dtype}"
+def entry_name(backend: str, kv_dtype: str) -> str:
+    """Returns the name of a table's entry for an attention backend and the dtype of keys and values
+    in blocks, such as `"int8"` or `"float32"`."""
+    return f"{backend}/{kv_dtype}"
 
 
 def find_costs(
@@ -41,15 +41,15 @@ def find_costs(
     dtype: torch.dtype,
     kv_dtype: str | None = None,
 ) -> tuple[dict[int, float], str]:
-    """Returns the nanoseconds per context token, by block size (in tokens), of the kernel that
-    computes attention of a model in `dtype` on `device`, and a sentence that says where they were
-    measured. If none were, returns an empty `dict` and a sentence with the reason. `kv_dtype` is
-    that of `PagedConfig`. On a CPU without times of its own, uses those of the highest x86-64 level
+    """Returns the nanoseconds per context token, by block size (in tokens), of the backend that
+    computes attention of a model in `dtype` on `device`, and a phrase for messages that says where
+    they were measured. If none were, returns an empty `dict` and the reason. `kv_dtype` is that of
+    `PagedConfig`. On a CPU without times of its own, uses those of the highest x86-64 level
     that has some. Raises the errors of `kernels.preferred_backend`."""
-    kernel = preferred_backend(torch.empty(0, device=device))
-    entry = entry_name(kernel, kv_dtype or str(dtype).removeprefix("torch."))
+    backend = preferred_backend(torch.empty(0, device=device))
+    entry = entry_name(backend, kv_dtype or str(dtype).removeprefix("torch."))
     is_cpu = device.type == "cpu"
-    if is_cpu or kernel == "triton":
+    if is_cpu or backend == "triton":
         machine = machine_name(device)
     else:
         machine = device.type

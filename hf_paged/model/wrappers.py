@@ -63,8 +63,8 @@ def _inner_model(model: Any) -> Any:
     is_module = isinstance(model, nn.Module)
     if is_module and any(isinstance(module, fsdp_types) for module in model.modules()):
         raise ValueError(
-            f"`model` is a {type(model).__name__} that FSDP has sharded: all processes must run its"
-            " forwards together, but an engine runs forwards in one process. Call"
+            f"`model`, of type {type(model).__name__}, is sharded by FSDP: all processes must run"
+            " its forwards together, but an engine runs forwards in one process. Call"
             ' `model.generate(..., cache_implementation="paged", synced_gpus=True)` in each process'
         )
     compiled = getattr(model, "_orig_mod", None)

@@ -14,7 +14,7 @@ from ..config import PagedConfig
 from .one_call import EffectiveOptions
 
 MAPPED_FIELDS: dict[str, str] = {
-    "page_size": "`block_size`, if it is not the default or `num_blocks` is given",
+    "page_size": "`block_size`, if it differs from the default, or if `num_blocks` is given",
     "block_size": "`block_size`; deprecated name of `page_size` since transformers 5.18",
     "num_blocks": "`num_blocks`",
     "max_batch_tokens": "`max_num_batched_tokens`",

@@ -25,7 +25,7 @@ from ..batching.engine import PagedEngine
 from ..batching.results import RequestOutput
 from ..config import PagedConfig
 from ..interrupts import restoring
-from ..threads import NO_THREAD, begin, make, wait
+from ..threads import NO_THREAD, make, start_made, wait
 from ..topics import Topic
 from .pending import PendingRequest
 from .serving_mode import serving_mode, set_eval_mode_again
@@ -66,7 +66,7 @@ class ManagerThread:
         self.run_id: object = None  # of the last start; threads of earlier starts end at once
         self.pending: dict[str, PendingRequest] = {}  # unfinished requests by output id
         self.waiting: deque[PendingRequest] = deque()  # to be added to the engine
-        self.cancelled: deque[str] = deque()  # request ids
+        self.cancelled: deque[PendingRequest] = deque()  # to be ended before the next step
         self.outputs: dict[str, deque[GenerationOutput]] = {}  # unread outputs by output id
         self.handlers: dict[
             str, tuple[Callable[[GenerationOutput], None], asyncio.AbstractEventLoop]
@@ -103,7 +103,7 @@ class ManagerThread:
             "hf_paged-continuous-batching",
             on_error=functools.partial(self._die, run_id),
         )
-        error = begin(self.thread)
+        error = start_made(self.thread)
         if error is not None:
             with self.lock:
                 self.is_stopping, self.thread = True, None
@@ -133,12 +133,12 @@ class ManagerThread:
         def refuses_requests() -> bool:
             return self.is_draining or self._has_vanished
 
-        def has_capacity() -> bool:
+        def need_not_wait() -> bool:
             limit = self.max_queue_size
             return refuses_requests() or not limit or len(self.waiting) < limit
 
         with self.lock:
-            is_in_time = self._wait_for(has_capacity, MAX_QUEUE_SECONDS)
+            is_in_time = self._wait_for(need_not_wait, MAX_QUEUE_SECONDS)
             used_ids = [output_id for output_id in request.output_ids if output_id in self.pending]
             if used_ids:
                 raise ValueError(
@@ -173,12 +173,14 @@ class ManagerThread:
         `ValueError` for the id of one of its further sequences."""
         with self.lock:
             request = self.pending.get(request_id)
-            if request is not None and request_id != request.output_ids[-1]:
+            if request is None:
+                return
+            if request_id != request.output_ids[-1]:
                 raise ValueError(
                     f"{request_id!r} is one sequence of a request: cancel the whole request,"
                     f" {request.output_ids[-1]!r}"
                 )
-            self.cancelled.append(request_id)
+            self.cancelled.append(request)
             self.changed.notify_all()
 
     def get(self, output_id: str | None, timeout: float | None) -> GenerationOutput | None:
@@ -247,7 +249,9 @@ class ManagerThread:
                             exc_info=error,
                         )
                     self.handlers.pop(output.request_id, None)
-                    self.cancelled.append(output.request_id)
+                    request = self.pending.get(output.request_id)
+                    if request is not None and not output.is_finished():
+                        self.cancelled.append(request)
             self.changed.notify_all()
 
     @restoring
@@ -326,19 +330,24 @@ class ManagerThread:
             return True
 
     def _take_requests(self) -> None:
-        """Adds up to `MAX_NEW_REQUESTS` waiting requests to the engine, and ends cancelled
-        requests, including those that still wait."""
+        """Ends cancelled requests, including those that still wait, and adds up to
+        `MAX_NEW_REQUESTS` waiting requests to the engine."""
         with self.lock:
-            num_new = min(len(self.waiting), MAX_NEW_REQUESTS)
             cancelled = set(self.cancelled)
             self.cancelled.clear()
-            requests = [self.waiting.popleft() for _ in range(num_new)]
-            removed = [request for request in self.waiting if request.output_ids[-1] in cancelled]
+            removed = [request for request in self.waiting if request in cancelled]
             for request in removed:
                 self.waiting.remove(request)
-            self.changed.notify_all()  # wakes callers that wait to add requests
         for request in removed:
             self._deliver_all(request.fail(RuntimeError("the request was cancelled")))
+        # comes before new requests, which may have the ids of cancelled ones that have ended
+        for request in cancelled:
+            with contextlib.suppress(ValueError):  # the request has ended, or was removed
+                self.engine.cancel(request.output_ids[-1])
+        with self.lock:
+            num_new = min(len(self.waiting), MAX_NEW_REQUESTS)
+            requests = [self.waiting.popleft() for _ in range(num_new)]
+            self.changed.notify_all()  # wakes callers that wait to add requests
         for request in requests:
             if request.tokenizer is not None:
                 self.engine.tokenizer = request.tokenizer
@@ -352,9 +361,6 @@ class ManagerThread:
                 )
             except Exception as error:
                 self._deliver_all(request.fail(error))
-        for request_id in cancelled:
-            with contextlib.suppress(ValueError):  # the request has ended
-                self.engine.cancel(request_id)
 
     def _convert_outputs(self, engine_outputs: list[RequestOutput]) -> list[GenerationOutput]:
         """Returns the engine's outputs in transformers' form. If converting one raises, its request
@@ -367,14 +373,15 @@ class ManagerThread:
             try:
                 outputs += request.add(engine_output)
             except Exception as error:
-                self.cancelled.append(engine_output.request_id)
+                self.cancelled.append(request)
                 outputs += request.fail(error)
         return outputs
 
     def _fail_lost_requests(self, error: Exception, should_free: bool) -> None:
         """Fails the requests that the engine has lost: it does not hold them and will not output
-        their results. `should_free`: whether the engine has failed to end its requests, too; then
-        fails all requests that were added to the engine, and frees the engine."""
+        their results. `should_free`: whether, after the failed step, the engine also failed to end
+        the step's requests; if so, this method fails all requests that were added to the engine,
+        and frees the engine."""
         core = self.engine._core
         surviving_ids = set[Hashable]()
         if not should_free:

@@ -114,7 +114,8 @@ class RankLeader:
             )
 
     def _check_served(self) -> None:
-        """Raises `RuntimeError` if the engine is closed, `ValueError` for unsupported features."""
+        """Raises `RuntimeError` if the engine is closed, and `ValueError` for unsupported
+        features."""
         if not self._is_open:
             raise RuntimeError(
                 "the engine was closed, and `serve_rank` has returned in the other processes: make"
@@ -377,7 +378,7 @@ class Follower:
         for group, num_blocks in zip(self._groups, block_counts):
             num_missing = num_blocks - group.pool.num_blocks
             if num_missing > 0:
-                group.storage.grow(num_blocks, most=UNLIMITED_BLOCKS)
+                group.storage.grow(num_blocks, max_blocks=UNLIMITED_BLOCKS)
                 group.pool.grow(num_missing)
 
 

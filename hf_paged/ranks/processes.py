@@ -36,10 +36,10 @@ class Ranks:
     Implements `seams.Processes` for calls that all of them make.
 
     Methods that communicate are collective: all members must call them in the same order. If a
-    member ends, the others get a [`RankLostError`]; if it lives but does not call, they wait, for
-    `_FAILURE_TIMEOUT` in `check_all_failed`, for `_IDLE_TIMEOUT` in other methods. `reserving`,
-    `reserve`, `release`, `run`, `moved` and `adapters` do not communicate, and `forward` only after
-    an error."""
+    member ends, the others get a [`RankLostError`]. If a member lives but does not call, they wait
+    at most `_FAILURE_TIMEOUT` in `check_all_failed`, and at most `_IDLE_TIMEOUT` in other methods,
+    before they get that error, too. `reserving`, `reserve`, `release`, `run`, `moved` and
+    `adapters` do not communicate, and `forward` only after an error."""
 
     leads = False
 
@@ -101,7 +101,7 @@ class Ranks:
         return message
 
     def _broadcast(self, content: bytearray) -> None:
-        """Sends `content` from the first member; in the others, overwrites `content` with it."""
+        """Sends the first member's `content` to the others, and overwrites theirs with it."""
         with self._converting_errors():
             shared = torch.frombuffer(content, dtype=torch.uint8)
             dist.broadcast(shared, self._first, group=self._group)

@@ -1,12 +1,12 @@
 """Defers signals while several processes compute together: an interrupt in one of them, between a
 message and the end of its forward, would leave the others waiting for it.
 
-Python runs signal handlers between any two bytecodes of the main thread. Within
-[`deferring_signals`] signals are only recorded; at its end their handlers are called. Exceptions
-that one thread sets in another (`PyThreadState_SetAsyncExc`) are not deferred, nor are signals
-outside `SIGNALS`, which are few, since every `deferring_signals` looks up the handler of each. A
-model in one process needs no deferral: `interrupts.py` restores the state that an interrupt leaves
-changed.
+Python may run signal handlers at any call, at any backward jump and at the start of any function
+in the main thread. Within [`deferring_signals`] signals are only recorded; at its end their
+handlers are called. Exceptions that one thread sets in another (`PyThreadState_SetAsyncExc`) are
+not deferred, nor are signals outside `SIGNALS`, a list kept short because every
+`deferring_signals` looks up the handler of each signal in it. A model in one process needs no
+deferral: `interrupts.py` restores the state that an interrupt leaves changed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _end_deferring(handlers: dict[int, Any]) -> None:
     _handlers = None
     try:
         _restore_handlers(handlers)
-    finally:  # also if a restored handler has just raised
+    finally:  # even if a restored handler has just raised
         if _pending:
             _handle_pending()
 
@@ -102,7 +102,7 @@ def _handle_pending() -> None:
             handler(signum, sys._getframe())
         elif handler == signal.SIG_DFL:  # set by the caller's code meanwhile
             signal.raise_signal(signum)
-    finally:  # also if this handler raises
+    finally:  # even if this handler raises
         if _pending:
             _handle_pending()
 

@@ -155,7 +155,7 @@ class MtpRunner(PackedRunner):
         last = numbers_on(self.device, tokens.last)
         token_lists = [sequence.token_ids for sequence in plan.sequences]
         spans = list(zip(token_lists, plan.starts, plan.counts))
-        self.cache.begin(steps, positions)
+        self.cache.set_packed_steps(steps, positions)
         try:
             with self.product_context:
                 for head in range(self.model.num_mtp_layers):
@@ -174,7 +174,7 @@ class MtpRunner(PackedRunner):
                     if tokens.last:
                         choose(compat.mtp_logits(self.model, hidden[:, last])[0])
         finally:
-            self.cache.begin([None] * len(steps))
+            self.cache.set_packed_steps([None] * len(steps))
         return hidden
 
 

@@ -113,7 +113,7 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def in_order(self) -> Iterator[None]:
-        """A context that orders its device work after that of the previous such context, also
+        """A context that orders its device work after that of the previous such context, even
         across streams."""
         with torch.cuda.device(self._device):
             stream = torch.cuda.current_stream()

@@ -10,8 +10,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_tensors
 from ..interrupts import is_interrupt
-from ..kernels import VARIABLE
+from ..kernels import BACKEND_VARIABLE
 from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
 from ..model.writes import undoing_writes
@@ -67,10 +66,10 @@ returns logits `(m, vocab_size)`."""
 
 # steps without a graph of their own size before one is recorded: a recording takes about as long as
 # three steps (an estimate, not measured)
-MIN_USES = 3
+MIN_MISSES = 3
 # the same if the context `is_fixed`: roughly the number of replays that pay for a recording, which
 # is useless once a context with other ranges replaces this one
-MIN_FIXED_USES = 64
+MIN_FIXED_MISSES = 64
 # maximum number of stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider
 # tables and adapters
 MAX_GRAPHS = 64
@@ -97,8 +96,8 @@ def make_recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | Non
 
 
 class StepGraphs:
-    """The graphs of one model over one memory (`seams.Recorder`). Keeps neither the model nor the
-    memory alive."""
+    """The graphs of one model over one memory (`seams.Recorder`). Refers to the model weakly, and
+    not to the `PagedMemory`, but keeps the memory's `groups` alive."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class StepGraphs:
         backend: GraphBackend,
     ) -> None:
         """`groups`: those of the memory with this `lock`; empty if the model has only states."""
-        # why no steps are recorded or replayed until the model changes; `None` if steps may be
+        # why no step is recorded or replayed until the model changes; `None` without such a reason
         self.unsupported_reason: str | None = None
         # whether the model's own code computes attention, over all slots of the block tables
         self.reads_keys = False
@@ -130,20 +129,22 @@ class StepGraphs:
         self._shared_prefixes = SharedPrefixes(self._model, groups)
         # steps without a graph of their own size, by key and by `GraphKey.without_widths`; negative
         # after memory ran out, to delay the next attempt
-        self._uses: Counter[Hashable] = Counter()
-        # the largest sizes to record after failures: "decodes", "chunk tokens", "prefixes" (0)
+        self._num_misses: Counter[Hashable] = Counter()
+        # after failures, the largest sizes still recorded, by what they count: "decodes", "chunk
+        # tokens" or "prefixes", whose limit is always 0
         self._limits: dict[str, int] = {}
         self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
         self._outputs = StaticOutputs()  # shared by graphs
         # of the running step:
         self._forward: Forward | None = None
         self._context: ForwardContext | None = None
-        self._states: Items[Any] = ()
+        self._states: Sequence[Any] = ()
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
-        """Drops all graphs if they were recorded in another state of the model (apart from the
-        content of its tensors) or of torch's options, or, with `reads_keys` (as in
-        `Recorder.begin`), without it. A recording that raises `KeysReadError` also sets it."""
+        """Drops all graphs that were recorded in another state of the model (apart from the content
+        of its tensors) or under other options of torch; with `reads_keys` (as in `Recorder.begin`),
+        also those that were recorded without it. `self.reads_keys` stays set until the model or
+        the options change; a recording that raises `KeysReadError` sets it, too."""
         model = self._model()
         assert model is not None
         text_config = model.config.get_text_config(decoder=True)
@@ -151,12 +152,12 @@ class StepGraphs:
             state.addresses(),
             torch_options(),
             model_attention(text_config),
-            os.environ.get(VARIABLE),
+            os.environ.get(BACKEND_VARIABLE),
         )
         self._untracked_reason = state.undetectable
         if signature != self._signature:
             self.clear()
-            self._uses.clear()  # so that a model that changes often is not recorded every time
+            self._num_misses.clear()  # so that a model that changes often is recorded less often
             self._persistent_storages = storage_addresses(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
             self.checks.clear()
@@ -183,7 +184,7 @@ class StepGraphs:
         token_ids: Tensor | None = None,
         keeps_hidden: bool = False,
         kind: Hashable = None,
-        states: Items[Any] = (),
+        states: Sequence[Any] = (),
         checked_as: Hashable = None,
     ) -> Tensor | None:
         """As `Recorder.run`: replays a step, after recording its graph if that is due. Returns
@@ -219,7 +220,7 @@ class StepGraphs:
                 if requested not in self._graphs:
                     if token_ids is not None:
                         return None
-                    key = self._find_graph(requested, tokens, prefixes)
+                    key = self._find_or_record(requested, tokens, prefixes)
                 if key is None:
                     return None
                 if can_differ:
@@ -297,25 +298,25 @@ class StepGraphs:
         )
         return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
 
-    def _find_graph(
+    def _find_or_record(
         self,
         requested: GraphKey,
         tokens: PackedTokens,
         prefixes: Prefixes,
     ) -> GraphKey | None:
-        """Once enough steps have needed the graph `requested`, records it and returns its key, or
+        """Once enough steps have missed the graph `requested`, records it and returns its key, or
         `None` if that fails. Until then, returns the key of the best larger graph, or `None`."""
         candidates = (key for key in self._graphs if key.serves(requested))
         best = min(candidates, key=GraphKey.waste, default=None)
-        min_uses = MIN_USES
+        min_misses = MIN_MISSES
         if self._context is not None and self._context.is_fixed:
-            min_uses = MIN_FIXED_USES
-        is_due = self._uses[requested] >= min_uses
+            min_misses = MIN_FIXED_MISSES
+        is_due = self._num_misses[requested] >= min_misses
         if not is_due and best is None:
-            is_due = self._uses[requested.without_widths] >= min_uses
+            is_due = self._num_misses[requested.without_widths] >= min_misses
         if is_due:
-            return self._capture(requested, tokens, prefixes)
-        self._uses.update((requested, requested.without_widths))
+            return self._try_record(requested, tokens, prefixes)
+        self._num_misses.update((requested, requested.without_widths))
         return best
 
     def _replay(
@@ -337,7 +338,7 @@ class StepGraphs:
             logits = recorded.logits[: len(tokens.last)]
             return logits.clone()  # the next replay overwrites them
 
-    def _capture(
+    def _try_record(
         self,
         key: GraphKey,
         tokens: PackedTokens,
@@ -346,7 +347,7 @@ class StepGraphs:
         """Records a graph and returns its key; returns `None` if that fails, or while another
         thread records. Logs a failure, and limits which graphs are recorded from then on; but the
         first `KeysReadError` sets `reads_keys` and drops all graphs. If an interrupt leaves a mode
-        of torch active, the call ends the mode (`interrupts.guarded`)."""
+        of torch active, the guarded call around this one ends it (`interrupts.guarded`)."""
         with timed("record"), exclusive_recording(self._device) as is_exclusive:
             if not is_exclusive:
                 return None
@@ -367,7 +368,7 @@ class StepGraphs:
                 oldest = next(iter(self._graphs))
                 del self._graphs[oldest]
                 # so that an evicted graph is not recorded again at once
-                self._uses[oldest] = self._uses[oldest.without_widths] = 0
+                self._num_misses[oldest] = self._num_misses[oldest.without_widths] = 0
             self._graphs[key] = step
             logger.debug("captured %s", key)
             return key
@@ -415,16 +416,17 @@ class StepGraphs:
 
     def _handle_failure(self, key: GraphKey, error: Exception) -> None:
         """If memory ran out, only delays the next attempt. Otherwise sets a limit: on prefixes, if
-        the step has any, otherwise on chunk tokens or, without chunks, on decodes. But if a step
-        without these fails and there is no graph of decodes, stops recording altogether."""
+        the step has any, otherwise on chunk tokens or, without chunks, on decodes. But if a step of
+        decodes alone, without shared prefixes, fails while there is no graph of decodes, stops
+        recording altogether."""
         reason = reason_of(error)
         log_level = logging.INFO
         if self._backend.on_device:
             log_level = logging.WARNING
         if is_out_of_memory(error):
             self._num_out_of_memory += 1
-            num_delayed = MIN_USES << self._num_out_of_memory
-            self._uses[key] = self._uses[key.without_widths] = -num_delayed
+            num_delayed = MIN_MISSES << self._num_out_of_memory
+            self._num_misses[key] = self._num_misses[key.without_widths] = -num_delayed
             log_unrecorded(f"there is no memory for more recordings now ({reason})", log_level)
             return
         limited, size = "decodes", key.num_decodes

@@ -1,5 +1,6 @@
-"""The cache length in the forward of a recorded rectangle step: a tensor from which model code can
-compute position ids, but which can also be compared with Python numbers."""
+"""The cache length in the forward of a recorded rectangle step: a tensor, so that model code can
+compute position ids from it; but its comparisons with ints return bools, without a read of the
+tensor."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 Compare = Callable[[int, int], bool]
 
-# by the function that an operator calls: the sign of the number that the function adds; as with an
-# int, `+=` creates a new length
+# by the function that an operator calls: 1 if it adds a number, -1 if it subtracts one; as with an
+# int, `+=` makes a new length
 _SIGNS = {Tensor.add: 1, Tensor.add_: 1, Tensor.sub: -1, Tensor.sub_: -1}
 _COMPARISONS: dict[Callable[..., Any], Compare] = {
     Tensor.gt: operator.gt,
@@ -80,8 +81,8 @@ class Length(Tensor):
         return Length(self.tensor + delta, value, self.valid_lengths, offset)
 
     def _compare(self, operation: Compare, number: int) -> bool:
-        """Compares with a number, and narrows the valid cache lengths to those with the same
-        result."""
+        """Compares with a number, and narrows the valid cache lengths to a range in which the
+        result is the same."""
         # cache lengths below `split` give one result, all others the other; in a comparison for
         # equality, only `split` itself gives the other
         split = number - self.offset

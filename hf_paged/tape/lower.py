@@ -299,7 +299,7 @@ class Lowering:
             if part.numel():
                 target = result.narrow(axis, start, length)
                 if not self._compute("copy", (part,), target):
-                    return False  # a PyTorch call then writes all parts, also those copied already
+                    return False  # a PyTorch call then writes all parts, even those already copied
             start += length
         return True
 

@@ -49,8 +49,8 @@ _ONE_FILE_ERRNOS = {
 Layers = dict[int, KVBlocks]
 """Copies of a group's blocks in host memory, by layer index: the same blocks of every layer."""
 ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""What a file must contain, by group: blocks of the same form for each layer, and the number of
-blocks in each layer."""
+"""What a file must contain, by group: for each layer, blocks whose form those in the file must
+have; and the number of blocks in each layer."""
 
 
 class CorruptFileError(ValueError):
@@ -58,7 +58,7 @@ class CorruptFileError(ValueError):
 
 
 def num_bytes(layers: Layers) -> int:
-    """Returns the bytes of all blocks of these layers."""
+    """Returns how many bytes all blocks of these layers take."""
     return sum(blocks.num_blocks * blocks.block_bytes for blocks in layers.values())
 
 
@@ -194,6 +194,16 @@ def write_private(path: Path, content: bytes) -> None:
             partial_path.unlink()
 
 
+def _write_in_new_folder(path: Path, content: bytes) -> None:
+    """Writes a file as `write_private` does, after creating its folder if it is missing."""
+    _make_private(path.parent)
+    try:
+        write_private(path, content)
+    except FileNotFoundError:  # another process has just deleted the folder, which was empty
+        _make_private(path.parent)
+        write_private(path, content)
+
+
 def _make_private(folder: Path) -> None:
     """Creates a folder and its missing parents, so that only their owner can access them. Existing
     folders keep their modes."""
@@ -313,8 +323,9 @@ class DiskFolder:
         name: str,
         layers: Mapping[int, KVBlocks],
     ) -> Layers | None:
-        """Returns the block in a file, for layers like `layers`. If the file cannot be read, or has
-        other content and is deleted, returns `None`; `has` is then false until it is rewritten."""
+        """Returns the block in a file, for layers like `layers`. Returns `None` if the file cannot
+        be read, or if it has other content; in the latter case, deletes it. `has` is then false
+        until the file is rewritten."""
         if self.is_off:
             return None
         path = self._file_path(weights_hash, name)
@@ -358,7 +369,6 @@ class DiskFolder:
             return
         path = self._file_path(weights_hash, name)
         try:
-            _make_private(path.parent)
             content = to_bytes({0: layers}, f"{weights_hash}/{name}")
             if len(content) > self.max_bytes:  # deleting other files does not help
                 self._warn(
@@ -376,7 +386,7 @@ class DiskFolder:
                 raise OSError(
                     f"`disk_bytes` ({self.max_bytes:,}) is used up, and no file can be deleted"
                 )
-            write_private(path, content)
+            _write_in_new_folder(path, content)
             self._unreadable.pop(path, None)
             self.num_bytes += len(content)
             self._num_bytes_written += len(content)

@@ -74,8 +74,8 @@ def restore_path(
     try:
         if allocated_ids is None:
             raise manager.take_error or OutOfBlocksError(
-                f"needs {sum(needs)} blocks of {manager.size_text} tokens,"
-                f" {manager.num_free} available: raise `num_blocks`"
+                f"needs {sum(needs)} blocks of {manager.size_text} tokens, but only"
+                f" {manager.num_free} are available: raise `num_blocks`"
                 f" ({store.memory.config.num_blocks})"
             )
         groups = list(zip(contents, allocated_ids))

@@ -1,5 +1,5 @@
-"""Joins the app's answers, each with one choice, into one answer in OpenAI's form, and adds
-log-probabilities to it."""
+"""Joins answers of the app of `transformers serve`, each with one choice, into one answer in
+OpenAI's form, and adds log-probabilities to it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def chat_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, Any]:
     """Returns the log-probabilities of a choice's tokens under the model, in the form of
     /v1/chat/completions."""
     content = [
-        {**_entry(*token), "top_logprobs": [_entry(*alternative) for alternative in alternatives]}
-        for token, alternatives in _token_logprobs(tokenizer, sequence)
+        {**_entry(*chosen), "top_logprobs": [_entry(*alternative) for alternative in alternatives]}
+        for chosen, alternatives in _token_logprobs(tokenizer, sequence)
     ]
     return {"content": content, "refusal": None}
 
@@ -58,13 +58,14 @@ def _token_logprobs(
     """Yields, for each new token, its text and log-probability under the model, and a list of the
     texts and log-probabilities of its alternatives."""
 
-    def to_text(token: int, logprob: float, _: float) -> tuple[str, float]:
+    def to_text_and_logprob(token: int, logprob: float, _: float) -> tuple[str, float]:
         return str(tokenizer.decode([token])), max(logprob, MIN_LOGPROB)
 
     logprobs = sequence.logprobs or []
     top_logprobs = sequence.top_logprobs or [[] for _ in logprobs]
     for token, token_logprobs, alternatives in zip(sequence.token_ids, logprobs, top_logprobs):
-        yield to_text(token, *token_logprobs), [to_text(*item) for item in alternatives]
+        chosen = to_text_and_logprob(token, *token_logprobs)
+        yield chosen, [to_text_and_logprob(*item) for item in alternatives]
 
 
 def join_answers(answers: Sequence[dict[str, Any]], make_logprobs: MakeLogprobs) -> dict[str, Any]:
@@ -94,7 +95,8 @@ async def join_streams(
     """Yields the server-sent events of streams with one choice each, joined into one stream. The
     last event of a choice has its log-probabilities. The last event of the stream has the usage of
     all choices; with `should_send_usage`, this is a further event without choices, as in OpenAI's
-    streams. Closing the generator closes the streams."""
+    streams. An error of a stream ends the generator with that error. The end of the generator, or
+    closing it, closes the streams."""
     num_open = len(streams)
     usages: list[dict[str, Any]] = []
     last_chunk = dict[str, Any]()
@@ -105,7 +107,8 @@ async def join_streams(
             except ValueError:  # an error event, in which the app does not escape quotes
                 yield f"{event}\n\n"
                 continue
-            for choice in chunk.get("choices", ()):
+            choices = chunk.get("choices", ())
+            for choice in choices:
                 choice["index"] = index
                 if choice.get("finish_reason") is not None:
                     num_open -= 1
@@ -115,7 +118,8 @@ async def join_streams(
                 usages.append(usage)
                 if not num_open and not should_send_usage:
                     chunk["usage"] = _total_usage(usages)
-            last_chunk = chunk
+            if choices:  # otherwise the chunk may be an error event
+                last_chunk = chunk
             yield f"data: {json.dumps(chunk)}\n\n"
     if should_send_usage and usages:
         usage_chunk = {**last_chunk, "choices": [], "usage": _total_usage(usages)}
@@ -123,22 +127,29 @@ async def join_streams(
 
 
 async def _events(streams: Sequence[AsyncIterable[Any]]) -> AsyncGenerator[tuple[int, str], None]:
-    """Yields the events of all streams as they come, each with the index of its stream."""
-    queue: asyncio.Queue[tuple[int, str | None]] = asyncio.Queue()
+    """Yields the events of all streams as they come, each with the index of its stream. Raises the
+    first error of a stream. Closes all streams at the end."""
+    # `None` or an error marks the end of a stream
+    queue: asyncio.Queue[tuple[int, str | Exception | None]] = asyncio.Queue()
 
     async def read(index: int, stream: AsyncIterable[Any]) -> None:
+        end: Exception | None = None
         try:
             async for text in stream:
                 for event in filter(None, text.split("\n\n")):
                     queue.put_nowait((index, event))
+        except Exception as error:
+            end = error
         finally:
-            queue.put_nowait((index, None))  # marks the end of the stream
+            queue.put_nowait((index, end))
 
     readers = [asyncio.ensure_future(read(index, stream)) for index, stream in enumerate(streams)]
     num_open = len(readers)
     try:
         while num_open:
             index, event = await queue.get()
+            if isinstance(event, Exception):
+                raise event
             if event is None:
                 num_open -= 1
             else:
@@ -146,3 +157,4 @@ async def _events(streams: Sequence[AsyncIterable[Any]]) -> AsyncGenerator[tuple
     finally:
         for reader in readers:
             reader.cancel()
+        await asyncio.wait(readers)  # a cancelled reader ends once its stream has ended

@@ -401,8 +401,8 @@ class MappedStorage(BlockStorage):
         rows.grow(num_blocks)
         return self._blocks_over(layer, rows)
 
-    def grow(self, num_blocks: int, most: int) -> None:
-        super().grow(num_blocks, most)
+    def grow(self, num_blocks: int, max_blocks: int) -> None:
+        super().grow(num_blocks, max_blocks)
         for region in self._regions:
             region.map_blocks(num_blocks)
 

@@ -44,7 +44,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGraphs]:
 def _use_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels.triton.is_available(torch.device("cpu")):
         pytest.skip("no Triton, or TRITON_INTERPRET unset")
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
 
 
 def sizes_of(bench: Any) -> list[Key]:

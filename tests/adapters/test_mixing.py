@@ -40,7 +40,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 16}
 @pytest.fixture(autouse=True)
 def soon_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     if is_installed("tape"):
-        monkeypatch.setattr("hf_paged.tape.graphs.MIN_FIXED_USES", 8)
+        monkeypatch.setattr("hf_paged.tape.graphs.MIN_FIXED_MISSES", 8)
 
 
 def counted(engine: PagedEngine) -> list[int]:

@@ -350,7 +350,7 @@ def _selected(call: Call) -> ModuleType:
 
 
 def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.delenv(kernels.BACKEND_VARIABLE, raising=False)
     best = backends.cpp if cpp.is_available() else gather
     call = build(Case())
     for other, backend in (
@@ -361,9 +361,9 @@ def test_select(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         assert _selected(other) is backend
     for name in ("reference", "gather"):
-        monkeypatch.setenv(kernels.VARIABLE, name)
+        monkeypatch.setenv(kernels.BACKEND_VARIABLE, name)
         assert _selected(call) is backends.BACKENDS[name]
-    monkeypatch.setenv(kernels.VARIABLE, "fast")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "fast")
     message = "HF_PAGED_ATTENTION='fast' names no backend: use one of reference, gather, cpp"
     with pytest.raises(ValueError, match=message):
         _selected(call)
@@ -380,7 +380,7 @@ def test_a_kernel_is_not_taken_for_broken_where_torchs_products_are_less_precise
 def test_a_kernel_that_a_compiler_broke_is_not_used(
     num_rows: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.delenv(kernels.BACKEND_VARIABLE, raising=False)
     run = Attention.__call__
 
     def broken(self: Attention, query: Tensor, *others: object) -> Tensor:

@@ -111,7 +111,7 @@ def test_a_cache_without_rows_takes_none(name: str, argument: Any) -> None:
     states = torch.randn(2, 2, 5, 4)
     cache.update(states, states, 0)
     getattr(cache, f"batch_{name}")(argument)
-    with pytest.raises(ValueError, match="holds 0 rows, but got keys of 2 rows"):
+    with pytest.raises(ValueError, match="has dropped all its rows, but got keys of 2 rows"):
         cache.update(states, states, 0)
     cache.crop(-2)
     assert cache.layers[0].keys.clone().shape == (0, 2, 3, 4)  # type: ignore[union-attr]

@@ -142,7 +142,7 @@ def assert_as_alone(case: Case, attend: Callable[[Mine], Tensor]) -> None:
 def test_own_words_over_packed_rows(
     words: Any, rows: Any, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(kernels.VARIABLE, backend)
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, backend)
     assert_as_alone(Case(rows, heads=4, kv_heads=4), words)
 
 

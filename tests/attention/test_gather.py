@@ -55,7 +55,7 @@ def test_a_decode_step_takes_no_more_operations_than_plain(
 ) -> None:
     """Without a kernel of ours, as on a GPU that the Triton kernels do not run on. Sixteen rows of
     different lengths; full and sliding layers, softcaps, sinks."""
-    monkeypatch.setenv(kernels.VARIABLE, "gather")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "gather")
     monkeypatch.setattr(cpp, "is_available", lambda: False)
     model = models.build(name, **({"num_hidden_layers": 4} if name != "gpt_oss" else {}))
     inputs = models.padded_prompt(name, tuple(range(12, 44, 2)))
@@ -69,7 +69,7 @@ def test_a_decode_step_takes_no_more_operations_than_plain(
 
 def test_a_device_without_kernels_slows_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the reason, which `last_route` and one warning show."""
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.delenv(kernels.BACKEND_VARIABLE, raising=False)
     query, blocks = torch.zeros(2, 4, 16, device="meta"), torch.zeros(3, 2, 16, 16, device="meta")
     step = StepMetadata.rectangle(torch.zeros(2, 1, dtype=torch.int32, device="meta"), (5, 9), 16)
     reasons: set[str] = set()

@@ -122,7 +122,7 @@ class Built(Packed):
 def test_each_sequence_gets_what_it_gets_alone(
     case: Case, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(kernels.VARIABLE, backend)
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, backend)
     built = Built(case)
     built.check(built.attend(causal_mask(built.step.num_tokens, case.window, case.chunk)))
 

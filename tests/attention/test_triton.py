@@ -47,7 +47,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         monkeypatch.setattr(module, name, observed)
 
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     for name in ("decode_attention", "prefill_attention", "cascade_attention", "merge"):
         spy(attention, name)
     spy(store, "store")
@@ -129,7 +129,7 @@ def test_prompts_too() -> None:
 def test_what_the_kernels_do_not_take_is_gathered_and_said_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     backends.log_once.cache_clear()
     call = build(Case(key_dim=600, value_dim=600, heads=2))
     moved = to_device(call)
@@ -142,7 +142,7 @@ def test_what_the_kernels_do_not_take_is_gathered_and_said_once(
 
 
 def test_forced_without_a_device_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     monkeypatch.setattr(triton, "is_available", lambda device: False)
     message = "HF_PAGED_ATTENTION=triton, but the Triton kernels do not run on cpu"
     with pytest.raises(RuntimeError, match=message):
@@ -162,7 +162,7 @@ def test_a_gpu_that_the_kernels_do_not_run_on_takes_the_portable_path(
 def test_cpu_tensors_are_not_interpreted_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_paged.kernels.triton import store
 
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.delenv(kernels.BACKEND_VARIABLE, raising=False)
     assert backends.select(build(Case()).made()) is not backends.triton
     pool, states, slots = torch.zeros(4, 4, 8, 16), torch.ones(1, 2, 1, 16), torch.tensor([[3]])
     monkeypatch.setattr(store, "store", None)

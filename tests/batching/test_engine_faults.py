@@ -77,7 +77,7 @@ LONG = list(range(4, 104))
 SAMPLES = {"do_sample": True, "num_return_sequences": 20, "max_new_tokens": 5}
 # prompt, options, a part of the message
 REFUSED = [
-    (LONG, GREEDY, r"15 blocks of 8 tokens, at most 12.*num_blocks"),
+    (LONG, GREEDY, r"15 blocks of 8 tokens, but at most 12.*num_blocks"),
     (LONG[:20], {"max_new_tokens": 90}, "at most 12"),  # in the end
     (LONG[:20], SAMPLES, "at most 12"),
     ([], GREEDY, "the prompt is empty"),

@@ -47,7 +47,7 @@ def test_a_prompt_that_never_fits_is_refused_without_waiting_for_a_step() -> Non
     long = [5] * 2000
     with hf_paged.PagedEngine(models.get("llama"), {"num_blocks": 20, "block_size": 8}) as engine:
         engine.add_request([5, 6, 7], OPTIONS)
-        told = "needs 254 blocks of 8 tokens, at most 20 are available"
+        told = "needs 254 blocks of 8 tokens, but at most 20 are available"
 
         def add() -> None:
             with pytest.raises(OutOfBlocksError, match=told):

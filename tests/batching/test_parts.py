@@ -140,7 +140,7 @@ class HalfStorage:
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         raise AssertionError("the model's dtype does not change")
 
-    def grow(self, num_blocks: int, most: int) -> None:
+    def grow(self, num_blocks: int, max_blocks: int) -> None:
         grown = {index: layer.grown(num_blocks) for index, layer in self.layers.items()}
         self.layers = grown
 

@@ -14,7 +14,7 @@ from benchmarks.paper import __main__ as command
 from benchmarks.paper import article, vattention
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.turns import backend, measured, said
-from hf_paged.kernels import VARIABLE
+from hf_paged.kernels import BACKEND_VARIABLE
 
 mapped = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
 
@@ -36,18 +36,18 @@ def test_half_of_the_turns_are_in_a_second_process():
 
 
 def test_a_forced_backend_is_forced_no_longer(monkeypatch):
-    monkeypatch.setenv(VARIABLE, "reference")
+    monkeypatch.setenv(BACKEND_VARIABLE, "reference")
     with pytest.raises(KeyError), backend("gather"):
-        assert os.environ[VARIABLE] == "gather"
+        assert os.environ[BACKEND_VARIABLE] == "gather"
         raise KeyError
-    assert os.environ[VARIABLE] == "reference"
+    assert os.environ[BACKEND_VARIABLE] == "reference"
     with backend(None):
-        assert VARIABLE not in os.environ
-    assert os.environ[VARIABLE] == "reference"
-    monkeypatch.delenv(VARIABLE)
+        assert BACKEND_VARIABLE not in os.environ
+    assert os.environ[BACKEND_VARIABLE] == "reference"
+    monkeypatch.delenv(BACKEND_VARIABLE)
     with backend("gather"):
         pass
-    assert VARIABLE not in os.environ
+    assert BACKEND_VARIABLE not in os.environ
 
 
 @mapped

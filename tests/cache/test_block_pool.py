@@ -4,6 +4,7 @@
 import pytest
 
 from hf_paged.cache.block_pool import BlockPool, BlockTable, OutOfBlocksError
+from hf_paged.cache.sequence_blocks import SequenceBlocks
 
 SIZE = 8  # tokens in a block
 
@@ -57,7 +58,9 @@ def test_kept_blocks_are_cached_then_evicted_least_recently_released_first() -> 
         pool.keep(block_id, evicted.append)
     pool.release([b, d, a])
     assert (pool.num_free, pool.num_cached, pool.num_used, pool.num_available) == (1, 2, 1, 3)
-    with pytest.raises(OutOfBlocksError, match="needs 4 blocks, 1 of 4 are free and 2 cached"):
+    with pytest.raises(
+        OutOfBlocksError, match="needs 4 blocks, but only 1 of 4 are free and 2 cached"
+    ):
         pool.allocate(4)
     assert not evicted
     assert pool.allocate(2) == [d, b] and evicted == [b]
@@ -148,3 +151,14 @@ def test_attach_shares_full_blocks() -> None:
     assert second.append(1) is None  # after full blocks nothing is copied
     with pytest.raises(ValueError, match="holds 25 tokens"):
         second.attach(first.block_ids, 0)
+
+
+def test_a_kept_block_that_may_be_written_to_is_not_called_shared() -> None:
+    pool = BlockPool(1)
+    table = BlockTable(pool, SIZE)
+    table.append(2)
+    pool.keep(table.block_ids[0], lambda block_id: None)
+    message = "block 0 is shared or kept, but may be written to"
+    with pytest.raises(AssertionError, match=message):
+        SequenceBlocks((table,), capacity=SIZE).check_integrity()
+    table.free()

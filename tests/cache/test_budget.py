@@ -125,8 +125,8 @@ def test_what_does_not_fit_alone_says_so() -> None:
     model = models.build("llama")
     hf_paged.budget(10 * BLOCK)
     words = (
-        r"needs 2. blocks of 8 tokens, at most 10 are available: .*`hf_paged.budget`|nothing can be"
-        r" .*`hf_paged.budget`"
+        r"needs 2. blocks of 8 tokens, but at most 10 are available: .*`hf_paged.budget`"
+        r"|nothing can be .*`hf_paged.budget`"
     )
     for _ in range(2):  # before its blocks' size is known, and after
         with pytest.raises(hf_paged.OutOfBlocksError, match=words):

@@ -21,7 +21,7 @@ def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         return None
     from hf_paged.kernels.triton import copy
 
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     made: list[Any] = []
     original = copy.copy_blocks
 

@@ -155,7 +155,8 @@ def test_out_of_blocks_names_the_numbers_and_leaves_the_pool_whole(
     cache = PagedCache(config, {"block_size": 8, "num_blocks": 4})
     logits(model, tokens(2, 9), cache)
     with pytest.raises(
-        OutOfBlocksError, match=r"needs 2 blocks of 8 tokens, 0 of 4 are free: raise `num_blocks`"
+        OutOfBlocksError,
+        match="needs 2 blocks of 8 tokens, but only 0 of 4 are free: raise `num",
     ):
         for step in range(12):
             logits(model, tokens(2, 1, step), cache)
@@ -240,7 +241,7 @@ def test_memory_fraction_bounds_one_call_and_not_the_next() -> None:
     cache = PagedCache(CONFIGS["full"], {"block_size": 8, "memory_fraction": fraction})
     with pytest.raises(
         OutOfBlocksError,
-        match=r"needs 15 blocks of 8 tokens, \d+ of \d+ are free: raise `memory_fr",
+        match=r"needs 15 blocks of 8 tokens, but only \d+ of \d+ are free: raise `mem",
     ):
         logits(model, tokens(3, 40), cache)
     assert cache.stats().used_blocks == 0
@@ -261,7 +262,7 @@ def test_padding_is_expected_of_layers_with_the_tokens_that_were_padded(cache: P
     cache.reset()
     cache.expect_padding((0, 2), 5)
     cache.update(keys[5], keys[5], 0)
-    message = r"starts with 9 tokens while another one of its group holds 5, .* first \(0, 2\)"
+    message = r"9 tokens while another layer of its group holds 5, including \[0, 2\] tokens of"
     with pytest.raises(ValueError, match=message):
         cache.update(keys[9], keys[9], 1)
     cache.check_integrity()
@@ -340,12 +341,12 @@ def test_blocks_that_grew_are_not_kept_by_handles_of_the_last_packed_step(
         group.blocks.storage,
     )
     for _ in range(2):
-        cache.begin([step])
+        cache.set_packed_steps([step])
         keys, _ = cache.update(states, states, 0)
         assert torch.equal(keys.blocks[block, :, :3], states[0])
-        cache.begin([None])
+        cache.set_packed_steps([None])
         old = weakref.ref(storage.layers[0].keys)
-        storage.grow(storage.layers[0].keys.shape[0] + 1, most=1 << 20)
+        storage.grow(storage.layers[0].keys.shape[0] + 1, max_blocks=1 << 20)
         assert old() is None
 
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.delenv(kernels.BACKEND_VARIABLE, raising=False)
     return tmp_path
 
 
@@ -29,7 +29,7 @@ def write(folder: Path, name: str, **tables: dict[str, float]) -> None:
 def test_the_machines_own_table_comes_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(costs, "machine_name", lambda device: "mine")
     monkeypatch.setattr(costs, "LEVELS", ["better", "worse"])
-    monkeypatch.setenv(kernels.VARIABLE, "gather")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "gather")
     write(folder, "better", gather_float32={"16": 2}, gather_int8={"8": 3})
     write(folder, "worse", gather_int8={"8": 4}, gather_bfloat16={"8": 5})
     write(folder, "mine", gather_float32={"16": 1, "32": 0.5})
@@ -51,7 +51,7 @@ def test_a_kernel_is_asked_for_that_serves(folder: Path, monkeypatch: pytest.Mon
     write(folder, costs.machine_name(CPU), **tables)
     for time, name in enumerate(backends, 1):
         monkeypatch.setattr(kernels.cpp, "is_available", lambda name=name: name == "cpp")
-        monkeypatch.setenv(kernels.VARIABLE, "reference" if name == "reference" else "")
+        monkeypatch.setenv(kernels.BACKEND_VARIABLE, "reference" if name == "reference" else "")
         assert costs.find_costs(CPU, torch.float32)[0] == {16: time}
 
 

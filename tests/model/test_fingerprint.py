@@ -45,7 +45,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param != "cpp":
         monkeypatch.setattr(cpp, "is_available", lambda: False)
     if request.param == "triton":
-        monkeypatch.setenv(kernels.VARIABLE, "triton")
+        monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     return request.param
 
 
@@ -377,7 +377,7 @@ def test_pytorch_and_the_kernel_give_the_same_fingerprint(monkeypatch: pytest.Mo
     model = llama()
     expected = read(model)
     model.to(DEVICE)
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     assert read(model) == expected
 
 

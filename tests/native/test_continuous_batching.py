@@ -348,6 +348,21 @@ def test_a_request_of_a_closed_loop_is_cancelled() -> None:
 
 
 @pytest.mark.slow
+def test_a_request_is_cancelled_if_the_loop_of_one_of_its_further_sequences_is_closed() -> None:
+    model: Any = models.get("llama")
+    config = GenerationConfig(max_new_tokens=1500, do_sample=True, num_return_sequences=2)
+    with model.continuous_batching_context_manager(config) as manager:
+
+        async def leave() -> None:
+            manager.register_result_handler("a__child#0", print)
+            manager.add_request(PROMPTS[0], request_id="a", streaming=True)
+
+        asyncio.run(leave())
+        *_, last = manager.request_id_iter("a")
+        assert "cancelled" in (last.error or "") and len(last.generated_tokens) < 1500
+
+
+@pytest.mark.slow
 def test_a_handler_that_the_event_loop_refuses_cancels_its_request_alone(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -809,6 +824,47 @@ def test_a_cancelled_request_tells_so() -> None:
             model, PROMPTS[0], GREEDY, max_new_tokens=len(tokens)
         )
         assert manager.engine.stats().used_blocks == 0
+
+
+def test_cancelling_an_ended_request_spares_a_later_one_of_its_id() -> None:
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        manager.get_result(manager.add_request(PROMPTS[0], request_id="a"), WAIT)
+        with manager.pause():
+            manager.cancel_request("a")
+            manager.add_request(PROMPTS[0], request_id="a")
+        output = manager.get_result("a", WAIT)
+    assert output.error is None
+    assert output.generated_tokens == plain(model, PROMPTS[0], GREEDY)
+
+
+def test_cancelling_a_request_in_its_last_step_spares_a_later_one_of_its_id(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model: Any = models.get("llama")
+    with model.continuous_batching_context_manager(GREEDY) as manager:
+        step, take_requests = manager.engine.step, manager._thread._take_requests
+        calls: list[str] = []
+
+        def cancel_after_last_step() -> Any:
+            outputs = step()
+            if not calls and any(output.result is not None for output in outputs):
+                calls.append("cancel")
+                manager.cancel_request("a")
+            return outputs
+
+        def add_again() -> None:
+            if calls == ["cancel"]:
+                calls.append("add")
+                manager.add_request(PROMPTS[0], request_id="a")
+            take_requests()
+
+        monkeypatch.setattr(manager.engine, "step", cancel_after_last_step)
+        monkeypatch.setattr(manager._thread, "_take_requests", add_again)
+        manager.add_request(PROMPTS[0], request_id="a")
+        outputs = [manager.get_result("a", WAIT) for _ in range(2)]
+    assert calls == ["cancel", "add"] and [output.error for output in outputs] == [None, None]
+    assert outputs[1].generated_tokens == plain(model, PROMPTS[0], GREEDY)
 
 
 @pytest.mark.slow

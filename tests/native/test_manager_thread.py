@@ -129,7 +129,7 @@ def test_an_error_as_the_thread_begins_leaves_a_manager_that_can_stop_and_start(
     def fail(thread: threading.Thread) -> Any:
         raise MemoryError("on purpose")
 
-    monkeypatch.setattr(manager_thread, "begin", fail)
+    monkeypatch.setattr(manager_thread, "start_made", fail)
     with pytest.raises(MemoryError, match="on purpose"):
         manager.start()
     monkeypatch.undo()

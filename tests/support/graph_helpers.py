@@ -91,7 +91,7 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     """Graphs on the CPU, captured at the second use of a size, with tables no wider than needed."""
     backend = FakeGraphs()
     monkeypatch.setattr(recording, "graph_backend", lambda device: backend)
-    monkeypatch.setattr(recording, "MIN_USES", 1)
+    monkeypatch.setattr(recording, "MIN_MISSES", 1)
     monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", SIZE)
     recorders.log_unrecorded.cache_clear()
     return backend

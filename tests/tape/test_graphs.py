@@ -81,7 +81,7 @@ def keys(owner: Any) -> list[Key]:
 def _need_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     if not kernels.triton.is_available(torch.device("cpu")):
         pytest.skip("no Triton, or TRITON_INTERPRET unset")
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
 
 
 # ------------------------------------------------------------------------------------------ sizes
@@ -259,7 +259,7 @@ def test_graphs_are_dropped_where_other_kernels_are_chosen(
         if is_torchs:
             BY_BACKEND["all"]()
         else:
-            monkeypatch.setenv(kernels.VARIABLE, "cpp")
+            monkeypatch.setenv(kernels.BACKEND_VARIABLE, "cpp")
         bench.begin()
     assert not keys(bench)
 
@@ -299,7 +299,7 @@ def test_options_that_a_torch_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and beside others: a graph for a set of adapters."""
     pytest.importorskip("peft")
-    monkeypatch.setattr(recording, "MIN_FIXED_USES", 8)
+    monkeypatch.setattr(recording, "MIN_FIXED_MISSES", 8)
     from tests.support.peft_models import ADAPTERS, lone_with, lora_model
 
     model = lora_model()
@@ -380,7 +380,7 @@ def test_attention_that_needs_lengths_on_the_host(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv(kernels.VARIABLE, backend)
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, backend)
     bench = CapturedBench(models.get("gemma3"), graphs)
     bench.check(*bench.rows(4, 4), times=4)
     assert not graphs.graphs
@@ -560,10 +560,10 @@ def test_capture_can_be_turned_off(graphs: FakeGraphs) -> None:
 @pytest.mark.parametrize("backend", ["", "gather"])
 def test_decode_steps_on_the_cpu_are_tapes(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setenv(kernels.VARIABLE, backend)
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, backend)
     with PagedEngine(models.build("llama"), CONFIG) as engine:
         engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
-        assert engine.stats().num_captured_steps == (0 if backend else 8 - recording.MIN_USES)
+        assert engine.stats().num_captured_steps == (0 if backend else 8 - recording.MIN_MISSES)
         assert bool(engine.memory.recorders) == (not backend)
 
 

@@ -145,7 +145,7 @@ def test_a_replay_does_not_wait_for_the_device() -> None:
     bench.cache.reserve(64, 64)
     rows = [Row(tokens(60, seed), bench) for seed in range(3)]
     bench.run([row.take(4) for row in rows])
-    for _ in range(recording.MIN_USES + 1):
+    for _ in range(recording.MIN_MISSES + 1):
         bench.run([row.take(1) for row in rows])
     count = bench.runner.num_captured_steps
     assert count

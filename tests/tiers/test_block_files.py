@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import safetensors.torch
 import torch
 
 from hf_paged.cache.kv_blocks import KVBlocks
+from hf_paged.tiers import block_files
 from hf_paged.tiers.block_files import (
     BlockFile,
     CorruptFileError,
@@ -230,6 +232,31 @@ def test_what_was_used_longest_ago_goes_first(tmp_path: Path) -> None:
             assert folders[0].read(WEIGHTS, f"{0:032x}-0", LIKE) is not None
     held = [folders[0].has(WEIGHTS, f"{number:032x}-0") for number in (0, 1, 23)]
     assert held == [True, False, True]
+
+
+def test_a_block_is_written_after_all_files_of_its_folder_were_deleted(
+    tmp_path: Path, caplog: Any
+) -> None:
+    folder = opened(tmp_path, NUM_BYTES + NUM_BYTES // 20)
+    for name in (OTHER, NAME):
+        folder.write(WEIGHTS, name, layers())
+    assert [path.stem for path in files(tmp_path)] == [NAME] and not caplog.records
+
+
+def test_a_folder_that_another_process_has_deleted_is_created_again(
+    folder: DiskFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    write, paths = block_files.write_private, []
+
+    def write_private(path: Path, content: bytes) -> None:
+        if not paths:
+            shutil.rmtree(path.parent)
+        paths.append(path)
+        write(path, content)
+
+    monkeypatch.setattr(block_files, "write_private", write_private)
+    folder.write(WEIGHTS, OTHER, layers())
+    assert files(tmp_path) == [paths[-1]] and len(paths) == 2 and not caplog.records
 
 
 def test_only_files_of_blocks_are_deleted(tmp_path: Path, caplog: Any) -> None:

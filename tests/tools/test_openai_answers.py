@@ -87,26 +87,54 @@ def test_an_error_with_quotes_passes_through() -> None:
     assert asyncio.run(run()) == ['data: {"error": "a "b" c"}\n\n']
 
 
-def test_closing_the_joined_stream_closes_the_others() -> None:
-    closed = []
+def test_an_error_event_is_no_part_of_the_usage_event() -> None:
+    async def run() -> list[str]:
+        late_error = stream("", "", "", 'data: {"error": "full"}\n\n')
+        streams = [stream(event("", "stop", 2)), late_error]
+        return [part async for part in join_streams(streams, nothing, True)]
 
-    async def endless(name: str) -> AsyncIterator[str]:
-        try:
-            while True:
-                await asyncio.sleep(0)
-                yield event("a")
-        finally:
-            closed.append(name)
+    *_, error, last = read(asyncio.run(run()))
+    assert error == {"error": "full"}
+    usage = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7}
+    assert last == {"id": "r", "choices": [], "usage": usage}
+
+
+async def endless(name: str, closed: list[str]) -> AsyncIterator[str]:
+    try:
+        while True:
+            await asyncio.sleep(0)
+            yield event("a")
+    finally:
+        closed.append(name)
+
+
+def test_closing_the_joined_stream_closes_the_others() -> None:
+    closed: list[str] = []
 
     async def run() -> None:
-        events = join_streams([endless("one"), endless("two")], nothing, False)
+        events = join_streams([endless("one", closed), endless("two", closed)], nothing, False)
         async for _ in events:
             break
         await events.aclose()
-        await asyncio.sleep(0.01)
+        assert sorted(closed) == ["one", "two"]
 
     asyncio.run(run())
-    assert sorted(closed) == ["one", "two"]
+
+
+def test_an_error_of_a_stream_ends_the_joined_stream_and_closes_the_others() -> None:
+    closed: list[str] = []
+
+    async def failing() -> AsyncIterator[str]:
+        yield event("b")
+        raise OSError("on purpose")
+
+    async def run() -> None:
+        with pytest.raises(OSError, match="on purpose"):
+            async for _ in join_streams([failing(), endless("other", closed)], nothing, True):
+                pass
+        assert closed == ["other"]
+
+    asyncio.run(asyncio.wait_for(run(), 60))
 
 
 def test_answers_are_joined_with_their_usage() -> None:

@@ -104,7 +104,7 @@ def grown(
     storage = MappedStorage(size, pool, FULL_ATTENTION, VirtualStorage(), lambda: None)
     storage.make(0, *2 * [torch.zeros(1, HEADS, 0, DIM)])
     total = num_rows * num_blocks
-    storage.grow(total, most=total)
+    storage.grow(total, max_blocks=total)
     pool.grow(total)
     tables = [BlockTable(pool, size) for _ in range(num_rows)]
     for _ in range(num_blocks):

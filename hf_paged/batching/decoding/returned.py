@@ -22,7 +22,7 @@ def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Ex
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_code is LogitsProcessorList.__call__.__code__:
-            # a processor raised, since the processor before it returned these scores
+            # a processor raised, perhaps because the one before it returned these scores
             scores = frame.f_locals.get("scores")
             failing = frame.f_locals.get("processor")
             pairs = zip([None, *members], members)
@@ -33,7 +33,7 @@ def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Ex
         return
     raise TypeError(
         f"the logits processor {type(culprit).__name__} returned {_describe(scores)}: it must"
-        f" return the scores, a tensor of shape {tuple(logits.shape)}, also if it changes them in"
+        f" return the scores, a tensor of shape {tuple(logits.shape)}, even if it changes them in"
         " place"
     ) from error
 
@@ -66,7 +66,7 @@ def explain_criteria_error(num_rows: int, error: Exception) -> None:
 def _describe(result: Any) -> str:
     """Describes a result in an error message; `NotImplemented` stands for an unknown result."""
     if result is NotImplemented:
-        return "no such tensor"
+        return "an invalid result"
     if isinstance(result, Tensor):
         return f"a tensor of shape {tuple(result.shape)}"
-    return "None" if result is None else f"a {type(result).__name__}"
+    return "None" if result is None else f"an object of type {type(result).__name__}"

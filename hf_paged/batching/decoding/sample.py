@@ -305,7 +305,7 @@ class SampleDecoding(Decoding):
             self.streamer.ending.update(ended)
         self.streamer.put(torch.tensor(tokens, device="cpu"))
         if self.is_done:
-            self.has_ended_streamer = True  # also if its `end` raises
+            self.has_ended_streamer = True  # even if its `end` raises
             self.streamer.end()
 
     @staticmethod

@@ -150,7 +150,7 @@ class Executor:
         span.is_committed = True
 
     def close(self, span: StableSpan) -> None:
-        """Ends the span, also after a failure. Without a `commit`, the guard ends its period by
+        """Ends the span, even after a failure. Without a `commit`, the guard ends its period by
         `abandon`."""
         if span.is_open and not span.is_committed:
             self.guard.abandon()

@@ -36,7 +36,7 @@ from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .inputs import PackedTokens, TableRows, pack, recorded_prompts
 from .rectangle import padding_mask
-from .runner import LogitsPart, Runner, WholePrompts, count_cached, in_order
+from .runner import LogitsPart, Runner, WholePrompts, concat_in_order, count_cached
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class PackedRunner(Runner):
         for indices in self._group_rows(plan, other_indices):
             logits = self._run_packed(plan.select(indices), context)
             parts.append((indices, logits))
-        return in_order(parts, plan.num_logits)
+        return concat_in_order(parts, plan.num_logits)
 
     def _group_rows(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
         """Divides rows, by index in the step, among forwards. In a packed forward, all rows that
@@ -398,7 +398,7 @@ class PackedRunner(Runner):
             arguments["output_hidden_states"] = -1  # selects the last ones
         arguments[self._cache_name] = cache
         self._count_forward()
-        self.cache.begin(steps, positions)
+        self.cache.set_packed_steps(steps, positions)
         try:
             with self._kernel_context(num_tokens):
                 outputs = self.model(
@@ -415,7 +415,7 @@ class PackedRunner(Runner):
             if store_hidden is not None:
                 store_hidden(outputs.hidden_states[-1].reshape(1, num_tokens, -1))
         finally:
-            self.cache.begin([None] * len(steps))
+            self.cache.set_packed_steps([None] * len(steps))
         # the model may ignore `logits_to_keep`
         if logit_indices is None or (has_kept_logits and len(logits) == len(logit_indices)):
             return logits

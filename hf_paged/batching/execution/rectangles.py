@@ -36,7 +36,7 @@ from ...seams import ForwardContext, Recorder, RectangleRecorder
 from ...switches import NOTHING
 from ...topics import Topic
 from .rectangle import Rectangle, padding_mask
-from .runner import LogitsPart, Runner, WholePrompts, in_order
+from .runner import LogitsPart, Runner, WholePrompts, concat_in_order
 
 
 class RectangleRunner(Runner):
@@ -106,7 +106,7 @@ class RectangleRunner(Runner):
         self._state_holders = set(self.states.holders())
         # forwards also return a row of logits for a sequence for which the plan requests none
         num_returned = [max(1, num_requested) for num_requested in plan.num_logits]
-        logits = in_order(parts, num_returned)
+        logits = concat_in_order(parts, num_returned)
         if all(plan.num_logits):
             return logits
         is_requested: list[bool] = []

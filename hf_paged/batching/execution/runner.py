@@ -34,8 +34,8 @@ LogitsPart = tuple[list[int], Tensor]
 """Indices of rows in a step, and their logits `(n, vocab_size)`."""
 
 WholePrompts = tuple[Prompts, dict[int, int]]
-"""Prompts that the model's own forward computes as a whole, and the index in the step of each of
-their rows that the step computes, by row."""
+"""Prompts that the model's own forward computes as a whole, and a dict of those of their rows that
+the step computes: from each row to its index in the step."""
 
 
 class Runner:
@@ -98,7 +98,7 @@ class Runner:
         return None
 
     def ordered(self) -> AbstractContextManager[None]:
-        """A context for a step: orders its device work after the previous step's, also across
+        """A context for a step: orders its device work after the previous step's, even across
         streams."""
         return NOTHING if self.recorder is None else self.recorder.in_order()
 
@@ -108,10 +108,10 @@ class Runner:
 
     def run_whole_prompts(self, plan: StepPlan) -> tuple[list[LogitsPart], list[int]]:
         """Runs prompts that the model's own forward computes as a whole. Those with an equal
-        `merge_key` share forwards; if such a forward fails, each of its prompts gets a separate
-        one, so that a [`PromptsError`] ends only the requests of its prompts. Prompts that begin
-        after cached tokens run alone. Returns the logits of the rows that it computed, and the
-        indices in the step of all other rows."""
+        `merge_key` share forwards; if such a forward fails, each call's prompts get a separate one,
+        so that a [`PromptsError`] ends only the requests of that call. Prompts that begin after
+        cached tokens run alone. Returns the logits of the rows that it computed, and the indices in
+        the step of all other rows."""
         prompt_rows: dict[tuple[Prompts, int], dict[int, int]] = {}
         other_indices: list[int] = []
         for index, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
@@ -153,8 +153,8 @@ class Runner:
         return forwards
 
     def _run_or_split(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> list[LogitsPart]:
-        """Runs one forward of all these prompts or, if it fails, a forward for each of them. Raises
-        [`PromptsError`] if a forward of single prompts fails."""
+        """Runs one forward for all of `whole_prompts` or, if it fails, one for each entry (the
+        prompts of one call). Raises [`PromptsError`] if a forward for one entry fails."""
         (prompts, _), *other_prompts = whole_prompts
         try:
             return [self._run_prompts(whole_prompts, plan)]
@@ -163,8 +163,12 @@ class Runner:
                 raise
             if not other_prompts:
                 raise PromptsError(prompts, error) from error
-            logger.debug("a forward of several calls' prompts failed, now one by one: %s", error)
-        return [part for single in whole_prompts for part in self._run_or_split([single], plan)]
+            logger.debug(
+                "a forward of several calls' prompts failed, so each call's prompts are computed"
+                " separately: %s",
+                error,
+            )
+        return [part for entry in whole_prompts for part in self._run_or_split([entry], plan)]
 
     def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
         """Runs one forward of all rows of these prompts, even those that the step does not compute;
@@ -172,7 +176,7 @@ class Runner:
         raise NotImplementedError
 
 
-def in_order(parts: Items[LogitsPart], num_logits: Items[int]) -> Tensor:
+def concat_in_order(parts: Items[LogitsPart], num_logits: Items[int]) -> Tensor:
     """Concatenates the logits of all parts in the order of their indices, into `(n, vocab_size)`;
     index `i` has `num_logits[i]` rows."""
     indices, logits = parts[0]

@@ -140,9 +140,9 @@ class Preemption:
         if needed > total:
             raise OutOfBlocksError(
                 f"request {request.request_id!r} needs {needed} blocks of {self.blocks.size_text}"
-                f" tokens, at most {total} are available: raise `num_blocks`, `memory_fraction` or"
-                " `hf_paged.budget`, or lower `max_new_tokens`, the prompt length or the number of"
-                " sequences"
+                f" tokens, but at most {total} are available: raise `num_blocks`,"
+                " `memory_fraction` or `hf_paged.budget`, or lower `max_new_tokens`, the prompt"
+                " length or the number of sequences"
             )
 
     def num_needed(self, request: Request) -> int:

@@ -16,8 +16,8 @@ from .build import PATHS, best_path, kernel
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
-# most rows for which reading the weights takes most of the time, by the names in `build.PATHS`;
-# PyTorch computes products of more rows
+# maximum number of rows for which reading the weights takes most of the time, by the names in
+# `build.PATHS`; PyTorch computes products of more rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
 # where PyTorch converts element by element (not `is_native`): the result of `max_rows`, and the
 # fewest rows for which `linear_float32` is faster than the kernel
@@ -46,8 +46,8 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def max_rows(dtype: torch.dtype) -> int:
-    """Returns the most rows for which `linear` should compute products of this dtype on this
-    CPU."""
+    """Returns the maximum number of rows for which `linear` should compute products of this dtype
+    on this CPU."""
     if not is_native(dtype):
         return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]

@@ -26,8 +26,8 @@ from .configs import (
     chip_name,
     dot_dtype,
     find_config,
-    has_shared_operands,
     num_multiprocessors,
+    reads_operands_from_shared_memory,
     split_dim,
     strides,
 )
@@ -186,7 +186,7 @@ def prefill_attention(
         # A bias is loaded element by element, since its rows may have any alignment. Codes are
         # converted in registers, where the tensor cores of most chips then read them. In both cases
         # large tiles would spill registers.
-        is_converted = quantized.is_quantized(key_blocks) and not has_shared_operands(
+        is_converted = quantized.is_quantized(key_blocks) and not reads_operands_from_shared_memory(
             chip_name(query.device)
         )
         if bias is not None or is_converted:

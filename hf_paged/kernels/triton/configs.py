@@ -23,7 +23,8 @@ class LaunchConfig:
     """Launch parameters of an attention kernel."""
 
     tile: int  # tokens whose K and V a program loads at a time: a power of two, at least 16
-    # most query rows (queries x heads of a group) per program: a power of two, at least 16
+    # maximum number of query rows (queries x heads of a group) per program: a power of two, at
+    # least 16
     block_m: int = 16
     num_warps: int = 4
     num_stages: int = 3  # Triton's `num_stages`, the depth of the loop's software pipeline
@@ -46,7 +47,7 @@ def split_dim(dim: int, min_size: int = 16) -> tuple[int, int]:
 def strides(tensor: Tensor) -> list[int]:
     """Returns the strides of a tensor, with 0 for dimensions of size 1, whose stride is arbitrary
     and unused. Triton compiles a kernel separately for stride 1, for multiples of 16 and for other
-    strides, so arbitrary strides would compile variants without need."""
+    strides, so arbitrary strides would make it compile needless variants."""
     return [0 if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride())]
 
 
@@ -98,8 +99,8 @@ def _query_max_shared_bytes(driver: Any, index: Any) -> int:
 
 
 def max_shared_bytes(device: torch.device) -> int:
-    """Returns the most bytes of shared memory that a thread block may use; for the CPU, which has
-    no limit, those of a chip of compute capability 8.6."""
+    """Returns the maximum number of bytes of shared memory that a thread block may use; for the
+    CPU, which has no limit, that of a chip of compute capability 8.6."""
     if device.type == "cpu":
         return 99 << 10
     driver = triton.runtime.driver.active
@@ -108,7 +109,7 @@ def max_shared_bytes(device: torch.device) -> int:
     )
 
 
-def has_shared_operands(chip: str) -> bool:
+def reads_operands_from_shared_memory(chip: str) -> bool:
     """Whether tensor cores read both operands from shared memory (Hopper, and Blackwell in data
     centres), not from registers as on other chips."""
     return chip.startswith(("sm90", "sm10"))
@@ -207,13 +208,15 @@ def default_decode_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str = "none"
 ) -> LaunchConfig:
     """Returns the config of decodes for which none was measured. A tile of K and V takes about 32
-    KiB, and the next tile loads while one is used: a multiprocessor of an H200 needs about 26 KiB
-    in flight (4.8 TB/s, 700 ns). Block ids are prefetched, too, so two tiles take five stages. Wide
-    heads, whose accumulators fill the registers, get smaller tiles of queries."""
+    KiB, and the next tile loads while one is used: a multiprocessor of an H200 needs about 25 KiB
+    in flight (4.8 TB/s for 700 ns, over 132 multiprocessors). Block ids are prefetched, too, so two
+    tiles take five stages. Wide heads, whose accumulators fill the registers, get smaller tiles of
+    queries."""
     max_dim = max(key_dim, value_dim)
     block_m = max(16, triton.next_power_of_2(rows))
     is_amd = chip.startswith("gfx")
-    # with eight warps, AMD's chips have 256 registers per lane, which would spill
+    # with eight warps, a lane of AMD's chips has only 256 registers, so the compiler would spill
+    # some of them
     num_warps = 4 if is_amd or max_dim <= 256 else 8
     if dtype == torch.float32:  # products without tensor cores hold whole tiles in registers
         config = LaunchConfig(32 if max_dim <= 64 else 16, 16, num_warps, num_stages=2)
@@ -228,7 +231,7 @@ def default_decode_config(
     would_spill = (
         (max_dim > 256 and config.block_m > 16)
         if is_amd
-        else (not has_shared_operands(chip) and config.block_m > 32)
+        else (not reads_operands_from_shared_memory(chip) and config.block_m > 32)
     )
     if would_spill:
         config = dataclasses.replace(config, tile=config.tile // 2)
@@ -239,10 +242,11 @@ def default_prefill_config(
     key_dim: int, value_dim: int, dtype: torch.dtype, rows: int, chip: str
 ) -> LaunchConfig:
     """Returns the config of prefills for which none was measured, with the largest tiles that
-    compile without register spills. `rows`: query rows (queries x heads of a group) of the row with
-    the most queries."""
+    compile without register spills. `rows`: the number of query rows (queries x heads of a group)
+    of the sequence with the most queries in the step."""
     max_dim = max(key_dim, value_dim)
     is_short = rows <= 64
+    reads_shared_memory = reads_operands_from_shared_memory(chip)
     if dtype == torch.float32:  # products without tensor cores hold whole tiles in registers
         # dims that are not powers of two need masks, which also take registers
         is_padded = any(dim & (dim - 1) for dim in (key_dim, value_dim))
@@ -254,8 +258,8 @@ def default_prefill_config(
     if max_dim > 256:
         return LaunchConfig(32, 32, 8, 2)
     if max_dim > 128:
-        return LaunchConfig(32, 128 if has_shared_operands(chip) and not is_short else 64, 8, 3)
-    tile = 64 if has_shared_operands(chip) or max_dim <= 64 else 32
+        return LaunchConfig(32, 128 if reads_shared_memory and not is_short else 64, 8, 3)
+    tile = 64 if reads_shared_memory or max_dim <= 64 else 32
     return LaunchConfig(tile, 64, 4, 3) if is_short else LaunchConfig(tile, 128, 8, 3)
 
 

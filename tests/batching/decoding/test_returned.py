@@ -53,11 +53,11 @@ WRONG = [
         ({"stopping_criteria": [Returns(value)]}, GREEDY, CRITERION.format(told) + r"shape \(1,\)")
         for value, told in (
             (None, "None"),
-            ("stop", "a str"),
+            ("stop", "an object of type str"),
             (torch.ones(7), r"a tensor of shape \(7"),
         )
     ),
-    ({"stopping_criteria": [Returns(None)]}, BEAMS, CRITERION.format("no such tensor")),
+    ({"stopping_criteria": [Returns(None)]}, BEAMS, CRITERION.format("an invalid result")),
 ]
 
 

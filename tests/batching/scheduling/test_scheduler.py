@@ -165,7 +165,7 @@ def test_what_can_never_fit_is_refused(
     if needed <= 8:
         add(scheduler, "a", length, new_tokens, num_rows=rows)
         return
-    told = f"'a' needs {needed} blocks of 4 tokens, at most 8 are available: raise"
+    told = f"'a' needs {needed} blocks of 4 tokens, but at most 8 are available: raise"
     with pytest.raises(OutOfBlocksError, match=told):
         add(scheduler, "a", length, new_tokens, num_rows=rows)
     assert not scheduler.has_unfinished

@@ -282,7 +282,7 @@ class Engine(RuleBasedStateMachine):
             try:
                 self.scheduler.add(request)
             except OutOfBlocksError as error:
-                assert f"blocks of {self.manager.size_text} tokens, at most" in str(error)
+                assert f"blocks of {self.manager.size_text} tokens, but at most" in str(error)
                 continue
             decoding.append(request)
             self.answered[request], self.is_beam[request] = set(), is_beam

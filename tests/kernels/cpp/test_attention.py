@@ -60,7 +60,7 @@ def test_portable_path_serves_where_the_build_fails(
 ) -> None:
     monkeypatch.setenv("CXX", "/bin/false")
     monkeypatch.setenv("HF_PAGED_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv(kernels.VARIABLE, raising=False)
+    monkeypatch.delenv(kernels.BACKEND_VARIABLE, raising=False)
     library = cpp.build.library.__wrapped__()
     assert library is None
     monkeypatch.setattr(cpp.build, "library", lambda: library)
@@ -70,7 +70,7 @@ def test_portable_path_serves_where_the_build_fails(
     inputs = (keys, keys, call.key_blocks, call.value_blocks, torch.tensor([[3]]))
     choose_store(*inputs)(keys, keys, inputs[-1])
     assert (call.key_blocks[0, :, 3] == 1).all()
-    monkeypatch.setenv(kernels.VARIABLE, "cpp")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "cpp")
     with pytest.raises(RuntimeError, match="could not be built or loaded"):
         backends.select(build(Case()).made())
 

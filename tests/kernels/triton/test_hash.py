@@ -77,7 +77,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(module, "_hash_kernel", Counted())
     monkeypatch.setattr(cpp, "is_available", lambda: False)
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     return grids
 
 

@@ -100,7 +100,7 @@ def launches(
 
     handler = Warnings()
     monkeypatch.setattr(InterpretedFunction, "run", observed)
-    monkeypatch.setenv(kernels.VARIABLE, "triton")
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     monkeypatch.setattr(launch, "_failed", set())
     monkeypatch.setattr(launch, "_logged", set())
     launch.logger.addHandler(handler)

@@ -24,7 +24,7 @@ from hf_paged.attention.backends import reference
 from hf_paged.attention.backends import triton as backend
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.store import store_portable
-from hf_paged.kernels import VARIABLE, triton
+from hf_paged.kernels import BACKEND_VARIABLE, triton
 from hf_paged.kernels.triton import store
 from tests.support import models, tools
 from tests.support.kernels.variants import CHIP, variants
@@ -80,7 +80,7 @@ def count(chip: str) -> dict[str, dict[str, int]]:
         store_portable(*arguments)
 
     with (
-        mock.patch.dict(os.environ, {VARIABLE: "triton"}),
+        mock.patch.dict(os.environ, {BACKEND_VARIABLE: "triton"}),
         mock.patch.object(triton, "is_available", lambda device: True),
         mock.patch.object(backend, "attend", attend),
         mock.patch.object(store, "store", store_states),

@@ -314,7 +314,7 @@ class BeamDecoding(Decoding):
             ids = sequences[i][:length]
             criteria = self.stop_checker.stop_strings
             is_hit = any(stop_string_hits(criterion, [ids])[0] for criterion in criteria)
-            reason = self.stop_checker.reason(ids[-1], length, is_hit)
+            reason = self.stop_checker.finish_reason(ids[-1], length, is_hit)
             self.finish_reasons[i] = reason or "criteria"
         if self.record_logprobs:
             beam_indices = self.select_returned(self.beam_indices).tolist()

@@ -48,9 +48,9 @@ class SampledBatch:
     indices: list[int]  # of the decodings in the step
     decodings: list[SampleDecoding]
     tokens: Tensor  # (open rows,) int64; may contain `_NO_TOKEN`
-    # if any row is recorded: (recorded rows,) log-probabilities before and after processors; if any
-    # row has alternatives, also the (recorded rows, k) ids and log-probabilities, before and after
-    # processors, of these
+    # empty if no row is recorded; otherwise the tokens' log-probabilities before and after
+    # processors, (recorded rows,); then, if any row has alternatives, their ids, and their
+    # log-probabilities before and after processors, (recorded rows, k)
     logprobs: list[Tensor]
 
     def accept(self, tokens: list[int], columns: list[list[Any]]) -> list[Result]:

@@ -206,9 +206,9 @@ def _penalized_tokens(
 
 
 def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
-    """Returns the `(rows, vocab)` float32 scores after the `processors` of each row's member; those
-    in `length_bound` must change no scores in this step. `members`: one per row, all with the same
-    `key`."""
+    """Applies the `processors` of each row's member to `(rows, vocab)` float32 scores, and returns
+    the result. `members`: one per row, all with the same `key`; their `length_bound` processors
+    change no scores in this step."""
     for processors in zip(*(member.processors for member in members)):
         first_processor: Any = processors[0]
         kind = type(first_processor)

@@ -160,7 +160,8 @@ class Rectangle:
         """Appends to each row the token that the plan computes, and sets the rows' blocks to the
         sequences' current ones."""
         blocks = [sequence.blocks for sequence in plan.sequences]
-        tokens = [[row.token_ids[start]] for row, start in zip(plan.sequences, plan.starts)]
+        rows = zip(plan.sequences, plan.starts)
+        tokens = [[sequence.token_ids[start]] for sequence, start in rows]
         column = self.token_ids.new_tensor(tokens)
         token_ids = torch.cat([self.token_ids, column], dim=1)
         # assigned last: an exception above must not leave attributes that contradict one another

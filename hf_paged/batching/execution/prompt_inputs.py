@@ -42,10 +42,10 @@ MEDIA_WORDS = (
 )
 
 
-class Keys(NamedTuple):
+class PromptKeys(NamedTuple):
     """A prompt's keys in the prefix cache. Placeholders are tokens that stand for other content."""
 
-    tokens: list[Hashable]  # one key per token
+    token_keys: list[Hashable]  # one per token
     num_content: int  # tokens up to and including the last placeholder; 0 without placeholders
     num_text: int  # as `PromptInputs.num_text` returns it
 
@@ -187,7 +187,7 @@ class PromptInputs:
             return 0
         return int(mask[0].nonzero()[0, 0]) - self.paddings[0]
 
-    def keys(self, config: PreTrainedConfig) -> list[Keys] | None:
+    def keys(self, config: PreTrainedConfig) -> list[PromptKeys] | None:
         """Returns each row's prefix-cache keys; `Prompts.assign` chooses their namespace. A
         placeholder's key includes a hash of all media and placeholders of the call. `None` if the
         prefix cache cannot be used for these prompts."""
@@ -206,7 +206,7 @@ class PromptInputs:
             digest = _digest([media, placeholders])
         except TypeError:
             return None
-        keys_by_row = list[Keys]()
+        keys_by_row = list[PromptKeys]()
         num_text = self.num_text(config)
         for row, padding in enumerate(self.paddings):
             ids = self.input_ids[row, padding:].tolist()
@@ -224,7 +224,7 @@ class PromptInputs:
                 if has_content or any(axis[i] != i for axis in axes):
                     source = (digest, row) if has_content else None
                     keys[i] = (token, tuple(column[i] for column in columns), source)
-            keys_by_row.append(Keys(keys, num_content, num_text))
+            keys_by_row.append(PromptKeys(keys, num_content, num_text))
         return keys_by_row
 
     def keys_after(self, row: int, token_ids: list[int]) -> list[Hashable]:

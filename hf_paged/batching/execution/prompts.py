@@ -26,7 +26,7 @@ from ...model.own_loop import cache_parts, map_tensors, next_logits, tensors_of
 from ...model.structure import is_stock
 from ...model.trial import stock_cache
 from ..request import Request, RowsError, Sequence
-from .prompt_inputs import Keys, PromptInputs, is_plain_value
+from .prompt_inputs import PromptKeys, PromptInputs, is_plain_value
 from .rectangle import Rectangle
 
 
@@ -259,7 +259,7 @@ class Prompts(PromptInputs):
         self,
         request: Request,
         row: int,
-        keys: list[Keys] | None,
+        keys: list[PromptKeys] | None,
         can_begin_after_text: bool = False,
     ) -> None:
         """Makes a row the prompt of a request. Without `keys` the request does not use the prefix

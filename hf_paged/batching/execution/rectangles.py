@@ -186,11 +186,11 @@ class RectangleRunner(Runner):
                     )
             for name in compat.PREFILL_INPUTS:
                 rectangle.inputs.pop(name, None)
-            constants = set()
+            constant_names = set()
             for name, value in rectangle.inputs.items():
                 if value is inputs_before.get(name):
-                    constants.add(name)
-            rectangle.constants = constants
+                    constant_names.add(name)
+            rectangle.constant_names = constant_names
         if not rectangle.row_bytes:
             rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
         if rows is not None and rows != list(range(len(rectangle.blocks))):

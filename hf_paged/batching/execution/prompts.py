@@ -26,7 +26,7 @@ from ...model.own_loop import cache_parts, map_tensors, next_logits, tensors_of
 from ...model.structure import is_stock
 from ...model.trial import stock_cache
 from ..request import Request, RowsError, Sequence
-from .prompt_inputs import PromptKeys, PromptInputs, is_plain_value
+from .prompt_inputs import PromptInputs, PromptKeys, is_plain_value
 from .rectangle import Rectangle
 
 

@@ -119,7 +119,8 @@ class BeamDecoding(Decoding):
         self.beam_scores = torch.full(shape, _NEVER, device=device)
         self.is_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.may_improve = torch.ones((num_prompts, 1), dtype=torch.bool, device=device)
-        # by generated token, the row that it continued, [prompts, beams, new tokens]
+        # by generated token, the row that it continued, [prompts, beams, new tokens]; -1 before the
+        # token is generated
         new_tokens = self.running_sequences[:, :, self.length :]
         self.running_indices = torch.full_like(new_tokens, -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()

@@ -325,10 +325,10 @@ def _generate_keywords(
     model: Any,
     generation_config: GenerationConfig | Mapping[str, Any] | None,
 ) -> Keywords:
-    """Returns the generation config as keyword arguments of `generate`. Each option of a dict
-    becomes an argument, even if it is `None`, which differs from a missing option; but not an
-    option in `_RESTRICTED`, or of a saved config (`is_saved_config`), that is `None`. Raises
-    `ValueError` for options that an engine does not support."""
+    """Returns the generation config as keyword arguments of `generate`. The options of a dict
+    become arguments, even if they are `None`, since a missing option gets its default. Options in
+    `_RESTRICTED`, and those of a saved config (`is_saved_config`), are left out if they are `None`.
+    Raises `ValueError` for options that an engine does not support."""
     check_generation_config(generation_config)
     keywords: Keywords = {"generation_config": generation_config}
     defaults = model.generation_config
@@ -385,7 +385,7 @@ def _checked_mode(config: Any, assistant: Any = None) -> Any:
     if config.token_healing:
         raise ValueError("an engine has no `token_healing`: leave it out, or call `generate`")
     for name in (*_MODEL_OUTPUTS, *_LOOP_OUTPUTS):
-        # the model's own generation config may have turned it on
+        # the model's generation config may have turned it on
         setattr(config, name, False)
     return mode
 
@@ -400,8 +400,8 @@ def _cached_config(model: Any, keywords: Keywords) -> GenerationConfig:
     """Returns the config that transformers prepares from these options; the caller may change it.
     Since transformers copies and checks about seventy attributes twice, prepared configs are
     cached: later requests with the same options get copies, as long as the model's configs are
-    unchanged. The keys are pickled bytes, since transformers' checks depend on types, and `True ==
-    1 == 1.0`."""
+    unchanged. The keys are pickled bytes, since transformers' checks depend on types, but
+    `True == 1 == 1.0`."""
     configs = (model.generation_config, keywords["generation_config"])
     # the options of a subclass may depend on more than its attributes
     are_plain = all(config is None or type(config) is GenerationConfig for config in configs)

@@ -51,7 +51,7 @@ class StopStrings(StoppingCriteria):
 
     def _is_hit(self, tokens: list[int]) -> bool:
         last = self._text(tokens[-1])
-        if last is None:  # such a token completes no stop string but the empty one
+        if last is None:  # a token without a text completes only an empty stop string
             return not all(self._strings)
         strings = [string for string in self._strings if string[-1:] in last]
         if not strings:

@@ -83,9 +83,9 @@ class Executor:
         # Two contexts around each step: the first runs compiled layers without compiled code, and
         # the second sets the attention of configs to `"hf_paged"`. `None`: not made yet.
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
-        # `guard.num_changes` when a change of the model was last handled; -1 after `forget_model`
+        # `guard.num_changes` when a change to the model was last handled; -1 after `forget_model`
         self._num_handled_changes = -1
-        # whether the model must be read before the next decodes, or the next `commit`
+        # whether the model's state must be read before the next decodes or the next `commit`
         self._is_state_due = False
         # the model's state when it was last read; `None` if there is none that still applies
         self._state: ModelState | None = None

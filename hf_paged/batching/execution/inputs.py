@@ -41,7 +41,7 @@ class PackedTokens(NamedTuple):
     # positions by axis (one or several) and token; `None` if every sequence's positions are 0, 1,
     # 2, ... on all axes
     axes: list[list[int]] | None = None
-    has_drafts: bool = False  # whether some rows are draft tokens of the row before them
+    has_drafts: bool = False  # whether some rows are draft tokens of a row before them
 
 
 def pack(

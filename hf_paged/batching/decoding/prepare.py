@@ -118,7 +118,7 @@ class Capture:
 capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default=None)
 
 
-def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
+def capture_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
     """Returns the loop call that `model.generate(**arguments)` prepares. Its arguments contain the
     encoder's outputs, if any; images for a decoder-only model are not encoded yet
     (`compat.encode_media`). Runs no loop and allocates no paged memory. Raises the errors of
@@ -204,7 +204,7 @@ def request_decoding(
             )
     check_vocabulary(model, input_ids, options.inputs)
     has_only_ids = options.inputs is None and not model.config.is_encoder_decoder
-    prepare = _prepared_request if has_only_ids else _captured_request
+    prepare = _prepare_request_call if has_only_ids else _capture_request_call
     call = prepare(model, input_ids, keywords, options, tokenizer)
     inputs = call.inputs(generator, options.return_logprobs, num_alternatives)
     decoding: SampleDecoding | BeamDecoding
@@ -220,7 +220,7 @@ def request_decoding(
     return decoding, None if has_only_ids else call
 
 
-def _prepared_request(
+def _prepare_request_call(
     model: PreTrainedModel,
     input_ids: Sequence[int],
     keywords: Keywords,
@@ -268,7 +268,7 @@ def _ids_tensor(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
     return torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
 
 
-def _captured_request(
+def _capture_request_call(
     model: PreTrainedModel,
     input_ids: Sequence[int],
     keywords: Keywords,
@@ -293,7 +293,7 @@ def _captured_request(
             options.stopping_criteria.append(StopStrings(tokenizer, stop_strings))
             keywords = _with_option(keywords, "stop_strings", None)
     with step_lock(model), use_adapter(model, options.adapter):
-        call = captured_call(
+        call = capture_call(
             model,
             **arguments,
             **keywords,

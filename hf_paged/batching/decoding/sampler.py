@@ -242,7 +242,7 @@ def _choose(
         batchable = [decoding.batchable for decoding in decodings if decoding.batchable is not None]
         scores = process_together(raw, batchable)
     if decodings[0].do_sample:
-        tokens = _draw(decodings, scores)
+        tokens = _draw_from_scores(decodings, scores)
     else:
         tokens = argmax(scores)
     are_recorded = (decoding.record_logprobs for decoding in decodings for _ in decoding.open_rows)
@@ -261,7 +261,7 @@ def _choose(
     return SampledBatch(indices, decodings, tokens, logprobs)
 
 
-def _draw(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
+def _draw_from_scores(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
     """Draws tokens `(n,)` from `(n, vocab)` scores; `_NO_TOKEN` for rows whose scores allow no
     token. For a single decoding on the CPU, raises torch's error instead."""
     probs = scores.softmax(dim=-1)
@@ -272,10 +272,10 @@ def _draw(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
         # rows whose scores allow no token still draw, uniformly, so that they do not change the
         # random numbers of the rows after them
         probs = torch.where(is_drawable[:, None], probs, 1.0)
-    return torch.where(is_drawable, _draw_rows(decodings, probs), _NO_TOKEN)
+    return torch.where(is_drawable, _draw_from_probs(decodings, probs), _NO_TOKEN)
 
 
-def _draw_rows(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
+def _draw_from_probs(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
     """Draws tokens `(n,)` from `(n, vocab)` probabilities. Of several decodings, those without a
     seeded generator draw together, each of the others separately; a single decoding draws its rows
     by `SampleDecoding.draw`."""

@@ -95,8 +95,10 @@ class RectangleRunner(Runner):
     ) -> Tensor:
         self._copy_snapshots()
         parts, other_indices = self.run_whole_prompts(plan)
-        rows = [(self._kind(plan, index), 1, plan.counts[index], index) for index in other_indices]
-        for indices in self.divide(rows):
+        entries = [
+            (self._kind(plan, index), 1, plan.counts[index], index) for index in other_indices
+        ]
+        for indices in self.divide(entries):
             part = plan.select(indices)
             if _begins(plan, indices[0]):
                 logits = self._forward(self._make_rectangle(part), begins=True)

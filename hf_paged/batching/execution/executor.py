@@ -323,15 +323,15 @@ class Executor:
         return self.compute(self.runner.run, plan, None)
 
     def compute(self, forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Runs `forward`, a method of the runner, with the autocast of `begin` and together with
-        the other processes, if any; returns its logits."""
+        """Runs `forward`, a method of a runner, with the autocast of `begin` and together with the
+        other processes, if any; returns its result."""
         shared_forward = NOTHING if self._processes is None else self._processes.forward()
         with self._autocast_context(), shared_forward:
             return forward(*arguments)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
-        """Returns a function that copies the tokens of these rows to the host and meanwhile
-        launches the next step; `None` if that step cannot be launched ahead (`RunAhead.fetch`)."""
+        """Returns a function that copies the tokens of these rows to the host and meanwhile tries
+        to launch the next step; `None` if no such step can be launched (`RunAhead.fetch`)."""
         if self.run_ahead is None or not self.runner.is_packed:
             return None
         return self.run_ahead.fetch(ready, self._launch_next)

@@ -127,8 +127,8 @@ class SampleDecoding(Decoding):
         self._open_processors = (self.open_rows, processors)  # rows, and the processors for them
         needs_scores = self.do_sample or self.record_logprobs or processors
         self.chooses_argmax = self._selects_rows and not needs_scores
-        has_criteria = bool(checker.callers_criteria or checker.stop_strings)
-        has_readers = has_criteria or streamer is not None
+        has_other_criteria = bool(checker.callers_criteria or checker.stop_strings)
+        has_readers = has_other_criteria or streamer is not None
         is_single_row = self.num_rows == 1
         self.is_simple = is_single_row and not has_readers and not self.record_logprobs
         self.accepts_runs = self.chooses_argmax and self.is_simple

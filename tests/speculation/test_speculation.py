@@ -612,7 +612,7 @@ def test_what_an_engine_cannot_assist_says_so() -> None:
     model, (text,) = models.get("llama"), prompts(9)
     assistant = models.get_assistant("llama")
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"num_beams": 2}, {"assistant_model": assistant}, "leave the assistant out"),
+        ({"num_beams": 2}, {"assistant_model": assistant}, "leave `assistant_model` out"),
         (
             {"num_return_sequences": 2, "do_sample": True},
             {"assistant_model": assistant},

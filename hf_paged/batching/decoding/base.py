@@ -1,5 +1,5 @@
-"""The state of a decoding between two forwards, and the criteria that end its rows. The loop owns
-the keys, values and blocks."""
+"""The state of a decoding between two forwards, and the criteria that end its rows. A decoding
+holds no keys, values or blocks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class SampledTokens(NamedTuple):
     tokens: list[int]
     # with beams, row i continues row parents[i]; otherwise `None`: every row continues itself
     parents: list[int] | None
-    finished: list[int]  # rows that need no forward after this step
+    finished: list[int]  # those of `rows` that need no forward after this step
     rows: list[int]  # rows that were open before the step
     # of a decoding with a draft, which has a single row: the step's new tokens except the last
     earlier: tuple[int, ...] = ()
@@ -73,7 +73,7 @@ class SampledTokens(NamedTuple):
 
 Result = int | SampledTokens | BaseException
 """A step's result for a decoding: an `int` is the next token of its only row, which continues; an
-exception ended the step."""
+exception is the error with which the step failed."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class StopChecker:
             else:
                 self.callers_criteria.append(criterion)
 
-    def reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
+    def finish_reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
         """Returns why a row of `length` tokens, the last of which is `token`, ends; `None` if it
         continues. `hits_stop_string`: whether `token` completes a stop string. Does not evaluate
         `callers_criteria`."""
@@ -198,7 +198,8 @@ class Draft:
         self.position = 0  # index in `tokens` of the token that is chosen next
 
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Draws the next token, `(1,)`, from the model's `(1, vocab)` probabilities."""
+        """Draws the next token, `(1,)`, given its `(1, vocab)` probabilities after logits
+        processors."""
         raise NotImplementedError
 
 
@@ -259,15 +260,14 @@ class Decoding:
 
     @property
     def batch_key(self) -> Hashable | None:
-        """A key for the next step, which samples single-row decodings with equal keys as one batch;
+        """A key for the next step: single-row decodings with equal keys are sampled as one batch;
         `None`: this decoding is sampled alone."""
         return None
 
     @property
     def input_ids(self) -> Tensor:
-        """The ids `(rows, cur_len)` of all tokens so far, contiguous. Their dtype is that of the
-        prompts and, from the first new token on, int64, as in transformers. Later steps do not
-        change this tensor."""
+        """The ids `(rows, length)` of all tokens so far: the prompts' tensor or, from the first new
+        token on, a contiguous int64 tensor, as in transformers. Later steps do not change it."""
         if self._new_tokens:
             columns = numbers_on(self._ids.device, self._new_tokens).t()
             ids = torch.cat([self._ids, columns], dim=-1)

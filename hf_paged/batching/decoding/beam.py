@@ -104,23 +104,24 @@ class BeamDecoding(Decoding):
         if eos is not None:
             fill_id = int(pad or eos[0])
         shape = (num_prompts, num_beams)
-        self.running = torch.full(
+        self.running_sequences = torch.full(
             (*shape, self.max_length),
             fill_id,
             dtype=torch.int64,
             device=device,
         )
         prompt_ids = inputs.input_ids.unflatten(0, shape)
-        self.running[:, :, : self.length] = prompt_ids
-        self.sequences = self.running.clone()
+        self.running_sequences[:, :, : self.length] = prompt_ids
+        self.sequences = self.running_sequences.clone()
         # the beams of a prompt are equal at first, so only the first one is a candidate
         self.running_scores = torch.zeros(shape, device=device)
         self.running_scores[:, 1:] = _NEVER
         self.beam_scores = torch.full(shape, _NEVER, device=device)
         self.is_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.may_improve = torch.ones((num_prompts, 1), dtype=torch.bool, device=device)
-        # by generated token, the row that it continued, [prompts, beams, new tokens]
-        new_tokens = self.running[:, :, self.length :]
+        # by generated token, the row that it continued, [prompts, beams, new tokens]; -1 before the
+        # token is generated
+        new_tokens = self.running_sequences[:, :, self.length :]
         self.running_indices = torch.full_like(new_tokens, -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()
         candidates = torch.arange(self.beams_to_keep, device=device)
@@ -178,7 +179,7 @@ class BeamDecoding(Decoding):
             next_token_hits_stopping_criteria=ends,
             num_beams=self.num_beams,
         )
-        self.running, self.running_scores, self.running_indices = compat.running_beams(
+        self.running_sequences, self.running_scores, self.running_indices = compat.running_beams(
             self.model,
             **arguments,
         )
@@ -193,7 +194,7 @@ class BeamDecoding(Decoding):
             )
         )
         self.length += 1
-        self._ids = self.running[:, :, : self.length].flatten(0, 1).contiguous()
+        self._ids = self.running_sequences[:, :, : self.length].flatten(0, 1).contiguous()
         # [prompts, 1]: transformers' estimate of whether a running beam can beat a finished one
         self.may_improve = compat.check_early_stop(
             self.model,
@@ -239,7 +240,7 @@ class BeamDecoding(Decoding):
             scores, sequences, indices = compat.top_k_continuations(
                 self.model,
                 totals.flatten(1),  # [prompts, beams * vocab]
-                running_sequences=self.running,
+                running_sequences=self.running_sequences,
                 running_beam_indices=self.running_indices,
                 cur_len=self.length,
                 decoder_prompt_len=self.prompt_length,
@@ -281,14 +282,15 @@ class BeamDecoding(Decoding):
 
     def _close_final_prompts(self) -> list[int]:
         """Closes prompts whose result is final, and returns their rows. A result is final if all of
-        its `num_beams` sequences are finished and, unless `early_stopping=True`, none can improve.
-        It stays final: `_update_finished_beams` adds -1e9 to the scores of new candidates, and
-        `_check_early_stop_heuristic` never returns true for the prompt again. Closed prompts do not
-        prolong the search of the others."""
+        its `num_beams` sequences are finished and, unless `early_stopping=True`, no running beam
+        can beat them. It stays final: `_update_finished_beams` adds -1e9 to the scores of new
+        candidates, and `_check_early_stop_heuristic` never returns true for the prompt again.
+        Closed prompts do not prolong the search of the others."""
         if not self._can_close_early:
             return []
         are_finished = self.is_finished.all(dim=1)
         worst_scores = self.beam_scores.amin(dim=1)
+        # a sequence whose score includes the penalty of -1e9 can still be replaced
         are_final = are_finished & (worst_scores > _NEVER / 10)
         if self.config.early_stopping is not True:
             are_final &= ~self.may_improve[:, 0]
@@ -303,8 +305,8 @@ class BeamDecoding(Decoding):
         return closed_rows
 
     def _close_all(self) -> list[int]:
-        """Closes all rows and returns them; sets the finish reasons and records of the returned
-        sequences."""
+        """Closes all open rows and returns them. Sets the finish reasons of the returned sequences
+        that are finished, and the records of all returned sequences."""
         finished, self.open_rows = self.open_rows, []
         sequences: list[list[int]] = self.select_returned(self.sequences).tolist()
         is_finished = self.select_returned(self.is_finished).tolist()
@@ -314,7 +316,7 @@ class BeamDecoding(Decoding):
             ids = sequences[i][:length]
             criteria = self.stop_checker.stop_strings
             is_hit = any(stop_string_hits(criterion, [ids])[0] for criterion in criteria)
-            reason = self.stop_checker.reason(ids[-1], length, is_hit)
+            reason = self.stop_checker.finish_reason(ids[-1], length, is_hit)
             self.finish_reasons[i] = reason or "criteria"
         if self.record_logprobs:
             beam_indices = self.select_returned(self.beam_indices).tolist()

@@ -58,7 +58,7 @@ _CONFIG_REASON = (
     "an engine's `PagedConfig` sets the memory and the forwards of all requests. Leave it out"
 )
 # options that an engine restricts: the values that it accepts, and why it rejects others
-_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+_RESTRICTED: dict[str, tuple[tuple[Any, ...], str]] = {
     **dict.fromkeys(
         _MODEL_OUTPUTS, ((None, False), "only `generate` has these outputs. Leave it out")
     ),
@@ -76,11 +76,11 @@ _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
 
 
 class LoopCall(NamedTuple):
-    """A call of transformers' decoding loop, with its arguments."""
+    """A call of one of transformers' decoding loops, with its arguments."""
 
     method: str  # name of the loop in `GenerationMixin`
     arguments: Keywords
-    # token ids and other model inputs, before rows were repeated; `None` if they were not recorded
+    # token ids and other model inputs before rows were repeated; `None` if they were not recorded
     unexpanded: tuple[Tensor, Keywords] | None
 
     def inputs(self, *options: Any) -> LoopInputs:
@@ -99,7 +99,7 @@ class LoopCall(NamedTuple):
 @dataclasses.dataclass
 class Capture:
     """Records the calls of a model's decoding loops instead of running them. Each of these calls
-    returns its ids, followed by an EOS token (or by 0 without EOS)."""
+    returns its ids, each row followed by an EOS token (or by 0 without EOS)."""
 
     model: PreTrainedModel
     calls: list[LoopCall] = dataclasses.field(default_factory=list)
@@ -118,12 +118,12 @@ class Capture:
 capturing: ContextVar[Capture | None] = ContextVar("hf_paged_capturing", default=None)
 
 
-def captured_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
+def capture_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
     """Returns the loop call that `model.generate(**arguments)` prepares. Its arguments contain the
-    encoder's outputs, if any; images are not encoded yet, since only the first forward does that.
-    Runs no loop and allocates no paged memory. Raises the errors of `generate` from before its
-    first loop, and `ServedByGenerateError` if `generate` does not call exactly one loop. The caller
-    holds the model's `step_lock`."""
+    encoder's outputs, if any; images for a decoder-only model are not encoded yet
+    (`compat.encode_media`). Runs no loop and allocates no paged memory. Raises the errors of
+    `generate` from before its first loop, and `ServedByGenerateError` if `generate` does not call
+    exactly one loop. The caller holds the model's `step_lock`."""
     arguments = _with_option(arguments, "cache_implementation", "dynamic")
     capture = Capture(model)
     token = capturing.set(capture)
@@ -166,8 +166,8 @@ def request_decoding(
     """Prepares the decoding of one prompt with the model's own methods; the decoding sends only new
     tokens to the streamer. Also returns the captured loop call for a model with an encoder or a
     prompt with inputs besides token ids, and otherwise `None`. Raises `ValueError` for an empty
-    prompt, for ids outside the vocabulary (`check_vocabulary`), and for options that only
-    `generate` serves or that `generate` rejects."""
+    prompt, for ids outside the vocabulary (`check_vocabulary`), and for options that are invalid or
+    that only `generate` serves."""
     generator = None
     if options.seed is not None:
         # the range of `torch.manual_seed`
@@ -204,7 +204,7 @@ def request_decoding(
             )
     check_vocabulary(model, input_ids, options.inputs)
     has_only_ids = options.inputs is None and not model.config.is_encoder_decoder
-    prepare = _prepared_request if has_only_ids else _captured_request
+    prepare = _prepare_request_call if has_only_ids else _capture_request_call
     call = prepare(model, input_ids, keywords, options, tokenizer)
     inputs = call.inputs(generator, options.return_logprobs, num_alternatives)
     decoding: SampleDecoding | BeamDecoding
@@ -214,13 +214,13 @@ def request_decoding(
         if options.streamer is not None:
             raise ValueError(
                 "a streamer does not work with beam search, whose tokens are final only at the end:"
-                " leave it out"
+                " leave the streamer out"
             )
         decoding = BeamDecoding(model, inputs)
     return decoding, None if has_only_ids else call
 
 
-def _prepared_request(
+def _prepare_request_call(
     model: PreTrainedModel,
     input_ids: Sequence[int],
     keywords: Keywords,
@@ -268,14 +268,15 @@ def _ids_tensor(model: PreTrainedModel, input_ids: Sequence[int]) -> Tensor:
     return torch.tensor([list(input_ids)], dtype=torch.long, device=compute_device(model))
 
 
-def _captured_request(
+def _capture_request_call(
     model: PreTrainedModel,
     input_ids: Sequence[int],
     keywords: Keywords,
     options: RequestOptions,
     tokenizer: Any,
 ) -> LoopCall:
-    """Captures the loop call of a prompt with inputs besides, or instead of, token ids."""
+    """Captures the loop call of a prompt for a model with an encoder, or of a prompt with inputs
+    besides, or instead of, token ids."""
     device = compute_device(model)
     arguments: Keywords = {}
     for name, value in (options.inputs or {}).items():
@@ -292,7 +293,7 @@ def _captured_request(
             options.stopping_criteria.append(StopStrings(tokenizer, stop_strings))
             keywords = _with_option(keywords, "stop_strings", None)
     with step_lock(model), use_adapter(model, options.adapter):
-        call = captured_call(
+        call = capture_call(
             model,
             **arguments,
             **keywords,
@@ -324,9 +325,10 @@ def _generate_keywords(
     model: Any,
     generation_config: GenerationConfig | Mapping[str, Any] | None,
 ) -> Keywords:
-    """Returns the generation config as keyword arguments of `generate`. Each option of a dict
-    becomes an argument, since an option that is `None` differs from a missing one. Raises
-    `ValueError` for options that an engine does not support."""
+    """Returns the generation config as keyword arguments of `generate`. The options of a dict
+    become arguments, even if they are `None`, since a missing option gets its default. Options in
+    `_RESTRICTED`, and those of a saved config (`is_saved_config`), are left out if they are `None`.
+    Raises `ValueError` for options that an engine does not support."""
     check_generation_config(generation_config)
     keywords: Keywords = {"generation_config": generation_config}
     defaults = model.generation_config
@@ -340,7 +342,7 @@ def _generate_keywords(
                 raise ValueError("`max_length` is None: leave it out, or set `max_new_tokens`")
         keywords = {"generation_config": None, **options}
     if generation_config is not None:
-        for name, (accepted, reason) in _UNSUPPORTED.items():
+        for name, (accepted, reason) in _RESTRICTED.items():
             value = _option_value(keywords, name)
             default = getattr(defaults, name, None)
             if value != default and value not in accepted:
@@ -348,7 +350,7 @@ def _generate_keywords(
     return {
         name: value
         for name, value in keywords.items()
-        if value is not None or name not in _UNSUPPORTED
+        if value is not None or name not in _RESTRICTED
     }
 
 
@@ -371,18 +373,19 @@ def _checked_mode(config: Any, assistant: Any = None) -> Any:
     mode = config.get_generation_mode(assistant)
     if mode.value not in _MODES:
         raise ValueError(
-            f"the options ask for {mode.value!r}, and an engine supports {', '.join(_MODES)}:"
-            " change them, or call `generate`"
+            f"the options ask for {mode.value!r}, but an engine supports only"
+            f" {', '.join(_MODES)}: change the options, or call `generate`"
         )
-    if option_for_drafts(config, assistant) is not None and mode.value != _ASSISTED:
+    option = option_for_drafts(config, assistant)
+    if option is not None and mode.value != _ASSISTED:
         raise ValueError(
-            "an assistant or prompt lookup works with greedy search or sampling, not with beams:"
-            " set `num_beams` to 1, or leave the assistant out"
+            f"`{option}` works only with greedy search or sampling, not with beams: set `num_beams`"
+            f" to 1, or leave `{option}` out"
         )
     if config.token_healing:
         raise ValueError("an engine has no `token_healing`: leave it out, or call `generate`")
     for name in (*_MODEL_OUTPUTS, *_LOOP_OUTPUTS):
-        # the model's own config may have turned them on
+        # the model's generation config may have turned it on
         setattr(config, name, False)
     return mode
 
@@ -395,9 +398,10 @@ _MAX_CACHED_CONFIGS = 64
 
 def _cached_config(model: Any, keywords: Keywords) -> GenerationConfig:
     """Returns the config that transformers prepares from these options; the caller may change it.
-    Since transformers copies and checks about seventy attributes twice, the configs are cached:
-    later requests with the same options get copies, while the model's configs are unchanged. The
-    keys are pickled bytes, since transformers' checks depend on types, and `True == 1 == 1.0`."""
+    Since transformers copies and checks about seventy attributes twice, prepared configs are
+    cached: later requests with the same options get copies, as long as the model's configs are
+    unchanged. The keys are pickled bytes, since transformers' checks depend on types, but
+    `True == 1 == 1.0`."""
     configs = (model.generation_config, keywords["generation_config"])
     # the options of a subclass may depend on more than its attributes
     are_plain = all(config is None or type(config) is GenerationConfig for config in configs)
@@ -434,7 +438,8 @@ def _loop_config(
     assistant_options: Keywords,
 ) -> Any:
     """Returns the config with which `generate` would call its loop for `(1, length)` ids. Raises
-    `ValueError` for options that an engine does not support."""
+    `ValueError` for options that an engine does not support, and the errors of transformers'
+    validation."""
     defaults = model.generation_config
     has_default_max = defaults.max_length is None and _option_value(keywords, "max_length") is None
     has_default_min = defaults.min_length is None and _option_value(keywords, "min_length") is None

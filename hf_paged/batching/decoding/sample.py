@@ -127,8 +127,8 @@ class SampleDecoding(Decoding):
         self._open_processors = (self.open_rows, processors)  # rows, and the processors for them
         needs_scores = self.do_sample or self.record_logprobs or processors
         self.chooses_argmax = self._selects_rows and not needs_scores
-        has_criteria = bool(checker.callers_criteria or checker.stop_strings)
-        has_readers = has_criteria or streamer is not None
+        has_other_criteria = bool(checker.callers_criteria or checker.stop_strings)
+        has_readers = has_other_criteria or streamer is not None
         is_single_row = self.num_rows == 1
         self.is_simple = is_single_row and not has_readers and not self.record_logprobs
         self.accepts_runs = self.chooses_argmax and self.is_simple
@@ -201,8 +201,9 @@ class SampleDecoding(Decoding):
                 raise
             if has_wrong_shape:
                 raise RuntimeError(
-                    f"the logits processors returned scores {tuple(scores.shape)} for logits"
-                    f" {tuple(logits.shape)}: they must return one row of scores per row of logits"
+                    f"the logits processors returned scores of shape {tuple(scores.shape)} for"
+                    f" logits of shape {tuple(logits.shape)}: they must return one row of scores"
+                    " per row of logits"
                 )
         if self.scores is not None:
             self.scores += (scores,)
@@ -239,7 +240,7 @@ class SampleDecoding(Decoding):
         rows = self.open_rows
         checker = self.stop_checker
         running = [(index, row) for index, row in enumerate(rows) if not self._end_lengths[row]]
-        stop_string_rows = self._at_stop_strings(running, chosen) if checker.stop_strings else ()
+        stop_string_rows = self._find_stop_string_rows(running, chosen)
         if records:
             for index, row in running:
                 self.records[row].append(records[index])
@@ -263,7 +264,8 @@ class SampleDecoding(Decoding):
             tokens = self.input_ids[:, -1].tolist()
         ended = []
         for _, row in running:
-            reason = checker.reason(tokens_by_row[row], self.length, row in stop_string_rows)
+            hits_stop_string = row in stop_string_rows
+            reason = checker.finish_reason(tokens_by_row[row], self.length, hits_stop_string)
             if reason in (None, "length") and any(by_row[row] for by_row in are_hits):
                 reason = "criteria"
             if reason is not None:
@@ -274,7 +276,7 @@ class SampleDecoding(Decoding):
             self._stream(tokens_by_row, ended)  # as chosen, not as criteria overwrote them
         return SampledTokens(tokens, None, finished, rows)
 
-    def _at_stop_strings(self, running: list[tuple[int, int]], chosen: list[int]) -> set[int]:
+    def _find_stop_string_rows(self, running: list[tuple[int, int]], chosen: list[int]) -> set[int]:
         """Returns the rows whose chosen token completes a stop string. `running` holds, for each
         row that has not ended, the index of its token in `chosen`, and the row."""
         stop_string_rows: set[int] = set()
@@ -359,7 +361,7 @@ class SampleDecoding(Decoding):
         tokens: list[int] = []
         for token, draft_token in zip(chosen, [*drafted, None]):
             tokens.append(token)
-            reason = checker.reason(token, self.length + len(tokens), False)
+            reason = checker.finish_reason(token, self.length + len(tokens), False)
             if reason is not None or token != draft_token:
                 break
         self._new_tokens += [[token] for token in tokens]

@@ -43,13 +43,14 @@ _IS_SIMPLE = operator.attrgetter("is_simple")
 
 @dataclass
 class SampledBatch:
-    """The next tokens of decodings that were sampled together, on their device."""
+    """The next tokens, on the device, of decodings that were sampled together."""
 
     indices: list[int]  # of the decodings in the step
     decodings: list[SampleDecoding]
     tokens: Tensor  # (open rows,) int64; may contain `_NO_TOKEN`
-    # if any row is recorded: (recorded rows,) log-probabilities before and after processors; if any
-    # row has alternatives, also their (recorded rows, k) ids and both of their log-probabilities
+    # empty if no row is recorded; otherwise the tokens' log-probabilities before and after
+    # processors, (recorded rows,); then, if any row has alternatives, their ids, and their
+    # log-probabilities before and after processors, (recorded rows, k)
     logprobs: list[Tensor]
 
     def accept(self, tokens: list[int], columns: list[list[Any]]) -> list[Result]:
@@ -84,10 +85,10 @@ def sample_step(
     ready: Sequence[tuple[Decoding, LogitRows]],
     fetch: Fetch | None = None,
 ) -> list[Result]:
-    """Takes one step of each decoding with its logits: one row for each of its open rows, or `n +
-    1` rows for a decoding with a draft of `n` tokens. Such a decoding accepts the leading tokens
-    that equal the draft's, and one more, each as if it were sampled in a separate step. `fetch` as
-    in `sample_position`, but not called if any decoding has a draft."""
+    """Takes one step of each decoding, which has a row of logits for each of its open rows, or `n +
+    1` rows of logits if it has a draft of `n` tokens. A decoding with a draft accepts the leading
+    tokens that equal the draft's, and one more, each as if it were sampled in a separate step.
+    `fetch` as in `sample_position`, but not called if any decoding has a draft."""
     drafted = [index for index, (decoding, _) in enumerate(ready) if decoding.draft is not None]
     if not drafted:
         return sample_position(ready, fetch)
@@ -123,7 +124,7 @@ def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | Non
         tokens = [result.tokens[row] for row in result.rows if row not in result.finished]
     for token in tokens:
         if not 0 <= token < num_embeddings:
-            return IndexError(  # as the embedding raises
+            return IndexError(  # the type of error that the embedding would raise
                 f"token id {token} was chosen, but only ids from 0 to {num_embeddings - 1} have an"
                 " embedding: the model's head is wider than its embedding, a logits processor"
                 " widened the scores, or a stopping criterion wrote the id"
@@ -141,8 +142,8 @@ def _with_earlier(previous: Result | None, result: Result) -> Result:
 
 
 def _advance_draft(decoding: Decoding, result: Result) -> bool:
-    """If the token just chosen equals the draft's, so that the logits after it are valid, advances
-    `draft.position` and returns `True`."""
+    """If the row continues and its new token equals the draft's, so that the logits after this
+    token are valid, advances `draft.position` and returns `True`."""
     draft = decoding.draft
     if draft is None or not isinstance(result, SampledTokens) or decoding.is_done:
         return False
@@ -164,12 +165,12 @@ def sample_position(
     ready: Sequence[tuple[Decoding, LogitRows]],
     fetch: Fetch | None = None,
 ) -> list[Result]:
-    """Takes one step of each decoding with its logits, one row for each of its open rows.
-    Single-row decodings with equal `batch_key` are sampled as one batch; if a batch has several,
-    those without a seeded generator draw by `draw_by_inversion`. An error or an interrupt in a
-    caller's code becomes the result of its decoding only. `fetch` (default: `Tensor.tolist`) copies
-    the tokens of all open rows to the host, in the order of the decodings. It is called at most
-    once, and only if every decoding has chosen tokens on the device."""
+    """Takes one step of each decoding, which has a row of logits for each of its open rows.
+    Single-row decodings with equal `batch_key` are sampled as one batch; in a batch of several
+    decodings, those without a seeded generator draw by `draw_by_inversion`. An error or an
+    interrupt in a caller's code becomes the result of its decoding only. `fetch` (default:
+    `Tensor.tolist`) copies the tokens of all open rows to the host, in the order of the decodings.
+    It is called at most once, and only if every decoding has chosen tokens on the device."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return sample_position(ready, fetch)
@@ -206,8 +207,9 @@ def _try_choose(
     results: dict[int, Result],
 ) -> None:
     """Samples the decodings at these indices as one batch and adds it to `batches`; the result of a
-    beam search goes to `results`. If that fails, samples each decoding separately, and adds the
-    errors of decodings that fail to `results`."""
+    beam search goes to `results`. If sampling fails, samples each decoding separately, and adds the
+    errors of decodings that fail to `results`. Raises an interrupt of a batch of several
+    decodings."""
     decoding, rows = ready[indices[0]]
     try:
         if isinstance(decoding, BeamDecoding):
@@ -240,7 +242,7 @@ def _choose(
         batchable = [decoding.batchable for decoding in decodings if decoding.batchable is not None]
         scores = process_together(raw, batchable)
     if decodings[0].do_sample:
-        tokens = _draw(decodings, scores)
+        tokens = _draw_from_scores(decodings, scores)
     else:
         tokens = argmax(scores)
     are_recorded = (decoding.record_logprobs for decoding in decodings for _ in decoding.open_rows)
@@ -259,7 +261,7 @@ def _choose(
     return SampledBatch(indices, decodings, tokens, logprobs)
 
 
-def _draw(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
+def _draw_from_scores(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
     """Draws tokens `(n,)` from `(n, vocab)` scores; `_NO_TOKEN` for rows whose scores allow no
     token. For a single decoding on the CPU, raises torch's error instead."""
     probs = scores.softmax(dim=-1)
@@ -270,12 +272,13 @@ def _draw(decodings: list[SampleDecoding], scores: Tensor) -> Tensor:
         # rows whose scores allow no token still draw, uniformly, so that they do not change the
         # random numbers of the rows after them
         probs = torch.where(is_drawable[:, None], probs, 1.0)
-    return torch.where(is_drawable, _draw_rows(decodings, probs), _NO_TOKEN)
+    return torch.where(is_drawable, _draw_from_probs(decodings, probs), _NO_TOKEN)
 
 
-def _draw_rows(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
-    """Draws tokens `(n,)` from `(n, vocab)` probabilities: together for decodings without a seeded
-    generator, if there are several decodings; separately for the others."""
+def _draw_from_probs(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
+    """Draws tokens `(n,)` from `(n, vocab)` probabilities. Of several decodings, those without a
+    seeded generator draw together, each of the others separately; a single decoding draws its rows
+    by `SampleDecoding.draw`."""
     if len(decodings) == 1:
         return decodings[0].draw(probs)
     unseeded = [row for row, decoding in enumerate(decodings) if decoding.generator is None]
@@ -297,7 +300,8 @@ def _try_fetch(
     results: dict[int, Result],
 ) -> list[HostBatch]:
     """Returns each batch with its tokens and log-probabilities on the host. If the copies fail,
-    copies each batch separately, and adds the errors of batches that fail to `results`."""
+    copies each batch separately, and adds the errors of batches that fail to `results`. An
+    interrupt that is an `Exception` becomes the result of all decodings."""
     fetched: list[HostBatch] = []
     try:
         tokens_of_batches = _fetch(batches, fetch)
@@ -321,7 +325,7 @@ def _fetch(batches: list[SampledBatch], fetch: Fetch) -> list[list[int]]:
     if len(batches) < 2:
         return [fetch(batch.tokens) for batch in batches]
     device = batches[0].tokens.device
-    # by decoding: the host list of its batch, and its tokens on the device
+    # by the index of a decoding: the list for its batch on the host, and its tokens on the device
     parts: dict[int, tuple[list[int], Tensor]] = {}
     tokens_of_batches: list[list[int]] = []
     for batch in batches:

@@ -20,7 +20,7 @@ _REPETITION_PENALTY = stock.RepetitionPenaltyLogitsProcessor
 CHUNK = 128  # vocabulary entries per partial maximum or sum
 
 # Processors that read only the scores, each with the numeric attribute that may differ between the
-# rows of one call.
+# rows of one call (`None`: no attribute may).
 _SEQUENCE_FREE: dict[type, str | None] = {
     stock.TemperatureLogitsWarper: "temperature",
     stock.TopKLogitsWarper: "top_k",
@@ -91,7 +91,8 @@ def narrow_processors(
     rows: Sequence[int],
     num_rows: int,
 ) -> LogitsProcessorList:
-    """Adapts the row-wise processors of a call with `num_rows` rows to a batch of only `rows`."""
+    """Returns row-wise processors for only `rows` of a batch, given those for its `num_rows`
+    rows."""
     narrowed = LogitsProcessorList()
     for processor in processors:
         narrowed_attributes: dict[str, Any] = {}
@@ -113,7 +114,8 @@ def narrow_processors(
 
 
 def _constant_attributes(processor: Any) -> tuple[Any, ...]:
-    """Returns the attributes in which two processors of one type must agree to share a call."""
+    """Returns the attribute values in which two processors of one type must agree to share a
+    call."""
     if type(processor) is _REPETITION_PENALTY:
         return ()
     varying_name = _SEQUENCE_FREE.get(type(processor))
@@ -129,8 +131,8 @@ def _constant_attributes(processor: Any) -> tuple[Any, ...]:
 
 class BatchableProcessors:
     """The processors of a single-row decoding. Decodings with equal `key` can share a call of
-    `process_together`: their processors differ at most in one number each, and in the `penalized`
-    tokens."""
+    `process_together`, since their `processors` differ at most in one number each, and in the
+    `penalized` tokens; but only in steps in which no `length_bound` processor changes scores."""
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
         self.processors: list[Any] = []
@@ -204,11 +206,12 @@ def _penalized_tokens(
 
 
 def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
-    """Applies the processors of each row to `(rows, vocab)` float32 scores, and returns the result.
-    `members`: the processors of each row, all with the same `key`."""
+    """Applies the `processors` of each row's member to `(rows, vocab)` float32 scores, and returns
+    the result. `members`: one per row, all with the same `key`; their `length_bound` processors
+    change no scores in this step."""
     for processors in zip(*(member.processors for member in members)):
-        first: Any = processors[0]
-        kind = type(first)
+        first_processor: Any = processors[0]
+        kind = type(first_processor)
         name = _SEQUENCE_FREE.get(kind)
         values: list[Any] = []
         if name:
@@ -221,14 +224,14 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
             penalized_scores = torch.where(scores < 0, scores * penalty, scores / penalty)
             scores = torch.where(penalized, penalized_scores, scores)
         elif name is None or values.count(values[0]) == len(values):
-            scores = first(None, scores)
+            scores = first_processor(None, scores)
         elif name == "top_k":
             vocab = scores.shape[1]
             counts = [min(value, vocab) for value in values]
             ranks = numbers_on(scores.device, counts)[:, None]
             best, _ = torch.topk(scores, max(counts))
             thresholds = best.gather(1, ranks - 1)
-            scores = scores.masked_fill(scores < thresholds, first.filter_value)
+            scores = scores.masked_fill(scores < thresholds, first_processor.filter_value)
         else:  # in transformers' formula, a `(rows, 1)` column takes the place of a number
             column = numbers_on(scores.device, values, torch.double)[:, None]
             # transformers rounds `1 - top_p`, and the other numbers themselves, to float32
@@ -236,9 +239,9 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
                 column = 1 - (1 - column).float().double()
             else:
                 column = column.float()
-            shared = copy.copy(first)
-            setattr(shared, name, column)
-            scores = shared(None, scores)
+            column_processor = copy.copy(first_processor)
+            setattr(column_processor, name, column)
+            scores = column_processor(None, scores)
     return scores
 
 
@@ -260,7 +263,7 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def _split_into_chunks(scores: Tensor, fill: float) -> Tensor:
-    """Pads `(rows, vocab)` with `fill`, and returns it as `(rows, chunks, CHUNK)`."""
+    """Pads `(rows, vocab)` scores with `fill`, and returns them as `(rows, chunks, CHUNK)`."""
     missing = -scores.shape[1] % CHUNK
     if missing:
         scores = torch.nn.functional.pad(scores, (0, missing), value=fill)
@@ -269,9 +272,9 @@ def _split_into_chunks(scores: Tensor, fill: float) -> Tensor:
 
 def draw(probs: Tensor, generator: torch.Generator | None) -> Tensor:
     """Returns `torch.multinomial(probs, 1, generator=generator).squeeze(1)` for `(rows, vocab)`
-    probabilities, and leaves the generator in the same state. Raises torch's `RuntimeError` for
-    rows that torch rejects. On a GPU where `exponential_race` equals torch's draw, does not
-    synchronize, and such rows get arbitrary tokens instead."""
+    probabilities, and leaves the generator in the state in which that call would leave it. Raises
+    torch's `RuntimeError` for rows that torch rejects; but on a GPU where `exponential_race` equals
+    torch's draw, such rows get arbitrary tokens, since the draw does not synchronize."""
     if probs.is_cpu or not _race_equals_multinomial(probs.device):
         return cpp.multinomial(probs, generator)
     return exponential_race(probs, generator)
@@ -372,8 +375,9 @@ class PromptLogprobs:
     def __init__(self, token_ids: Sequence[int], num_alternatives: int) -> None:
         self.token_ids = token_ids
         self.num_alternatives = num_alternatives
+        # by position: the token's log-probability, `None` until it is recorded
         self.values: list[float | None] = [None] * len(token_ids)
-        # by position, the alternatives: (token id, log-probability)
+        # by position: the alternatives, pairs of token id and log-probability
         self.top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
 
     def num_recordable(self, start: int, end: int) -> int:

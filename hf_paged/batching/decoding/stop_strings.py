@@ -15,7 +15,7 @@ from ... import compat
 
 _TokenText = Any  # `str`, or `bytes` for tokenizers whose tokens may be parts of characters
 
-# by tokenizer: number of tokens, their names, and the texts of tokens that have occurred
+# by tokenizer: the number of tokens, their names, and the texts of tokens that have occurred
 _vocabularies: weakref.WeakKeyDictionary[
     Any, tuple[int, dict[int, str], dict[int, _TokenText | None]]
 ]
@@ -51,7 +51,7 @@ class StopStrings(StoppingCriteria):
 
     def _is_hit(self, tokens: list[int]) -> bool:
         last = self._text(tokens[-1])
-        if last is None:
+        if last is None:  # a token without a text completes only an empty stop string
             return not all(self._strings)
         strings = [string for string in self._strings if string[-1:] in last]
         if not strings:

@@ -1,5 +1,5 @@
 """Checks the token ids of a request's prompt against the model's embeddings, before memory is
-allocated: a lookup outside of an embedding raises an error on the CPU, and makes a GPU unusable for
+allocated: a lookup outside an embedding raises an error on the CPU, and makes a GPU unusable for
 the process."""
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def check_vocabulary(
     model: PreTrainedModel, input_ids: Sequence[int], inputs: Mapping[str, Any] | None
 ) -> None:
     """Raises `ValueError` if token ids of a prompt, or `decoder_input_ids` of a model with an
-    encoder, are outside the vocabulary. In prompts with media such as images, accepts the ids that
-    the model's config names as their placeholders, and any ids if the model's class is not
-    transformers' own, since its code may define other placeholders."""
+    encoder, are outside the vocabulary. In prompts with further inputs, such as images, accepts the
+    ids that the model's config names as placeholders of media, and any ids if the model's class is
+    not transformers' own, since its code may define other placeholders."""
     inputs = inputs or {}
     has_encoder = model.config.is_encoder_decoder
     # embeddings and encoder outputs are read in place of the ids
-    are_read = inputs.get("inputs_embeds") is None and inputs.get("encoder_outputs") is None
-    if len(input_ids) and are_read:
+    reads_ids = inputs.get("inputs_embeds") is None and inputs.get("encoder_outputs") is None
+    if len(input_ids) and reads_ids:
         size = _num_embeddings_of(model, "get_encoder") if has_encoder else _num_with_extra(model)
         _check_ids(model, input_ids, size, inputs)
     decoder_ids = inputs.get("decoder_input_ids")
@@ -46,8 +46,8 @@ def check_vocabulary(
 def _check_ids(
     model: PreTrainedModel, ids: Sequence[int], size: int | None, inputs: Mapping[str, Any]
 ) -> None:
-    """Raises `ValueError` for ids that are neither in `range(size)` nor placeholders. `size` is
-    `None` if there is no table of ids; all ids are then accepted."""
+    """Raises `ValueError` for ids outside `range(size)`, except those that `check_vocabulary`
+    accepts. `size` is `None` if there is no table of ids; all ids are then accepted."""
     lowest = min(ids)
     highest = max(ids)
     if size is None or (lowest >= 0 and highest < size):
@@ -79,7 +79,7 @@ def _num_with_extra(model: PreTrainedModel) -> int:
 
 def _num_embeddings_of(model: Any, getter: str) -> int | None:
     """Returns the number of embeddings of the encoder or decoder that the model's method `getter`
-    returns; `None` if it has no table of token ids, but embeds audio for instance."""
+    returns; `None` if that module has no table of token ids, but embeds audio for instance."""
     try:
         table = getattr(model, getter)().get_input_embeddings()
     except (AttributeError, NotImplementedError):

@@ -1,4 +1,4 @@
-"""Runs one model's forwards for the batching loop, one at a time, and handles changes of the model.
+"""Runs one model's forwards for the batching loop, one at a time, and handles changes to the model.
 The scheduler chooses the rows; decodings sample the tokens."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StableSpan:
     that runs its requests to their ends. It is a period of `model.weights.WeightsGuard`."""
 
     is_call: bool = False
-    is_open: bool = False  # whether its first step has begun
+    is_open: bool = False  # whether its period has begun, or is not needed
     is_committed: bool = False  # whether `Executor.commit` was called, or is not needed
 
 
@@ -72,7 +72,8 @@ class Executor:
         self.checks_weights = False  # whether the prefix cache is used (see `begin`)
         self.allows_replays = False  # whether steps may be replays (see `begin`)
         self.adapters = adapters or OnDemand[Adapters]()
-        # launches decode steps before their input tokens are on the host; `None` if none can be
+        # launches decode steps before their input tokens are on the host; `None` if no step can be
+        # launched so early
         self.run_ahead: RunAhead | None = None
         if runner.recorder is not None:
             self.run_ahead = runner.recorder.run_ahead(memory, scheduler)
@@ -82,9 +83,9 @@ class Executor:
         # Two contexts around each step: the first runs compiled layers without compiled code, and
         # the second sets the attention of configs to `"hf_paged"`. `None`: not made yet.
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
-        # `guard.num_changes` when a change of the model was last handled; -1 after `forget_model`
+        # `guard.num_changes` when a change to the model was last handled; -1 after `forget_model`
         self._num_handled_changes = -1
-        # whether the model must be read before the next decodes, or the next `commit`
+        # whether the model's state must be read before the next decodes or the next `commit`
         self._is_state_due = False
         # the model's state when it was last read; `None` if there is none that still applies
         self._state: ModelState | None = None
@@ -116,9 +117,9 @@ class Executor:
         self.forget_model()
 
     def open(self, span: StableSpan) -> None:
-        """Called before the first step of a span, and before each further step of an engine. Before
-        the first, begins the guard's period and makes the next `check_model` check the model;
-        before the others, calls `mark_unverified`."""
+        """Called before the first step of a span and, in an engine's call, before each further
+        step. Before the first, begins the guard's period and makes the next `check_model` check the
+        model; before the others, calls `mark_unverified`."""
         if span.is_open:
             self.mark_unverified()  # another thread may change the model without pausing the engine
         else:
@@ -128,11 +129,11 @@ class Executor:
             span.is_open = self.is_unchecked = True
 
     def commit(self, span: StableSpan, runs_user_code: bool = False) -> None:
-        """Called before control returns to user code, in a call after its first token at the
+        """Called before control returns to user code; in a call, after its first token at the
         latest. If blocks are cached, fingerprints the weights that computed the span's blocks,
-        once and where needed (`WeightsGuard.commit`). User code may change the model between an
-        engine's steps and, with `runs_user_code`, between those of a call: then also records the
-        state with which `check_model` compares the model."""
+        once and only if needed (`WeightsGuard.commit`). If, in addition, user code may change the
+        model before the next step (after a span that is not a call, or with `runs_user_code`),
+        takes the reference with which `check_model` compares the model (`ModelState.watch`)."""
         should_watch = runs_user_code or not span.is_call
         is_done = span.is_committed and (not should_watch or self.guard.is_watched)
         if self.guard.is_on and not is_done:
@@ -156,8 +157,8 @@ class Executor:
             self.guard.abandon()
 
     def go_idle(self) -> None:
-        """Called once all requests have finished: releases the objects held for steps, and ends the
-        guard's work, which may fingerprint the weights."""
+        """Called once all requests have finished: releases the objects held for steps, and calls
+        `WeightsGuard.go_idle`, which may fingerprint the weights."""
         self.clear_run_ahead()
         self.runner.go_idle()
         with self.lock:
@@ -189,8 +190,8 @@ class Executor:
             self.run_ahead.clear()
 
     def handle_model_change(self) -> None:
-        """If the guard has detected a change of the model, or after `forget_model`, calls
-        `forget_model` and makes the model's state be read again where it is needed."""
+        """If, since the last call, the guard has detected a change to the model or `forget_model`
+        was called, calls `forget_model`; the model's state is then read again if it is needed."""
         if self.guard.num_changes != self._num_handled_changes:
             self.forget_model()
             self._num_handled_changes = self.guard.num_changes
@@ -231,8 +232,8 @@ class Executor:
         if state is not None:
             if self.runs_user_code:
                 state.accept()
-            # in a call, replays check the model again only after `mark_unverified`, so the
-            # addresses that they read must stay valid
+            # in a `generate` call, which switches attention itself, replays check the model again
+            # only after `mark_unverified`, so the addresses that they read must stay valid
             if not self._switches_attention:
                 state.keep_memory()
         recorded_state = None if self.runner.recorder is None else state
@@ -322,15 +323,15 @@ class Executor:
         return self.compute(self.runner.run, plan, None)
 
     def compute(self, forward: Callable[..., Tensor], *arguments: Any) -> Tensor:
-        """Runs `forward`, a method of the runner, with the autocast of `begin` and together with
-        the other processes, if any; returns its logits."""
+        """Runs `forward`, a method of a runner, with the autocast of `begin` and together with the
+        other processes, if any; returns its result."""
         shared_forward = NOTHING if self._processes is None else self._processes.forward()
         with self._autocast_context(), shared_forward:
             return forward(*arguments)
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
-        """Returns a function that copies the tokens of these rows to the host and meanwhile
-        launches the next step; `None` if that step cannot be launched ahead (`RunAhead.fetch`)."""
+        """Returns a function that copies the tokens of these rows to the host and meanwhile tries
+        to launch the next step; `None` if no such step can be launched (`RunAhead.fetch`)."""
         if self.run_ahead is None or not self.runner.is_packed:
             return None
         return self.run_ahead.fetch(ready, self._launch_next)

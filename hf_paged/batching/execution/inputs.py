@@ -35,12 +35,13 @@ class PackedTokens(NamedTuple):
     query_start: list[int]  # index of each row's first token, then the number of tokens
     num_decodes: int  # leading rows with one token each
     groups: list[GroupTokens]
-    # ids of rotary factors, by token; empty if all tokens use the factors of short sequences
+    # ids of rotary factors, by token (`model.rope.LengthRope`); empty without a `LengthRope`, or if
+    # all tokens use the factors of short sequences
     rope_factors: list[int]
-    # positions by axis and token, for rotary embeddings with several axes; `None` if every
-    # sequence's positions are 0, 1, 2, ... on all axes
+    # positions by axis (one or several) and token; `None` if every sequence's positions are 0, 1,
+    # 2, ... on all axes
     axes: list[list[int]] | None = None
-    has_drafts: bool = False  # whether some rows are draft tokens of the row before them
+    has_drafts: bool = False  # whether some rows are draft tokens of a row before them
 
 
 def pack(
@@ -50,9 +51,9 @@ def pack(
     is_ahead: bool = False,
 ) -> PackedTokens:
     """Packs the tokens of a step, for layer groups with these block sizes (tokens). `rope`: the
-    rotary embeddings if their factors depend on a sequence's length (`model.rope.LengthRope`).
-    `is_ahead`: whether the tokens, one of each row, are only on the device; their ids are 0
-    here."""
+    rotary embeddings if their factors depend on a sequence's length (`model.rope.LengthRope`),
+    otherwise `None`. `is_ahead`: whether the tokens, one of each row, are only on the device; their
+    ids are 0 here."""
     # leading rows of one token each, which whole-list operations pack faster than a loop
     num_simple = plan.num_decodes
     if plan.has_drafts or rope is not None:
@@ -61,8 +62,8 @@ def pack(
     if is_ahead:
         token_ids = [0] * num_simple
     else:
-        simple = zip(plan.sequences, positions)
-        token_ids = [sequence.token_ids[position] for sequence, position in simple]
+        pairs = zip(plan.sequences, positions)
+        token_ids = [sequence.token_ids[position] for sequence, position in pairs]
     last = [row for row in range(num_simple) if plan.num_logits[row]]
     query_start = list(range(num_simple + 1))
     factors: list[int] = []
@@ -116,9 +117,9 @@ def _row_ends(first: int, count: int, draft: list[int]) -> range:
 
 def _pack_group(plan: StepPlan, group_index: int, block_size: int, num_simple: int) -> GroupTokens:
     all_tables = [sequence.blocks.tables[group_index] for sequence in plan.sequences]
-    simple = all_tables[:num_simple]
-    origins = [table.num_dropped * block_size for table in simple]
-    tables = list(map(_BLOCK_IDS, simple))
+    simple_tables = all_tables[:num_simple]
+    origins = [table.num_dropped * block_size for table in simple_tables]
+    tables = list(map(_BLOCK_IDS, simple_tables))
     # the index of each token in its table
     indices = list(map(operator.sub, plan.starts, origins))
     slots = [
@@ -188,7 +189,7 @@ def write_changed_rows(
 ) -> None:
     """Writes block tables to the rows of `buffer`, `width` int32 per row, from row `first` on.
     `written` has each row's current ids, and is updated. If a table has only grown, as most do from
-    step to step, writes its new ids alone; if nothing has changed, nothing."""
+    step to step, writes only its new ids; writes nothing for a table that has not changed."""
     for row, block_ids in enumerate(tables, first):
         row_ids = written[row]
         if row_ids == block_ids:
@@ -212,8 +213,8 @@ class TableRows:
         self._buffer = memoryview(b"")  # the tensor's memory
 
     def tensor(self, tables: list[list[int]]) -> Tensor:
-        """Returns the tables as `(len(tables), max_blocks)` int32 on the CPU, valid until the next
-        call; block ids past a table's end are arbitrary."""
+        """Returns the tables as `(len(tables), n)` int32 on the CPU, valid until the next call; `n`
+        is at least the length of the longest table. Block ids past a table's end are arbitrary."""
         num_rows = len(tables)
         width = max(map(len, tables), default=0)
         row_capacity, column_capacity = self._tensor.shape

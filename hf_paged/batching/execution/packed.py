@@ -182,11 +182,11 @@ class PackedRunner(Runner):
         with self._rope_context([]), self.product_context:
             num_cached = count_cached(index_by_row, plan)
             logits, looks_ahead = prompts.forward(self.model, cache, sequences, num_cached)
-        content = prompts.content(self.model.config)
-        # a block's keys in the prefix cache must cover all tokens on which its K/V depend, so no
-        # text token may attend to later tokens
+        is_placeholder = prompts.placeholder_mask(self.model.config)
+        # a block's keys in the prefix cache must cover all tokens on which its K/V depend, so rows
+        # in which a text token may have attended to later tokens are not cached
         for row, sequence in sequences.items():
-            is_text = None if content is None else ~content[row].cpu()
+            is_text = None if is_placeholder is None else ~is_placeholder[row].cpu()
             if looks_ahead is None or is_text is None or bool((looks_ahead[row] & is_text).any()):
                 sequence.request.namespace = UNCACHED
         rows_with_logits = [row for row, index in index_by_row.items() if plan.num_logits[index]]
@@ -217,11 +217,11 @@ class PackedRunner(Runner):
         if not self.is_packed:
             unpacked_plan = plan
         logits = self.compute(tokens, extra_indices, unpacked_plan, context)
-        end = len(tokens.last)
+        start = len(tokens.last)
         for recording, position, indices in recordings:
-            stop = end + len(indices)
-            recording.record(position, logits[end:stop])
-            end = stop
+            end = start + len(indices)
+            recording.record(position, logits[start:end])
+            start = end
         logits = logits[: len(tokens.last)]
         if replayed is not None and self.recorder is not None:
             self.recorder.check([(logits, replayed)])
@@ -369,8 +369,8 @@ class PackedRunner(Runner):
     ) -> Tensor:
         """Runs the model on token ids and positions, both `(1, n)` int64; returns the logits
         `(k, vocab_size)` of the packed tokens with the indices `logit_indices`, `(k,)` int64, or of
-        all tokens. `host_logit_indices`: `logit_indices`, if known on the host. `unpacked_plan` as
-        in `compute`. `arguments`: further arguments of the model's forward."""
+        all tokens if it is `None`. `host_logit_indices`: `logit_indices`, if known on the host.
+        `unpacked_plan` as in `compute`. `arguments`: further arguments of the model's forward."""
         is_one_row = unpacked_plan is None or len(unpacked_plan) == 1
         has_kept_logits = logit_indices is not None and self._takes_logits_to_keep and is_one_row
         if has_kept_logits:

@@ -42,12 +42,12 @@ MEDIA_WORDS = (
 )
 
 
-class Keys(NamedTuple):
+class PromptKeys(NamedTuple):
     """A prompt's keys in the prefix cache. Placeholders are tokens that stand for other content."""
 
-    tokens: list[Hashable]  # one key per token
-    num_content: int  # tokens up to and including the last placeholder
-    num_text: int  # tokens before the first placeholder
+    token_keys: list[Hashable]  # one per token
+    num_content: int  # tokens up to and including the last placeholder; 0 without placeholders
+    num_text: int  # as `PromptInputs.num_text` returns it
 
 
 @dataclass(eq=False)
@@ -107,9 +107,9 @@ class PromptInputs:
         return len(self.axes[row] or ())
 
     def position_shift(self, row: int, counts_padding: bool = False) -> int:
-        """Returns the position of the first token after a row's prompt, minus the prompt's number
-        of tokens. `counts_padding`: whether the model, if it gets no `position_ids`, also counts
-        padding."""
+        """Returns how many more positions a row's prompt takes than it has tokens: its largest
+        position plus one, minus its number of tokens. `counts_padding`: whether the model, if it
+        gets no `position_ids`, also counts padding."""
         axes = self.axes[row]
         if axes is not None:
             return max(max(axis) + 1 - len(axis) for axis in axes)
@@ -129,7 +129,8 @@ class PromptInputs:
         end: int,
     ) -> list[list[int]] | None:
         """Returns the positions of a row's tokens `[first, end)`, by axis and token; they increase
-        by one after the prompt, and are floats if the model's are. `None` for 0, 1, 2, ..."""
+        by one after the prompt, and are floats if the model's are. Returns `None` if the row's
+        positions are 0, 1, 2, ... on all axes."""
         axes = self.axes[row]
         if axes is None:
             return None
@@ -158,58 +159,58 @@ class PromptInputs:
                 token_types[name] = value
         return token_types
 
-    def content(self, config: PreTrainedConfig) -> Tensor | None:
+    def placeholder_mask(self, config: PreTrainedConfig) -> Tensor | None:
         """Returns a mask `(rows, length)` bool of the placeholder tokens, which stand for images or
         other content; `None` if it is unknown which tokens these are."""
         ids = self.input_ids
         if ids.shape[1] != self.length or self.model_kwargs.get("inputs_embeds") is not None:
             return None
-        content = torch.zeros_like(ids, dtype=torch.bool)
+        is_placeholder = torch.zeros_like(ids, dtype=torch.bool)
         token_types = self._token_types
         for type_ids in token_types.values():
-            content |= type_ids.to(ids.device) != 0
+            is_placeholder |= type_ids.to(ids.device) != 0
         attributes = {**vars(config.get_text_config(decoder=True)), **vars(config)}
         for name, value in attributes.items():
             is_token = name.endswith(("token_id", "token_index")) and isinstance(value, int)
             if is_token and any(word in name for word in MEDIA_WORDS):
-                content |= ids == value
-        content &= padding_mask(self.paddings, self.length, ids.device)
+                is_placeholder |= ids == value
+        is_placeholder &= padding_mask(self.paddings, self.length, ids.device)
         # without placeholders, inputs other than token types may belong to any token
-        is_unknown = not bool(content.any()) and len(token_types) != len(self.names)
-        return None if is_unknown else content
+        is_unknown = not bool(is_placeholder.any()) and len(token_types) != len(self.names)
+        return None if is_unknown else is_placeholder
 
     def num_text(self, config: PreTrainedConfig) -> int:
         """Returns the number of tokens before the first placeholder; 0 if there are several rows or
         no placeholders, or if the placeholders are unknown."""
-        content = self.content(config) if len(self.paddings) == 1 else None
-        if content is None or not bool(content.any()):
+        mask = self.placeholder_mask(config) if len(self.paddings) == 1 else None
+        if mask is None or not bool(mask.any()):
             return 0
-        return int(content[0].nonzero()[0, 0]) - self.paddings[0]
+        return int(mask[0].nonzero()[0, 0]) - self.paddings[0]
 
-    def keys(self, config: PreTrainedConfig) -> list[Keys] | None:
+    def keys(self, config: PreTrainedConfig) -> list[PromptKeys] | None:
         """Returns each row's prefix-cache keys; `Prompts.assign` chooses their namespace. A
         placeholder's key includes a hash of all media and placeholders of the call. `None` if the
         prefix cache cannot be used for these prompts."""
-        content = self.content(config)
-        if content is None:
+        mask = self.placeholder_mask(config)
+        if mask is None:
             return None
         token_types = self._token_types
         media = {name: self.model_kwargs[name] for name in self.names if name not in token_types}
         # over all rows, since models assign images and audio to the rows' placeholders in order
         values_by_token = (self.input_ids, *token_types.values())
         placeholders = []
-        for row, is_placeholder in enumerate(content):
+        for row, is_placeholder in enumerate(mask):
             row_values = [values[row, is_placeholder].tolist() for values in values_by_token]
             placeholders.append(row_values)
         try:
             digest = _digest([media, placeholders])
         except TypeError:
             return None
-        keys_by_row = list[Keys]()
+        keys_by_row = list[PromptKeys]()
         num_text = self.num_text(config)
         for row, padding in enumerate(self.paddings):
             ids = self.input_ids[row, padding:].tolist()
-            is_placeholder = content[row, padding:].tolist()
+            is_placeholder = mask[row, padding:].tolist()
             num_content = 0
             if any(is_placeholder):
                 num_content = len(ids) - is_placeholder[::-1].index(True)
@@ -223,7 +224,7 @@ class PromptInputs:
                 if has_content or any(axis[i] != i for axis in axes):
                     source = (digest, row) if has_content else None
                     keys[i] = (token, tuple(column[i] for column in columns), source)
-            keys_by_row.append(Keys(keys, num_content, num_text))
+            keys_by_row.append(PromptKeys(keys, num_content, num_text))
         return keys_by_row
 
     def keys_after(self, row: int, token_ids: list[int]) -> list[Hashable]:
@@ -259,7 +260,8 @@ def is_plain_value(value: Any) -> bool:
 def _digest(value: Any) -> bytes:
     """Returns a cryptographic hash (32 bytes) of the tensors and plain values in nested containers.
     It must resist collisions: an input constructed to have the digest of another user's input would
-    be served that user's cached content. Raises `TypeError` for other objects."""
+    be served that user's cached content. Raises `TypeError` for other objects, and for sparse and
+    quantized tensors."""
     tensors: list[Tensor] = []
 
     def describe(value: Any) -> Any:

@@ -26,7 +26,7 @@ from ...model.own_loop import cache_parts, map_tensors, next_logits, tensors_of
 from ...model.structure import is_stock
 from ...model.trial import stock_cache
 from ..request import Request, RowsError, Sequence
-from .prompt_inputs import Keys, PromptInputs, is_plain_value
+from .prompt_inputs import PromptInputs, PromptKeys, is_plain_value
 from .rectangle import Rectangle
 
 
@@ -46,20 +46,20 @@ class JoinKey(NamedTuple):
     """A key of prompts. Rows of prompts with equal keys may continue in one rectangle."""
 
     needs_equal_lengths: bool  # whether these rows must also have equal lengths
-    # dtypes and shapes of the inputs, without the dimensions that can be padded, and the length of
-    # the encoder if it must be equal
+    # dtypes and shapes of the inputs, without rows and without columns that can be padded; then the
+    # number of encoder tokens if it must be equal
     shapes: Hashable
 
 
 @dataclass(eq=False)
 class Prompts(PromptInputs):
-    """The prompts of a call, as arguments of the model's `prepare_inputs_for_generation` that
-    `generate` prepared for the first forward. One forward computes all rows, since nothing says
-    which images and audio belong to which row."""
+    """The prompts of a call: the arguments of the model's `prepare_inputs_for_generation`, as
+    `generate` prepared them for the first forward. One forward computes all rows, since nothing
+    says which images and audio belong to which row."""
 
     # determines which other rows these rows may join in rectangles; `None`: no others
     join_key: JoinKey | None = None
-    # prompts with equal keys may share a forward; `None`: these prompts share it with no others
+    # prompts with equal keys may share a forward; `None`: these prompts share none with others
     merge_key: Hashable | None = None
 
     def set_join_keys(self, requirements: tuple[bool, bool] | None) -> None:
@@ -96,14 +96,14 @@ class Prompts(PromptInputs):
         """Returns a key that is equal for prompts that differ only in text, in length and in the
         values of floating-point inputs, all of which `merge_check` varies; `None` for prompts that
         must not be merged."""
-        content = self.content(config)
-        if content is None:
+        placeholder_mask = self.placeholder_mask(config)
+        if placeholder_mask is None:
             return None
         # includes each row's placeholders, so that surplus ones in one prompt cannot make up for
         # missing ones in another
         key: list[Hashable] = []
-        for ids, is_content in zip(self.input_ids, content):
-            key.append(tuple(sorted(ids[is_content].tolist())))
+        for ids, is_placeholder in zip(self.input_ids, placeholder_mask):
+            key.append(tuple(sorted(ids[is_placeholder].tolist())))
         for name, value in sorted(self._kwargs_with_mask.items()):
             if not isinstance(value, Tensor):
                 if not is_plain_value(value):
@@ -199,10 +199,10 @@ class Prompts(PromptInputs):
         self,
         model: PreTrainedModel,
         cache: PagedCache | EncoderDecoderCache | None,
-        rows: dict[int, Sequence],
+        sequences: dict[int, Sequence],
     ) -> Rectangle:
         """Returns a rectangle of all rows on the empty `cache` (`None` for a model that creates its
-        own), with the blocks of the sequences in `rows`, by row. The other rows have no blocks, and
+        own), with the blocks of `sequences`, by row. Rows without a sequence have no blocks, and
         consist of padding alone."""
         inputs = dict(self.model_kwargs)
         no_blocks = no_encoder_blocks = NO_BLOCKS
@@ -215,7 +215,7 @@ class Prompts(PromptInputs):
         blocks = [no_blocks] * num_rows
         encoded = [no_encoder_blocks] * num_rows
         paddings = [self.length] * num_rows
-        for row, sequence in rows.items():
+        for row, sequence in sequences.items():
             blocks[row] = sequence.blocks
             encoded[row] = sequence.request.encoded
             paddings[row] = self.paddings[row]
@@ -225,18 +225,18 @@ class Prompts(PromptInputs):
         self,
         model: PreTrainedModel,
         cache: PagedCache,
-        rows: dict[int, Sequence],
+        sequences: dict[int, Sequence],
         num_cached: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the model's own forward over all rows. Stores the keys and values of the sequences
-        in `rows`, by row, in their tables, which must have space for them, through the empty
-        `cache`. If there is a single row, its first `num_cached` tokens may be stored already.
-        Returns logits `(all rows, vocab_size)`, and the bool mask `(all rows, length)` of
-        `LookAhead.look_ahead_mask`, or `None` if it is unknown. Raises `ValueError` if the model
-        does not store `length` tokens per row, padding included."""
+        """Runs the model's own forward over all rows. The empty `cache` stores the keys and values
+        of `sequences`, by row, in their tables, which must have space for them. If there is a
+        single row, its first `num_cached` tokens may be stored already. Returns logits `(all rows,
+        vocab_size)`, and the bool mask `(all rows, length)` of `LookAhead.look_ahead_mask`, or
+        `None` if it is unknown. Raises `ValueError` if the model does not store `length` tokens per
+        row, padding included."""
         num_skipped = self.paddings[0] + num_cached if num_cached else 0
         observer = LookAhead(self.paddings, self.length, num_skipped)
-        rectangle = self.make_rectangle(model, cache, rows)
+        rectangle = self.make_rectangle(model, cache, sequences)
         rectangle.borrow(num_skipped)
         with observing_attention(observer):
             inputs = rectangle.inputs
@@ -248,7 +248,8 @@ class Prompts(PromptInputs):
         for count in counts:
             if count != self.length:
                 raise ValueError(
-                    f"the model stored keys and values of {count} tokens, not of {self.length}"
+                    f"the model stored keys and values of {count} tokens per row, not of"
+                    f" {self.length}"
                 )
         if observer.num_calls < len(counts):
             return logits, None
@@ -258,7 +259,7 @@ class Prompts(PromptInputs):
         self,
         request: Request,
         row: int,
-        keys: list[Keys] | None,
+        keys: list[PromptKeys] | None,
         can_begin_after_text: bool = False,
     ) -> None:
         """Makes a row the prompt of a request. Without `keys` the request does not use the prefix

@@ -37,7 +37,7 @@ class Rectangle:
     # inputs of the next forward, as `generate` carries them: attention mask, position ids, cache
     inputs: dict[str, Any]
     # names of the inputs that do not change from step to step
-    constants: set[str] = dataclasses.field(default_factory=set)
+    constant_names: set[str] = dataclasses.field(default_factory=set)
     row_bytes: int = 0  # bytes of a row's states
     # the range of encoder columns that each row attends to; `None` unless a forward has shown it
     encoder_columns: list[tuple[int, int]] | None = None
@@ -84,7 +84,7 @@ class Rectangle:
         for name, value in self.inputs.items():
             if value is self.cache:
                 value = cache
-            elif not is_same_order or name not in self.constants:
+            elif not is_same_order or name not in self.constant_names:
                 value = select_rows(name, value, index, len(self.blocks))
             selected.inputs[name] = value
         selected.cache = cache
@@ -140,8 +140,8 @@ class Rectangle:
             joined.inputs[name] = value
         if any(paddings):  # the mask also has a column for the next token
             joined.inputs[_MASK] = padding_mask(paddings, width + 1, device).long()
-        constants = (part.constants for part in parts)
-        joined.constants = set.intersection(*constants) - {_MASK}
+        constant_names = (part.constant_names for part in parts)
+        joined.constant_names = set.intersection(*constant_names) - {_MASK}
         if isinstance(cache, EncoderDecoderCache):
             source, _ = sources[0]
             cache.is_updated = dict(source.cache.is_updated)
@@ -160,7 +160,8 @@ class Rectangle:
         """Appends to each row the token that the plan computes, and sets the rows' blocks to the
         sequences' current ones."""
         blocks = [sequence.blocks for sequence in plan.sequences]
-        tokens = [[row.token_ids[start]] for row, start in zip(plan.sequences, plan.starts)]
+        rows = zip(plan.sequences, plan.starts)
+        tokens = [[sequence.token_ids[start]] for sequence, start in rows]
         column = self.token_ids.new_tensor(tokens)
         token_ids = torch.cat([self.token_ids, column], dim=1)
         # assigned last: an exception above must not leave attributes that contradict one another

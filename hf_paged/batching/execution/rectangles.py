@@ -47,7 +47,7 @@ class RectangleRunner(Runner):
 
     Rows stay in the batch that they began in, with the state of `generate`'s loop, if the layout
     requires it or if their request has `inputs`; when rows leave or fork, the rectangle is reduced
-    or copied. But rows whose `Prompts` have a `join_key` continue with all rows of an equal key."""
+    or copied. But rows whose `Prompts` have a `join_key` may join rows with an equal key."""
 
     has_states = True
 
@@ -95,8 +95,10 @@ class RectangleRunner(Runner):
     ) -> Tensor:
         self._copy_snapshots()
         parts, other_indices = self.run_whole_prompts(plan)
-        rows = [(self._kind(plan, index), 1, plan.counts[index], index) for index in other_indices]
-        for indices in self.divide(rows):
+        entries = [
+            (self._kind(plan, index), 1, plan.counts[index], index) for index in other_indices
+        ]
+        for indices in self.divide(entries):
             part = plan.select(indices)
             if _begins(plan, indices[0]):
                 logits = self._forward(self._make_rectangle(part), begins=True)
@@ -186,11 +188,11 @@ class RectangleRunner(Runner):
                     )
             for name in compat.PREFILL_INPUTS:
                 rectangle.inputs.pop(name, None)
-            constants = set()
+            constant_names = set()
             for name, value in rectangle.inputs.items():
                 if value is inputs_before.get(name):
-                    constants.add(name)
-            rectangle.constants = constants
+                    constant_names.add(name)
+            rectangle.constant_names = constant_names
         if not rectangle.row_bytes:
             rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
         if rows is not None and rows != list(range(len(rectangle.blocks))):
@@ -302,9 +304,9 @@ class RectangleRunner(Runner):
         return rectangle.select(rows, cache)
 
     def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
-        """Whether the next column is past the model's last position, if its code counts padding as
-        positions, while every row's tokens still fit: a longer row has left, and all rows that
-        remain are padded."""
+        """Whether all of `rows` are padded and the next column would be past the model's last
+        position, as it can be once the longest row has left. Model code that counts padding as
+        positions would fail, although the tokens of every row still fit."""
         max_positions = self.layout.max_positions
         if max_positions is None or not self.layout.is_side_by_side:
             return False
@@ -339,8 +341,8 @@ class RectangleRunner(Runner):
         paddings = [width - length for length in lengths]
         padded = []
         for sequence, length, padding in zip(sequences, lengths, paddings):
-            computed = sequence.token_ids[: length - len(sequence.draft)]
-            padded.append([pad] * padding + computed + sequence.draft)
+            tokens = sequence.token_ids[: length - len(sequence.draft)]
+            padded.append([pad] * padding + tokens + sequence.draft)
         ids = torch.tensor(padded, device=device)
         mask = padding_mask(paddings, width, device).long()
         cache = self._new_cache()

@@ -69,7 +69,7 @@ def test_rows_that_depend_on_one_another_are_not_split() -> None:
     ("option", "message"),
     [
         ({"low_memory": True}, "low_memory"),
-        ({"prompt_lookup_num_tokens": 3}, "leave the assistant out"),
+        ({"prompt_lookup_num_tokens": 3}, "leave `prompt_lookup_num_tokens` out"),
     ],
 )
 def test_options_that_beams_cannot_have(option: dict[str, Any], message: str) -> None:

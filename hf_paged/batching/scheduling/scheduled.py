@@ -27,7 +27,7 @@ class Scheduled:
 
     decodes: list[Sequence] = field(default_factory=list)  # one token of each
     has_partial: bool = False  # whether some of `decodes` have further tokens to compute
-    # sequences with a draft, each with the number of its tokens: the last one and the draft
+    # sequences with a draft, each with its number of tokens: the last token and the draft
     drafted: list[tuple[Sequence, int]] = field(default_factory=list)
     # chunks of a prefill or recompute, each with its number of tokens
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)

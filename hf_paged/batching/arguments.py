@@ -34,8 +34,8 @@ MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 4096
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """The arguments of `PagedEngine.add_request`, not checked yet, except the prompt and its
-    generation config."""
+    """The arguments of `PagedEngine.add_request`, except the prompt and its generation config. They
+    may be unchecked."""
 
     request_id: Any = None
     priority: Any = 0
@@ -61,7 +61,7 @@ class Assistance:
     """Arguments of assisted generation that are not part of the generation config."""
 
     model: Any = None  # a smaller `PreTrainedModel`
-    tokenizer: Any = None  # of the model; used only if the assistant has a different one
+    tokenizer: Any = None  # of the assisted model; used only if the assistant has a different one
     assistant_tokenizer: Any = None  # of the assistant, if it differs
 
 

@@ -241,7 +241,7 @@ class EngineLoop:
             self._prepare_packed(state, prompts)
             return
         self._prepare_rows(state, prompts)
-        # the layout without these prompts may keep rows apart that can run side by side with them
+        # the layout was chosen without these prompts, whose rows may run side by side nevertheless
         if prompts.join_key is not None and not self.layout.is_side_by_side:
             self.layout = self.layout._replace(is_side_by_side=True)
         self.note_route()

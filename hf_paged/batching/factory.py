@@ -36,7 +36,8 @@ from .scheduling.timeline import Timeline
 UNLIMITED = 1 << 60  # more sequences, or tokens per step, than any loop has
 # more blocks than any memory holds: a reservation of this size is reduced to the available memory
 UNLIMITED_BLOCKS = 1 << 40
-# most prompt tokens in a step that also decodes; a CPU computes them in the time of a few decodes
+# maximum number of prompt tokens in a step that also decodes; a CPU computes them in the time of a
+# few decodes
 CPU_CHUNK_TOKENS = 256
 
 
@@ -98,8 +99,8 @@ def make_loop(
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
 
     def make_drafter() -> Drafter:
-        # an error would name the config's `speculation`: for drafts that a request's own options
-        # ask for, `EngineLoop` and `Candidate` have imported the room already
+        # without the room, the error names the config's `speculation`: for drafts that a request's
+        # own options ask for, `EngineLoop` or `Candidate` has already imported the room
         make = parts.drafter or room("speculation", "`speculation`").Speculator
         make_assistant_runner = functools.partial(make_runner, make_recorder=make_recorder)
         return make(model, config, memory, runner, weak_scheduler, make_assistant_runner)
@@ -171,8 +172,8 @@ def batch_invariant_error(model: PreTrainedModel, reason: str) -> ValueError:
 def find_recorder(
     model: PreTrainedModel, cache: PagedCache, capture: bool = True
 ) -> Recorder | None:
-    """Returns the recorder of the model's steps; `None` if `capture` is `False`, or if the steps
-    cannot be recorded."""
+    """Returns the recorder of the model's steps; `None` if `capture` is `False`, if the room `tape`
+    is not installed, or if the steps cannot be recorded."""
     # communication between the processes of a sharded model cannot be recorded
     if not capture or is_sharded(model) or not is_installed("tape"):
         return None

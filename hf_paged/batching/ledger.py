@@ -1,5 +1,5 @@
-"""`Ledger` records which generation each unfinished request belongs to, and updates requests and
-generations with the results of a step. Chooses no tokens and schedules nothing."""
+"""`Ledger` records which generation each row of an unfinished request belongs to, and updates
+requests and generations with the results of a step. It chooses no tokens and schedules nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from .request import Request
 from .scheduling.scheduler import Scheduler
 
 Ready = list[tuple[Generation, LogitRows]]
-"""Generations that can be sampled, each with the logits of all its open rows, in order."""
+"""Generations that can be sampled, each with the logits of all its open rows, in order; those of a
+row with a draft include the logits after each draft token."""
 
 
 @dataclass(eq=False, repr=False)
 class Ledger:
     """The unfinished generations of a loop, and their rows. Appends sampled tokens, and ends rows,
     requests and generations. Changes of sequences need the memory's lock: `deliver` and
-    `split_preempted` take it, and callers of the other methods hold it."""
+    `split_preempted` take it, and callers of `recover`, `append`, `apply` and `close` hold it."""
 
     block_manager: BlockManager
     memory: PagedMemory
@@ -181,7 +182,7 @@ class Ledger:
                 self._finish(request)
             if request.exceeds_positions:
                 self.past_positions.append((generation, request))
-        if generation.decoding.is_done:  # also if no row is in `finished`
+        if generation.decoding.is_done:  # even if no row is in `finished`
             self._close_rows(generation)
 
     def _close_rows(self, generation: Generation) -> None:

@@ -238,8 +238,8 @@ class StepLoop:
         """Samples the next tokens of generations that `compute` returned (`fetch` as in
         `sample_step`). Adds the generations that ended, and those whose steps are reported, to
         `unreported`. Interrupted sampling is repeated in a later step; generations that cannot
-        repeat it end. Returns an interrupt of one generation's sampling, and raises any other.
-        Another thread may compute other generations meanwhile."""
+        repeat it end. Returns the interrupt, if any, of a single generation's sampling, and raises
+        exceptions outside of these. Another thread may compute other generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         to_repeat: list[Generation] = []
@@ -312,7 +312,7 @@ class StepLoop:
                     raise
                 self.blocks.flush_copies()
                 self.memory.note_progress()
-            # to verify cached prefixes, the model may have been fingerprinted and found changed
+            # `schedule` may have fingerprinted the model, for a cached prefix, and found it changed
             self.executor.handle_model_change()
             for request in plan.admitted:
                 if request.admitted_at is None:
@@ -385,7 +385,7 @@ class StepLoop:
         elif len(units) > 1:
             self.scheduler.queue.suspects.halve([unit.requests for unit in units])
             logger.debug(
-                "a forward for %d requests failed and is repeated in halves: %s",
+                "a forward for %d generations failed and is repeated in halves: %s",
                 len(units),
                 error,
             )
@@ -415,15 +415,15 @@ class StepLoop:
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
-                # without `split_preempted`, since blocks are not short
+                # without `split_preempted`, since there is no shortage of blocks
                 self.ledger.num_preemptions += len(self.scheduler.recompute())
             self.executor.forget_model()
 
     def recover(self, unsampled: Iterable[Generation] = ()) -> None:
         """Called after an exception that may have split the bookkeeping: makes pools and queues
         consistent with the unfinished requests, which are recomputed from their tokens. The logits
-        of `unsampled` generations are dropped. If this raises, the next `add`, `drop`, `compute` or
-        `step` repeats it first."""
+        of `unsampled` generations are dropped. If this raises, the next call of `add`, `drop`,
+        `change_weights`, `compute` or `step` repeats it first."""
         self._is_recovery_due = True
         for generation in unsampled:
             generation.is_sampling = False

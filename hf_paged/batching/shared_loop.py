@@ -284,7 +284,7 @@ class SharedLoop:
 
     def _abort_step(self) -> None:
         """Ends a step that an exception left open at its beginning or end: passes errors to the
-        callers, and has logits that no caller got computed again."""
+        callers, and makes the loop compute again the logits that no caller received."""
         self._stepper = None
         delivered = {
             generation

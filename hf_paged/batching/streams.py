@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # options that may be lists with one value per prompt
 _PER_PROMPT = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
-SLOW_SECONDS = 2.0  # by default, a call that takes longer shows a progress bar
+SLOW_SECONDS = 2.0  # by default, an interactive call that takes longer shows a progress bar
 
 
 def _is_interactive() -> bool:

@@ -290,7 +290,7 @@ class RequestState(Generation):
                 self.encode_media(model)
 
     def encode_media(self, model: PreTrainedModel) -> None:
-        """Encodes the prompt's images and videos, if the model's `generate` does so before the first
+        """Encodes the prompt's images and videos, if `generate` does so before the model's first
         forward. Called before the prefill, so that the caller gets the errors of the encoders."""
         assert self.request.inputs is not None
         prompts = self.request.inputs[0]

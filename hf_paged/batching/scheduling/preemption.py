@@ -147,12 +147,13 @@ class Preemption:
             )
 
     def num_needed(self, request: Request) -> int:
-        """Returns the maximum number of blocks that the request may hold at once."""
+        """Returns the number of blocks with which the request can finish alone in the memory, even
+        if layers with windows then compute its tokens in chunks of one."""
         needs = self._needs_by_group(request)
         return sum(needs) + self._num_encoder_blocks(request)
 
     def _needs_by_group(self, request: Request) -> list[int]:
-        """Returns the maximum number of blocks of each group that the request may hold at once."""
+        """Returns `num_needed` by layer group, without the blocks of the encoder's output."""
         size = self.blocks.block_size
         num_rows = request.num_rows
         # even recomputed rows share all full blocks before the prompt's last token

@@ -140,7 +140,7 @@ class Scheduler:
         """Called if nothing is scheduled although requests wait: running requests are idle in this
         step, and their next tokens may depend on a request that does not run. Admits the first
         waiting request regardless of `max_num_seqs`, and preempts idle ones if too few blocks are
-        free. Raises `OutOfBlocksError` if it still does not fit."""
+        free. Raises `OutOfBlocksError` if the waiting request still does not fit."""
         has_released = False
         while (first := self.queue.first_waiting) is not None:
             self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
@@ -441,7 +441,7 @@ class Scheduler:
         already computed, with logits that are not delivered yet."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
-        requeued = plan.admitted  # may share blocks that other rows of the step did not write
+        requeued = plan.admitted  # may share blocks that other rows of the step should have written
         if self._is_committed:  # blocks that left windows may already have been freed
             requeued = dict.fromkeys(sequence.request for sequence in plan.sequences)
         self._is_committed = False

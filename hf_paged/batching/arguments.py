@@ -77,7 +77,7 @@ def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
     return next((name for name, value in options.items() if value is not None), None)
 
 
-def requested_new_tokens(generation_config: Any) -> int:
+def num_requested_tokens(generation_config: Any) -> int:
     """Returns the `max_new_tokens` of a request's config or dict of options; 1 if the option is
     missing or not an int."""
     options = generation_config

@@ -29,7 +29,7 @@ from ..model.wrappers import adapters_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import counting, setup_seconds
-from .arguments import RequestOptions, as_list, checked_options, requested_new_tokens
+from .arguments import RequestOptions, as_list, checked_options, num_requested_tokens
 from .engine_loop import EngineLoop, limit_positions
 from .execution.executor import StableSpan
 from .generation import Generation, Output, RequestState
@@ -99,7 +99,7 @@ class EngineCore(EngineLoop):
             ids = prompt_ids(prompt, tokenizer)
         options = dataclasses.replace(options, inputs=inputs)
         if inputs is None:
-            self.check_length(ids, options.request_id, requested_new_tokens(generation_config))
+            self.check_length(ids, options.request_id, num_requested_tokens(generation_config))
         if (options.schema, options.regex, options.grammar) != (None, None, None):
             constraint = self.grammars.processor(options, tokenizer, self.model)
             processors = as_list("logits_processor", options.logits_processor)

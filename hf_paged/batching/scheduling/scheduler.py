@@ -273,7 +273,7 @@ class Scheduler:
         if count > 1 or is_whole:
             self._add_chunk(request, sequence, count, is_unchunked)
         else:
-            self._scheduled.has_partial |= sequence.num_to_compute > 1
+            self._scheduled.has_partial_decodes |= sequence.num_to_compute > 1
             self._scheduled.decodes.append(sequence)
         return count
 

@@ -98,7 +98,7 @@ class Ledger:
                     indices.setdefault(generation, {})[row] = first
                 elif not generation.is_closed:
                     if not sequence.draft:
-                        # the draft was dropped, or its step failed after the forward
+                        # the draft was dropped, or its step was undone
                         generation.decoding.draft = None
                     ready.append((generation, LogitRows(logits, first, end)))
         if self.pending_parts or indices:

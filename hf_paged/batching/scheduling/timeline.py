@@ -69,8 +69,8 @@ class Timeline:
         self._origin = time.perf_counter()
 
     def record_waiting(self, request: Request) -> None:
-        """Records that a request waits, since it is new, has just left the running ones, or has lost
-        its swapped-out blocks."""
+        """Records that a request waits, since it is new, has just stopped running, or has lost its
+        swapped-out blocks."""
         self._prefilling.discard(request)
         previous = self._open.get(request)
         has_run = previous is not None and previous.activity is not Activity.WAITING

@@ -61,7 +61,7 @@ class EngineCore(EngineLoop):
         self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
         self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
         self._num_pool_users = 0  # number of open `keeping_pool` contexts
-        self._last_step_failed = False  # if the next one fails, too, its requests end
+        self._last_step_failed = False  # if so, another failure ends the step's requests
         # set while steps wait for memory that other models hold
         self._shortage: Shortage | None = None
         self._id_numbers = itertools.count()  # for generated request ids

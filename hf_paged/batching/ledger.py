@@ -39,7 +39,7 @@ class Ledger:
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
     # parts of generations that were split since the last step; some may already have logits
     pending_parts: list[Generation] = field(default_factory=list)
-    # generations, each with its request whose next forward would read past the table of positions
+    # generations, each with the request whose next forward would read past the table of positions
     past_positions: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:

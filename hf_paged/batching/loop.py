@@ -107,16 +107,16 @@ class StepLoop:
             raise
 
     @property
-    def first_waiting(self) -> Generation | None:
+    def first_waiting_generation(self) -> Generation | None:
         """The generation of the request to admit next; `None` if no waiting request may begin."""
         request = self.scheduler.queue.first_waiting
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """Returns the generations to end when a repeated step raises `error`: `first_waiting` if no
-        request runs or `error` is an `OutOfBlocksError`, otherwise the generations of running
-        requests. If there are none of these, returns all."""
-        first = self.first_waiting
+        """Returns the generations to end when a repeated step raises `error`: that of the first
+        waiting request if no request runs or `error` is an `OutOfBlocksError`, otherwise those of
+        running requests. If there are none of these, returns all."""
+        first = self.first_waiting_generation
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
             return [first]
@@ -373,8 +373,8 @@ class StepLoop:
         if isinstance(error, RowsError) and error.cause is not None:
             cause = error.cause
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
-            # the forward showed the bytes of a block, of which fewer fit than assumed: the next
-            # step repeats this one
+            # only the forward showed how many bytes a block takes, and fewer blocks fit than was
+            # assumed: the next step repeats this one
             return
         failed = self.ledger.generations_of(sequence.request for sequence in plan.sequences)
         units = list(dict.fromkeys(generation.parent or generation for generation in failed))

@@ -144,9 +144,10 @@ def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
 def choose_layout(
     model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
 ) -> Layout:
-    """Returns the best layout in which each sequence gets the same results as alone. With
-    `batch_invariant`, raises `ValueError` if the numbers of a row would still depend on other rows,
-    and `RoomMissingError` without the room `tape`, which computes rows in a fixed order."""
+    """Returns the best layout in which each sequence gets the same results as alone, or `TOGETHER`
+    if the checks find none. With `batch_invariant`, raises `ValueError` if the numbers of a row
+    would still depend on other rows, and `RoomMissingError` without the room `tape`, which computes
+    rows in a fixed order."""
     layout = Capability(model, cache, make_runner).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")
@@ -190,9 +191,9 @@ def make_runner(
     processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
     """Returns the block manager of the model's sequences in this layout, and the runner that
-    computes their steps. Only packed layouts use `batch_invariant`, and `processes`, which compute
-    each step together. The checks of a model pass neither `make_recorder`, since they take too few
-    steps to replay any, nor `processes`."""
+    computes their steps. Only packed layouts use `batch_invariant` and `processes`; the processes
+    compute each step together. The checks of a model pass neither `make_recorder`, since they take
+    too few steps to replay any, nor `processes`."""
     recorder = None if make_recorder is None else make_recorder(model, cache)
     if layout.unsupported_reason is None:
         runner = PackedRunner(

@@ -113,9 +113,9 @@ class StepLoop:
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """Returns the generations to end when a repeated step raises `error`: that of the first
-        waiting request if no request runs or `error` is an `OutOfBlocksError`, otherwise those of
-        running requests. If there are none of these, returns all."""
+        """Returns the generations to end when a repeated step raises `error`: the one of the
+        first waiting request if no request runs or `error` is an `OutOfBlocksError`, otherwise
+        those of running requests. If there are none of these, returns all."""
         first = self.first_waiting_generation
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -238,8 +238,9 @@ class StepLoop:
         """Samples the next tokens of generations that `compute` returned (`fetch` as in
         `sample_step`). Adds the generations that ended, and those whose steps are reported, to
         `unreported`. Interrupted sampling is repeated in a later step; generations that cannot
-        repeat it end. Returns the interrupt, if any, of a single generation's sampling, and raises
-        exceptions outside of these. Another thread may compute other generations meanwhile."""
+        repeat it end. Returns an interrupt that stopped the sampling of one generation; raises an
+        exception that stopped the sampling of all. Another thread may compute other generations
+        meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         to_repeat: list[Generation] = []

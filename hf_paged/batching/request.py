@@ -189,7 +189,7 @@ class Request:
     # total length of its open sequences when it was last preempted while running alone; -1: never
     num_tokens_alone: int = -1
     rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
-    max_positions: int = sys.maxsize  # maximum length of a sequence in a forward
+    max_positions: int = sys.maxsize  # maximum number of a sequence's tokens in a forward
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     # its own `max_time` criteria, whose clocks start with the first step that runs it
     time_criteria: Collection[Any] = ()

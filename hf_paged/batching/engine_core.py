@@ -125,7 +125,7 @@ class EngineCore(EngineLoop):
             with self.lock, counting(self.setup_seconds):
                 if self.loop is None:
                     self._end_orphaned()
-                new_state = make_state(self._with_id(options))
+                new_state = make_state(self._check_options(options))
                 loop = self.get_loop(new_state)  # may allocate memory, hence after the checks
                 self.prepare(new_state)
                 if not self.requests:
@@ -152,7 +152,7 @@ class EngineCore(EngineLoop):
                     self._release_if_idle()
             raise
 
-    def _with_id(self, options: RequestOptions) -> RequestOptions:
+    def _check_options(self, options: RequestOptions) -> RequestOptions:
         """Returns the options as from `checked_options`, with an id. Raises `ValueError` for an
         invalid id, adapter or assistant, an id in use, or a model that no longer fits the
         unfinished requests, and the errors of `Leader.check_request`."""

@@ -34,8 +34,8 @@ MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 64, 4096
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """The arguments of `PagedEngine.add_request`, not checked yet, except the prompt and its
-    generation config."""
+    """The arguments of `PagedEngine.add_request`, except the prompt and its generation config. They
+    may be unchecked."""
 
     request_id: Any = None
     priority: Any = 0
@@ -61,7 +61,7 @@ class Assistance:
     """Arguments of assisted generation that are not part of the generation config."""
 
     model: Any = None  # a smaller `PreTrainedModel`
-    tokenizer: Any = None  # of the model; used only if the assistant has a different one
+    tokenizer: Any = None  # of the assisted model; used only if the assistant has a different one
     assistant_tokenizer: Any = None  # of the assistant, if it differs
 
 
@@ -77,7 +77,7 @@ def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
     return next((name for name, value in options.items() if value is not None), None)
 
 
-def requested_new_tokens(generation_config: Any) -> int:
+def num_requested_tokens(generation_config: Any) -> int:
     """Returns the `max_new_tokens` of a request's config or dict of options; 1 if the option is
     missing or not an int."""
     options = generation_config

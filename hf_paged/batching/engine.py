@@ -183,8 +183,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 step that runs the request.
             request_id (`str`, *optional*): An id that no unfinished request has. Default: a
                 generated id.
-            priority (`int`, within 2**31): Lower runs earlier: by 1, ahead of up to 256 earlier
-                arrivals.
+            priority (`int`, within 2**31): Lower runs earlier. A request whose priority is lower by
+                1 overtakes up to 256 earlier arrivals.
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this
                 request's rows.
             streamer (*optional*): As in `generate`. It gets the prompt in this call. Its `end` is

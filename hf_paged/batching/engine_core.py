@@ -29,7 +29,7 @@ from ..model.wrappers import adapters_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import counting, setup_seconds
-from .arguments import RequestOptions, as_list, checked_options, requested_new_tokens
+from .arguments import RequestOptions, as_list, checked_options, num_requested_tokens
 from .engine_loop import EngineLoop, limit_positions
 from .execution.executor import StableSpan
 from .generation import Generation, Output, RequestState
@@ -61,7 +61,7 @@ class EngineCore(EngineLoop):
         self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
         self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
         self._num_pool_users = 0  # number of open `keeping_pool` contexts
-        self._last_step_failed = False  # if the next one fails, too, its requests end
+        self._last_step_failed = False  # if so, another failure ends the step's requests
         # set while steps wait for memory that other models hold
         self._shortage: Shortage | None = None
         self._id_numbers = itertools.count()  # for generated request ids
@@ -99,7 +99,7 @@ class EngineCore(EngineLoop):
             ids = prompt_ids(prompt, tokenizer)
         options = dataclasses.replace(options, inputs=inputs)
         if inputs is None:
-            self.check_length(ids, options.request_id, requested_new_tokens(generation_config))
+            self.check_length(ids, options.request_id, num_requested_tokens(generation_config))
         if (options.schema, options.regex, options.grammar) != (None, None, None):
             constraint = self.grammars.processor(options, tokenizer, self.model)
             processors = as_list("logits_processor", options.logits_processor)
@@ -125,7 +125,7 @@ class EngineCore(EngineLoop):
             with self.lock, counting(self.setup_seconds):
                 if self.loop is None:
                     self._end_orphaned()
-                new_state = make_state(self._with_id(options))
+                new_state = make_state(self._check_options(options))
                 loop = self.get_loop(new_state)  # may allocate memory, hence after the checks
                 self.prepare(new_state)
                 if not self.requests:
@@ -152,7 +152,7 @@ class EngineCore(EngineLoop):
                     self._release_if_idle()
             raise
 
-    def _with_id(self, options: RequestOptions) -> RequestOptions:
+    def _check_options(self, options: RequestOptions) -> RequestOptions:
         """Returns the options as from `checked_options`, with an id. Raises `ValueError` for an
         invalid id, adapter or assistant, an id in use, or a model that no longer fits the
         unfinished requests, and the errors of `Leader.check_request`."""

@@ -72,7 +72,7 @@ class EngineLoop:
         self.layout = Layout()  # of the loop's forwards
         # seconds spent on preparations that later requests reuse, by part (`Route.setup_seconds`)
         self.setup_seconds: dict[str, float] = {}
-        # whether a request had several rows, whose prompt is computed once for all of them
+        # whether a request so far had several rows, for which its prompt is computed only once
         self.has_shared_prefills = False
         self._loop_key: tuple[Any, ...] = ()  # properties of the model that the loop was made for
         self._loop_config_repr = ""  # `_config_repr` of the model when the loop was made
@@ -241,7 +241,7 @@ class EngineLoop:
             self._prepare_packed(state, prompts)
             return
         self._prepare_rows(state, prompts)
-        # the layout without these prompts may keep rows apart that can run side by side with them
+        # the layout, chosen without these prompts, may rule out side-by-side rows, which they allow
         if prompts.join_key is not None and not self.layout.is_side_by_side:
             self.layout = self.layout._replace(is_side_by_side=True)
         self.note_route()

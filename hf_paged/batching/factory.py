@@ -99,8 +99,8 @@ def make_loop(
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
 
     def make_drafter() -> Drafter:
-        # an error would name the config's `speculation`: for drafts that a request's own options
-        # ask for, `EngineLoop` and `Candidate` have imported the room already
+        # without the room, the error names the config's `speculation`: for drafts that a request's
+        # own options ask for, `EngineLoop` or `Candidate` has already imported the room
         make = parts.drafter or room("speculation", "`speculation`").Speculator
         make_assistant_runner = functools.partial(make_runner, make_recorder=make_recorder)
         return make(model, config, memory, runner, weak_scheduler, make_assistant_runner)
@@ -144,9 +144,10 @@ def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
 def choose_layout(
     model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
 ) -> Layout:
-    """Returns the best layout in which each sequence gets the same results as alone. With
-    `batch_invariant`, raises `ValueError` if the numbers of a row would still depend on other rows,
-    and `RoomMissingError` without the room `tape`, which computes rows in a fixed order."""
+    """Returns the best layout in which each sequence gets the same results as alone, or `TOGETHER`
+    if the checks find none. With `batch_invariant`, raises `ValueError` if the numbers of a row
+    would still depend on other rows, and `RoomMissingError` without the room `tape`, which computes
+    rows in a fixed order."""
     layout = Capability(model, cache, make_runner).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")
@@ -172,8 +173,8 @@ def batch_invariant_error(model: PreTrainedModel, reason: str) -> ValueError:
 def find_recorder(
     model: PreTrainedModel, cache: PagedCache, capture: bool = True
 ) -> Recorder | None:
-    """Returns the recorder of the model's steps; `None` if `capture` is `False`, or if the steps
-    cannot be recorded."""
+    """Returns the recorder of the model's steps; `None` if `capture` is `False`, if the room `tape`
+    is not installed, or if the steps cannot be recorded."""
     # communication between the processes of a sharded model cannot be recorded
     if not capture or is_sharded(model) or not is_installed("tape"):
         return None
@@ -190,9 +191,9 @@ def make_runner(
     processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
     """Returns the block manager of the model's sequences in this layout, and the runner that
-    computes their steps. Only packed layouts use `batch_invariant`, and `processes`, which compute
-    each step together. The checks of a model pass neither `make_recorder`, since they take too few
-    steps to replay any, nor `processes`."""
+    computes their steps. Only packed layouts use `batch_invariant` and `processes`; the processes
+    compute each step together. The checks of a model pass neither `make_recorder`, since they take
+    too few steps to replay any, nor `processes`."""
     recorder = None if make_recorder is None else make_recorder(model, cache)
     if layout.unsupported_reason is None:
         runner = PackedRunner(

@@ -65,8 +65,8 @@ class Generation:
     is_closed: bool = False  # whether it has ended: its rows need no further step
     # whether the logits of all open rows are computed, and their tokens are not appended yet
     is_sampling: bool = False
-    # whether the loop reports only its end: its reader needs only the result, and the time of the
-    # first token is recorded
+    # whether the loop reports only its end: set once the time of the first token is recorded, if
+    # the reader needs only the result
     skips_reports: bool = False
     parent: Generation | None = None  # the generation that was split into this part and others
     # by row, `(vocab,)` logits of rows that wait for other rows
@@ -106,7 +106,7 @@ class Generation:
             if row in self._logits and not part.is_closed:
                 part._logits[0] = self._logits[row]
             parts.append(part)
-        # in one statement, since another thread may read `is_done`
+        # `parts` is assigned once it is complete, since another thread may read `is_done`
         self.kept_blocks, self._logits, self.parts = {}, {}, parts
 
     def take_logits(self, logits: Tensor | None, index_by_row: dict[int, int]) -> Tensor | None:
@@ -290,8 +290,8 @@ class RequestState(Generation):
                 self.encode_media(model)
 
     def encode_media(self, model: PreTrainedModel) -> None:
-        """Encodes the prompt's images and audio with the model's own encoders. Called before the
-        prefill, since an error in a shared prefill would end all requests that share it."""
+        """Encodes the prompt's images and videos, if `generate` does so before the model's first
+        forward. Called before the prefill, so that the caller gets the errors of the encoders."""
         assert self.request.inputs is not None
         prompts = self.request.inputs[0]
         with step_lock(model), use_adapter(model, self.request.adapter), torch.no_grad():

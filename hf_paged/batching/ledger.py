@@ -1,5 +1,5 @@
-"""`Ledger` records which generation each unfinished request belongs to, and updates requests and
-generations with the results of a step. Chooses no tokens and schedules nothing."""
+"""`Ledger` records which generation each row of an unfinished request belongs to, and updates
+requests and generations with the results of a step. It chooses no tokens and schedules nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from .request import Request
 from .scheduling.scheduler import Scheduler
 
 Ready = list[tuple[Generation, LogitRows]]
-"""Generations that can be sampled, each with the logits of all its open rows, in order."""
+"""Generations that can be sampled, each with the logits of all its open rows, in order; those of a
+row with a draft include the logits after each draft token."""
 
 
 @dataclass(eq=False, repr=False)
 class Ledger:
     """The unfinished generations of a loop, and their rows. Appends sampled tokens, and ends rows,
     requests and generations. Changes of sequences need the memory's lock: `deliver` and
-    `split_preempted` take it, and callers of the other methods hold it."""
+    `split_preempted` take it, and callers of `recover`, `append`, `apply` and `close` hold it."""
 
     block_manager: BlockManager
     memory: PagedMemory
@@ -38,7 +39,7 @@ class Ledger:
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
     # parts of generations that were split since the last step; some may already have logits
     pending_parts: list[Generation] = field(default_factory=list)
-    # generations, each with its request whose next forward would read past the table of positions
+    # generations, each with the request whose next forward would read past the table of positions
     past_positions: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:
@@ -97,7 +98,7 @@ class Ledger:
                     indices.setdefault(generation, {})[row] = first
                 elif not generation.is_closed:
                     if not sequence.draft:
-                        # the draft was dropped, or its step failed after the forward
+                        # the draft was dropped, or its step was undone
                         generation.decoding.draft = None
                     ready.append((generation, LogitRows(logits, first, end)))
         if self.pending_parts or indices:

@@ -107,16 +107,16 @@ class StepLoop:
             raise
 
     @property
-    def first_waiting(self) -> Generation | None:
+    def first_waiting_generation(self) -> Generation | None:
         """The generation of the request to admit next; `None` if no waiting request may begin."""
         request = self.scheduler.queue.first_waiting
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """Returns the generations to end when a repeated step raises `error`: `first_waiting` if no
-        request runs or `error` is an `OutOfBlocksError`, otherwise the generations of running
-        requests. If there are none of these, returns all."""
-        first = self.first_waiting
+        """Returns the generations to end when a repeated step raises `error`: the one of the
+        first waiting request if no request runs or `error` is an `OutOfBlocksError`, otherwise
+        those of running requests. If there are none of these, returns all."""
+        first = self.first_waiting_generation
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
             return [first]
@@ -238,8 +238,9 @@ class StepLoop:
         """Samples the next tokens of generations that `compute` returned (`fetch` as in
         `sample_step`). Adds the generations that ended, and those whose steps are reported, to
         `unreported`. Interrupted sampling is repeated in a later step; generations that cannot
-        repeat it end. Returns an interrupt of one generation's sampling, and raises any other.
-        Another thread may compute other generations meanwhile."""
+        repeat it end. Returns an interrupt that stopped the sampling of one generation; raises an
+        exception that stopped the sampling of all. Another thread may compute other generations
+        meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         to_repeat: list[Generation] = []
@@ -312,7 +313,7 @@ class StepLoop:
                     raise
                 self.blocks.flush_copies()
                 self.memory.note_progress()
-            # to verify cached prefixes, the model may have been fingerprinted and found changed
+            # `schedule` may have fingerprinted the model, for a cached prefix, and found it changed
             self.executor.handle_model_change()
             for request in plan.admitted:
                 if request.admitted_at is None:
@@ -373,8 +374,8 @@ class StepLoop:
         if isinstance(error, RowsError) and error.cause is not None:
             cause = error.cause
         if isinstance(cause, OutOfBlocksError) and self.blocks.num_unsized < num_unsized:
-            # the forward showed the bytes of a block, of which fewer fit than assumed: the next
-            # step repeats this one
+            # only the forward showed how many bytes a block takes, and fewer blocks fit than was
+            # assumed: the next step repeats this one
             return
         failed = self.ledger.generations_of(sequence.request for sequence in plan.sequences)
         units = list(dict.fromkeys(generation.parent or generation for generation in failed))
@@ -385,7 +386,7 @@ class StepLoop:
         elif len(units) > 1:
             self.scheduler.queue.suspects.halve([unit.requests for unit in units])
             logger.debug(
-                "a forward for %d requests failed and is repeated in halves: %s",
+                "a forward for %d generations failed and is repeated in halves: %s",
                 len(units),
                 error,
             )
@@ -415,15 +416,15 @@ class StepLoop:
         with self.memory.lock:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
-                # without `split_preempted`, since blocks are not short
+                # without `split_preempted`, since there is no shortage of blocks
                 self.ledger.num_preemptions += len(self.scheduler.recompute())
             self.executor.forget_model()
 
     def recover(self, unsampled: Iterable[Generation] = ()) -> None:
         """Called after an exception that may have split the bookkeeping: makes pools and queues
         consistent with the unfinished requests, which are recomputed from their tokens. The logits
-        of `unsampled` generations are dropped. If this raises, the next `add`, `drop`, `compute` or
-        `step` repeats it first."""
+        of `unsampled` generations are dropped. If this raises, the next call of `add`, `drop`,
+        `change_weights`, `compute` or `step` repeats it first."""
         self._is_recovery_due = True
         for generation in unsampled:
             generation.is_sampling = False

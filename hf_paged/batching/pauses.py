@@ -14,9 +14,9 @@ from ..threads import wait
 
 
 class Pause(contextlib.AbstractContextManager["Pause", None]):
-    """One pause of an engine, which lasts until `close`. If the pause is used as a context, it also
-    ends when this object is garbage-collected, since an interrupt may come before `__exit__`
-    begins."""
+    """One pause of an engine, which lasts until `close`. Unless `Pauses.persistent` holds this
+    object, the pause also ends when the object is garbage-collected, since an interrupt may come
+    before `__exit__` begins. A pause that is used as a context leaves `persistent`."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
@@ -45,7 +45,8 @@ class Pause(contextlib.AbstractContextManager["Pause", None]):
 
 
 class Pauses:
-    """The pauses of an engine, which takes no step while there are any. `lock` is the engine's."""
+    """The pauses of an engine; while there are any, the engine takes no step. `lock` is the lock of
+    the engine."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self.lock = lock
@@ -96,7 +97,8 @@ class Pauses:
         if any(thread_id in pause.thread_ids for pause in self._open_pauses()):
             raise RuntimeError(
                 "the engine was paused by this thread, which would wait for itself: call `resume`,"
-                " or leave the context of `pause` or `weights_update`, before its next step"
+                " or leave the context of `pause` or `weights_update`, before this thread takes a"
+                " step"
             )
         while self._open_pauses():
             wait(self._ended, self.lock, 0.05)

@@ -68,8 +68,8 @@ class Sequence:
 
     def append_draft(self, block_manager: BlockManager, limit: int) -> int:
         """Shortens the draft to `limit` tokens, allocates slots for the last token and the draft,
-        and returns the draft's length. If blocks are too few, drops the draft, which must not
-        preempt other requests. Without a draft, allocates nothing and returns 0."""
+        and returns the draft's length. If too few blocks are free, drops the draft, since drafts
+        must not preempt requests. Without a draft, allocates nothing and returns 0."""
         del self.draft[max(0, limit) :]
         num_draft_tokens = len(self.draft)
         if num_draft_tokens:
@@ -92,8 +92,8 @@ class Sequence:
     def commit_draft(self, block_manager: BlockManager, num_accepted: int = 0) -> None:
         """Keeps the K and V of the first `num_accepted` draft tokens, and drops the other draft
         tokens. Since a state cannot be truncated, a sequence with states returns to its blocks and
-        state before the step unless all draft tokens were accepted; the step's accepted tokens are
-        then recomputed."""
+        state before the step unless all draft tokens were accepted; the token before the draft and
+        the accepted tokens are then recomputed."""
         if not self.draft:
             return
         unused_blocks, self.before_draft = self.before_draft, NO_BLOCKS

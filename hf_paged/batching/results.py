@@ -1,5 +1,5 @@
 """The outputs of a `PagedEngine`: the new tokens of each step, results of requests, statistics.
-They are plain data, which later steps do not change. Also makes the text of new tokens."""
+They are plain data, which later steps do not change. Also decodes new tokens to text."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class SequenceResult:
         finish_reason (`str`): `"eos"`, `"length"`, `"stop_string"`, `"criteria"` (the caller's, or
             `max_time`), `"cancelled"` or `"error"`. If beam search finishes fewer sequences than
             requested, the missing ones have `"error"`.
-        text (`str`, *optional*): The decoded new tokens; `None` if the engine has no tokenizer, or
-            the tokenizer raised.
+        text (`str`, *optional*): The decoded new tokens; `None` if the engine has no tokenizer, if
+            the tokenizer raised, or if beam search ended without a finished sequence.
         logprobs (`list[tuple[float, float]]`, *optional*): With `return_logprobs`: the
             log-probability of each new token under the model (full vocabulary, before logits
             processors: `log_softmax` of `output_logits`), and under the distribution that it was
@@ -59,7 +59,7 @@ class RequestResult:
     Args:
         request_id (`str`): The request's id.
         prompt_ids (`list[int]`): The prompt's token ids; empty for a prompt without any, and for
-            text in a request that could not be added.
+            text or a chat in a request that could not be added.
         sequences (`list[SequenceResult]`): The `num_return_sequences` sequences, best beam first;
             empty for a request that could not be added, or whose tokens could not be read.
         error (`Exception`, *optional*): The error that ended the request early, or that the
@@ -288,7 +288,7 @@ def decode(tokenizer: Any, token_ids: list[int]) -> Any:
         raise RuntimeError(f"the tokenizer cannot decode the new tokens: {error!r}") from error
 
 
-# a character of which bytes are still missing decodes to the replacement character
+# a character that still lacks some of its bytes decodes to the replacement character
 _INCOMPLETE = re.compile("\N{REPLACEMENT CHARACTER}$")
 # also the beginnings of " n't", " ' " and others, whose spaces `clean_up_tokenization` removes
 _INCOMPLETE_OR_CLEANABLE = re.compile("(?:\N{REPLACEMENT CHARACTER}| n?|'| '[vr])$")

@@ -82,8 +82,8 @@ class SharedLoop:
         """Runs the generation to its end and returns `finish(loop)`, which is called before the
         generation's blocks are freed. Raises the error that ended the generation, or a step of this
         thread. If this thread is already taking a step of this loop, the generation runs in a
-        separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for `Executor.begin`,
-        whose options also stay set if earlier calls in the loop needed them."""
+        separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for `Executor.begin`;
+        an option that an earlier call in the loop has set stays set."""
         stepper = self._stepper  # read once: another thread may change it
         if stepper is not None and stepper.thread_id == threading.get_ident():
             with shared_loop(self.loop.memory, object(), make_loop) as nested:
@@ -248,7 +248,7 @@ class SharedLoop:
             self._shortage, self._retry_at = None, 0.0
         except OutOfBlocksError as error:
             # other calls or models hold the blocks that the request to admit next needs
-            first_waiting = self.loop.first_waiting
+            first_waiting = self.loop.first_waiting_generation
             if first_waiting is None:
                 raise
             if not self._should_await_blocks():
@@ -284,7 +284,7 @@ class SharedLoop:
 
     def _abort_step(self) -> None:
         """Ends a step that an exception left open at its beginning or end: passes errors to the
-        callers, and has logits that no caller got computed again."""
+        callers, and makes the loop compute again the logits that no caller received."""
         self._stepper = None
         delivered = {
             generation

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 # options that may be lists with one value per prompt
 _PER_PROMPT = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
 
-SLOW_SECONDS = 2.0  # by default, a call that takes longer shows a progress bar
+SLOW_SECONDS = 2.0  # by default, an interactive call that takes longer shows a progress bar
 
 
 def _is_interactive() -> bool:
@@ -52,10 +52,10 @@ class RequestStream:
     `TypeError` and `ValueError` as `PagedEngine.generate` does."""
 
     def __init__(
-        self, engine: EngineCore, tokenizer: Any, options: dict[str, Any], *prompt_arguments: Any
+        self, core: EngineCore, tokenizer: Any, options: dict[str, Any], *prompt_arguments: Any
     ) -> None:
         reject_request_arguments(options.keys() - RequestOptions.__annotations__.keys())
-        self.engine, self.tokenizer = engine, tokenizer
+        self.core, self.tokenizer = core, tokenizer
         prompts_and_configs = split_prompts(*prompt_arguments)
         num_prompts = len(prompts_and_configs)
         for name in ("request_id", "streamer", "inputs"):
@@ -94,7 +94,7 @@ class RequestStream:
         added gets a result with the error."""
         for prompt, config, options in self._requests_to_add:
             try:
-                request_id = self.engine.add(
+                request_id = self.core.add(
                     self.tokenizer,
                     prompt,
                     config,
@@ -108,7 +108,7 @@ class RequestStream:
                 ids = list[int]()
                 request_id = options.request_id
                 if not isinstance(request_id, str):
-                    request_id = self.engine.make_id()
+                    request_id = self.core.make_id()
                 with contextlib.suppress(Exception):  # an invalid prompt may raise anything
                     text_or_ids, _ = split_inputs(prompt, None)
                     ids = prompt_ids(text_or_ids, None)
@@ -134,12 +134,12 @@ class RequestStream:
         raises an error, logs a warning; the next call repeats the step and, if that fails, too,
         ends the step's requests. Raises interrupts and `RankLostError`, and `RuntimeError` if this
         thread has paused the engine, or if requests are gone without a result."""
-        engine = self.engine
-        with engine.lock:
-            engine.pauses.wait()
+        core = self.core
+        with core.lock:
+            core.pauses.wait()
             if self.output_queue:
                 return
-            states = engine.requests.items()
+            states = core.requests.items()
             queue = self.output_queue
             reporting = {request_id for request_id, state in states if state.output_queue is queue}
             missing = self.unfinished - reporting
@@ -150,7 +150,7 @@ class RequestStream:
                     " forked after they had been added"
                 )
             try:
-                engine.step(span)
+                core.step(span)
             except RankLostError:
                 raise
             except Exception as error:
@@ -162,21 +162,21 @@ class RequestStream:
                     error,
                     exc_info=True,
                 )
-            if len(engine.pending_outputs) > 2 * MAX_PENDING_OUTPUTS:
-                trim_pending(engine.pending_outputs)
+            if len(core.pending_outputs) > 2 * MAX_PENDING_OUTPUTS:
+                trim_pending(core.pending_outputs)
 
     @guarded
     def _end(self) -> None:
         """Closes the span of the steps, and cancels the requests that still report to the output
         queue, which nobody reads any more."""
-        engine = self.engine
-        with engine.lock, contextlib.ExitStack() as stack:
+        core = self.core
+        with core.lock, contextlib.ExitStack() as stack:
             # an `ExitStack` cancels all requests, even if cancelling one of them raises
-            if engine.loop is not None:
-                engine.loop.executor.close(self.span)
-            for state in reversed(engine.requests.values()):
+            if core.loop is not None:
+                core.loop.executor.close(self.span)
+            for state in reversed(core.requests.values()):
                 if state.output_queue is self.output_queue:
-                    stack.callback(engine.cancel, state)
+                    stack.callback(core.cancel, state)
 
     def _run_and_end(self) -> Generator[RequestOutput | None, None, None]:
         """Yields from `_run`, and calls `_end` when the generator ends."""
@@ -246,7 +246,7 @@ class RequestStream:
         exhausted = object()
         generator_lock = threading.Lock()  # a generator cannot be closed while it runs
         event_loop = asyncio.get_running_loop()
-        step_lock = self.engine.reader_locks.setdefault(event_loop, asyncio.Lock())
+        step_lock = self.core.reader_locks.setdefault(event_loop, asyncio.Lock())
 
         def locked(function: Callable[..., Any], *args: Any) -> Any:
             with generator_lock:

@@ -1,5 +1,5 @@
-"""Allocates, swaps and frees the blocks of whole requests; a cost model chooses between swap and
-recompute. The scheduler chooses the requests. Plain Python: no tensors."""
+"""Allocates, swaps and frees the blocks of whole requests, which the scheduler chooses. In mode
+"auto", a cost model chooses between swap and recompute. Plain Python: no tensors."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ class CostModel:
 # about that of `FORWARD_TOKENS` tokens. So a hit must save at least that many tokens, and so must a
 # stop where earlier prompts diverged. A stop where waiting prompts diverge costs two such forwards:
 # one for the prompt that stops there, and one for those that begin there. The snapshot at the end
-# of a prompt may never be reused, so it must be `SNAPSHOT_TOKENS` past the previous stop.
+# of a prompt may never be reused, so that stop must be at least `SNAPSHOT_TOKENS` tokens after the
+# previous one.
 FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
 
 
@@ -94,8 +95,8 @@ class Preemption:
     blocks: BlockManager
     mode: str = "recompute"  # or "swap", or "auto", in which `cost_model` chooses
     swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
-    # returns whether blocks cached before this period are still valid, and drops them if not;
-    # called before a request uses some of them (`Epochs.needs_verification`), or blocks of the tier
+    # returns whether blocks cached before this period (`Epochs.begin_period`) are still valid, and
+    # drops them if not; called before a request uses some of these blocks, or blocks of the tier
     verify: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; if not, only its stops split its prefill
     can_chunk: bool = True
@@ -106,7 +107,7 @@ class Preemption:
     cost_model: CostModel | None = None  # for mode "auto"; learns from times of prefills and swaps
     # returns the first process's value: processes must schedule alike, but measure different times
     agree: Callable[[int], int] = int
-    num_swaps: int = 0  # requests swapped out so far
+    num_swaps: int = 0  # how often a request was swapped out
     # the waiting requests that may share parts of their prefills
     waiting_prompts: WaitingPrompts = field(init=False)
 
@@ -146,12 +147,13 @@ class Preemption:
             )
 
     def num_needed(self, request: Request) -> int:
-        """Returns the maximum number of blocks that the request may hold at once."""
+        """Returns the number of blocks with which the request can finish alone in the memory, even
+        if layers with windows then compute its tokens in chunks of one."""
         needs = self._needs_by_group(request)
         return sum(needs) + self._num_encoder_blocks(request)
 
     def _needs_by_group(self, request: Request) -> list[int]:
-        """Returns the maximum number of blocks of each group that the request may hold at once."""
+        """Returns `num_needed` by layer group, without the blocks of the encoder's output."""
         size = self.blocks.block_size
         num_rows = request.num_rows
         # even recomputed rows share all full blocks before the prompt's last token
@@ -174,10 +176,11 @@ class Preemption:
         is_alone: bool,
     ) -> bool:
         """Swaps a waiting request in, or attaches its rows to their cached blocks. Returns `False`
-        if the free blocks, without `num_reserved_blocks`, do not suffice for all tokens that the
-        request has to compute, at most `max_chunk_tokens` at a time. While no other request runs
-        (`is_alone`), a request that cannot be swapped in is recomputed, since no more blocks will
-        become free. After an exception the request's tables may be partly changed."""
+        if the free blocks, except `num_reserved_blocks` of them, do not suffice for the swap-in or
+        for all tokens that the request has to compute, in chunks of at most `max_chunk_tokens`.
+        While no other request runs (`is_alone`), a request that cannot be swapped in is recomputed,
+        since no more blocks will become free. After an exception the request's tables may be partly
+        changed."""
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, num_reserved_blocks, is_alone):
@@ -256,8 +259,9 @@ class Preemption:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
         shared tokens. If there are several rows, as after a preemption, and not all of their common
         prefix is cached, the first row computes the prefix for all (`num_before_fork`). The common
-        prefix is the prompt if it is replayed or has inputs besides token ids; otherwise, if rows
-        can be chunked, it is the full blocks of tokens that are equal in all rows."""
+        prefix is the prompt if the prompt is replayed, or has inputs besides token ids and all rows
+        are longer. Without such inputs, if rows can be chunked, the common prefix is the full
+        blocks of tokens that are equal in all rows."""
         manager = self.blocks
         size = manager.block_size
         rows = request.open_sequences
@@ -321,7 +325,7 @@ class Preemption:
         if self.replays_prompt(request):
             return
         if request.drafts_first_token:
-            # the last prompt token has a separate step; the step before must compute a token, too
+            # the last prompt token has a separate step, before which a step must compute a token
             keys = keys[:-1]
         min_saved = 0 if self.can_chunk else FORWARD_TOKENS
         min_matched = max(request.num_content, min_saved)
@@ -343,7 +347,7 @@ class Preemption:
         num_computed = sequence.num_computed_tokens
         if not self.may_stop(request):
             return ()
-        min_distances: dict[int, int] = {}  # by stop: from the previous stop, in tokens
+        min_distances: dict[int, int] = {}  # by stop: tokens after the previous stop
         if self.blocks.keeps_states:
             last_stop = (sequence.num_tokens - 1) // size * size
             min_distances[last_stop] = SNAPSHOT_TOKENS
@@ -390,8 +394,8 @@ class Preemption:
                 count = min(count, stop - num_computed)
         # Under a limit in bytes, blocks that leave a window serve only layers with the same window,
         # so a request that did not fit even alone advances block by block.
-        has_windows = self.can_chunk and self.blocks.has_windows
-        if has_windows and request.num_tokens_alone >= 0:
+        can_free_between_chunks = self.can_chunk and self.blocks.has_windows
+        if can_free_between_chunks and request.num_tokens_alone >= 0:
             count = min(count, self.blocks.block_size)
         # if the first new token is drafted, the last prompt token has a separate step
         if request.drafts_first_token and count == sequence.num_to_compute:
@@ -441,10 +445,11 @@ class Preemption:
 
     def reset(self, request: Request) -> None:
         """Frees all blocks of a request, in the pool and on the host, so that it is recomputed.
-        Reasons: a preemption without a swap; too few blocks for an admission; new rotary factors or
-        weights (`weights_update`); a failed step that admitted the request, may have advanced its
-        states, or left bookkeeping half changed (`StepLoop.recover`); the end of a row whose
-        swapped blocks a returned cache needs."""
+        Reasons: a preemption without a swap; an admission that lacks blocks, finds cached blocks
+        outdated, or has the first row compute a shared prefix; new rotary factors or weights
+        (`weights_update`); a failed step that admitted the request, may have advanced its states,
+        or left bookkeeping half changed (`StepLoop.recover`); the end of a row whose swapped blocks
+        a returned cache needs."""
         for sequence in request.sequences:
             self._free(sequence)
         self._free_encoder_blocks(request)
@@ -462,7 +467,7 @@ class Preemption:
             self._free_encoder_blocks(sequence.request)
 
     def _register(self, sequence: Sequence) -> None:
-        sequence.blocks.stops = ()  # no later step copies the state
+        sequence.blocks.stops = ()  # no snapshot at a stop: no later step would copy the state
         self.blocks.register(
             sequence.blocks,
             sequence.keys,

@@ -8,7 +8,6 @@ import functools
 import sys
 from bisect import insort
 from collections import deque
-from collections.abc import Sequence as Items
 from collections.abc import Set
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -45,7 +44,7 @@ class Suspects(deque[set[Request]]):
             self.popleft()
         return self[0] if self else None
 
-    def halve(self, units: Items[list[Request]]) -> None:
+    def halve(self, units: list[list[Request]]) -> None:
         """Splits the units of a failed forward into two groups, which later steps compute one after
         the other. A unit is a list of requests that must stay in one group."""
         middle = len(units) // 2
@@ -71,7 +70,7 @@ class RequestQueue:
     `Request.sort_key`. `preemption` allocates and frees their blocks."""
 
     preemption: Preemption
-    arrivals_per_priority: float  # earlier arrivals that a priority lower by 1 overtakes
+    arrivals_per_priority: float  # as `Scheduler.arrivals_per_priority`
     # admits requests whose adapters take memory of the pool (`Request.adapter_bytes`)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
     suspects: Suspects = field(default_factory=Suspects)
@@ -112,7 +111,7 @@ class RequestQueue:
             self.preemption.waiting_prompts.add(request)
 
     def start(self, request: Request) -> None:
-        """Moves a waiting request, whose blocks are allocated, to `running`."""
+        """Moves a waiting request to `running`, after `admit` has returned true for it."""
         self.remove(request)
         request.status = Status.RUNNING
         self.num_rows += request.num_open_rows

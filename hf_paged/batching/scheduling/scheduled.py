@@ -26,8 +26,8 @@ class Scheduled:
     """The sequences scheduled so far, from which `plan` makes the step's plan."""
 
     decodes: list[Sequence] = field(default_factory=list)  # one token of each
-    has_partial: bool = False  # whether some of `decodes` have further tokens to compute
-    # sequences with a draft, each with the number of its tokens: the last one and the draft
+    has_partial_decodes: bool = False  # whether some of `decodes` have further tokens to compute
+    # sequences with a draft, each with its number of tokens: the last token and the draft
     drafted: list[tuple[Sequence, int]] = field(default_factory=list)
     # chunks of a prefill or recompute, each with its number of tokens
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -59,7 +59,7 @@ class Scheduled:
         sequences = self.decodes
         counts = [1] * len(sequences)
         num_logits = counts
-        if self.has_partial:
+        if self.has_partial_decodes:
             num_logits = [int(sequence.num_to_compute == 1) for sequence in sequences]
         other_rows = [*self.drafted, *self.chunks]
         if other_rows:

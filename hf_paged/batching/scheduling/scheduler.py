@@ -28,17 +28,17 @@ class Scheduler:
     2308.16369), which do not stall decodes (Sarathi-Serve, arXiv 2403.02310, section 4.2), and
     preemption of whole requests (PagedAttention, arXiv 2309.06180, section 4.5). Requests are
     sorted by `arrival + priority * arrivals_per_priority`. In this order, running requests get
-    their tokens and may preempt later running ones; then waiting requests are admitted until one
-    does not fit."""
+    their tokens and may preempt later running ones; then, if none was preempted, waiting requests
+    are admitted until one does not fit."""
 
     preemption: Preemption
     max_num_batched_tokens: int  # per step (whole prompts may exceed it)
     # maximum number of running sequences; exceeded only by a request that runs alone, and by
     # `_admit_past_row_limit`
     max_num_seqs: int
-    # prefill tokens per step with decodes (whole prompts may exceed it); `None`: as many as fit
+    # prefill tokens in a step that also decodes (whole prompts may exceed it); `None`: no limit
     max_chunk_tokens: int | None = None
-    watermark: float = 0.01  # share of all blocks that admission keeps free for running requests
+    watermark: float = 0.01  # fraction of all blocks that admission keeps free for running requests
     arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
     rope: Rope | None = None  # rotary factors, if they depend on the sequence's length
     timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
@@ -70,7 +70,7 @@ class Scheduler:
         return bool(self.queue.running or self.queue.waiting)
 
     def add(self, *requests: Request) -> None:
-        """Queues requests. If any of them can never fit, only raises `OutOfBlocksError`."""
+        """Queues requests. If one can never fit, queues none and raises `OutOfBlocksError`."""
         for request in requests:
             self.preemption.check_fits(request)
         for request in requests:
@@ -108,7 +108,7 @@ class Scheduler:
         for sequence in plan.sequences[plan.num_decodes :]:
             request = sequence.request
             if request.inputs is not None:
-                # only now may other requests reuse the blocks of such a prompt
+                # only now has the model's own forward filled the blocks of the prompt
                 self.blocks.register(
                     sequence.blocks,
                     sequence.keys,
@@ -121,8 +121,8 @@ class Scheduler:
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
         self.queue.allowed = self.queue.suspects.first() if self.queue.suspects else None
-        if self.preemption.waiting_prompts.awaited:
-            self.preemption.waiting_prompts.awaited.clear()
+        if self.preemption.waiting_prompts.awaited_prefixes:
+            self.preemption.waiting_prompts.awaited_prefixes.clear()
         self._blocked_request = None
         if self.rope is not None and self.rope.must_recompute:
             for request in list(self.queue.running):
@@ -137,16 +137,16 @@ class Scheduler:
             self._admit_past_row_limit()
 
     def _admit_past_row_limit(self) -> None:
-        """Called if nothing is scheduled although requests wait: no running request has tokens to
-        compute in this step, and their next tokens may depend on a request that does not run.
-        Admits the first waiting request regardless of `max_num_seqs`, and preempts running ones if
-        it needs their blocks. Raises `OutOfBlocksError` if it still does not fit."""
+        """Called if nothing is scheduled although requests wait: running requests are idle in this
+        step, and their next tokens may depend on a request that does not run. Admits the first
+        waiting request regardless of `max_num_seqs`, and preempts idle ones if too few blocks are
+        free. Raises `OutOfBlocksError` if the waiting request still does not fit."""
         has_released = False
         while (first := self.queue.first_waiting) is not None:
             self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
             if self._scheduled:
                 return
-            self.timeline.record_waiting(first)  # its swapped blocks may have been freed
+            self.timeline.record_waiting(first)  # `_admit` may have freed its swapped blocks
             latest_first = reversed(self.queue.running)
             may_run = self.queue.may_run
             idle_requests = (
@@ -172,7 +172,7 @@ class Scheduler:
             max_chunk_tokens = max_tokens
         budget = Budget(max_tokens, max_chunk_tokens, max_tokens - self.queue.num_rows)
         allowed = self.queue.allowed
-        for request in self.queue.running:  # safe: the body removes only later ones, or returns
+        for request in self.queue.running:  # the body removes only later ones, or returns
             if allowed is not None and request not in allowed:
                 continue
             for sequence in request.sequences:
@@ -245,9 +245,9 @@ class Scheduler:
         may_preempt: bool = True,
     ) -> int:
         """Schedules up to `limit` tokens of `sequence`, and returns their number. A whole prompt
-        may exceed `limit` if it shares the forward of all chunks scheduled so far, if any. If too
-        few blocks are free, preempts later requests, shrinks the chunk if layers have windows, then
-        preempts `request`; without `may_preempt`, only shrinks the chunk (`_append`)."""
+        may exceed `limit`, unless a chunk of another forward is scheduled. If too few blocks are
+        free, preempts later requests, shrinks the chunk if layers have windows, then preempts
+        `request` if none of its rows is scheduled; without `may_preempt`, only shrinks."""
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
@@ -268,12 +268,12 @@ class Scheduler:
         count = self._append(request, sequence, count, is_unchunked, may_preempt)
         if not count:
             return 0
-        if request.num_shared_tokens:  # keeps the next steps' fast path from computing more tokens
+        if request.num_shared_tokens:  # keeps the row off the fast path, which does not fork
             sequence.blocks.capacity = num_computed + count
         if count > 1 or is_whole:
             self._add_chunk(request, sequence, count, is_unchunked)
         else:
-            self._scheduled.has_partial |= sequence.num_to_compute > 1
+            self._scheduled.has_partial_decodes |= sequence.num_to_compute > 1
             self._scheduled.decodes.append(sequence)
         return count
 
@@ -285,9 +285,9 @@ class Scheduler:
         is_unchunked: bool,
         may_preempt: bool,
     ) -> int:
-        """Appends up to `count` tokens to the sequence's blocks, and returns their number: 0 if too
-        few blocks are free. `is_unchunked`: the tokens must be computed in one step, and blocks
-        that no later token attends to are skipped. `may_preempt` as in `_schedule_tokens`."""
+        """Allocates slots for up to `count` tokens, and returns their number: 0 if too few blocks
+        are free. `is_unchunked`: the tokens must be computed in one step, and an empty sequence
+        skips blocks that no later token attends to. `may_preempt` as in `_schedule_tokens`."""
         can_shrink = self.blocks.has_windows and not is_unchunked
         while not self.blocks.append(sequence.blocks, count, can_skip=is_unchunked):
             if self.reclaim():
@@ -305,7 +305,7 @@ class Scheduler:
     def _preempt_last(self, request: Request) -> None:
         """Preempts `request`, which needs blocks while no later request runs. Then, if no request
         runs and no other model holds memory, releases unused memory, or raises `OutOfBlocksError`
-        if the last such preemption came at the same total length."""
+        if `request` had the same total length at its last such preemption."""
         num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_only_model = not self.blocks.memory.num_held_by_others
         self._preempt(request)
@@ -333,9 +333,9 @@ class Scheduler:
         self._scheduled.chunks.append((sequence, count))
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
-        """Allocates blocks for one more token of each sequence, if the next step will be exactly
-        these decodes; `num_ending` other running sequences end before it. Returns `False` if the
-        next step may differ, if too few blocks are free, or if a block must be copied first."""
+        """Allocates a slot for the next token of each sequence, if the next step will consist of
+        exactly these decodes; `num_ending` other running sequences end before it. Returns `False`
+        if the step may differ, if too few blocks are free, or if a block must be copied first."""
         if self.queue.num_rows != len(sequences) + num_ending:
             return False
         if self.queue.waiting:
@@ -358,7 +358,7 @@ class Scheduler:
     def _admit(self, num_tokens_left: int, ignores_row_limit: bool = False) -> None:
         """Admits waiting requests while tokens, rows and blocks last; with `ignores_row_limit`, the
         first one may exceed the limit on rows. Postpones requests that can soon reuse a prefix that
-        a scheduled request is computing (`WaitingPrompts.awaited`)."""
+        a scheduled request is computing (`WaitingPrompts.awaited_prefixes`)."""
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
@@ -372,7 +372,7 @@ class Scheduler:
                 self._blocked_request = request
                 return
             waiting_prompts = self.preemption.waiting_prompts
-            if waiting_prompts.awaited and waiting_prompts.is_awaited(request):
+            if waiting_prompts.awaited_prefixes and waiting_prompts.awaits_prefix(request):
                 num_postponed_rows += request.num_open_rows
                 continue
             num_reserved_blocks = 0 if is_alone else int(self.watermark * self.blocks.num_total)
@@ -390,7 +390,7 @@ class Scheduler:
                     num_tokens_left -= self._schedule_tokens(
                         request, sequence, num_tokens_left, may_preempt=False
                     )
-            if num_tokens_left == num_tokens_before:  # too few tokens, or free blocks of a group
+            if num_tokens_left == num_tokens_before:  # nothing fits: tokens or blocks ran out
                 self._requeue(request, keep_kv=True)
                 return
             self._scheduled.admitted.append(request)
@@ -441,7 +441,7 @@ class Scheduler:
         already computed, with logits that are not delivered yet."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
-        requeued = plan.admitted  # may share blocks that other rows of the step did not write
+        requeued = plan.admitted  # may share blocks that other rows of the step should have written
         if self._is_committed:  # blocks that left windows may already have been freed
             requeued = dict.fromkeys(sequence.request for sequence in plan.sequences)
         self._is_committed = False
@@ -485,10 +485,10 @@ class Scheduler:
         self.queue.end_row(request)
 
     def finish(self, request: Request) -> None:
-        """Ends a running or waiting request, of which no forward in progress computes a row."""
+        """Ends a running or waiting request. No forward in progress may compute its rows."""
         if request.status is Status.FINISHED:
             return
-        # first: releasing the adapter may evict cached blocks; this request's are cached only later
+        # first, so that the release of an adapter cannot evict this request's blocks, cached below
         self.queue.remove(request)
         request.status = Status.FINISHED
         self.timeline.record_end(request)

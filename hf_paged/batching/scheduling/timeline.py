@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...plan import StepPlan
 from ..request import Request, Status
 
-MAX_INTERVALS = 4096  # of all requests; one that is never preempted has three
+MAX_INTERVALS = 4096  # of all requests; one that is never preempted has at most three
 MAX_VERIFICATIONS = 4096
 
 
@@ -69,12 +69,12 @@ class Timeline:
         self._origin = time.perf_counter()
 
     def record_waiting(self, request: Request) -> None:
-        """Records that a request waits, since it is new, has just been preempted, or has lost its
+        """Records that a request waits, since it is new, has just stopped running, or has lost its
         swapped-out blocks."""
         self._prefilling.discard(request)
         previous = self._open.get(request)
-        was_in_batch = previous is not None and previous.activity is not Activity.WAITING
-        activity = Activity.PREEMPTED if was_in_batch else Activity.WAITING
+        has_run = previous is not None and previous.activity is not Activity.WAITING
+        activity = Activity.PREEMPTED if has_run else Activity.WAITING
         if request.is_swapped:
             activity = Activity.SWAPPED
             self._num_swapped_tokens[request] = _num_computed_tokens(request)

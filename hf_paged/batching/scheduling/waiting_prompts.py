@@ -23,7 +23,7 @@ class WaitingPrompts:
         self._counts: Counter[int] = Counter()  # number of requests, by hash of a prefix
         # hashes of the prefixes at whose ends the prefills of running requests will stop; the
         # scheduler clears the set before each step
-        self.awaited: set[int] = set()
+        self.awaited_prefixes: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._prefixes)
@@ -54,12 +54,13 @@ class WaitingPrompts:
     def await_stops(self, request: Request, stops: Collection[int]) -> None:
         """Records that this step computes tokens of a request whose prefill will stop at each of
         `stops`, which are numbers of tokens."""
-        self.awaited.update(prefix for end, prefix in self._hash_prefixes(request) if end in stops)
+        prefixes = self._hash_prefixes(request)
+        self.awaited_prefixes.update(prefix for end, prefix in prefixes if end in stops)
 
-    def is_awaited(self, request: Request) -> bool:
+    def awaits_prefix(self, request: Request) -> bool:
         """Whether this waiting request can begin at a stop that a running request will reach, in
         this step or a later one."""
-        return not self.awaited.isdisjoint(self._prefixes.get(request, ()))
+        return not self.awaited_prefixes.isdisjoint(self._prefixes.get(request, ()))
 
     def _hash_prefixes(self, request: Request) -> Iterator[tuple[int, int]]:
         """Yields the length of each prefix of full blocks, and its hash. If the hashes of different

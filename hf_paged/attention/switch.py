@@ -85,7 +85,7 @@ _switches: Switches[PreTrainedConfig] = Switches(_switching, _forget_unused)
 
 def forget_when_unused(register: Callable[[], None] | None) -> None:
     """Makes transformers forget our functions once no call in progress uses them; a call that
-    switches to them again first calls `register`. `None`: transformers keeps them."""
+    switches to them again first calls `register`. With `None`, transformers keeps them."""
     global _register
     _register = register
     if not _switches.entries:
@@ -112,9 +112,10 @@ def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
-    """Returns the name of the config's attention implementation, from before any call switched it;
-    `"sdpa"` without a config. If the model was loaded with ours: `"eager"` if no model in the file
-    of the layer's class `cls` supports sdpa, otherwise `"sdpa"`."""
+    """Returns the name of the config's attention implementation, from before any call switched it:
+    `"sdpa"` without a config, `"eager"` if the config names none. If the model was loaded with
+    ours: `"eager"` if the file of the layer's class `cls` has models of which none supports sdpa,
+    otherwise `"sdpa"`."""
     if config is None:
         return "sdpa"
     implementation = config._attn_implementation or "eager"

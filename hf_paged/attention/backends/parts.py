@@ -143,9 +143,9 @@ def _group_similar(
     num_rows = 0
     padding = 0
     queries = step.query_len or 1
-    for geometry in geometries:
-        (length, _, first_query), members = geometry
-        first = group[0] if group else geometry
+    for geometry_rows in geometries:
+        (length, _, first_query), members = geometry_rows
+        first = group[0] if group else geometry_rows
         (longest, _, num_skipped), _ = first
         count = len(members)
         num_rows += count
@@ -161,7 +161,7 @@ def _group_similar(
             group = []
             num_rows = count
             padding = 0
-        group.append(geometry)
+        group.append(geometry_rows)
     if group:
         yield group
 

@@ -178,7 +178,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         # of more queries per row, which the prefill kernel handles
         (
             {**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)},
-            "blocks of a wider dtype",
+            "blocks of a dtype that the queries' torch.float16 cannot represent",
         ),
         (
             {**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)},

@@ -27,7 +27,10 @@ MAPPED_FIELDS: dict[str, str] = {
         " (`max_chunk_tokens`) to `max_num_batched_tokens`"
     ),
     "return_logprobs": "`return_logprobs` of every request",
-    "seed": "the i-th request draws as `generate` does after `torch.manual_seed(seed + i)`",
+    "seed": (
+        "the i-th request without a `seed` draws as `generate` does after"
+        " `torch.manual_seed(seed + i)`"
+    ),
     "cpu_offload_space": (
         '`preemption`: `"recompute"` if it is 0, else `"swap"`, which allocates host memory when it'
         " preempts requests"
@@ -131,7 +134,7 @@ def make_request_config(
 ) -> GenerationConfig:
     """Returns the generation config of one request: `config` overridden by `options`, and limited
     to the model's maximum length if no config limits the length. Raises `ValueError` for options
-    that `GenerationConfig` does not have, and if the model does not limit the length, either."""
+    that `GenerationConfig` does not have, and if the model's config limits no length, either."""
     check_generation_config(options)
     request_config = copy.deepcopy(config)
     for name in (
@@ -140,7 +143,7 @@ def make_request_config(
         "compile_config",
         "continuous_batching_config",
     ):
-        # these options are for transformers' own loop
+        # options for `generate` and transformers' own loop, not for the engine
         if hasattr(request_config, name):
             setattr(request_config, name, None)
     for name, value in options.items():

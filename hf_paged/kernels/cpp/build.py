@@ -234,7 +234,8 @@ def _build_once(folder: Path, key: str, compiler: list[str]) -> Path:
 
 def _build(folder: Path, key: str, compiler: list[str]) -> Path:
     """Compiles the library into a private folder and returns its path. Raises `RuntimeError` with
-    the compiler's errors, `SubprocessError` if it runs longer than 300 seconds, and `OSError`."""
+    the compiler's errors, `SubprocessError` if a compilation takes longer than 300 seconds, and
+    `OSError`."""
     start = time.perf_counter()
     descriptor, name = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(descriptor)

@@ -16,7 +16,7 @@ from .build import PATHS, best_path, kernel
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
-# most rows for which reading the weights takes most of the time, by the names in `build.PATHS`;
+# the most rows for which reading the weights takes most of the time, by the names in `build.PATHS`;
 # PyTorch computes products of more rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
 # where PyTorch converts element by element (not `is_native`): the result of `max_rows`, and the

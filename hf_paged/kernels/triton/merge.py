@@ -130,7 +130,7 @@ def merge(
         row_items: `(rows, 2)` int32, if each row has separate parts: the row's first part, and
             the number of its parts. Then `n` is the number of queries per row, and rows with one
             part are not written.
-        max_parts: The most parts of a row; by default the number of all parts.
+        max_parts: The largest number of parts of a row; by default the number of all parts.
     """
     num_parts, num_queries, heads, value_dim = partials.shape
     num_tokens = num_queries if row_items is None else len(out)

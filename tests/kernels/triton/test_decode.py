@@ -155,7 +155,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
     from hf_paged.kernels.triton import attention
 
     call = build(Case(seq_lens=(40, 5)))
-    with pytest.raises(IndexError, match=r"the bias covers 39 positions, seq_lens are \(40, 5\)"):
+    with pytest.raises(IndexError, match=r"covers 39 positions, but seq_lens are \(40, 5\)"):
         attention._bias_arguments(torch.zeros(39), 14, 1, call.step)
 
 

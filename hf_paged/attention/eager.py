@@ -150,7 +150,7 @@ def _convert(
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
     is_one_dtype = len(args) == 1 and isinstance(args[0], torch.dtype)
-    copies = False
+    is_copy = False
     if is_one_dtype and not kwargs:
         dtype = args[0]
     else:
@@ -162,10 +162,10 @@ def _convert(
                 " returns no tensor"
             )
         dtype = converted.dtype
-        copies = converted is not empty
+        is_copy = converted is not empty
     if not dtype.is_floating_point:
         raise NotPackable(f"packed keys, values or scores are converted to {dtype}")
-    if dtype is x.kind and not copies:
+    if dtype is x.kind and not is_copy:
         return x
     if isinstance(x, Scores):
         return x.replace(dtype=dtype, terms=x.terms.copy())

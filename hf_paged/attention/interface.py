@@ -88,13 +88,13 @@ def paged_attention(
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
     to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast, in that of
     autocast. Keys and values that are handles of a [`PagedCache`] are read in place in a packed
-    step, and in other steps if rows have few queries and the result equals that of the model's
-    implementation. Otherwise that implementation is called with ordinary tensors, and its attention
-    weights, if any, are returned, too. `attention_mask`: a [`PagedMask`], or a mask for the model's
-    implementation, which also defines the `kwargs` (`scaling`, `dropout`, `softcap`, `s_aux`,
-    `position_bias`, ...). Raises `NotPackable` if the backends cannot compute a packed step,
-    `NotCapturable` if a recorded step needs the host, and `ValueError` if the mask shows padding
-    that was not stored.
+    step, and in other steps if tokens were cached before, rows have few queries, and the result
+    equals that of the model's implementation. Otherwise that implementation is called with ordinary
+    tensors, and its attention weights, if any, are returned, too. `attention_mask`: a
+    [`PagedMask`], or a mask for the model's implementation, which also defines the `kwargs`
+    (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...). Raises `NotPackable` if the
+    backends cannot compute a packed step, `NotCapturable` if a recorded step needs the host, and
+    `ValueError` if the mask shows padding that was not stored.
     """
     # checked here, since the wrapper of `torch.compiler.disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
@@ -288,9 +288,9 @@ def sdpa_on_handles(
     """`scaled_dot_product_attention` of handles, for models whose config is not switched, for
     instance in a user's own decoding loop."""
     needs_grad = query.requires_grad and torch.is_grad_enabled()
-    is_plain = not (is_causal or dropout_p or needs_grad) and query.dim() == 4
+    is_supported = not (is_causal or dropout_p or needs_grad) and query.dim() == 4
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
-    if is_plain and is_pair and key.fresh is None:
+    if is_supported and is_pair and key.fresh is None:
         scale = options.get("scale")
         if scale is None:
             scale = query.shape[-1] ** -0.5

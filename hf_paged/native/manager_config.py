@@ -90,7 +90,7 @@ def make_paged_config(
         raise ValueError(f"`scheduler_type` is {scheduler!r}: it must be 'fifo' or 'prefill_first'")
     base_config = _default_config[0] if cache_config is None else PagedConfig.coerce(cache_config)
     options = base_config.to_dict()
-    renamed_fields = {
+    options_by_field = {
         "num_blocks": "num_blocks",
         "max_batch_tokens": "max_num_batched_tokens",
         "max_memory_percent": "memory_fraction",
@@ -99,7 +99,7 @@ def make_paged_config(
     }
     options |= {
         option: changed_fields[field]
-        for field, option in renamed_fields.items()
+        for field, option in options_by_field.items()
         if field in changed_fields
     }
     page_size = getattr(cb_config, "page_size", None) or getattr(cb_config, "block_size", None)

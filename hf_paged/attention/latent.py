@@ -192,8 +192,8 @@ def _expanded_tables(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
 
 
 def can_absorb(module: nn.Module) -> bool:
-    """Whether the layer's expansion is a single plain matrix product, so that it can be
-    absorbed."""
+    """Whether the layer's `kv_b_proj` is a plain matrix product, which `ExpandedTensor.absorb` can
+    apply to queries and outputs."""
     projection: Any = getattr(module, "kv_b_proj", None)
     if type(projection) is not nn.Linear:
         return False

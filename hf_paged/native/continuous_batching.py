@@ -313,7 +313,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
                 self._thread.deliver(output)
 
 
-# -- replacements of methods of transformers' `ContinuousMixin` ----------------------------------
+# Replacements of methods of transformers' `ContinuousMixin`
 
 
 def _choose_cb_config(
@@ -324,8 +324,8 @@ def _choose_cb_config(
 
 
 def _find_cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
-    """Returns the `cache_config` of a generation config; `None` if that config has none, or selects
-    another cache implementation."""
+    """Returns the `cache_config` of a generation config or, if that sets none, of the model's.
+    Returns `None` if neither sets one, or if they select another cache implementation."""
     effective = EffectiveOptions(model, config)
     if effective.cache_implementation not in (None, "paged", NAME):
         return None

@@ -36,8 +36,8 @@ constexpr int64_t kAlone = 1 << 15;  // elements of K and V up to which one thre
 constexpr int64_t kPart = 512;       // tokens of a part; parts are summed separately
 constexpr int64_t kFewRows = 8;      // up to this M, memory is the bottleneck: rounding weights to pairs saves no time
 constexpr int64_t kTaskRows = 128;   // maximum M of a task, unless a single query has more rows
-// Values are widened in registers, once per group of rows of M, if there are at most this many such groups; otherwise
-// they are widened once, to memory.
+// Values are widened in registers, once per group of rows of M, if there are at most this many such groups and value_dim
+// is a multiple of kLanes; otherwise they are widened once, to memory.
 template <class T> constexpr int kWidenings = std::is_same<T, Int8>::value ? 2 : 1;
 
 // A query that sees positions [low, high) of its row's table. The sums over the positions before `shared` are computed

@@ -114,7 +114,7 @@ def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
     """Returns the name of the config's attention implementation, from before any call switched it:
     `"sdpa"` without a config, `"eager"` if the config names none. If the model was loaded with
-    ours: `"eager"` if the file of the layer's class `cls` has models of which none supports sdpa,
+    ours: `"eager"` if the file of the layer's class `cls` has models, but none that supports sdpa;
     otherwise `"sdpa"`."""
     if config is None:
         return "sdpa"

@@ -134,7 +134,7 @@ def make_request_config(
 ) -> GenerationConfig:
     """Returns the generation config of one request: `config` overridden by `options`, and limited
     to the model's maximum length if no config limits the length. Raises `ValueError` for options
-    that `GenerationConfig` does not have, and if the model's config limits no length, either."""
+    that `GenerationConfig` does not have, and if nothing limits the length."""
     check_generation_config(options)
     request_config = copy.deepcopy(config)
     for name in (

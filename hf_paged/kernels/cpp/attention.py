@@ -49,7 +49,7 @@ class _PackedStep(NamedTuple):
     """The fields of `AttentionCall` that describe a step. They are the same for all layers."""
 
     packed: bytes
-    tensors: dict[int, Tensor]  # whose addresses `packed` holds, by byte offset
+    tensors: dict[int, Tensor]  # by byte offset of their address in `packed`
     num_tokens: int
     block_size: int
 

@@ -59,7 +59,7 @@ def _runs_on(device: torch.device) -> bool:
         slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
         store(states, states, blocks, blocks, slots)
         if blocks.sum().item() != 16:
-            raise RuntimeError("a kernel ran, but did not store what it was given")
+            raise RuntimeError("a kernel ran, but stored wrong values")
         return True
     except Exception as error:
         if is_interrupt(error):

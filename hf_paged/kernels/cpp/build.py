@@ -166,8 +166,8 @@ def _find_compiler_and_key() -> tuple[list[str], str]:
     version = subprocess.run(
         [compiler[0], "--version"], capture_output=True, check=True, timeout=60
     ).stdout
-    # The CPU is part of the key: machines with other CPUs, which may share the home directory,
-    # cannot run -march=native code.
+    # The CPU is part of the key: machines with other CPUs, which may share the home directory, may
+    # be unable to run code that was built here with -march=native.
     parts = (
         *(source.read_bytes() for source in SOURCES),
         COMMON_FLAGS,

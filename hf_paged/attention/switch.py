@@ -205,7 +205,7 @@ def is_from_transformers(function: Any) -> bool:
     )
 
 
-def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
+def _configs_with_readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
     """Returns each config that attention layers with a cache among `modules` read, with the classes
     of these layers."""
     readers: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
@@ -221,7 +221,7 @@ def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[t
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
     """Returns why attention layers with a cache among `modules` get gathered keys and values;
     `None` if all of them use transformers' attention functions."""
-    for config, classes in _readers(modules):
+    for config, classes in _configs_with_readers(modules):
         for cls in classes:
             implementation = model_attention(config, cls)
             if stock_function(cls, implementation) is None:
@@ -241,7 +241,7 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     without those that name ours because the model was loaded with it. `modules`: all modules of a
     model."""
     switchable = []
-    for config, _ in _readers(modules):
+    for config, _ in _configs_with_readers(modules):
         name = compat.attention_of(config)  # read once, since another thread's call may restore it
         if name != NAME or isinstance(name, _SwitchedName):
             switchable.append(config)

@@ -12,8 +12,8 @@
 
 // Fields of the call, the step and the layer, in this order. Strides in elements; dtypes: 0 float32, 1 bfloat16, 2
 // float16. Keys and values are `stored` in the queries' dtype (0), or as codes, Int8, E4M3 or E5M2 (1, 2, 3). The
-// scales of a head's block begin `key_scales` and `value_scales` bytes after its first code; scores are multiplied by
-// the keys' scales, the weights of values by the values' scales.
+// scales of a head's block begin `key_scales` and `value_scales` bytes after its first code; the keys' scales multiply the
+// scores, and the values' scales multiply the softmax weights.
 struct AttentionCall {
     const void* query;
     void* out;
@@ -280,9 +280,9 @@ struct Kernel {
         }
     };
 
-    // Prefetches keys or values of `count` tokens from position `start` on. A processor has few misses in flight, so
-    // each call requests little. Inlined by force: GCC considers a function that only prefetches to have no effect, and
-    // drops its calls.
+    // Prefetches keys or values of `count` tokens from position `start` on. A processor tracks few cache misses at a
+    // time, so each call requests little. Inlined by force: GCC considers a function that only prefetches to have no
+    // effect, and drops its calls.
     template <class T>
     inline __attribute__((always_inline)) void prefetch(const Task& s, const int32_t* table, const void* blocks,
                                                         const int64_t* strides, int64_t scales, int64_t start,

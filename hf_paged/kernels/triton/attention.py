@@ -35,8 +35,8 @@ from .launch import launch
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
-"""The fewest tokens per split of a row (prefills: of the longest block table), except its last
-split: smaller splits would cost more time to merge than they save."""
+"""Minimum tokens per split of a row (prefills: of the longest block table), except its last split:
+smaller splits would cost more time to merge than they save."""
 
 
 def decode_attention(

@@ -37,7 +37,7 @@ class LoraTable(NamedTuple):
     scaling: Tensor  # (parts,) float32
     dtype: torch.dtype  # of all weights
     rank: int  # width of tiles: a power of two, at least each part's rank
-    max_rows: int  # most rows of a range
+    max_rows: int  # of a range
     group: Any = None  # process group whose ranks hold shards of the depth
 
 

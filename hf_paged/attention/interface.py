@@ -171,7 +171,8 @@ def _attend_packed_step(
         )
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(
-            f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens"
+            f"the queries have shape {tuple(query.shape)}, but the packed step has"
+            f" {step.num_tokens} tokens"
         )
     masked_step = step.plan(packed_step, mask)
     if isinstance(key, ExpandedTensor):

@@ -142,7 +142,7 @@ def _convert(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Changes the nominal dtype; the backends sum in float32 regardless."""
+    """Changes only the nominal dtype: the backends choose the dtype of their sums."""
     if kwargs and not isinstance(x, DeferredTensor):
         raise NotPackable(f"`{function.__name__}` takes options beside a packed tensor's dtype")
     # `type_as` takes a tensor, possibly a deferred one
@@ -150,7 +150,7 @@ def _convert(
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
     is_one_dtype = len(args) == 1 and isinstance(args[0], torch.dtype)
-    copies = False
+    is_copy = False
     if is_one_dtype and not kwargs:
         dtype = args[0]
     else:
@@ -162,10 +162,10 @@ def _convert(
                 " returns no tensor"
             )
         dtype = converted.dtype
-        copies = converted is not empty
+        is_copy = converted is not empty
     if not dtype.is_floating_point:
         raise NotPackable(f"packed keys, values or scores are converted to {dtype}")
-    if dtype is x.kind and not copies:
+    if dtype is x.kind and not is_copy:
         return x
     if isinstance(x, Scores):
         return x.replace(dtype=dtype, terms=x.terms.copy())
@@ -408,7 +408,7 @@ def _bias_where(step: StepMetadata, mask: Tensor, hidden_value: bool) -> Tensor 
 
 
 def _past_keys_mask(step: StepMetadata) -> Tensor:
-    """Returns a mask `(T, key_len)` bool of the keys at or before each token's position."""
+    """Returns a bool mask `(T, key_len)` of the keys at or before each token's position."""
     positions: list[int] = []
     for seq_len, (start, end) in zip(step.seq_lens, itertools.pairwise(step.query_start)):
         positions.extend(range(seq_len - (end - start), seq_len))
@@ -429,7 +429,7 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
     if not weights.is_softmax or not is_value or value.step is not step:
         raise NotPackable(
             "packed values are transposed, or multiplied by something other than attention weights"
-            " of their layer"
+            " of the same step"
         )
     dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
     query = weights.query.transpose(0, 1).to(dtype)

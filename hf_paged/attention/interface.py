@@ -87,13 +87,14 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
     to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast, in that of
-    autocast. Keys and values that are handles of a [`PagedCache`] are read in place if rows have
-    few queries and the result equals that of the model's implementation. Otherwise that
-    implementation is called with ordinary tensors, and its attention weights, if any, are returned,
-    too. `attention_mask`: a [`PagedMask`], or a mask for the model's implementation, which also
-    defines the `kwargs` (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...). Raises
-    `NotPackable` if the backends cannot compute a packed step, `NotCapturable` if a recorded step
-    needs the host, and `ValueError` if the mask shows padding that was not stored.
+    autocast. Keys and values that are handles of a [`PagedCache`] are read in place in a packed
+    step, and in other steps if tokens were cached before, rows have few queries, and the result
+    equals that of the model's implementation. Otherwise that implementation is called with ordinary
+    tensors, and its attention weights, if any, are returned, too. `attention_mask`: a
+    [`PagedMask`], or a mask for the model's implementation, which also defines the `kwargs`
+    (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...). Raises `NotPackable` if the
+    backends cannot compute a packed step, `NotCapturable` if a recorded step needs the host, and
+    `ValueError` if the mask shows padding that was not stored.
     """
     # checked here, since the wrapper of `torch.compiler.disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
@@ -170,16 +171,17 @@ def _attend_packed_step(
         )
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:
         raise NotPackable(
-            f"queries of shape {tuple(query.shape)} in a packed step of {step.num_tokens} tokens"
+            f"the queries have shape {tuple(query.shape)}, but the packed step has"
+            f" {step.num_tokens} tokens"
         )
-    metadata = step.plan(packed_step, mask)
+    masked_step = step.plan(packed_step, mask)
     if isinstance(key, ExpandedTensor):
         if not key.pairs_with(value):
             raise NotPackable("keys and values come from different latents")
-        return attend_packed(query, key, value, metadata, features[:3]).unsqueeze_(0)
+        return attend_packed(query, key, value, masked_step, features[:3]).unsqueeze_(0)
     assert isinstance(value, PagedTensor)
     fresh = None
-    if metadata.query_len != 1:
+    if masked_step.query_len != 1:
         assert key.fresh is not None and value.fresh is not None
         fresh = key.fresh[0].transpose(0, 1), value.fresh[0].transpose(0, 1)
     # for a single token, `squeeze` saves an operation
@@ -187,7 +189,7 @@ def _attend_packed_step(
         query = query.squeeze(2)
     else:
         query = query[0].transpose_(0, 1)
-    call = AttentionCall(query, paired_blocks(key, value), metadata, *features, fresh)
+    call = AttentionCall(query, paired_blocks(key, value), masked_step, *features, fresh)
     return backends.attend(call).unsqueeze_(0)
 
 
@@ -199,15 +201,16 @@ def _attend_in_place(
     is_causal: bool,
     features: Features | None,
 ) -> Tensor | None:
-    """Computes attention that reads blocks through the block tables. Returns `None` if gathering is
-    as fast, or if the call needs a dense mask or unsupported features."""
+    """Computes attention that reads blocks through the block tables, `(batch, query_len, heads,
+    value_dim)`. Returns `None` if rows have so many queries that gathering is as fast, or if the
+    call needs a dense mask, a gradient or unsupported features."""
     batch, _, query_len, _ = query.shape
     if features is None or query_len > MAX_IN_PLACE_QUERIES:
         return None
-    plan = step.plan(rectangle_step, query_len, mask, is_causal, query.device)
-    if plan is None:
+    step_and_bias = step.plan(rectangle_step, query_len, mask, is_causal, query.device)
+    if step_and_bias is None:
         return None
-    metadata, bias = plan
+    masked_step, bias = step_and_bias
     scale, softcap, sinks, position_bias = features
     if position_bias is not None:
         if step.has_padding or step.columns is None:
@@ -219,8 +222,8 @@ def _attend_in_place(
         position_bias = position_bias[..., -len(step.columns) :]
         position_bias = in_table_coordinates(position_bias, step)
         bias = position_bias if bias is None else bias + position_bias
-    packed = query.transpose(1, 2).flatten(0, 1)
-    call = AttentionCall(packed, blocks, metadata, scale, softcap, sinks, bias)
+    packed_query = query.transpose(1, 2).flatten(0, 1)
+    call = AttentionCall(packed_query, blocks, masked_step, scale, softcap, sinks, bias)
     output = backends.attend(call).unflatten(0, (batch, query_len))
     step.counters.in_place += 1
     return output
@@ -233,8 +236,8 @@ def _features(
     kwargs: dict[str, Any],
 ) -> Features | None:
     """Returns the features that the model's own implementation would apply. Returns `None` if it
-    may compute anything else (it is foreign code, has dropout or rejects a softcap), or if a
-    gradient is required."""
+    may compute anything else, applies dropout or rejects the softcap, or if the queries require a
+    gradient."""
     if kwargs.get("dropout") or (query.requires_grad and torch.is_grad_enabled()):
         return None
     # cached per step for all layers of one class and config, since reading the config takes a
@@ -251,7 +254,7 @@ def _features(
     softcap = kwargs.get("softcap")
     sinks = kwargs.get("s_aux")
     bias = kwargs.get("position_bias")
-    if function is switch.sdpa_attention_forward:  # takes a bias, rejects a softcap, ignores sinks
+    if function is switch.sdpa_attention_forward:  # adds a bias, rejects a softcap, ignores sinks
         if softcap is not None:
             return None
         sinks = None
@@ -286,9 +289,9 @@ def sdpa_on_handles(
     """`scaled_dot_product_attention` of handles, for models whose config is not switched, for
     instance in a user's own decoding loop."""
     needs_grad = query.requires_grad and torch.is_grad_enabled()
-    is_plain = not (is_causal or dropout_p or needs_grad) and query.dim() == 4
+    is_supported = not (is_causal or dropout_p or needs_grad) and query.dim() == 4
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
-    if is_plain and is_pair and key.fresh is None:
+    if is_supported and is_pair and key.fresh is None:
         scale = options.get("scale")
         if scale is None:
             scale = query.shape[-1] ** -0.5

@@ -1,5 +1,5 @@
-"""Multi-head latent attention (MLA) on blocks of latents: for rows with few queries, projects the
-queries into the latent space; for others, expands the latents to keys and values."""
+"""Multi-head latent attention (MLA) on blocks of latents. For rows with few queries, the queries
+are projected into the latent space; for other rows, the latents are expanded to keys and values."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def attend_packed(
     """Computes the attention of a packed step, `(T, heads, value_dim)`, for queries `(1, heads, T,
     key_dim)`. Leading rows with few queries absorb the expansion, if `absorb` can. For the other
     rows, all latents, including cached ones, are expanded into temporary blocks of keys and values.
-    Raises `NotCapturable` if a recorded step has such rows. `features`: scale, softcap and sinks of
-    the call."""
+    Raises `NotCapturable` if latents of a recorded step must be expanded. `features`: scale,
+    softcap and sinks of the call."""
     short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
     num_absorbed = 0
     outputs = []
@@ -192,8 +192,8 @@ def _expanded_tables(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
 
 
 def can_absorb(module: nn.Module) -> bool:
-    """Whether the layer's expansion is a single plain matrix product, so that it can be
-    absorbed."""
+    """Whether the layer's `kv_b_proj` is a plain matrix product, which `ExpandedTensor.absorb` can
+    apply to queries and outputs."""
     projection: Any = getattr(module, "kv_b_proj", None)
     if type(projection) is not nn.Linear:
         return False
@@ -226,10 +226,10 @@ def wrap_expansions(modules: Iterable[nn.Module]) -> None:
         if cls in _wrapped or original is None:
             continue
         if is_from_transformers(original):
-            _wrapped[cls], cls.expand_kv = original, _lazy(original)
+            _wrapped[cls], cls.expand_kv = original, _wrap(original)
 
 
-def _lazy(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def expand_kv(
         self: Any,

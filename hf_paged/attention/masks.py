@@ -203,7 +203,7 @@ def unpadded_columns(
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     """Returns a packed step with the mask's window or chunks. Raises the errors of `_in_chunks`,
-    and `NotPackable` unless the mask is a causal `PagedMask` of exactly these tokens, without
+    and `NotPackable` unless the mask is a causal `PagedMask` of exactly the step's tokens, without
     padding, and shows no token whose block may have been freed."""
     if mask is None:
         raise NotPackable("the attention mask is None")
@@ -239,21 +239,21 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     return _in_chunks(step, pattern.chunk)
 
 
-def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
-    """Returns a packed step whose queries see only their chunk of `size` positions of the sequence:
-    a row with queries in several chunks becomes one row per chunk, with the same block table.
+def _in_chunks(step: StepMetadata, chunk_size: int) -> StepMetadata:
+    """Returns a packed step whose queries see only their chunk of `chunk_size` positions of the
+    sequence: a row with queries in several chunks becomes one row per chunk, with the same table.
     Raises `NotCapturable` if a recorded step may have such rows."""
     if step.lengths is not None:
         if step.query_len != 1:
             raise NotCapturable(
-                "the queries of a row may be in several chunks of its tokens, and only the host can"
-                " count these"
+                "a row may have queries in several chunks of its tokens, and only the host can"
+                " split such a row"
             )
         seq_lens, _, _, origins = step.lengths
         assert origins is not None
         positions = origins + seq_lens - 1
-        chunks = positions.div(size, rounding_mode="floor")
-        starts = (chunks * size - origins).clamp_(min=0)
+        chunks = positions.div(chunk_size, rounding_mode="floor")
+        starts = (chunks * chunk_size - origins).clamp_(min=0)
         lengths = step.lengths._replace(starts=starts)
         return dataclasses.replace(step, lengths=lengths, cascade=None)
     rows = []
@@ -265,8 +265,8 @@ def _in_chunks(step: StepMetadata, size: int) -> StepMetadata:
         end = origin + seq_len
         first = end - (row_end - row_start)
         while first < end:
-            chunk_start = first // size * size
-            chunk_end = min(chunk_start + size, end)
+            chunk_start = first // chunk_size * chunk_size
+            chunk_end = min(chunk_start + chunk_size, end)
             rows.append(row)
             query_start.append(query_start[-1] + chunk_end - first)
             seq_lens.append(chunk_end - origin)
@@ -295,7 +295,8 @@ def rectangle_step(
     """Returns a step of rows with equally many queries, and an additive bias in table coordinates
     or `None`, which together have the effect of `mask`. If only a dense mask has that effect,
     returns `None` instead of the pair. Raises `NotCapturable` if the mask of a recorded step may
-    hide tokens that the layer keeps, and `ValueError` as `_step_from_columns` does."""
+    hide tokens that the layer keeps, and `ValueError` as `_step_from_columns` does. `is_causal`:
+    whether attention without a mask is causal."""
     columns = step.columns
     assert columns is not None
     if step.lengths is not None:
@@ -307,8 +308,8 @@ def rectangle_step(
         return _step_from_columns(step, query_len, mask.pattern, visible, device), None
     bias = None
     if mask is None:
-        # without a mask, implementations attend to all keys, or causally if there are several
-        # queries
+        # without a mask, implementations attend to all keys, or causally if `is_causal` and there
+        # are several queries
         if (is_causal and query_len > 1) or step.has_padding:
             return None
     else:
@@ -356,8 +357,8 @@ def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns
     if 0 in ends or (pattern.chunk is not None and query_len > 1):
         return None
     if pattern.causal:
-        is_last = arguments.get("q_offset", 0) == columns.stop - query_len
-        if not is_last or min(ends) < columns.stop:
+        are_last_queries = arguments.get("q_offset", 0) == columns.stop - query_len
+        if not are_last_queries or min(ends) < columns.stop:
             return None
     return visible
 

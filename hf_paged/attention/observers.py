@@ -14,8 +14,8 @@ from ..interrupts import restoring
 from .masks import Columns, PagedMask, unpadded_columns
 
 Observer = Callable[[tuple[int, int, int], Tensor | None, bool], None]
-"""Called for each attention of a forward that is not packed, with the numbers of rows, queries and
-keys, the mask, and whether attention without a mask is causal."""
+"""Called in every call of our attention function outside packed steps, with the numbers of rows,
+queries and keys, the mask, and whether attention without a mask is causal."""
 
 attention_observer: ContextVar[Observer | None] = ContextVar("attention_observer", default=None)
 
@@ -26,7 +26,7 @@ class LookAhead:
     over prompts, which are rows of `length` columns. The forward computes the columns from `first`
     on; a cache holds those before."""
 
-    paddings: list[int]  # leading padding columns of each row
+    paddings: list[int]  # number of leading padding columns of each row
     length: int
     first: int = 0
     num_calls: int = 0  # attentions over the prompts' own tokens
@@ -53,9 +53,9 @@ class LookAhead:
             self._masks.append(mask)
 
     def look_ahead_mask(self) -> Tensor | None:
-        """Returns a bool mask `(rows, length)` that marks the positions that attended to a later
-        one, these later ones, and all positions between; `None` if a mask has an unsupported
-        shape."""
+        """Returns a bool mask `(rows, length)` that marks each position that attended to a later
+        one, that later position, and all positions between the two; `None` if the mask of an
+        attention has an unsupported shape."""
         num_rows = len(self.paddings)
         length = self.length
         looks_ahead = torch.zeros(num_rows, length, dtype=torch.bool, device="cpu")
@@ -88,8 +88,8 @@ class LookAhead:
 @dataclasses.dataclass(eq=False)
 class EncoderColumns:
     """An `attention_observer` that finds the columns of an encoder, `width` in all, to which the
-    `num_rows` rows of a forward attend. The forward must have no other attention over as many
-    keys."""
+    `num_rows` rows of a forward attend. The forward must have no other attention of as many
+    rows over as many keys."""
 
     num_rows: int
     width: int
@@ -107,9 +107,9 @@ class EncoderColumns:
             self._masks.append(mask)
 
     def columns(self) -> Columns | None:
-        """Returns the range of columns to which each row attends; `None` if columns are not
-        contiguous, differ between queries or layers, or have a bias or a mask per head, or if no
-        attention was observed."""
+        """Returns the range of columns to which each row attends; `None` if a row's columns are not
+        contiguous, or differ between queries or layers, if a layer has a bias or a mask per head,
+        or if no attention was observed."""
         distinct = {self._columns_of(mask) for mask in self._masks}
         return distinct.pop() if len(distinct) == 1 else None
 

@@ -85,7 +85,7 @@ _switches: Switches[PreTrainedConfig] = Switches(_switching, _forget_unused)
 
 def forget_when_unused(register: Callable[[], None] | None) -> None:
     """Makes transformers forget our functions once no call in progress uses them; a call that
-    switches to them again first calls `register`. `None`: transformers keeps them."""
+    switches to them again first calls `register`. With `None`, transformers keeps them."""
     global _register
     _register = register
     if not _switches.entries:
@@ -112,9 +112,10 @@ def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
-    """Returns the name of the config's attention implementation, from before any call switched it;
-    `"sdpa"` without a config. If the model was loaded with ours: `"eager"` if no model in the file
-    of the layer's class `cls` supports sdpa, otherwise `"sdpa"`."""
+    """Returns the name of the config's attention implementation, from before any call switched it:
+    `"sdpa"` without a config, `"eager"` if the config names none. If the model was loaded with
+    ours: `"eager"` if the file of the layer's class `cls` has models, but none that supports sdpa;
+    otherwise `"sdpa"`."""
     if config is None:
         return "sdpa"
     implementation = config._attn_implementation or "eager"
@@ -204,7 +205,7 @@ def is_from_transformers(function: Any) -> bool:
     )
 
 
-def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
+def _configs_with_readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
     """Returns each config that attention layers with a cache among `modules` read, with the classes
     of these layers."""
     readers: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
@@ -220,7 +221,7 @@ def _readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[t
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
     """Returns why attention layers with a cache among `modules` get gathered keys and values;
     `None` if all of them use transformers' attention functions."""
-    for config, classes in _readers(modules):
+    for config, classes in _configs_with_readers(modules):
         for cls in classes:
             implementation = model_attention(config, cls)
             if stock_function(cls, implementation) is None:
@@ -240,7 +241,7 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     without those that name ours because the model was loaded with it. `modules`: all modules of a
     model."""
     switchable = []
-    for config, _ in _readers(modules):
+    for config, _ in _configs_with_readers(modules):
         name = compat.attention_of(config)  # read once, since another thread's call may restore it
         if name != NAME or isinstance(name, _SwitchedName):
             switchable.append(config)

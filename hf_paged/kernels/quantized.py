@@ -101,7 +101,8 @@ def read(blocks: Tensor, index: Any, dtype: torch.dtype) -> Tensor:
 
 def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Returns codes `(..., dim)` in `dtype` and scales `(...)` float32 of states `(..., dim)`. A
-    non-finite element makes its token's scale non-finite, and so the whole token."""
+    non-finite element makes its token's scale non-finite, so that no element of the token is read
+    as a finite number."""
     floats = states.float()
     token_scales = floats.abs().amax(-1).clamp_min(MIN_MAGNITUDE) * (1 / MAX_CODES[dtype])
     floats = floats * (1 / token_scales).unsqueeze(-1)

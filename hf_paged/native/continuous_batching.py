@@ -76,9 +76,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self.continuous_batching_config = continuous_batching_config
         cache_config = _find_cache_config(model, generation_config)
         self.paged_config = make_paged_config(continuous_batching_config, cache_config)
-        num_queued = continuous_batching_config.max_queue_size
-        self._thread = ManagerThread(model, self.paged_config, num_queued)
-        self._request_numbers = itertools.count()  # added to the config's seed
+        max_queue_size = continuous_batching_config.max_queue_size
+        self._thread = ManagerThread(model, self.paged_config, max_queue_size)
+        self._seed_offsets = itertools.count()  # of requests without a `seed`
         self._default_ids = itertools.count()  # of requests without a `request_id`
         self.warmed_up = False
         weakref.finalize(self, self._thread.is_abandoned.set).atexit = False
@@ -137,8 +137,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
         """Refuses further requests at once. The thread ends when all requests are finished or, with
         `hard_stop`, after the step in progress, but not during a pause. It then fails unfinished
         requests and frees the memory. With `keep_for_next_session`, it frees only the requests, and
-        the model keeps the manager for the next session. With `block`, waits for the thread's end,
-        at most `timeout` seconds. Raises `RuntimeError` in a thread that has paused the manager."""
+        the model keeps the manager, if it was started, for the next session. With `block`, waits
+        for the thread's end, at most `timeout` seconds. Raises `RuntimeError` in a thread that has
+        paused the manager."""
         if threading.get_ident() in self._thread.pauses.values():
             raise RuntimeError(
                 "this thread has paused the manager, which cannot stop before the pause ends: leave"
@@ -198,8 +199,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
     ) -> str:
         """Queues a request and returns its id. `get_result`, iteration or a handler delivers its
         outputs; if the request cannot be served, its last output holds the error. With
-        `num_return_sequences` n, the other n - 1 sequences have the ids
-        `"{request_id}__child#{i}"`.
+        `num_return_sequences` n, the last sequence has the request's id, and the other n - 1 have
+        the ids `"{request_id}__child#{i}"`.
 
         Args:
             input_ids (`list[int]`): The prompt.
@@ -210,7 +211,8 @@ class PagedBatchingManager(ContinuousBatchingManager):
             record_timestamps (`bool`): Whether to record the `time.perf_counter()` of each token.
             eos_token_id (`int` or `list[int]`, *optional*): Replaces the configuration's. A
                 negative id never ends a sequence.
-            seed (`int`, *optional*): As in `PagedEngine.add_request`; replaces the configuration's.
+            seed (`int`, *optional*): As in `PagedEngine.add_request`. The i-th request without a
+                `seed` gets the `seed` of the manager's config plus i, if the config has one.
             tokenizer (*optional*): For `stop_strings`, as in `generate`. Also serves later requests
                 that pass none.
             request_options (`dict`, *optional*): Further arguments of `PagedEngine.add_request`:
@@ -228,12 +230,12 @@ class PagedBatchingManager(ContinuousBatchingManager):
             request_id = f"req_{next(self._default_ids)}"
         cb_config = self.continuous_batching_config
         if seed is None and cb_config.seed is not None:
-            seed = cb_config.seed + next(self._request_numbers)
+            seed = cb_config.seed + next(self._seed_offsets)
         options |= {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
-        generation = {option: value for option, value in options.items() if value is not None}
-        num_sequences = generation.setdefault("num_return_sequences", self.num_return_sequences)
+        options = {option: value for option, value in options.items() if value is not None}
+        num_sequences = options.setdefault("num_return_sequences", self.num_return_sequences)
         make_config = functools.partial(
-            make_request_config, self.model, self.generation_config, generation
+            make_request_config, self.model, self.generation_config, options
         )
         request = PendingRequest(
             output_ids=make_output_ids(request_id, num_sequences),
@@ -281,10 +283,10 @@ class PagedBatchingManager(ContinuousBatchingManager):
         self, request_id: str | None = None, timeout: float | None = None
     ) -> GenerationOutput | None:
         """Waits for the next output (of `request_id`, if given) and returns it. Returns `None`
-        after `timeout` seconds, if the manager is not running and no output is unread, and if the
-        request ends meanwhile with its last output going to another reader. Without a timeout,
-        raises `ValueError` if a running manager has neither such a request nor an unread output of
-        it."""
+        after `timeout` seconds, or if the manager is not running and no such output is unread.
+        Without a timeout, also returns `None` if the request ends while another reader or a handler
+        gets its last output, and raises `ValueError` if a running manager has neither an unfinished
+        request with this id nor an unread output of one."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -311,7 +313,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
                 self._thread.deliver(output)
 
 
-# -- replacements of methods of transformers' `ContinuousMixin` ----------------------------------
+# Replacements of methods of transformers' `ContinuousMixin`
 
 
 def _choose_cb_config(
@@ -322,7 +324,8 @@ def _choose_cb_config(
 
 
 def _find_cache_config(model: PreTrainedModel, config: GenerationConfig) -> Any:
-    """Returns the `cache_config` of a generation config, or `None` if it is for another cache."""
+    """Returns the `cache_config` of a generation config or, if that sets none, of the model's.
+    Returns `None` if neither sets one, or if they select another cache implementation."""
     effective = EffectiveOptions(model, config)
     if effective.cache_implementation not in (None, "paged", NAME):
         return None

@@ -27,7 +27,10 @@ MAPPED_FIELDS: dict[str, str] = {
         " (`max_chunk_tokens`) to `max_num_batched_tokens`"
     ),
     "return_logprobs": "`return_logprobs` of every request",
-    "seed": "the i-th request draws as `generate` does after `torch.manual_seed(seed + i)`",
+    "seed": (
+        "the i-th request without a `seed` draws as `generate` does after"
+        " `torch.manual_seed(seed + i)`"
+    ),
     "cpu_offload_space": (
         '`preemption`: `"recompute"` if it is 0, else `"swap"`, which allocates host memory when it'
         " preempts requests"
@@ -87,7 +90,7 @@ def make_paged_config(
         raise ValueError(f"`scheduler_type` is {scheduler!r}: it must be 'fifo' or 'prefill_first'")
     base_config = _default_config[0] if cache_config is None else PagedConfig.coerce(cache_config)
     options = base_config.to_dict()
-    renamed_fields = {
+    options_by_field = {
         "num_blocks": "num_blocks",
         "max_batch_tokens": "max_num_batched_tokens",
         "max_memory_percent": "memory_fraction",
@@ -96,7 +99,7 @@ def make_paged_config(
     }
     options |= {
         option: changed_fields[field]
-        for field, option in renamed_fields.items()
+        for field, option in options_by_field.items()
         if field in changed_fields
     }
     page_size = getattr(cb_config, "page_size", None) or getattr(cb_config, "block_size", None)
@@ -131,7 +134,7 @@ def make_request_config(
 ) -> GenerationConfig:
     """Returns the generation config of one request: `config` overridden by `options`, and limited
     to the model's maximum length if no config limits the length. Raises `ValueError` for options
-    that `GenerationConfig` does not have, and if the model does not limit the length, either."""
+    that `GenerationConfig` does not have, and if nothing limits the length."""
     check_generation_config(options)
     request_config = copy.deepcopy(config)
     for name in (
@@ -140,7 +143,7 @@ def make_request_config(
         "compile_config",
         "continuous_batching_config",
     ):
-        # these options are for transformers' own loop
+        # options for `generate` and transformers' own loop, not for the engine
         if hasattr(request_config, name):
             setattr(request_config, name, None)
     for name, value in options.items():

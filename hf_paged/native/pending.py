@@ -88,8 +88,8 @@ class PendingRequest:
             output = self._make_output(row, status)
             output.error = None if final_error is None else str(final_error)
             output.lifespan = (self.started, now)
-            # the result's tokens, since beams may end with other tokens than they had so far; if
-            # all rows are equal, the result has only one sequence
+            # the result's tokens, since a beam search has none before it ends; if all rows are
+            # equal, the result has only one sequence
             sequences = result.sequences[: row + 1]
             if sequences:
                 output.generated_tokens = list(sequences[-1].token_ids)

@@ -129,4 +129,4 @@ def test_the_kernel_raises_where_it_gets_no_memory(threads: int) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout == "not enough memory for the sums of the attention kernel\n" * 2
+    assert done.stdout == "not enough memory for the buffers of the attention kernel\n" * 2

@@ -42,8 +42,8 @@ log_once = functools.cache(logging.getLogger(__name__).warning)
 def select(call: AttentionCall) -> ModuleType:
     """Returns the backend for a call: the forced one, else `triton` on a GPU and `cpp` on the CPU;
     `gather` if that backend is unavailable or does not support the call. Logs, once, each reason
-    why `triton` does not support calls; adds other reasons to `unsupported_reasons`, for decodes
-    and without a forced backend. Raises the errors of `kernels.preferred_backend`.
+    why `triton` does not support calls; adds other reasons to `unsupported_reasons`, if the step
+    begins with a decode and no backend is forced. Raises the errors of `kernels.preferred_backend`.
     """
     backend = BACKENDS[call.step.plan(_preferred)]
     is_cpu = call.query.is_cpu

@@ -36,10 +36,10 @@ def is_available() -> bool:
 @functools.cache
 @torch.no_grad()
 @torch.autocast("cpu", enabled=False)  # a process may make its first call under autocast
-def _agrees(codes: torch.dtype | None = None) -> bool:
-    """Whether the kernel agrees with PyTorch, on quantized blocks of dtype `codes` if given. Each
-    process checks this once per dtype, since our tests do not cover the user's compiler and CPU.
-    The check covers each number of queries times heads that has separate code."""
+def _agrees(code_dtype: torch.dtype | None = None) -> bool:
+    """Whether the kernel agrees with PyTorch; with `code_dtype`, on quantized blocks of that dtype.
+    Each process checks this once per dtype, since our tests do not cover the user's compiler and
+    CPU. The check covers each number of queries times heads that has separate code."""
     generator = torch.Generator().manual_seed(0)
     blocks_shape = (10, 1, 16, 64)
     shapes = ((18, 9, 64), blocks_shape, blocks_shape)
@@ -53,7 +53,7 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
         torch.bfloat16: 2e-2,
         torch.float16: 2e-3,
     }
-    kv_dtype = {dtype: name for name, dtype in quantized.DTYPES.items()}.get(codes)
+    kv_dtype = {dtype: name for name, dtype in quantized.DTYPES.items()}.get(code_dtype)
     sizes = [*((heads, 1) for heads in range(1, 10)), (1, 9)]
     for dtype, tolerance in tolerances.items():
         blocks = KVBlocks.allocate(10, 16, keys.to(dtype), values.to(dtype), kv_dtype=kv_dtype)
@@ -74,7 +74,7 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
                         " compiled here and is not part of the installed wheel, set CXX to another"
                         " compiler"
                     ),
-                    "" if codes is None else f" for blocks of {codes}",
+                    "" if code_dtype is None else f" for blocks of {code_dtype}",
                 )
                 return False
     return True
@@ -83,19 +83,19 @@ def _agrees(codes: torch.dtype | None = None) -> bool:
 _agreements: dict[torch.dtype, bool] = {}  # results of `_agrees`, by dtype of codes
 
 
-def _agrees_in_thread(codes: torch.dtype) -> bool:
+def _agrees_in_thread(code_dtype: torch.dtype) -> bool:
     """Returns the result of `_agrees`, run in another thread, which the current forward's modes and
     recordings do not affect. If no thread can be started or the check raises an error, returns
     `False`, and the next call checks again."""
-    if codes not in _agreements:
+    if code_dtype not in _agreements:
 
         def check() -> None:
-            _agreements[codes] = _agrees(codes)
+            _agreements[code_dtype] = _agrees(code_dtype)
 
         thread = start(check, "hf_paged kernel check", on_error=_log_failed_check)
         if thread is not None:
             thread.join()
-    return _agreements.get(codes, False)
+    return _agreements.get(code_dtype, False)
 
 
 def _log_failed_check(error: BaseException) -> None:
@@ -112,11 +112,11 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     if not _supports_bias(bias):
         assert bias is not None
         return f"the bias is {bias.dtype} on {bias.device}: the C++ kernel takes floats on the CPU"
-    codes = call.blocks.quantized_dtype
-    if codes is not None and not _agrees_in_thread(codes):
+    code_dtype = call.blocks.quantized_dtype
+    if code_dtype is not None and not _agrees_in_thread(code_dtype):
         return (
-            f"the C++ kernel is not used for blocks of {codes}: its results differ from PyTorch's,"
-            " or could not be compared with them. The log says which"
+            f"the C++ kernel is not used for blocks of {code_dtype}: its results differ from"
+            " PyTorch's, or could not be compared with them. The log says which"
         )
     try:
         _kernel(call)
@@ -154,8 +154,8 @@ def _is_long(call: AttentionCall) -> bool:
 
 def attend_prepared(call: AttentionCall) -> Tensor | None:
     """Computes `attend` by the kernel that the last call on these blocks prepared, so that fewer
-    checks suffice. Returns `None` if no call prepared one, if that call's signature was another, or
-    if this call may need a gradient or `gather`."""
+    checks suffice. Returns `None` if no call prepared one, if that call's signature differs from
+    this call's, or if this call may need a gradient or `gather`."""
     kernel = call.blocks.attention
     if kernel is None or torch.is_grad_enabled():
         return None

@@ -161,20 +161,20 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
     """Computes the attention of a part, `[rows, queries, heads, value_dim]`. `call` has the part's
     queries `[rows, heads, queries, dim]`, sinks and bias `[rows, heads, queries, length]`; keys and
     values are `[rows, kv_heads, length, dim]`."""
-    rows, heads, queries, dim = call.query.shape
+    rows, heads, num_queries, dim = call.query.shape
     value_dim = value.shape[3]
     is_plain = call.is_plain
     materializes_scores = not is_plain or not call.query.is_cpu or dim != value_dim
     num_head_steps = 1  # the query heads of a K/V head run in this many calls
-    if materializes_scores and queries >= MIN_SEPARATE_QUERIES:
+    if materializes_scores and num_queries >= MIN_SEPARATE_QUERIES:
         num_head_steps = heads // key.shape[1]
     slices = part.slices
-    if part.causal and is_plain and queries >= MIN_UNPACKED_QUERIES:
+    if part.causal and is_plain and num_queries >= MIN_UNPACKED_QUERIES:
         everything = slice(None)
         slices = ((everything, everything),)
     if len(slices) == num_head_steps == 1:
         return _attend_slice(call, part, key, value)
-    out = call.query.new_empty(rows, queries, heads, value_dim)
+    out = call.query.new_empty(rows, num_queries, heads, value_dim)
     for (query_range, visible), first_head in itertools.product(slices, range(num_head_steps)):
         query_heads = slice(first_head, None, num_head_steps)
         bias = call.bias
@@ -193,19 +193,19 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
     query = call.query
     bias = call.bias
     dtype = query.dtype
-    _, heads, queries, _ = query.shape
-    _, kv_heads, keys, _ = key.shape
+    _, heads, num_queries, _ = query.shape
+    _, kv_heads, num_keys, _ = key.shape
     group_size = heads // kv_heads
     needs_scores = call.softcap is not None or call.sinks is not None
-    is_unpacked = queries >= MIN_UNPACKED_QUERIES or (group_size == 1 and queries > 1)
+    is_unpacked = num_queries >= MIN_UNPACKED_QUERIES or (group_size == 1 and num_queries > 1)
     if is_unpacked or not call.is_plain:
         if not call.is_plain:
             dtype = torch.promote_types(dtype, torch.float32)
         mask = None
         # a causal slice has all queries of its part (see `_attend_part`)
-        is_causal = part.causal and call.is_plain and queries >= MIN_UNPACKED_QUERIES
+        is_causal = part.causal and call.is_plain and num_queries >= MIN_UNPACKED_QUERIES
         if not is_causal:
-            mask = _mask(call.step, part, queries, keys, dtype)
+            mask = _mask(call.step, part, num_queries, num_keys, dtype)
         if bias is not None:
             bias = bias.to(dtype)
             mask = bias if mask is None else bias + mask
@@ -224,7 +224,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
         return result.to(query.dtype).transpose(1, 2)
     # [rows, kv_heads, group_size * queries, dim]
     packed = query.unflatten(1, (kv_heads, group_size)).flatten(2, 3)
-    mask = _mask(call.step, part, queries, keys, dtype, heads=group_size)
+    mask = _mask(call.step, part, num_queries, num_keys, dtype, heads=group_size)
     if packed.shape[2] == 1 and dtype.itemsize == 2 and query.is_cpu:
         # for a single query, half-precision SDPA on the CPU takes two to three times as long
         scores = torch.matmul(packed, key.transpose(-1, -2)).mul_(call.scale)
@@ -234,25 +234,25 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
         result = torch.matmul(weights, value)
     else:
         result = F.scaled_dot_product_attention(packed, key, value, mask, scale=call.scale)
-    if queries == 1:
+    if num_queries == 1:
         return result.flatten(1, 2).unsqueeze(1)
-    return result.unflatten(2, (group_size, queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+    return result.unflatten(2, (group_size, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def _mask(
     step: StepMetadata,
     part: Part,
-    queries: int,
-    keys: int,
+    num_queries: int,
+    num_keys: int,
     dtype: torch.dtype,
     heads: int = 1,
 ) -> Tensor | None:
     """Returns the mask `[1, 1, heads * queries, keys]`, to be added to the scores, of consecutive
-    queries and the keys up to the last of them; `None` if no key is hidden. The mask is a view of
+    queries and the keys up to the last query; `None` if no key is hidden. The mask is a view of
     one that all parts of the step share, since rows of any length have the same mask if counted
     from their end. A part with padded rows has a separate one, `[rows, 1, heads * queries or 1,
     keys]`."""
-    mask_queries = queries
+    mask_queries = num_queries
     mask_keys = part.length
     if part.is_padding is None:
         if not part.mask_keys:
@@ -262,7 +262,7 @@ def _mask(
             mask_queries = min(step.query_len or 1, SLICE_QUERIES)
     is_causal = part.mask_keys > 0
     mask = step.plan(_make_mask, part.is_padding, is_causal, mask_queries, mask_keys, dtype, heads)
-    return mask[..., -heads * queries :, -keys:]
+    return mask[..., -heads * num_queries :, -num_keys:]
 
 
 @torch.inference_mode(False)
@@ -270,24 +270,24 @@ def _make_mask(
     step: StepMetadata,
     is_padding: Tensor | None,
     is_causal: bool,
-    queries: int,
-    keys: int,
+    num_queries: int,
+    num_keys: int,
     dtype: torch.dtype,
     heads: int,
 ) -> Tensor:
     """Returns a mask that is minus infinity where a query does not see a key, or where the key is
     padding, and otherwise 0. The stride of its rows is a multiple of `MASK_ALIGNMENT`."""
     device = step.block_tables.device
-    width = -(-keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
+    width = -(-num_keys // MASK_ALIGNMENT) * MASK_ALIGNMENT
     num_masks = 1 if is_padding is None else len(is_padding)
-    mask_queries = heads * queries if is_causal else 1
+    mask_queries = heads * num_queries if is_causal else 1
     shape = (num_masks, 1, mask_queries, width)
-    mask = torch.zeros(shape, dtype=dtype, device=device)[..., :keys]
+    mask = torch.zeros(shape, dtype=dtype, device=device)[..., :num_keys]
     if is_padding is not None:
         mask.masked_fill_(is_padding, -math.inf)
     if is_causal:
-        query = torch.arange(-queries, 0, device=device)[:, None]
-        key = torch.arange(-keys, 0, device=device)
+        query = torch.arange(-num_queries, 0, device=device)[:, None]
+        key = torch.arange(-num_keys, 0, device=device)
         is_masked = key > query
         if step.window is not None:
             is_masked |= key <= query - step.window

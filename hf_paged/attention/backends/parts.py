@@ -142,10 +142,10 @@ def _group_similar(
     group = list[GeometryRows]()
     num_rows = 0
     padding = 0
-    queries = step.query_len or 1
-    for geometry in geometries:
-        (length, _, first_query), members = geometry
-        first = group[0] if group else geometry
+    num_queries = step.query_len or 1
+    for geometry_rows in geometries:
+        (length, _, first_query), members = geometry_rows
+        first = group[0] if group else geometry_rows
         (longest, _, num_skipped), _ = first
         count = len(members)
         num_rows += count
@@ -153,15 +153,15 @@ def _group_similar(
         # The group's mask is kept for all layers. It has a row per query or, where heads are
         # packed, per head and query. Even then it takes fewer bytes than K and V of `mask_size`
         # tokens.
-        mask_size = num_rows * longest * queries
+        mask_size = num_rows * longest * num_queries
         can_join = mask_size <= scratch_tokens and padding * PADDING_DIVISOR <= scratch_tokens
         skips_queries = first_query > 0 or num_skipped > 0
-        if group and (not can_join or skips_queries or queries >= MIN_SEPARATE_QUERIES):
+        if group and (not can_join or skips_queries or num_queries >= MIN_SEPARATE_QUERIES):
             yield group
             group = []
             num_rows = count
             padding = 0
-        group.append(geometry)
+        group.append(geometry_rows)
     if group:
         yield group
 
@@ -230,18 +230,18 @@ def part_maker(
     query_len = step.query_len
     assert query_len is not None
     length, _, first_query = geometry
-    queries = query_len - first_query
-    past = length - queries
+    num_queries = query_len - first_query
+    past = length - num_queries
     mask_keys = 0
     window = length
     num_slices = 1
-    if step.causal and queries > 1:
+    if step.causal and num_queries > 1:
         (mask_keys, _, _), _ = geometries[0]
         if step.window is not None:
             window = step.window
             mask_keys = min(mask_keys, SLICE_QUERIES + window - 1)
-        num_slices = -(-queries // SLICE_QUERIES)
-    bounds = [queries * index // num_slices for index in range(num_slices + 1)]
+        num_slices = -(-num_queries // SLICE_QUERIES)
+    bounds = [num_queries * index // num_slices for index in range(num_slices + 1)]
     slices = []
     for start, end in itertools.pairwise(bounds):
         first_key = max(0, past + start - window + 1)
@@ -252,7 +252,7 @@ def part_maker(
         first_query=first_query,
         slices=tuple(slices),
         mask_keys=mask_keys,
-        causal=mask_keys > 0 and length == queries and window >= length,
+        causal=mask_keys > 0 and length == num_queries and window >= length,
     )
 
 

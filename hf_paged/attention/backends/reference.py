@@ -150,10 +150,10 @@ def attend_densely(
     queries, keys]`. `sees_keys`: whether every query sees a key; if not, a query from which the
     mask hides all keys gets zeros."""
     query = call.query
-    _, heads, queries, _ = query.shape
-    _, kv_heads, keys, _ = key.shape
+    _, heads, num_queries, _ = query.shape
+    _, kv_heads, num_keys, _ = key.shape
     by_group = (kv_heads, heads // kv_heads)
-    by_query = (heads // kv_heads, queries)
+    by_query = (heads // kv_heads, num_queries)
     compute_dtype = torch.promote_types(query.dtype, torch.float32)
     # [rows, kv_heads, group * queries, dim]
     packed = query.unflatten(1, by_group).flatten(2, 3).to(compute_dtype)
@@ -174,7 +174,7 @@ def attend_densely(
         is_blind = (scores == -math.inf).all(dim=-1, keepdim=True)
         weights = scores.masked_fill(is_blind, 0.0).softmax(dim=-1).masked_fill(is_blind, 0.0)
     # [rows, kv_heads, group * queries, keys]
-    weights = weights[..., :keys].unflatten(1, by_group).flatten(2, 3)
+    weights = weights[..., :num_keys].unflatten(1, by_group).flatten(2, 3)
     result = torch.matmul(weights, value.to(compute_dtype))
     result = result.unflatten(2, by_query).flatten(1, 2)
     return result.to(query.dtype).transpose(1, 2)

@@ -67,7 +67,7 @@ def _prefill_reason(call: AttentionCall) -> str | None:
         return f"a bias that differs between queries, in rows of more than {MAX_QUERIES} queries"
     unquantized = (blocks for blocks in (keys, values) if not quantized.is_quantized(blocks))
     if any(torch.promote_types(dtype, blocks.dtype) != dtype for blocks in unquantized):
-        return f"blocks of a wider dtype than the queries' {dtype}"
+        return f"blocks of a dtype that the queries' {dtype} cannot represent"
     value_dim = values.shape[3]
     if value_dim > 512:
         return f"values of {value_dim} dimensions: at most 512"
@@ -108,7 +108,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 def _attend_rows(call: AttentionCall) -> Tensor:
     """Computes `attend` for rows with equally many queries, at most `MAX_QUERIES`, by a cascade if
-    that is estimated to be faster."""
+    the step has one, or if one is estimated to be faster."""
     from ...kernels.triton import attention  # needs Triton
 
     query = call.query

@@ -47,8 +47,8 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
     with the same change of the generator's state, for `probs` `(n, vocab)` of any float dtype and
     device. For contiguous float32 on the CPU, a kernel draws, ten times as fast, unless torch's
     algorithm has changed (`_draws_as_torch`). Raises torch's `RuntimeError` for probabilities that
-    torch rejects. Threads may call this at the same time; if
-    torch draws from the same generator meanwhile, both may draw the same numbers."""
+    torch rejects. Threads may call this at the same time; if torch draws from the same generator
+    meanwhile, both may draw the same numbers."""
     is_supported = (
         probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()
     )

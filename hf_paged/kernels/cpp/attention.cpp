@@ -12,8 +12,8 @@
 
 // Fields of the call, the step and the layer, in this order. Strides in elements; dtypes: 0 float32, 1 bfloat16, 2
 // float16. Keys and values are `stored` in the queries' dtype (0), or as codes, Int8, E4M3 or E5M2 (1, 2, 3). The
-// scales of a head's block begin `key_scales` and `value_scales` bytes after its first code; scores are multiplied by
-// the keys' scales, the weights of values by the values' scales.
+// scales of a head's block begin `key_scales` and `value_scales` bytes after its first code; the keys' scales multiply the
+// scores, and the values' scales multiply the softmax weights.
 struct AttentionCall {
     const void* query;
     void* out;
@@ -33,15 +33,15 @@ namespace {
 
 constexpr int kNoMemory = 6;  // the error number in addition to those of `plan`
 constexpr int64_t kAlone = 1 << 15;  // elements of K and V up to which one thread is faster than several
-constexpr int64_t kPart = 512;       // tokens that are summed separately
+constexpr int64_t kPart = 512;       // tokens of a part; parts are summed separately
 constexpr int64_t kFewRows = 8;      // up to this M, memory is the bottleneck: rounding weights to pairs saves no time
-constexpr int64_t kTaskRows = 128;   // most M of a task, unless one query has more
-// Values are widened in registers, once per group of rows of M, if there are at most this many such groups; otherwise
-// they are widened once, to memory.
+constexpr int64_t kTaskRows = 128;   // maximum M of a task, unless a single query has more rows
+// Values are widened in registers, once per group of rows of M, if there are at most this many such groups and value_dim
+// is a multiple of kLanes; otherwise they are widened once, to memory.
 template <class T> constexpr int kWidenings = std::is_same<T, Int8>::value ? 2 : 1;
 
-// A query that sees positions [low, high) of its row's table. One task computes the sums over the positions before
-// `shared` for `members` queries; they begin at offset `state`, and `place` is this query's index among the members.
+// A query that sees positions [low, high) of its row's table. The sums over the positions before `shared` are computed
+// for `members` queries together. They begin at offset `state`, and `place` is this query's index among the members.
 struct Query { int64_t token, row, i, low, high, shared, state, members, place; };
 // Queries [first, first + count) over [low, high). The sums go to offset `state`; if it is negative, the results go to
 // the output.
@@ -66,7 +66,7 @@ struct Scratch {
         }
         return memory.get();
     }
-    template <class X> static X* take(float*& at, int64_t count) {  // a multiple of 64 bytes
+    template <class X> static X* take(float*& at, int64_t count) {  // advances by a multiple of 64 bytes
         X* found = (X*)at;
         at += (count * (int64_t)sizeof(X) + 63) / 64 * 16;
         return found;
@@ -77,7 +77,7 @@ struct Scratch {
 struct Plan {
     std::vector<Query> queries;
     std::vector<Task> shared, tasks;   // `shared` run first
-    std::vector<int64_t> order;        // rows that may share blocks
+    std::vector<int64_t> order;        // queries whose rows may share blocks
     int64_t states = 0, work = 0;      // floats of states; tokens read, over all heads
     void clear() { queries.clear(), shared.clear(), tasks.clear(), order.clear(), states = work = 0; }
 };
@@ -85,7 +85,7 @@ struct Plan {
 struct Kernel {
     const AttentionCall& c;
     const int64_t group = c.heads / c.kv_heads;
-    const int64_t padded = (c.value_dim + kLanes - 1) / kLanes * kLanes;  // of value_dim
+    const int64_t padded = (c.value_dim + kLanes - 1) / kLanes * kLanes;  // value_dim, rounded up
 
     int64_t state_floats(int64_t queries) const { return group * queries * (padded + 2); }
     Sums sums_at(float* p, int64_t M) const { return {p, p + M * padded, p + M * (padded + 1)}; }
@@ -176,7 +176,7 @@ struct Kernel {
                 query.shared = end, query.state = p.states, query.members = count, query.place = place;
                 Query member = query;
                 member.high = end, member.shared = 0;
-                p.queries.push_back(member);  // `query` is not valid any more
+                p.queries.push_back(member);  // invalidates `query`
             }
             for (int64_t head = 0; head < c.kv_heads; ++head)
                 for (int64_t low = 0; low < end; low += kPart) {
@@ -280,9 +280,9 @@ struct Kernel {
         }
     };
 
-    // Prefetches keys or values of `count` tokens from position `start` on. A processor has few misses in flight, so
-    // each call requests little. Inlined by force: GCC considers a function that only prefetches to have no effect, and
-    // drops its calls.
+    // Prefetches keys or values of `count` tokens from position `start` on. A processor tracks few cache misses at a
+    // time, so each call requests little. Inlined by force: GCC considers a function that only prefetches to have no
+    // effect, and drops its calls.
     template <class T>
     inline __attribute__((always_inline)) void prefetch(const Task& s, const int32_t* table, const void* blocks,
                                                         const int64_t* strides, int64_t scales, int64_t start,
@@ -555,8 +555,8 @@ struct Kernel {
             });
     }
 
-    // Turns one row of scores [low, whole) of a tile into weights, in place, and updates its running maximum and sum;
-    // alpha rescales earlier tiles.
+    // Turns one row of scores [low, whole) of a tile into weights, in place, and updates its running maximum and sum.
+    // Sets the row's alpha, which rescales the sums of earlier tiles.
     template <class T>
     void softmax(Work<T>& w, int64_t m, int64_t at, int low, int from, int to, int whole, float& top, float& sum) const {
         float *x = w.scores + m * kTile, &alpha = w.alpha[m];
@@ -601,7 +601,7 @@ struct Kernel {
     template <class T> int execute() const {
         static thread_local Plan own;
         static thread_local Scratch storage;
-        Plan& p = own;  // `own` is thread_local, so worker threads would see their own
+        Plan& p = own;  // in worker threads, `own` is another plan
         p.clear();
         if (int error = plan(p)) return error;
         float* states = p.states ? storage.get(p.states) : nullptr;

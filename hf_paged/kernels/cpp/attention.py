@@ -1,5 +1,5 @@
 """Calls of the C++ kernels that attend to K/V blocks, store new K/V and gather blocks. Arguments
-that are the same in many steps are packed once. Calls that a kernel does not support raise."""
+that are the same in many steps are packed once. Unsupported calls raise errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _PackedStep(NamedTuple):
     """The fields of `AttentionCall` that describe a step. They are the same for all layers."""
 
     packed: bytes
-    tensors: dict[int, Tensor]  # whose addresses `packed` holds, by byte offset
+    tensors: dict[int, Tensor]  # by byte offset of their address in `packed`
     num_tokens: int
     block_size: int
 
@@ -162,19 +162,19 @@ class Attention:
                 "the C++ kernel takes queries, keys and values of 3, 4 and 4 dimensions, the last"
                 " one contiguous; they are " + "; ".join(map(_describe, tensors))
             )
-        keys = key_blocks.shape
-        values = value_blocks.shape
+        key_shape = key_blocks.shape
+        value_shape = value_blocks.shape
         if (
-            keys[:3] != values[:3]
-            or not keys[1]
-            or not keys[2]
-            or query.size(1) % keys[1]
-            or query.size(2) != keys[3]
+            key_shape[:3] != value_shape[:3]
+            or not key_shape[1]
+            or not key_shape[2]
+            or query.size(1) % key_shape[1]
+            or query.size(2) != key_shape[3]
         ):
             raise ValueError(
                 f"queries of shape {tuple(query.shape)} do not fit key blocks of shape"
-                f" {tuple(keys)} and value blocks of shape {tuple(values)}: queries are (tokens,"
-                " heads, dim), blocks (num_blocks, kv_heads, block_size, dim)"
+                f" {tuple(key_shape)} and value blocks of shape {tuple(value_shape)}: queries are"
+                " (tokens, heads, dim), blocks (num_blocks, kv_heads, block_size, dim)"
             )
         if sinks is not None:
             is_supported = sinks.is_cpu and sinks.dtype in FLOAT_NUMBERS and sinks.stride() == (1,)
@@ -186,7 +186,7 @@ class Attention:
                 )
         self._layouts = _layout(query), _layout(sinks)
         num_tokens, heads, key_dim = query.shape
-        self._num_blocks, kv_heads, block_size, value_dim = values
+        self._num_blocks, kv_heads, block_size, value_dim = value_shape
         self._out_shape = num_tokens, heads, value_dim
         self._step_shape = num_tokens, block_size
         self._kernel = kernel("attention")
@@ -296,7 +296,7 @@ class Attention:
             3: IndexError(f"the bias covers {bias_len} positions, but seq_lens are {seq_lens}"),
             4: ValueError("a tensor has no memory, or sizes do not fit one another"),
             5: IndexError(f"a row starts before position 0: starts are {starts}"),
-            6: MemoryError("not enough memory for the sums of the attention kernel"),
+            6: MemoryError("not enough memory for the buffers of the attention kernel"),
         }[error]
 
 
@@ -419,7 +419,7 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
     """Returns a layer's keys or values at `step.columns` of every row, as contiguous `(rows, heads,
     len(columns), dim)`, with zeros for padding and, in a recorded step, after a row's last token.
     `blocks`: `(num_blocks, heads, block_size, dim)` of any dtype on the CPU. Raises `IndexError`
-    for tables with too few blocks or wrong ids, and `ValueError` for other unsupported sizes."""
+    for tables with too few blocks or wrong ids, and `ValueError` for other unsupported tensors."""
     if (
         not blocks.is_cpu
         or blocks.dim() != 4
@@ -430,7 +430,7 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
             f"blocks are {_describe(blocks)}: the kernel takes tensors on the CPU, of 4 dimensions,"
             f" the third of size {step.block_size} (tokens per block), the last contiguous"
         )
-    packed_step, tensors = step.plan(_pack_gather_step)
+    step_fields, tensors = step.plan(_pack_gather_step)
     assert step.columns is not None  # checked by `_pack_gather_step`
     num_blocks, heads, _, dim = blocks.shape
     out = blocks.new_empty(step.num_rows, heads, len(step.columns), dim)
@@ -444,7 +444,7 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
         *strides,
         dim * element_size,
     )
-    error = kernel("gather")(call + packed_step)
+    error = kernel("gather")(call + step_fields)
     if error == 4:
         raise ValueError("a tensor has no memory, or sizes do not fit one another")
     if error:
@@ -456,7 +456,7 @@ def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
     if observe is not None:
         # without the blocks, which the pool keeps
         reads = {_GATHER_CALL.size + 8 * index: tensor for index, tensor in enumerate(tensors)}
-        observe("gather", call + packed_step, reads, {8: out})
+        observe("gather", call + step_fields, reads, {8: out})
     return out
 
 

@@ -166,8 +166,8 @@ def _find_compiler_and_key() -> tuple[list[str], str]:
     version = subprocess.run(
         [compiler[0], "--version"], capture_output=True, check=True, timeout=60
     ).stdout
-    # The CPU is part of the key: machines with other CPUs, which may share the home directory,
-    # cannot run -march=native code.
+    # The CPU is part of the key: machines with other CPUs, which may share the home directory, may
+    # be unable to run code that was built here with -march=native.
     parts = (
         *(source.read_bytes() for source in SOURCES),
         COMMON_FLAGS,
@@ -234,7 +234,8 @@ def _build_once(folder: Path, key: str, compiler: list[str]) -> Path:
 
 def _build(folder: Path, key: str, compiler: list[str]) -> Path:
     """Compiles the library into a private folder and returns its path. Raises `RuntimeError` with
-    the compiler's errors, `SubprocessError` if it runs longer than 300 seconds, and `OSError`."""
+    the compiler's errors, `SubprocessError` if a compilation takes longer than 300 seconds, and
+    `OSError`."""
     start = time.perf_counter()
     descriptor, name = tempfile.mkstemp(suffix=".so", dir=folder)
     os.close(descriptor)

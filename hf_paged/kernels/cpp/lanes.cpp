@@ -112,7 +112,8 @@ inline vf widen(Float16*, vu h) {
     vu special = (vu)((h & 0x7c00u) == 0x7c00u) & 0x7f800000u;
     return (vf)((vu)f | special | ((h & 0x8000u) << 16));
 }
-// Widen the codes at byte `at` of each lane. Codes are neither inf nor NaN. A product rebiases the exponent.
+// Widen the codes at byte `at` of each lane. A product rebiases the exponent. Codes of inf and NaN become finite numbers,
+// but the scale of their token is not finite.
 inline vu moved(vu word, int left) { return left < 0 ? word >> -left : word << left; }
 template <int kMantissa, int kBias> inline vf widen_code8(vu word, int at) {
     constexpr int kLow = 23 - kMantissa;
@@ -155,7 +156,7 @@ template <class T> inline float to_float(const T* p) { return widen((T*)nullptr,
 inline float to_float(const float* p) { return *p; }
 
 inline void put(float* p, float x) { *p = x; }
-inline void put(BFloat16* p, float x) {  // round to nearest even
+inline void put(BFloat16* p, float x) {  // rounds to nearest even
     uint32_t u;
     std::memcpy(&u, &x, 4);
     p->bits = x != x ? 0x7fc0 : (u + 0x7fff + ((u >> 16) & 1)) >> 16;

@@ -1,6 +1,6 @@
 // Included by kernels.cpp: y = x W^T + b for a few rows of x. W is read in place, as nn.Linear ([width][depth]) or Conv1D
-// ([depth][width]) stores it; x is converted first. An output is summed over depth in an order that depends on the path,
-// but not on other rows or on the number of threads.
+// ([depth][width]) stores it; x is converted or packed first, except by path kDots. An output is summed over depth in an
+// order that depends on the path, but not on other rows or on the number of threads.
 
 constexpr int kMaxPieces = 4;
 

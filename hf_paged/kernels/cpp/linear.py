@@ -20,10 +20,10 @@ MAX_PIECES = 4
 # `build.PATHS`; PyTorch computes products of more rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
 # where PyTorch converts element by element (not `is_native`): the result of `max_rows`, and the
-# fewest rows for which `linear_float32` is faster than the kernel
+# smallest number of rows for which `linear_float32` is faster than the kernel
 MAX_ROWS_WITHOUT_NATIVE, MIN_FLOAT32_ROWS = 256, 129
 FLOAT32_ELEMENTS = 1 << 21  # elements of a weight that `linear_float32` converts at a time: 8 MiB
-MIN_TILE_WIDTH = 16  # fewest outputs of a weight for which AMX is used, as in `linear.cpp`
+MIN_TILE_WIDTH = 16  # minimum outputs of a weight for AMX, as in `linear.cpp`
 HALVES = (torch.bfloat16, torch.float16)
 
 
@@ -90,7 +90,7 @@ def linear(
 ) -> Tensor:
     """Returns `F.linear` of `x` `(rows, depth)`, `weight` `(width, depth)` and `bias` `(width,)`,
     all on the CPU and of one dtype in `FLOAT_NUMBERS`, as `(rows, width)`. The last dimensions of
-    `x` and `bias`, and either dimension of `weight`, must be contiguous. A row's result does not
+    `x` and `bias`, and one dimension of `weight`, must be contiguous. A row's result does not
     depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises `TypeError`
     for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` stores it

@@ -1,5 +1,5 @@
 // Included by kernels.cpp: lists of small operations on rows of numbers (norms, rotary embeddings, activations, sums).
-// The whole list runs on a few rows at a time, in float32 buffers ("registers") small enough for the first caches. Each
+// The whole list runs on a few rows at a time, in float32 buffers ("registers") small enough for the L1 or L2 cache. Each
 // operation rounds its results to its dtype, as PyTorch's operations on that dtype do.
 
 enum class RowOp : int32_t {

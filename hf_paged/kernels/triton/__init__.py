@@ -24,7 +24,7 @@ BLOCK_SIZES = tuple(
     1 << n for n in range(MIN_BLOCK_SIZE.bit_length() - 1, MAX_VIRTUAL_BLOCK_SIZE.bit_length())
 )
 MAX_DIM = 576  # head dim of keys, and of values in decodes
-MAX_QUERIES = 16  # queries per row of a decode, which share tiles with the heads of a group
+MAX_QUERIES = 16  # queries per row of a decode; they share tiles with the heads of a group
 MAX_BATCH = 8192  # rows of a step, since each program of a decode reads the lengths of all rows
 MIN_CAPABILITY = (8, 0)  # of the oldest NVIDIA chips for which the kernels are compiled and tested
 
@@ -59,7 +59,7 @@ def _runs_on(device: torch.device) -> bool:
         slots = torch.zeros(1, 1, dtype=torch.int64, device=device)
         store(states, states, blocks, blocks, slots)
         if blocks.sum().item() != 16:
-            raise RuntimeError("a kernel ran, but did not store what it was given")
+            raise RuntimeError("a kernel ran, but stored wrong values")
         return True
     except Exception as error:
         if is_interrupt(error):

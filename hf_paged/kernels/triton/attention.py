@@ -35,8 +35,8 @@ from .launch import launch
 from .merge import merge
 
 MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
-"""The fewest tokens per split of a row (prefills: of the longest block table), except its last
-split: smaller splits would cost more time to merge than they save."""
+"""Minimum tokens per split of a row (prefills: of the longest block table), except its last split:
+smaller splits would cost more time to merge than they save."""
 
 
 def decode_attention(
@@ -68,15 +68,15 @@ def decode_attention(
     value_tiles = split_dim(value_dim, min_size=32)
     key_tiles = split_dim(key_dim)
     # If the values are the first elements of the keys, as in latents, one load gets both.
-    keys, values = (
+    key_memory, value_memory = (
         (x.data_ptr(), x.storage_offset(), x.stride(), x.dtype) for x in (key_blocks, value_blocks)
     )
-    fits = (
+    tiles_match = (
         key_dim >= value_dim
         and value_tiles[0] == key_tiles[0]
         and value_tiles[1] in (0, key_tiles[1])
     )
-    value_is_key = keys == values and fits
+    value_is_key = key_memory == value_memory and tiles_match
     config = config or find_config(
         "decode", key_dim, value_dim, dtype, num_query_rows, query.device, value_is_key
     )
@@ -195,10 +195,10 @@ def prefill_attention(
     # the kernel's `find_row` may leave one tile per row unused
     num_tiles = triton.cdiv(step.num_tokens * group, config.block_m) + step.num_rows
     if num_splits is None:
-        programs = max(1, num_tiles * kv_heads)
+        num_programs = max(1, num_tiles * kv_heads)
         max_keys = step.block_tables.shape[1] * block_size
         num_splits = max(
-            1, min(num_multiprocessors(query.device) // programs, max_keys // MIN_PREFILL_SPLIT)
+            1, min(num_multiprocessors(query.device) // num_programs, max_keys // MIN_PREFILL_SPLIT)
         )
     is_final = is_merged and num_splits == 1
     shape = (num_splits, step.num_tokens, heads, value_dim)
@@ -341,7 +341,7 @@ def _bias_arguments(
     if num_keys <= 1:
         num_keys = step.block_tables.shape[1] * step.block_size
     if num_keys < max(step.seq_lens, default=0):
-        raise IndexError(f"the bias covers {num_keys} positions, seq_lens are {step.seq_lens}")
+        raise IndexError(f"the bias covers {num_keys} positions, but seq_lens are {step.seq_lens}")
     row, head, token, key = bias.expand(step.num_rows, heads, query_len or 1, num_keys).stride()
     token = 0 if query_len is None else token
     # the kernel adds `token` times the index among the tokens of all rows

@@ -31,7 +31,7 @@ class CascadeCosts(NamedTuple):
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads
     rows_per_read: int  # rows whose queries one program computes per read of a shared block
     num_splits: int = 1  # parts into which the keys of a shared prefix are split
-    overhead_bytes: int = 0  # bytes readable in the time that a cascade's two extra kernels start
+    overhead_bytes: int = 0  # bytes that can be read while two extra kernels start
 
 
 def make_cascade(shared_prefixes: Sequence[SharedPrefix], step: StepMetadata) -> Cascade:

@@ -1,5 +1,5 @@
-"""Launches Triton kernels. If a kernel cannot run, `launch` raises `LaunchFailedError`, and the
-caller computes the result with PyTorch."""
+"""Launches Triton kernels. If a kernel cannot run, `launch` raises `LaunchFailedError`, so that the
+caller can compute the result with PyTorch."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def has_not_started(error: Exception, device: torch.device) -> bool:
         return isinstance(error, (TritonError, RuntimeError)) and not isinstance(
             error, InterpreterError
         )
-    # raises if an earlier kernel failed, and in a capture, which then ends
+    # raises if an earlier kernel failed; during a capture, always raises and ends the capture
     try:
         torch.accelerator.synchronize(device)
     except Exception:

@@ -155,7 +155,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
     from hf_paged.kernels.triton import attention
 
     call = build(Case(seq_lens=(40, 5)))
-    with pytest.raises(IndexError, match=r"the bias covers 39 positions, seq_lens are \(40, 5\)"):
+    with pytest.raises(IndexError, match=r"covers 39 positions, but seq_lens are \(40, 5\)"):
         attention._bias_arguments(torch.zeros(39), 14, 1, call.step)
 
 
@@ -178,7 +178,7 @@ def test_a_bias_too_short_raises_where_the_host_knows() -> None:
         # of more queries per row, which the prefill kernel handles
         (
             {**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)},
-            "blocks of a wider dtype",
+            "blocks of a dtype that the queries' torch.float16 cannot represent",
         ),
         (
             {**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)},

@@ -42,7 +42,7 @@ from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.peers import TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
 from benchmarks.runner import Case, Data, Turn, flag, option
-from benchmarks.systems import Answer, Engine, Generate, InThreads, SmallPool, System
+from benchmarks.systems import KEPT, Answer, Engine, Generate, InThreads, SmallPool, System
 from benchmarks.workloads import ALL, Workload, batch_of, contiguous_bytes
 
 OURS = ("ours", "engine")
@@ -93,7 +93,7 @@ def systems_for(
     if workload.name == "W2":
         found[SMALL_POOL] = SmallPool(of=engine)
     if invariant:
-        found["engine, batch_invariant"] = Engine(hf_paged.PagedConfig(batch_invariant=True))
+        found["engine, batch_invariant"] = Engine(replace(KEPT, batch_invariant=True))
     found |= {TITLES[peer.name]: peer for peer in peers}
     if tuned_peer is None:
         return found

@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,10 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 import hf_paged
 from benchmarks.models import PAD, Shape
 from benchmarks.workloads import Batch, Workload, contiguous_bytes, left_padded
+
+KEPT = hf_paged.PagedConfig(idle_release_seconds=None)
+"""Pools and recorded steps stay between turns, as a peer's process does: the turns of other systems
+take longer than the minute after which an idle pool is freed."""
 
 
 class NotAvailable(Exception):
@@ -86,7 +90,7 @@ class Generate(System):
 
     batch_size: int = 0
     cache: str | None = None
-    cache_config: hf_paged.PagedConfig | None = None
+    cache_config: hf_paged.PagedConfig | None = KEPT
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         if self.cache == "static":
@@ -164,12 +168,12 @@ class InThreads(Generate):
 class Engine(System):
     """`hf_paged.PagedEngine`, one for all repeats, as users keep it."""
 
-    cache_config: hf_paged.PagedConfig | None = None
+    cache_config: hf_paged.PagedConfig = KEPT
     engine: Any = None
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         if self.engine is None:
-            self.engine = hf_paged.PagedEngine(model, self.cache_config or hf_paged.PagedConfig())
+            self.engine = hf_paged.PagedEngine(model, self.cache_config)
         prompts = zip(batch.prompts, batch.new_tokens)
         names = [self.add(prompt, length, workload.options) for prompt, length in prompts]
         results: dict[str, Any] = {}
@@ -221,7 +225,7 @@ class SmallPool(Engine):
             if self.of is None or self.of.engine is None:
                 raise NotAvailable("skipped: the engine that it is compared with did not run")
             blocks = self.of.engine.stats().peak_blocks // 3
-            self.cache_config = hf_paged.PagedConfig(num_blocks=blocks)
+            self.cache_config = replace(KEPT, num_blocks=blocks)
         return super().__call__(model, shape, workload, batch)
 
 

@@ -281,6 +281,6 @@ class Decoding:
         if len(values) == self.num_rows:
             return values
         vocab = values.shape[-1]
-        all_values = torch.ones((self.num_rows, vocab), device=values.device)
+        all_values = torch.ones((self.num_rows, vocab), dtype=values.dtype, device=values.device)
         all_values[numbers_on(values.device, self.open_rows)] = values
         return all_values

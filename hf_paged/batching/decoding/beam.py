@@ -114,9 +114,9 @@ class BeamDecoding(Decoding):
         self.running_sequences[:, :, : self.length] = prompt_ids
         self.sequences = self.running_sequences.clone()
         # the beams of a prompt are equal at first, so only the first one is a candidate
-        self.running_scores = torch.zeros(shape, device=device)
+        self.running_scores = torch.zeros(shape, dtype=torch.float32, device=device)
         self.running_scores[:, 1:] = _NEVER
-        self.beam_scores = torch.full(shape, _NEVER, device=device)
+        self.beam_scores = torch.full(shape, _NEVER, dtype=torch.float32, device=device)
         self.is_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.may_improve = torch.ones((num_prompts, 1), dtype=torch.bool, device=device)
         # by generated token, the row that it continued, [prompts, beams, new tokens]; -1 before the

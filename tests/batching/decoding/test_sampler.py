@@ -179,3 +179,17 @@ def test_argmax_is_the_first_of_equals(vocab: int, dtype: torch.dtype) -> None:
     scores[4, [1, vocab // 2]] = float("nan")
     scores[5] = 3.0
     assert torch.equal(argmax(scores), scores.argmax(dim=-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options", [{"do_sample": True}, {"num_beams": 3}], ids=["sample", "beams"]
+)
+def test_the_default_dtype_changes_no_scores(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    model, inputs = models.get("llama"), models.padded_prompt("llama", (11, 4, 9))
+    torch.set_default_dtype(dtype)
+    try:
+        ended = {**options, "eos_token_id": SOME_EOS, "max_new_tokens": NEW}
+        assert assert_paged_is_plain(model, inputs, ended).road == "engine"
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -31,8 +31,8 @@ def _name(function: Any) -> str:
 
 
 def is_view_in_place(function: Any) -> bool:
-    """Whether an operation changes a tensor's sizes, strides or gradient in place, but not its
-    content."""
+    """Whether an operation changes a tensor's sizes, strides or gradient tracking in place, but
+    not its content."""
     return _name(function) in _VIEWS_IN_PLACE
 
 

@@ -29,7 +29,7 @@ class Checks:
 
     def __init__(self) -> None:
         self._refused = set[Hashable]()
-        # by kind and columns of each layer group's tables: for each group, the length of a step's
+        # by kind and columns of each layer group's tables: for each group, the length of the
         # longest row, with padding and dropped blocks, in the check in which it was shortest
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
         # the kind, table columns and row lengths of the last step, if it is to be checked

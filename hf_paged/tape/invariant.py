@@ -178,7 +178,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 def _leaf_key(leaf: Any, index_by_address: dict[int, int]) -> Hashable:
     """Returns the part of a program's key for one argument. Raises [`NotInvariant`] for a tensor
-    that no kernel takes."""
+    that is not a plain one on the CPU."""
     if not isinstance(leaf, Tensor):
         # `repr`, since -0.0 == 0.0 and NaN != NaN
         if isinstance(leaf, float):
@@ -187,7 +187,8 @@ def _leaf_key(leaf: Any, index_by_address: dict[int, int]) -> Hashable:
     is_plain = type(leaf) in (Tensor, torch.nn.Parameter)
     if not is_plain or not leaf.is_cpu:
         raise NotInvariant(
-            f"{type(leaf).__name__} on {leaf.device}: the kernels take plain tensors on the CPU"
+            f"an operation gets a tensor of type {type(leaf).__name__} on {leaf.device}, but the"
+            " batch-invariant kernels take only plain tensors on the CPU"
         )
     index = index_by_address[leaf.data_ptr()]
     return leaf.dtype, leaf.shape, leaf.stride(), index
@@ -253,8 +254,8 @@ def in_fixed_order() -> Iterator[None]:
 def batch_invariant_operations() -> Iterator[None]:
     """A context, to be used inside `in_fixed_order`, that makes this thread's operations
     batch-invariant. Raises [`NotInvariant`] before an operation without a kernel, and
-    `NotCapturable` before Python or NumPy reads a tensor. While a tape is recorded, it only
-    reshapes products (`RowProducts`), since the recording does the rest."""
+    `NotCapturable` before a read of a tensor's content that `ReadGuard` refuses. While a tape is
+    recorded, it only reshapes products (`RowProducts`), since the recording does the rest."""
     with RowProducts(), contextlib.ExitStack() as stack:
         if observer.get() is None:
             stack.enter_context(ReadGuard())

@@ -56,8 +56,8 @@ class Tapes:
             outlives_tape = tensor.untyped_storage().data_ptr() in persistent_storages
             if not outlives_tape and tensor.is_floating_point() and tensor.numel():
                 raise NotCapturable(
-                    "its forward reads numbers that no recorded operation computed, perhaps from"
-                    " another thread"
+                    "its forward reads numbers that no recorded operation computed, perhaps because"
+                    " another thread computed them"
                 )
             return outlives_tape
 
@@ -115,7 +115,7 @@ def check_replay(
         )
         if difference is not None:
             raise NotCapturable(
-                f"the {name} of a replay are {difference} from those of its forward"
+                f"the {name} of a replay are {difference} from those of the recorded forward"
             )
 
 
@@ -152,9 +152,9 @@ def _capture_lock(device: torch.device) -> threading.Lock:
 
 @functools.cache
 def log_unrecorded(reason: str, level: int) -> None:
-    """Logs, once per reason, that steps are not recorded."""
+    """Logs, once per reason and level, that steps are not recorded."""
     message = Topic.RECORDING(
-        "steps are not recorded, and run operation by operation, which is slower: %s"
+        "the model's steps are not recorded, and run operation by operation, which is slower: %s"
     )
     logger.log(level, message, reason)
 

@@ -81,7 +81,7 @@ class StepLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores K/V `(n, heads, 1, dim)`; returns `keys` and `values`. Raises `NotCapturable` for
-        other numbers of tokens."""
+        other numbers of rows or tokens."""
         assert self.step.slots is not None
         if key_states.shape[::2] != self.step.slots.shape:
             raise NotCapturable("its forward stores a different number of tokens than it receives")

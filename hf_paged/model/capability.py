@@ -81,8 +81,8 @@ class Capability:
         self._keeps_code_key = False
 
     def choose_layout(self) -> Layout:
-        """Returns the best layout in which each sequence gets the results that it gets alone, or
-        `TOGETHER`, if the checks find none."""
+        """Returns the best layout in which each sequence gets the results that it gets alone;
+        `TOGETHER`, with the reason against packed forwards, if the checks find none."""
         model = self._model
         with step_lock(model):  # steps of other threads may add hooks for adapters to the model
             self._keeps_code_key = True
@@ -120,8 +120,8 @@ class Capability:
 
     def check_prompts(self, prompts: Any) -> PromptsVerdict:
         """Checks `prompts` (`execution.prompts.Prompts`) of a model that runs packed. The verdict
-        holds for all prompts with equal `names`, `axis_counts` and `hides_tokens`, if text precedes
-        the content of either all or none of them."""
+        holds for all `Prompts` with equal `names`, `axis_counts` and `hides_tokens` that agree on
+        whether `num_text` is 0."""
         has_text = prompts.num_text(self._model.config) > 0
         kind = prompts.names, prompts.axis_counts, prompts.hides_tokens, has_text
         verdict = self._verdict(prompts_check, "packed", prompts, kind)
@@ -227,8 +227,8 @@ class Capability:
             verdict = Topic.SELF_CHECK(str(error))
             if not error.is_permanent:  # the cause may be temporary: the next call checks again
                 return verdict
-        # a new key: keys leave out attributes that only forwards write, and `judge_writes` may just
-        # have noted some
+        # a new key: keys leave out write-only attributes, and `judge_writes` may just have noted
+        # some
         key = _verdict_key(check, kind, cache, self._find_code_key(modules))
         _store_verdict(model, key, verdict)
         return verdict

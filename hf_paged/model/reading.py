@@ -111,7 +111,7 @@ class Reading:
         self.undetectable: str | None = None
         self.tensors = list[Tensor]()  # distinct tensors; `structure` has their indices
         self._all_tensors = list[Tensor]()  # also tensors with the same memory and form as others
-        self._objects = list[Any]()  # modules, configs and plain objects, in order of discovery
+        self._objects = list[Any]()  # modules, configs, user classes and plain objects
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
         self._num_plain_objects = 0

@@ -47,7 +47,7 @@ class Route:
             gathering them first.
         latent (`bool`): Attention read the latents of multi-head latent attention.
         prefills_shared (`bool`): Rows expanded from one prompt were computed once.
-        num_captured_steps (`int`): Steps that replayed a recorded step.
+        num_captured_steps (`int`): Steps that were replays of a recorded step.
         num_draft_tokens, num_accepted_tokens (`int`): Draft tokens that a `generate` call verified,
             and how many of them it accepted. For a `PagedEngine`, `EngineStats` has these counts.
         setup_seconds (`dict[str, float]`): Seconds that the call, or the engine so far, spent on

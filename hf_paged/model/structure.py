@@ -51,8 +51,9 @@ def reasons_against(
 def row_dependencies(
     model: PreTrainedModel, modules: Modules, is_packed: bool = True
 ) -> Iterator[str]:
-    """Yields the reasons why rows may not share a forward: they might get other results than alone,
-    or hooks of user code would get the tokens of all rows."""
+    """Yields the reasons, in a model's hooks, devices and modules, why rows may not share a
+    forward: for example, they might get other results than alone, or hooks of user code would get
+    the tokens of all rows."""
     yield from _hook_reasons(model, modules)
     yield from _row_reasons(model, modules, is_packed)
 

@@ -51,8 +51,8 @@ class WeightsGuard:
 
     def go_idle(self) -> None:
         """Called when work ends, with no request in flight. If there is a tier, fingerprints the
-        weights, unless they are verified, so that any process can use the blocks that are later
-        evicted to the tier."""
+        weights, unless they are verified or no fingerprint is stored, so that any process can use
+        the blocks that are later evicted to the tier."""
         is_verified = self._epochs.are_verified or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_verified:
             self.begin_period()  # the model may have changed since the last step
@@ -100,8 +100,8 @@ class WeightsGuard:
 
     def _compare(self, state: ModelState | None = None) -> bool:
         """Fingerprints the model. If the fingerprint has changed, drops the blocks of earlier
-        periods; if there is none, drops all blocks and turns prefix caching off. Returns whether
-        the fingerprint is unchanged."""
+        periods, and all cached blocks of other managers; if there is none, drops all cached blocks
+        and turns prefix caching off. Returns whether the fingerprint is unchanged."""
         model_fingerprint = self._fingerprint(self._model, state)
         current = None
         if model_fingerprint is not None:

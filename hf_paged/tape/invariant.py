@@ -24,7 +24,7 @@ from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
 from .buffers import TensorRef
 from .entries import KernelEntry, Linear, TorchOp
-from .exact import is_exact
+from .exact import is_batch_invariant
 from .lower import Lowering
 from .products import RowProducts
 from .record import Operation, ReadGuard, decompose, tensors_in
@@ -204,7 +204,7 @@ def _create_program(
     batch-invariant in PyTorch or returns no floats. Raises [`NotInvariant`] if no kernel computes
     it."""
     returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
-    if is_exact(func, args, kwargs) or not returns_tensors:
+    if is_batch_invariant(func, args, kwargs) or not returns_tensors:
         return None
     result = args[0]
     outputs: list[Tensor] = []
@@ -223,8 +223,8 @@ def _create_program(
     except NotCapturable as error:
         raise NotInvariant(str(error)) from None
     kernels = [entry for entry in entries if not isinstance(entry, TorchOp)]
-    # `batch_invariant` is set, so the lowering refuses operations that are not exact and for which
-    # there is no kernel
+    # `batch_invariant` is set, so the lowering refuses operations that neither PyTorch nor a kernel
+    # computes batch-invariantly
     assert entries and len(kernels) == len(entries)
     layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]
     return _Program(kernels, inputs, layouts, isinstance(result, Tensor))

@@ -19,7 +19,7 @@ from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
 from .buffers import DTYPE_NUMBERS, FLOAT_NUMBERS, Buffers, buffer_ids_of
 from .entries import Entry, KernelEntry, Linear, TorchOp
-from .exact import is_along_last_axis, is_exact, is_view_in_place
+from .exact import is_along_last_axis, is_batch_invariant, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
 from .rows import RowOps, TensorLayout, layout, shape_of
@@ -375,7 +375,7 @@ class Lowering:
         if (
             batch_invariant.get()
             and has_floats
-            and not is_exact(function, operation.args, operation.kwargs)
+            and not is_batch_invariant(function, operation.args, operation.kwargs)
         ):
             raise NotCapturable(
                 f"{function} has no batch-invariant kernel: its rows may depend on one another"

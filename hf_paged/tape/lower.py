@@ -214,8 +214,9 @@ class Lowering:
         if not tensors or tensors[0] is not args[0]:
             return False
         if is_in_place:
-            # before `_sizes`, which might return the sizes of the last list: each part of a wide
-            # row would then update the row's single number again
+            # C++ runs a list for one block of rows after another, so the last list, which may read
+            # this memory by other strides, must not write to it. (It also ends before `_sizes`,
+            # which might otherwise return its sizes.)
             self._end_row_ops()
         dtypes = DTYPE_NUMBERS if op == "copy" else FLOAT_NUMBERS
         prepared = self._prepare(self._sizes(output), tensors, output, dtypes)

@@ -34,9 +34,9 @@ class Tapes:
     """The backend that records steps on the CPU, as [`Tape`]s. Each tape owns memory for its
     intermediate values."""
 
-    # Replays run on the host, with other kernels than the forward. Steps with chunks and reads of
-    # shared prefixes are not recorded: the former compute for too long to become much faster, and
-    # the latter save no time.
+    # Replays run on the host, with other kernels than the forward. Steps with chunks are not
+    # recorded, since they compute for too long to become much faster. Nor are shared prefixes read
+    # once for several rows, which would save no time.
     on_device = False
 
     def capture(

@@ -105,7 +105,7 @@ class StepLayer(CacheLayerMixin):
         """Returns -1: no maximum."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its name up to transformers 5.23
+    get_max_cache_shape = get_max_length  # its old name, deprecated in transformers 5.17
 
 
 class HybridStepLayer(StepLayer, LinearAttentionLayer):

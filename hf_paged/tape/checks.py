@@ -22,7 +22,7 @@ class Checks:
     """The outcomes of the checks of one model's recorded steps, by kind of step.
 
     In a recording, the forward gets as many columns as the block tables can hold tokens, which may
-    be more than the rows have, so code that depends on the number of columns may give other
+    be more than the rows have, and code that depends on the number of columns may then give other
     results. So a check covers only tables of its size, and steps whose longest row is at least as
     long as that of the checked step: with shorter rows, the difference between columns and tokens
     is larger. A kind whose results differ once is refused for tables of any size."""
@@ -66,7 +66,8 @@ class Checks:
 
     def compare(self, results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> None:
         """Ends a check: compares pairs of results `(rows, ...)` from the model's own forward and
-        from the replay, and refuses the kind if a pair differs by more than rounding in `dtype`."""
+        from the replay, and refuses the kind if a pair differs by more than rounding in its dtype
+        or in `dtype`."""
         assert self.pending is not None
         kind, widths, lengths = self.pending
         self.begin_step(kind)

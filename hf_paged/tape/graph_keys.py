@@ -59,8 +59,8 @@ class GraphKey(NamedTuple):
         return (self.num_decodes, self.num_chunks, self.num_chunk_tokens, *self.widths)
 
     def serves(self, step: GraphKey) -> bool:
-        """Whether this graph can run steps of key `step`. It may pad them to twice their chunk
-        tokens, and compute them without a cascade over the prefixes that they share."""
+        """Whether this graph can run steps of key `step`. It may pad their chunk tokens to up to
+        twice as many, and compute them without a cascade over the prefixes that they share."""
         if self.options != step.options or not _covers(self.variant, step.variant):
             return False
         if self.num_axes != step.num_axes or bool(self.num_chunks) != bool(step.num_chunks):
@@ -151,7 +151,7 @@ def key_of(
         # more chunk tokens than chunks, so that the number of logits shows whether a forward
         # ignores `logits_to_keep`
         max_chunk_tokens = chunk_bucket(max(num_chunk_tokens, max_chunks + 1))
-        num_ranges *= 2  # for each key, one of the decodes and one of the chunks
+        num_ranges *= 2  # for each key of the context: one of decodes, one of chunks
         max_decodes = power_of_two(1, num_decodes) if num_decodes else 0
     else:
         max_decodes = draft_bucket(num_decodes) if tokens.has_drafts else bucket(num_decodes)

@@ -68,7 +68,7 @@ class CaptureGuard(TorchDispatchMode):
         # storages of constants, by the address of the storage object: the dict keeps the objects
         # alive, so no address is reused
         self._constants: dict[int, torch.UntypedStorage] = {}
-        # those of constants whose memory the model's code shares
+        # storages of those constants whose memory the model's code shares
         self._shared: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
@@ -340,7 +340,7 @@ Recorded = Operation | KernelCall
 
 
 class _OperationRecorder(CaptureGuard):
-    """Appends this thread's operations to `operations`."""
+    """A [`CaptureGuard`] that also appends this thread's operations to `operations`."""
 
     def __init__(self, operations: list[Recorded]) -> None:
         super().__init__()

@@ -57,7 +57,7 @@ _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
 Verdicts = dict[Hashable, Any]
 """By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that
 keeps them while weights and configs do not change saves time: for a model of 100 modules, a look-up
-takes 0.15 ms, and `_checked` 1 ms."""
+takes 0.15 ms, and `_judge` 1 ms."""
 
 
 class Capability:
@@ -185,16 +185,16 @@ class Capability:
         forwards, once for each `_code_key` of the model and `kind` of call."""
         verdicts = self._caller_verdicts
         if verdicts is None:
-            return self._checked(check, layout, prompts, kind)
+            return self._judge(check, layout, prompts, kind)
         quick_key = _quick_key(self._model)
         old_key, verdict = verdicts.get((check, kind), (None, None))
         if old_key != quick_key:
-            verdict = self._checked(check, layout, prompts, kind)
+            verdict = self._judge(check, layout, prompts, kind)
             if not isinstance(verdict, str):  # a reason may be temporary
                 verdicts[check, kind] = quick_key, verdict
         return verdict
 
-    def _checked(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
+    def _judge(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
         model = self._model
         cache = self._cache
         modules = list(model.modules())
@@ -292,8 +292,8 @@ def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
 
 
 def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """A key for the code of a model's forward, the shapes of its weights, and the dtypes and device
-    with which it computes, but not for the values of weights. It is computed in about a
+    """A key for the code of a model's forward, the shapes of its weights, and the dtypes, precision
+    and device with which it computes, but not for the values of weights. It is computed in about a
     millisecond, and keeps no model alive."""
     module_types = tuple((type(module), module.training) for module in modules)
     attributes: list[Any] = []

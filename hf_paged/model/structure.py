@@ -170,7 +170,7 @@ def _random_source(module: nn.Module) -> str | None:
 
 
 def is_stock(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model uses transformers' own method `name`, or has no method of that name."""
+    """Whether the model's method `name` is transformers' own, or neither has such a method."""
     method = getattr(model, name, None)
     stock = getattr(GenerationMixin, name, None)
     return getattr(method, "__func__", method) is getattr(stock, "__func__", stock)

@@ -17,8 +17,8 @@ class WeightsGuard:
     blocks of earlier periods only after `verify` has found that the model's fingerprint equals the
     one that `memory` holds. Before a period ends, `commit` stores the fingerprint of the weights
     that computed its blocks, unless the period is a step of an engine whose executor watches the
-    model (`is_watched`). If a period ends with neither, its blocks are dropped before they are
-    served. The lock of `memory` guards `blocks`."""
+    model (`is_watched`). If a period ends without `commit`, and the model is not watched, its
+    blocks are dropped before they are served. The lock of `memory` guards `blocks`."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model = model

@@ -1,6 +1,6 @@
-"""The cache that a model's forward gets while a decode step of a rectangle is recorded. Its keys and
-values have as many columns as the step's block tables can hold tokens, and its length is a tensor
-on the device. Its blocks are those of the model's empty cache."""
+"""The cache that a model's forward gets while a decode step of a rectangle is recorded. Its keys
+and values have as many columns as the step's block tables can hold tokens, and its length is a
+tensor on the device. Its blocks are those of the model's empty cache."""
 
 from __future__ import annotations
 

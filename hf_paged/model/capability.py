@@ -47,7 +47,7 @@ _lock = forks.lock()
 # decides.
 _RULED_OUT, _PENDING, _DONE = range(3)
 # Types of the module attributes that are part of `_code_key`, since they determine what a forward
-# computes: for example a function that replaces the class's `forward`.
+# computes: for example an activation function. (`_code_key` adds a replaced `forward` separately.)
 _KEYED_TYPES = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (

@@ -150,9 +150,9 @@ def _is_forward_failure(error: Exception) -> bool:
 
 
 def invariance_check(trial: Trial) -> str | None:
-    """Why rows are not batch-invariant: the reason that `packed_check` returns, or bitwise
-    differences between the logits of a step and of each row alone, or of a prefill and of decodes.
-    `None` if they are. Raises as `packed_check`, and `ForwardFailedError` if a later step fails."""
+    """Why rows are not batch-invariant: the reason that `packed_check` returns, or that logits
+    differ bitwise, either between a step and each of its rows alone or between a prefill and
+    decodes. `None`: they are invariant. Raises what `packed_check` raises, also for later steps."""
     layout = packed_check(trial)
     if isinstance(layout, str):
         return layout

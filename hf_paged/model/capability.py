@@ -159,8 +159,8 @@ class Capability:
         return None if isinstance(count, str) else count
 
     def join_requirements(self, prompts: Any) -> tuple[bool, bool] | None:
-        """Returns the result of `join_check` for these `Prompts`; `None` also for caches or inputs
-        whose rows cannot be joined."""
+        """Returns the result of `join_check` for these `Prompts`; for caches or inputs whose rows
+        cannot be joined, `None` without a check."""
         cache = self._cache
         if cache.cross is None:
             return None

@@ -46,7 +46,7 @@ class Route:
         in_place (`bool`): Attention read cached keys and values through block tables, without
             gathering them first.
         latent (`bool`): Attention read the latents of multi-head latent attention.
-        prefills_shared (`bool`): Rows expanded from one prompt were computed once.
+        prefills_shared (`bool`): Prompts expanded to several rows were each computed once.
         num_captured_steps (`int`): Steps that were replays of a recorded step.
         num_draft_tokens, num_accepted_tokens (`int`): Draft tokens that a `generate` call verified,
             and how many of them it accepted. For a `PagedEngine`, `EngineStats` has these counts.

@@ -38,15 +38,15 @@ _warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDiction
 
 
 def carries_state(model: nn.Module) -> bool:
-    """Whether forwards of the model read values that earlier forwards wrote into it, so that a
-    prefix's keys and values depend on those. If so, logs a warning, once per model and reason."""
+    """Whether forwards of the model read values that earlier forwards wrote into it, so a prefix's
+    keys and values depend on those forwards. If so, logs a warning, once per model and reason."""
     name = notes_of(model).carried
     if name is None:
         return False
     _warn_once(
         model,
-        f"its forward reads `{name}`, which earlier forwards wrote, so that the same tokens"
-        " may get other keys and values",
+        f"its forward reads `{name}`, which earlier forwards wrote, so the same tokens may get"
+        " other keys and values",
     )
     return True
 

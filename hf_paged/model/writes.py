@@ -47,8 +47,8 @@ class Notes:
         # name of an attribute that forwards read and earlier forwards wrote; unless it is `None`,
         # prefix caching is off
         self.carried: str | None = None
-        # by module, the attributes that each forward overwrites and none reads, so that they are
-        # not part of the model's state; their values are those that `ModelState` reads instead
+        # by module, the attributes that each forward overwrites and none reads, so they are not
+        # part of the model's state; their values are those that `ModelState` reads instead
         self.write_only: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
         self.write_only = weakref.WeakKeyDictionary()
 

@@ -1,5 +1,5 @@
-"""The memory of a recording's tensors: one buffer per storage that replays write to, in the tape's
-arena or at a fixed address outside it. The entries of the tape fill the buffers."""
+"""The memory of a recording's tensors: one buffer for each storage that [`Buffers`] numbers, in the
+tape's arena or at a fixed address outside it. The entries of the tape fill the buffers."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Hashable, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -223,7 +222,7 @@ class RectangleReplays:
         logit_indices: Tensor | None,
         context: ForwardContext | None,
         position_ids: Tensor | None = None,
-        states: Items[Tensor] = (),
+        states: Sequence[Tensor] = (),
     ) -> Tensor:
         """The recorded forward (`graphs.Forward`): takes `token_ids` and `positions` `(1, n)`, a
         step per layer group, `position_ids` `(axes, 1, n)` or `(1, n)` (`None`: the columns), and
@@ -369,7 +368,9 @@ def _constants(prepared: dict[str, Any]) -> Hashable:
     return tuple((name, value) for name, value in items if isinstance(value, (bool, int, str)))
 
 
-def _masking_of_rows(rectangle: Rectangle, visible_lengths: Items[int]) -> list[tuple[bool, bool]]:
+def _masking_of_rows(
+    rectangle: Rectangle, visible_lengths: Sequence[int]
+) -> list[tuple[bool, bool]]:
     """Returns for each row whether it has padding, and whether some of its encoder tokens are
     hidden. `visible_lengths`: from `_visible_encoder_lengths`."""
     hides_tokens = [False] * len(rectangle.paddings)

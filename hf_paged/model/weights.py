@@ -31,7 +31,7 @@ class WeightsGuard:
         self._autocast: torch.dtype | None = None
         # whether the executor compares the model with its last state (`ModelState.is_same`)
         self.is_watched = False
-        self.num_changes = 0  # detected changes to the model
+        self.num_changes = 0  # detected changes to the model, and failures to fingerprint it
         processes = memory.processes
         self._fingerprint = fingerprint if processes is None else processes.fingerprint
 

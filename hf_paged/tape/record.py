@@ -378,7 +378,7 @@ class _OperationRecorder(CaptureGuard):
 @restoring
 def recording() -> Iterator[list[Recorded]]:
     """A context that records this thread's operations in the list that it yields. Raises
-    [`NotCapturable`] before an operation that cannot be replayed."""
+    [`NotCapturable`] at an operation that cannot be replayed."""
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     num_before = num_modes()

@@ -47,7 +47,7 @@ _lock = forks.lock()
 # decides.
 _RULED_OUT, _PENDING, _DONE = range(3)
 # Types of the module attributes that are part of `_code_key`, since they determine what a forward
-# computes: for example a function that replaces the class's `forward`.
+# computes: for example an activation function. (`_code_key` adds a replaced `forward` separately.)
 _KEYED_TYPES = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
 _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
@@ -57,7 +57,7 @@ _verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
 Verdicts = dict[Hashable, Any]
 """By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that
 keeps them while weights and configs do not change saves time: for a model of 100 modules, a look-up
-takes 0.15 ms, and `_checked` 1 ms."""
+takes 0.15 ms, and `_judge` 1 ms."""
 
 
 class Capability:
@@ -81,8 +81,8 @@ class Capability:
         self._keeps_code_key = False
 
     def choose_layout(self) -> Layout:
-        """Returns the best layout in which each sequence gets the results that it gets alone, or
-        `TOGETHER`, if the checks find none."""
+        """Returns the best layout in which each sequence gets the results that it gets alone;
+        `TOGETHER`, with the reason against packed forwards, if the checks find none."""
         model = self._model
         with step_lock(model):  # steps of other threads may add hooks for adapters to the model
             self._keeps_code_key = True
@@ -120,8 +120,8 @@ class Capability:
 
     def check_prompts(self, prompts: Any) -> PromptsVerdict:
         """Checks `prompts` (`execution.prompts.Prompts`) of a model that runs packed. The verdict
-        holds for all prompts with equal `names`, `axis_counts` and `hides_tokens`, if text precedes
-        the content of either all or none of them."""
+        holds for all `Prompts` with equal `names`, `axis_counts` and `hides_tokens` that agree on
+        whether `num_text` is 0."""
         has_text = prompts.num_text(self._model.config) > 0
         kind = prompts.names, prompts.axis_counts, prompts.hides_tokens, has_text
         verdict = self._verdict(prompts_check, "packed", prompts, kind)
@@ -159,8 +159,8 @@ class Capability:
         return None if isinstance(count, str) else count
 
     def join_requirements(self, prompts: Any) -> tuple[bool, bool] | None:
-        """Returns the result of `join_check` for these `Prompts`; `None` also for caches or inputs
-        whose rows cannot be joined."""
+        """Returns the result of `join_check` for these `Prompts`; for caches or inputs whose rows
+        cannot be joined, `None` without a check."""
         cache = self._cache
         if cache.cross is None:
             return None
@@ -185,16 +185,16 @@ class Capability:
         forwards, once for each `_code_key` of the model and `kind` of call."""
         verdicts = self._caller_verdicts
         if verdicts is None:
-            return self._checked(check, layout, prompts, kind)
+            return self._judge(check, layout, prompts, kind)
         quick_key = _quick_key(self._model)
         old_key, verdict = verdicts.get((check, kind), (None, None))
         if old_key != quick_key:
-            verdict = self._checked(check, layout, prompts, kind)
+            verdict = self._judge(check, layout, prompts, kind)
             if not isinstance(verdict, str):  # a reason may be temporary
                 verdicts[check, kind] = quick_key, verdict
         return verdict
 
-    def _checked(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
+    def _judge(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
         model = self._model
         cache = self._cache
         modules = list(model.modules())
@@ -227,8 +227,8 @@ class Capability:
             verdict = Topic.SELF_CHECK(str(error))
             if not error.is_permanent:  # the cause may be temporary: the next call checks again
                 return verdict
-        # a new key: keys leave out attributes that only forwards write, and `judge_writes` may just
-        # have noted some
+        # a new key: keys leave out write-only attributes, and `judge_writes` may just have noted
+        # some
         key = _verdict_key(check, kind, cache, self._find_code_key(modules))
         _store_verdict(model, key, verdict)
         return verdict
@@ -292,8 +292,8 @@ def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
 
 
 def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """A key for the code of a model's forward, the shapes of its weights, and the dtypes and device
-    with which it computes, but not for the values of weights. It is computed in about a
+    """A key for the code of a model's forward, the shapes of its weights, and the dtypes, precision
+    and device with which it computes, but not for the values of weights. It is computed in about a
     millisecond, and keeps no model alive."""
     module_types = tuple((type(module), module.training) for module in modules)
     attributes: list[Any] = []

@@ -231,7 +231,7 @@ def _can_chunk(trial: Trial, layout: Layout, rows: Tensor, prefill_logits: list[
 
 def rows_check(trial: Trial) -> str | None:
     """Compares rows of `Prompts`, some of which leave or fork, with their batch in the model's own
-    loop. Returns the reason against leaving and forking, or `None`. Raises as `packed_check`."""
+    loop. Returns the reason against both, or `None`. Raises what `packed_check` raises."""
     model = trial.model
     memory = scratch_memory()
     prompts = copy.deepcopy(trial.prompts)
@@ -352,8 +352,8 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
     with plain forwards. Two more comparisons set the verdict's flags. For `can_reuse`, a packed
     step recomputes the end of each prompt, which follows its images or other content. For
     `can_begin_after_text`, a packed step computes the text before a single prompt's content, and
-    the model's own forward the rest of the prompt. Raises `ForwardFailedError` if a forward fails,
-    except in the last comparison."""
+    the model's own forward computes the rest of the prompt. Raises `ForwardFailedError` if a
+    forward fails, except in the last comparison."""
     model, prompts = trial.model, trial.prompts
     new_tokens = sample_tokens(model)[:1, :2]  # stand for generated tokens
     with trial.forwards():
@@ -441,7 +441,7 @@ def merge_check(trial: Trial) -> bool:
         return False
 
 
-# the id of a module's dict of attributes or buffers, and the name of one of them
+# the id of a module's dict of attributes or buffers, and a name in that dict
 WriteKey = tuple[int, str]
 Writes = dict[WriteKey, Write]
 
@@ -482,7 +482,7 @@ def judge_writes(trial: Trial) -> None:
 
 def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[WriteKey]]:
     """The logits of a prompt and a decode step that begin with the values `after` of these writes,
-    and the keys of the writes that the forwards overwrite; `None` and no keys if one fails."""
+    and the keys of the writes that these forwards overwrite; `None` and no keys if one fails."""
     overwritten = set[WriteKey]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]

@@ -14,8 +14,8 @@ from torch import nn
 
 _NO_HOOKS: list[Any] = []
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
-# Libraries whose hooks treat all tokens alike: they only move or cast inputs, or set
-# `requires_grad` on them.
+# Libraries whose hooks treat all tokens alike: they move or cast inputs, set `requires_grad` on
+# them, or compute weights.
 _LIBRARIES = (
     "accelerate.",
     "peft.",

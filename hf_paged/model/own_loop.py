@@ -166,7 +166,7 @@ def first_row(prompts: Any) -> dict[str, Any]:
 def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
     """Concatenates an input of several batches along rows. `widths` has the number of columns of
     each batch. Tensors with that many columns are first padded with zeros, or cut, to `width`
-    columns, both on the left. Of values that are not tensors, returns the first."""
+    columns, both on the left. Of values without rows, returns the first."""
     first = values[0]
     if isinstance(first, ModelOutput):
         names = [name for name in first if all(name in value for value in values)]

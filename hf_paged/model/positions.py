@@ -94,9 +94,9 @@ def _index_values(index: Tensor) -> set[int]:
 
 
 def shorten(model: nn.Module, size: int, length: int) -> bool:
-    """Cuts those buffers and tensor attributes of the model's modules that have an axis of `size`:
-    the first such axis, to `length`. Returns whether there are any. The caller must restore the
-    modules."""
+    """In each buffer and tensor attribute of the model's modules, cuts the first axis of this
+    `size`, if there is one, to `length`. Returns whether it has cut any. The caller must restore
+    the modules."""
     has_cut = False
     for module in model.modules():
         for tensors in (module._buffers, vars(module)):

@@ -49,7 +49,7 @@ _FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
 _TORCH_SCALAR_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
 MARSHAL_VERSION = 2  # the bytes of later versions also depend on reference counts
-# Attributes of modules that are not read. The forward does not depend on `name_or_path`, which says
+# Attributes of a module that `_module` skips. No forward depends on `name_or_path`, which says
 # where the model was loaded from.
 _IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
 # Modules whose classes load, save or generate: no forward depends on them.
@@ -97,7 +97,7 @@ _DATA_TYPES: tuple[type, ...] = (
 # Methods that forwards do not call.
 _SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
 _MAX_PLAIN_OBJECTS = 1000  # maximum number of objects of user classes whose attributes are read
-_MAX_ITEMS = 1000  # maximum number of items read of a container in a closure or a Python module
+_MAX_ITEMS = 1000  # maximum number of items that are read of one object in a closure or global
 _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
 
@@ -110,8 +110,8 @@ class Reading:
         # message about a value that user code reads and whose changes cannot be detected, if any
         self.undetectable: str | None = None
         self.tensors = list[Tensor]()  # distinct tensors; `structure` has their indices
-        self._all_tensors = list[Tensor]()  # also tensors with the same memory and form as others
-        self._objects = list[Any]()  # modules, configs and plain objects, in order of discovery
+        self._all_tensors = list[Tensor]()  # with those of the same memory and form as others
+        self._objects = list[Any]()  # modules, configs, user classes and plain objects
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
         self._num_plain_objects = 0
@@ -339,8 +339,8 @@ class Reading:
                 self._iterated.append(value)
 
     def _standard(self, value: Any, depth: int) -> Any:
-        """Describes an object of the standard library: by its `repr` if that is complete, or by its
-        attributes if it is a container such as `ChainMap`, or by its type and scalars."""
+        """Describes an object of the standard library: by its `repr` if that is complete, by its
+        attributes if it is a container such as `ChainMap`, otherwise by its type and scalars."""
         if isinstance(value, _REPR_TYPES):
             return repr(value)
         if type(value).__module__ == "collections" and hasattr(value, "__dict__"):

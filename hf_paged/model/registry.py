@@ -46,8 +46,8 @@ class Route:
         in_place (`bool`): Attention read cached keys and values through block tables, without
             gathering them first.
         latent (`bool`): Attention read the latents of multi-head latent attention.
-        prefills_shared (`bool`): Rows expanded from one prompt were computed once.
-        num_captured_steps (`int`): Steps that replayed a recorded step.
+        prefills_shared (`bool`): Prompts expanded to several rows were each computed once.
+        num_captured_steps (`int`): Steps that were replays of a recorded step.
         num_draft_tokens, num_accepted_tokens (`int`): Draft tokens that a `generate` call verified,
             and how many of them it accepted. For a `PagedEngine`, `EngineStats` has these counts.
         setup_seconds (`dict[str, float]`): Seconds that the call, or the engine so far, spent on
@@ -136,8 +136,8 @@ def memory_for(
 ) -> PagedMemory:
     """Returns the memory of `model`: a new one if the block size, limits, storage, dtypes, device,
     processes or `batch_invariant` have changed or, with `block_size="auto"`, if other sizes are
-    better (`PagedMemory.better_sizes`), or if `prefix_tiers` are new or gone. `expected`: lengths
-    of this call's rows in tokens. The memory counts as in use until `idle.end_use`. Raises
+    better (`PagedMemory.better_sizes`) or `prefix_tiers` are new or gone. `expected`: lengths of
+    this call's rows in tokens. The memory counts as in use until `idle.end_use`. Raises
     `ValueError` for a storage that the device does not support, and `OSError` if the folder of
     new `prefix_tiers` cannot be used."""
     device = compute_device(model)
@@ -222,8 +222,8 @@ def _memories_of(owner: Any) -> list[PagedMemory]:
 @guarded
 def free(model: Any) -> None:
     """Frees the pool of a model, or of an object that has a model as `.model`, such as a pipeline
-    or an engine, whose requests are cancelled. Caches that a caller holds keep their blocks until
-    they are garbage-collected."""
+    or an engine; an engine's requests are cancelled. Caches that a caller holds keep their blocks
+    until they are garbage-collected."""
     if isinstance(getattr(model, "memory", None), PagedMemory):
         return model.free()  # an engine has its own pool
     with _lock:

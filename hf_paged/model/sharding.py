@@ -78,6 +78,6 @@ def serve_rank(model: Any) -> None:
     Raises:
         ValueError: in process 0, and for a model that is not sharded.
         RuntimeError: while another call of this process uses the model.
-        RankLostError: if another process has ended.
+        RankLostError: if another process has ended, or is out of step with the others.
     """
     _ranks().serve(model)

@@ -38,15 +38,15 @@ _warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDiction
 
 
 def carries_state(model: nn.Module) -> bool:
-    """Whether forwards of the model read values that earlier forwards wrote into it, so that a
-    prefix's keys and values depend on those. If so, logs a warning, once per model and reason."""
+    """Whether forwards of the model read values that earlier forwards wrote into it, so a prefix's
+    keys and values depend on those forwards. If so, logs a warning, once per model and reason."""
     name = notes_of(model).carried
     if name is None:
         return False
     _warn_once(
         model,
-        f"its forward reads `{name}`, which earlier forwards wrote, so that the same tokens"
-        " may get other keys and values",
+        f"its forward reads `{name}`, which earlier forwards wrote, so the same tokens may get"
+        " other keys and values",
     )
     return True
 
@@ -103,8 +103,9 @@ class ModelState(Reading):
     train or eval mode. Not covered: files, attributes of library objects, attributes that each
     forward writes and none reads (`writes.note_write`), and the value that `undetectable` names.
     Equal models have equal fingerprints in every process with the same library versions and kind of
-    device. Tensor subclasses are read by `__tensor_flatten__`. Those without it, sparse tensors and
-    meta tensors raise `ValueError`; user code that is called may raise other errors."""
+    device. Tensor subclasses are read by `__tensor_flatten__`. Subclasses without it, and tensors
+    that are sparse, quantized, on the meta device or lazily conjugated or negated, raise
+    `ValueError`; user code that is called may raise other errors."""
 
     # references of `is_same`
     _values: _StateValues | None = None
@@ -127,7 +128,7 @@ class ModelState(Reading):
 
     def is_like(self, other: ModelState) -> bool:
         """Whether both states describe equal models: by `addresses` and, if both states are
-        watched, by the references of `watch`."""
+        watched, by the references of `hold` and `watch`."""
         if self.addresses() != other.addresses():
             return False
         if self._content is None or other._content is None:
@@ -198,6 +199,7 @@ class ModelState(Reading):
         return self._content is None or self._read_content() == self._content
 
     def _read_parts(self) -> tuple[Any, ...]:
+        """Returns the modules' parameters, buffers and submodules."""
         parts = gc.get_referents(*self._tables)
         for table, write_only in self._partly_read:
             parts += [part for name, part in table.items() if name not in write_only]

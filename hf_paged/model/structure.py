@@ -51,8 +51,9 @@ def reasons_against(
 def row_dependencies(
     model: PreTrainedModel, modules: Modules, is_packed: bool = True
 ) -> Iterator[str]:
-    """Yields the reasons why rows may not share a forward: they might get other results than alone,
-    or hooks of user code would get the tokens of all rows."""
+    """Yields the reasons, in a model's hooks, devices and modules, why rows may not share a
+    forward: for example, they might get other results than alone, or hooks of user code would get
+    the tokens of all rows."""
     yield from _hook_reasons(model, modules)
     yield from _row_reasons(model, modules, is_packed)
 
@@ -169,7 +170,7 @@ def _random_source(module: nn.Module) -> str | None:
 
 
 def is_stock(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model uses transformers' own method `name`, or has no method of that name."""
+    """Whether the model's method `name` is transformers' own, or neither has such a method."""
     method = getattr(model, name, None)
     stock = getattr(GenerationMixin, name, None)
     return getattr(method, "__func__", method) is getattr(stock, "__func__", stock)

@@ -33,7 +33,7 @@ from .layout import Layout
 from .own_loop import cache_parts, first_inputs, next_logits, tensors_of
 from .writes import Snapshot, Write
 
-# Makes a block manager and a runner (`execution.executor.Runner`) on the memory of an empty cache.
+# Makes a block manager and a runner (`execution.runner.Runner`) on the memory of an empty cache.
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]
 Step = tuple[tuple[int, int], ...]  # for each row, its index and the number of tokens to compute
 
@@ -295,7 +295,7 @@ class TrialRunner:
         return torch.cat(logits)
 
     def advance_apart(self, *rows: TrialRow) -> Tensor:
-        """Runs one step of `advance`, and undoes its writes into modules, so that the row's next
+        """Runs one step of `advance`, and undoes its writes into modules, so that the rows' next
         step finds the modules as if another call had run in between. Returns the logits."""
         with self._trial.forwards(by_engine=True):
             return self.advance(rows)

@@ -1,5 +1,5 @@
-"""Kinds of values that a model's modules hold, and its tensors, for the modules that read or watch
-a model (`reading`, `writes`, `positions`)."""
+"""Kinds of values that a model's modules hold, and its tensors, for the files that read or watch a
+model (`reading`, `writes`, `positions`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ hooks and modes separately, as far as they need them.)"""
 # The standard library, except `types`: user code keeps data in `types.SimpleNamespace`.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
 # Packages that are not user code. Except for modules, tensors and configs, attributes of their
-# objects are mostly not read: forwards rarely depend on them, and they lead to half the process.
+# objects are mostly not read: forwards rarely depend on them, and half of the process may be
+# reachable through them.
 LIBRARIES = STANDARD | {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
 
 ABSENT = object()  # stands for a missing attribute

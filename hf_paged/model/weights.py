@@ -17,8 +17,8 @@ class WeightsGuard:
     blocks of earlier periods only after `verify` has found that the model's fingerprint equals the
     one that `memory` holds. Before a period ends, `commit` stores the fingerprint of the weights
     that computed its blocks, unless the period is a step of an engine whose executor watches the
-    model (`is_watched`). If a period ends with neither, its blocks are dropped before they are
-    served. The lock of `memory` guards `blocks`."""
+    model (`is_watched`). If a period ends without `commit`, and the model is not watched, its
+    blocks are dropped before they are served. The lock of `memory` guards `blocks`."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
         self._model = model
@@ -31,7 +31,7 @@ class WeightsGuard:
         self._autocast: torch.dtype | None = None
         # whether the executor compares the model with its last state (`ModelState.is_same`)
         self.is_watched = False
-        self.num_changes = 0  # detected changes to the model
+        self.num_changes = 0  # detected changes to the model, and failures to fingerprint it
         processes = memory.processes
         self._fingerprint = fingerprint if processes is None else processes.fingerprint
 
@@ -51,8 +51,8 @@ class WeightsGuard:
 
     def go_idle(self) -> None:
         """Called when work ends, with no request in flight. If there is a tier, fingerprints the
-        weights, unless they are verified, so that any process can use the blocks that are later
-        evicted to the tier."""
+        weights, unless they are verified or no fingerprint is stored, so that any process can use
+        the blocks that are later evicted to the tier."""
         is_verified = self._epochs.are_verified or self._memory.fingerprint is None
         if self.is_on and self._blocks.tier is not None and not is_verified:
             self.begin_period()  # the model may have changed since the last step
@@ -100,8 +100,8 @@ class WeightsGuard:
 
     def _compare(self, state: ModelState | None = None) -> bool:
         """Fingerprints the model. If the fingerprint has changed, drops the blocks of earlier
-        periods; if there is none, drops all blocks and turns prefix caching off. Returns whether
-        the fingerprint is unchanged."""
+        periods, and all cached blocks of other managers; if there is none, drops all cached blocks
+        and turns prefix caching off. Returns whether the fingerprint is unchanged."""
         model_fingerprint = self._fingerprint(self._model, state)
         current = None
         if model_fingerprint is not None:

@@ -20,8 +20,8 @@ from .values import ABSENT, BOOKKEEPING, CONTAINERS, SCALARS, SKIPPED, is_user_o
 MAX_COPIED = 256 << 20
 """Maximum bytes of tensors that a [`Snapshot`] copies, the smallest first."""
 
-# maximum number of containers and objects copied per attribute, from which half the process may be
-# reachable
+# maximum number of containers and objects copied per attribute, from which half of the process's
+# objects may be reachable
 _MAX_CONTAINERS = 10_000
 
 
@@ -47,8 +47,8 @@ class Notes:
         # name of an attribute that forwards read and earlier forwards wrote; unless it is `None`,
         # prefix caching is off
         self.carried: str | None = None
-        # by module, the attributes that each forward overwrites and none reads, so that they are
-        # not part of the model's state; their values are those that `ModelState` reads instead
+        # by module, the attributes that each forward overwrites and none reads, so they are not
+        # part of the model's state; their values are those that `ModelState` reads instead
         self.write_only: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
         self.write_only = weakref.WeakKeyDictionary()
 
@@ -196,7 +196,7 @@ class Snapshot:
 
 
 def restore_attributes(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Restores the items `before` of a dict."""
+    """Makes `before` the items of a dict again."""
     for name in table.keys() - before.keys():
         del table[name]
     table.update(before)
@@ -314,7 +314,7 @@ def _plain_copy(value: Any) -> Any:
 
 
 def alter_value(value: Any) -> Any:
-    """Returns a different value of the same type and shape, or the value itself if it has no
+    """Returns a different value of the same type and shape, or an equal one if the value has no
     tensor, number or string to alter."""
     return _map_elements(_alter_part, value)
 

@@ -1,5 +1,5 @@
-"""The memory of a recording's tensors: one buffer per storage, in the tape's arena or at a fixed
-address outside it. The entries of the tape fill the buffers."""
+"""The memory of a recording's tensors: one buffer for each storage that [`Buffers`] numbers, in the
+tape's arena or at a fixed address outside it. The entries of the tape fill the buffers."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def buffer_ids_of(leaves: Iterable[Any]) -> set[int]:
 
 
 class Buffers:
-    """Numbers the storages that a recording writes to: those that its operations created, and older
-    ones, such as K/V blocks (`add_fixed`). Storages that it only reads have no buffer."""
+    """Numbers the storages that a recording's operations create, and older ones that they write to,
+    such as K/V blocks (`add_fixed`). Constants, and storages that are only read or that only the
+    last operation writes to, have no buffer."""
 
     def __init__(self) -> None:
         self.num_bytes: list[int] = []  # by buffer id
@@ -109,8 +110,9 @@ class _Placement(NamedTuple):
 
 class Arena:
     """One allocation for all buffers of a tape that have no fixed address. Buffers are placed by
-    decreasing size, each at the lowest offset that is free during its lifetime (greedy by size,
-    arXiv 2001.03288, section 5), so those with disjoint lifetimes may share bytes."""
+    decreasing size, each at the lowest offset that is free during its lifetime, so those with
+    disjoint lifetimes may share bytes. (Greedy by size in arXiv 2001.03288, section 5, instead
+    chooses the smallest free gap.)"""
 
     def __init__(self, buffers: Buffers, lifetimes: dict[int, tuple[int, int]]) -> None:
         """`lifetimes`: by buffer id, the indices of the first and the last entry that use it.
@@ -150,8 +152,8 @@ class Arena:
         return self._addresses[ref.buffer_id] + ref.offset
 
     def tensor(self, ref: TensorRef) -> Tensor:
-        """Returns a tensor over the memory of `ref`. It does not keep that memory alive: the arena,
-        or the owner of memory outside it, must outlive the tensor."""
+        """Returns a tensor over the memory of `ref`. The tensor does not keep that memory alive:
+        the arena, or the owner of memory outside it, must outlive the tensor."""
         if 0 in ref.sizes:
             return torch.empty(ref.sizes, dtype=ref.dtype, device="cpu")
         array_type = ctypes.c_char * ref.span_bytes

@@ -21,16 +21,16 @@ logger = logging.getLogger(__name__)
 class Checks:
     """The outcomes of the checks of one model's recorded steps, by kind of step.
 
-    In a recording, the forward gets as many columns as the block tables can hold tokens, more than
-    the rows have, so code that depends on the number of columns may give other results. So a check
-    covers only tables of its size, and rows at least as long as those that it compared: with
-    shorter rows, the difference between columns and tokens is larger. A kind whose results differ
-    once is refused for tables of any size."""
+    In a recording, the forward gets as many columns as the block tables can hold tokens, which may
+    be more than the rows have, and code that depends on the number of columns may then give other
+    results. So a check covers only tables of its size, and steps whose longest row is at least as
+    long as that of the checked step: with shorter rows, the difference between columns and tokens
+    is larger. A kind whose results differ once is refused for tables of any size."""
 
     def __init__(self) -> None:
         self._refused = set[Hashable]()
-        # by kind and columns of each layer group's tables: the minimum over all checks of the
-        # length of each group's longest row
+        # by kind and columns of each layer group's tables: for each group, the length of the
+        # longest row, with padding and dropped blocks, in the check in which it was shortest
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
         # the kind, table columns and row lengths of the last step, if it is to be checked
         self.pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
@@ -56,17 +56,18 @@ class Checks:
         if min_lengths is None or any(map(operator.lt, lengths, min_lengths)):
             self.pending = (kind, widths, lengths)
 
-    def copy(self, states: Sequence[Any], num_rows: int) -> Sequence[Any]:
-        """Returns layers with copies of the states of the first `num_rows` rows, for a replay to
-        change; empty if there are no states."""
-        if states:
-            rows = StateRows([(states, list(range(num_rows)))])
+    def copy(self, layers: Sequence[Any], num_rows: int) -> Sequence[Any]:
+        """Returns layers with copies of the states that the first `num_rows` rows have in `layers`,
+        for a replay to change; empty if `layers` is."""
+        if layers:
+            rows = StateRows([(layers, list(range(num_rows)))])
             self.copied_states = rows.state_layers
         return self.copied_states
 
     def compare(self, results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> None:
         """Ends a check: compares pairs of results `(rows, ...)` from the model's own forward and
-        from the replay, and refuses the kind if a pair differs by more than rounding in `dtype`."""
+        from the replay, and refuses the kind if a pair differs by more than rounding in its dtype
+        or in `dtype`."""
         assert self.pending is not None
         kind, widths, lengths = self.pending
         self.begin_step(kind)

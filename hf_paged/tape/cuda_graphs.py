@@ -14,8 +14,8 @@ from ..cache.free_memory import is_out_of_memory
 from .record import CaptureGuard, CreatesOnHost, HostResultReplay, HostResults
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
-# arguments of `RecordedGraph`s that were deleted during a capture, when freeing a graph would wait
-# for the device, which a capture does not allow
+# arguments of `RecordedGraph`s that were deleted during a capture: freeing a graph waits for the
+# device, which a capture does not allow
 _DEFERRED: list[Any] = []
 
 

@@ -1,5 +1,5 @@
 """The entries of a tape, except row operations: calls of C++ kernels, matrix products and PyTorch's
-operations. Packs the arguments of the entries that run in C++. `tape.py` runs all in order."""
+operations. Packs the arguments of the entries that run in C++. `tape.py` runs the entries."""
 
 from __future__ import annotations
 

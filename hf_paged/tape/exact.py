@@ -10,7 +10,7 @@ _VIEWS_IN_PLACE = frozenset(
 )
 # operations that create, move, select, compare or round numbers, or that compute each row
 # separately and in order
-_EXACT = frozenset(
+_INVARIANT = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided zeros zeros_like new_zeros zero_"
     " ones ones_like new_ones full full_like new_full fill_ fill scalar_tensor arange linspace"
     " clone copy _to_copy copy_ cat stack repeat index index_select index_put index_put_"
@@ -20,7 +20,7 @@ _EXACT = frozenset(
     " abs neg sign floor ceil round lift_fresh lift_fresh_copy alias_copy _softmax _log_softmax"
     " cumsum histc index_add_ nan_to_num _local_scalar_dense _unsafe_view _reshape_alias".split()
 )
-# operations in `_EXACT` that are batch-invariant for floats only along the last axis
+# operations in `_INVARIANT` that are batch-invariant for floats only along the last axis
 _ALONG_AN_AXIS = frozenset("amax amin cumsum max min sort topk _softmax _log_softmax".split())
 
 
@@ -31,8 +31,8 @@ def _name(function: Any) -> str:
 
 
 def is_view_in_place(function: Any) -> bool:
-    """Whether an operation changes a tensor's sizes, strides or gradient in place, but not its
-    content."""
+    """Whether an operation changes a tensor's sizes, strides or gradient tracking in place, but
+    not its content."""
     return _name(function) in _VIEWS_IN_PLACE
 
 
@@ -51,7 +51,7 @@ def is_along_last_axis(function: Any, args: Any, kwargs: Any) -> bool:
     return axis % max(1, num_axes) == num_axes - 1
 
 
-def is_exact(function: Any, args: Any, kwargs: Any) -> bool:
+def is_batch_invariant(function: Any, args: Any, kwargs: Any) -> bool:
     """Whether PyTorch's operation is batch-invariant: the bits of a row of its result do not depend
     on the other rows."""
     name = _name(function)
@@ -59,4 +59,4 @@ def is_exact(function: Any, args: Any, kwargs: Any) -> bool:
         return is_along_last_axis(function, args, kwargs)
     if name in ("mm", "bmm"):
         return args[0].shape[-1] == 1  # sums of one product each
-    return name in _EXACT or name in _VIEWS_IN_PLACE
+    return name in _INVARIANT or name in _VIEWS_IN_PLACE

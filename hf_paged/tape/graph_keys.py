@@ -17,10 +17,10 @@ from ..kernels.triton.cascade import SharedPrefix
 MIN_TABLE_TOKENS = 1024
 # the same with `reads_keys`: the forward then computes with a key for each of these tokens
 MIN_TABLE_TOKENS_IF_READ = 64
-# Maximum tokens of chunks in a recorded step: with more, the GPU computes for longer than the host
-# needs to launch (vLLM records up to 512 tokens). An estimate, not a measurement
+# maximum number of chunk tokens in a recorded step: with more, the GPU computes for longer than the
+# host needs to launch (an estimate, not measured; vLLM records up to 512 tokens)
 MAX_CHUNK_TOKENS = 512
-# minimum numbers of chunks and of shared prefixes for which steps with any are recorded
+# minimum capacities: in chunks, of graphs with chunks; in prefixes, of graphs with shared prefixes
 MIN_CHUNKS, MIN_PREFIXES = 4, 4
 
 Prefixes = tuple[tuple[SharedPrefix, ...], ...]
@@ -59,8 +59,8 @@ class GraphKey(NamedTuple):
         return (self.num_decodes, self.num_chunks, self.num_chunk_tokens, *self.widths)
 
     def serves(self, step: GraphKey) -> bool:
-        """Whether this graph can run steps of key `step`. It may pad them to twice their chunk
-        tokens, and compute them without a cascade over the prefixes that they share."""
+        """Whether this graph can run steps of key `step`. It may pad their chunk tokens to up to
+        twice as many, and compute them without a cascade over the prefixes that they share."""
         if self.options != step.options or not _covers(self.variant, step.variant):
             return False
         if self.num_axes != step.num_axes or bool(self.num_chunks) != bool(step.num_chunks):
@@ -81,8 +81,9 @@ class GraphKey(NamedTuple):
 
     @property
     def without_widths(self) -> Hashable:
-        """The key without table widths. Uses are also counted by this key, so that a step whose
-        tables outgrow a graph is recorded at once."""
+        """A coarser key, without the widths of tables and the capacity for prefixes. Steps without
+        a graph are also counted by this key, so that a step whose tables outgrow a graph is
+        recorded at once."""
         return (
             self.num_decodes,
             self.num_chunks,
@@ -122,8 +123,8 @@ def key_of(
 ) -> GraphKey:
     """Returns the key of the smallest graph that serves a step. Sizes are rounded up to few values,
     such as powers of two, so that few graphs serve many steps. `memories`: by layer group.
-    `num_ranges` and `variant`: of the context. `reads_keys`: whether the forward computes with as
-    many keys as the tables can hold tokens."""
+    `num_ranges` and `variant`: of the context. `reads_keys`: whether the forward computes
+    with as many keys as the tables can hold tokens."""
     min_table_tokens = MIN_TABLE_TOKENS_IF_READ if reads_keys else MIN_TABLE_TOKENS
     widths = []
     prefix_capacities = []
@@ -147,10 +148,10 @@ def key_of(
     max_chunk_tokens = 0
     if num_chunk_tokens:
         max_chunks = power_of_two(MIN_CHUNKS, num_chunks)
-        # more tokens than rows, so that the number of logits shows whether a forward ignores
-        # `logits_to_keep`
+        # more chunk tokens than chunks, so that the number of logits shows whether a forward
+        # ignores `logits_to_keep`
         max_chunk_tokens = chunk_bucket(max(num_chunk_tokens, max_chunks + 1))
-        num_ranges *= 2  # for each key, one of the decodes and one of the chunks
+        num_ranges *= 2  # for each key of the context: one of decodes, one of chunks
         max_decodes = power_of_two(1, num_decodes) if num_decodes else 0
     else:
         max_decodes = draft_bucket(num_decodes) if tokens.has_drafts else bucket(num_decodes)

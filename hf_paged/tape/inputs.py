@@ -28,8 +28,8 @@ class _InputArray:
     """One array of a step's inputs, with typecode "q" (int64) or "i" (int32), in the buffers on
     host and device."""
 
-    host: Any  # a NumPy array
-    device: Tensor
+    on_host: Any  # a NumPy array
+    on_device: Tensor
 
     def __init__(self, typecode: str, count: int) -> None:
         self.typecode = typecode
@@ -37,14 +37,14 @@ class _InputArray:
         self._dtype = _DTYPES[typecode]
         self.num_words = -(-count * self._dtype.itemsize // _WORD.itemsize)
 
-    def bind(self, host: Tensor, device: Tensor) -> None:
+    def bind(self, host_words: Tensor, device_words: Tensor) -> None:
         """Places the array in these `num_words` words of the two buffers."""
-        self.host = host.view(self._dtype)[: self.count].numpy()
-        self.device = device.view(self._dtype)[: self.count]
+        self.on_host = host_words.view(self._dtype)[: self.count].numpy()
+        self.on_device = device_words.view(self._dtype)[: self.count]
 
     def write(self, numbers: list[int]) -> None:
         """Writes `numbers` to the beginning of the array."""
-        self.host[: len(numbers)] = array(self.typecode, numbers)
+        self.on_host[: len(numbers)] = array(self.typecode, numbers)
 
     def write_padded(
         self,
@@ -53,8 +53,9 @@ class _InputArray:
         shift: int,
         fill: int = 0,
     ) -> None:
-        """Writes the whole array, with the arguments of `padded`."""
-        self.host[:] = array(self.typecode, padded(numbers, self.count, num_decodes, shift, fill))
+        """Writes what `padded` returns for these arguments to the whole array."""
+        all_numbers = padded(numbers, self.count, num_decodes, shift, fill)
+        self.on_host[:] = array(self.typecode, all_numbers)
 
 
 def padded(
@@ -82,12 +83,12 @@ class _Tables:
 
     def write(self, tables: Iterable[list[int]], first: int = 0) -> None:
         """Writes the tables of the rows from `first` on."""
-        write_changed_rows(self._block_ids.host, self.width, self._written, tables, first)
+        write_changed_rows(self._block_ids.on_host, self.width, self._written, tables, first)
 
     @property
     def tensor(self) -> Tensor:
         """`(num_rows, width)` int32, on the device."""
-        return self._block_ids.device.view(-1, self.width)
+        return self._block_ids.on_device.view(-1, self.width)
 
 
 class _GroupInputs(_Tables):
@@ -129,7 +130,8 @@ class _CascadeInputs(_Tables):
         tables: list[list[int]],
         block_size: int,
     ) -> None:
-        """Writes the prefixes that a step's decodes, with these block tables, share."""
+        """Writes the prefixes that a step's decodes share. `tables`: the block tables of the step's
+        rows."""
         tail_starts = [0] * self.num_decodes
         query_start = [0]
         grouped_rows = list[int]()
@@ -157,9 +159,9 @@ class _CascadeInputs(_Tables):
         """Returns the cascade of a recorded step's decodes."""
         assert decodes.lengths is not None
         lengths = Lengths(
-            self.seq_lens.device,
-            self.starts.device,
-            self.query_start.device,
+            self.seq_lens.on_device,
+            self.starts.on_device,
+            self.query_start.on_device,
         )
         ends = [self.num_decodes] * (self.max_prefixes + 1)
         query_start = (0, *ends)  # in a replay, all rows may share any of the prefixes
@@ -172,22 +174,22 @@ class _CascadeInputs(_Tables):
             causal=False,
             lengths=lengths,
         )
-        tail_lengths = decodes.lengths._replace(starts=self.tail_starts.device)
+        tail_lengths = decodes.lengths._replace(starts=self.tail_starts.on_device)
         tails = dataclasses.replace(decodes, lengths=tail_lengths)
-        return Cascade(tails, prefixes, self.query_index.device)
+        return Cascade(tails, prefixes, self.query_index.on_device)
 
 
 class StaticInputs:
-    """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step. An
-    unused row contains token 0 at position 0, which is not stored (slot -1) and attends to no key
+    """Buffers at fixed addresses for steps that fit in `key`, filled with one copy per step. Each
+    unused token is token 0 at position 0: it is not stored (slot -1), and its row attends to no key
     (length 0).
 
     `token_ids` and `positions` are `(1, tokens)` int64. `logit_indices` is `(decodes + chunks,)`
-    int64, the tokens that get logits; `None` without chunks. `ranges` is `(key.num_ranges, 2)`
-    int64: for each key of the context, a range of decodes and, with chunks, a range of chunk
-    tokens. `arguments` contains further arguments of the forward: if positions do not count tokens,
-    the model's `position_ids`, `(axes, 1, tokens)` or for one axis `(1, tokens)`; if rows have
-    states, the buffers of these, `states`."""
+    int64, the indices of the tokens that get logits; `None` without chunks. `ranges` is
+    `(key.num_ranges, 2)` int64: for each key of the context, a range of decodes and, with chunks, a
+    range of chunk tokens. `arguments` contains further arguments of the forward: `position_ids`, if
+    positions do not count tokens, `(axes, 1, tokens)` or for one axis `(1, tokens)`; and `states`,
+    the buffers of the rows' states, if there are any."""
 
     def __init__(
         self,
@@ -229,20 +231,20 @@ class StaticInputs:
             )
             self._buffer = torch.zeros_like(self._host, device=device)
             words = zip(self._host.split(num_words), self._buffer.split(num_words))
-            for input_array, (host, on_device) in zip(arrays, words):
-                input_array.bind(host, on_device)
-            self.ranges = self._ranges.device.view(-1, 2)
-            self.token_ids = self._token_ids.device[None]
-            self.positions = self._positions.device[None]
+            for input_array, (host_words, device_words) in zip(arrays, words):
+                input_array.bind(host_words, device_words)
+            self.ranges = self._ranges.on_device.view(-1, 2)
+            self.token_ids = self._token_ids.on_device[None]
+            self.positions = self._positions.on_device[None]
             self.arguments: dict[str, Any] = {}
             if key.num_axes:
-                axes = self._axes.device.view(key.num_axes, 1, key.num_tokens)
+                axes = self._axes.on_device.view(key.num_axes, 1, key.num_tokens)
                 self.arguments["position_ids"] = axes if key.num_axes > 1 else axes[0]
             self.states: StaticStates | None = None
             if layers:
                 self.states = StaticStates(layers, key.num_decodes)
                 self.arguments["states"] = self.states.buffers
-            self.logit_indices = self._logit_indices.device if key.num_chunks else None
+            self.logit_indices = self._logit_indices.on_device if key.num_chunks else None
         self._copy_done: torch.cuda.Event | None = None
         if device.type == "cuda":
             self._copy_done = torch.cuda.Event()
@@ -322,14 +324,14 @@ class StaticInputs:
         num_decodes = key.num_decodes
         ends = [key.num_tokens] * (key.num_rows - num_decodes)
         query_start = (*range(num_decodes + 1), *ends)
-        device_query_start = self._query_start.device if key.num_chunks else None
+        device_query_start = self._query_start.on_device if key.num_chunks else None
         steps = []
         for inputs in self._groups:
             lengths = Lengths(
-                inputs.seq_lens.device,
-                inputs.starts.device,
+                inputs.seq_lens.on_device,
+                inputs.starts.on_device,
                 device_query_start,
-                inputs.origins.device,
+                inputs.origins.on_device,
             )
             step = StepMetadata(
                 inputs.tensor,
@@ -338,7 +340,7 @@ class StaticInputs:
                 (),
                 inputs.block_size,
                 window=inputs.window,
-                slots=inputs.slots.device[None],
+                slots=inputs.slots.on_device[None],
                 lengths=lengths,
             )
             if inputs.cascade_inputs is not None:

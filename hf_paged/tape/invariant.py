@@ -24,7 +24,7 @@ from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
 from .buffers import TensorRef
 from .entries import KernelEntry, Linear, TorchOp
-from .exact import is_exact
+from .exact import is_batch_invariant
 from .lower import Lowering
 from .products import RowProducts
 from .record import Operation, ReadGuard, decompose, tensors_in
@@ -178,7 +178,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 def _leaf_key(leaf: Any, index_by_address: dict[int, int]) -> Hashable:
     """Returns the part of a program's key for one argument. Raises [`NotInvariant`] for a tensor
-    that no kernel takes."""
+    that is not a plain one on the CPU."""
     if not isinstance(leaf, Tensor):
         # `repr`, since -0.0 == 0.0 and NaN != NaN
         if isinstance(leaf, float):
@@ -187,7 +187,8 @@ def _leaf_key(leaf: Any, index_by_address: dict[int, int]) -> Hashable:
     is_plain = type(leaf) in (Tensor, torch.nn.Parameter)
     if not is_plain or not leaf.is_cpu:
         raise NotInvariant(
-            f"{type(leaf).__name__} on {leaf.device}: the kernels take plain tensors on the CPU"
+            f"an operation gets a tensor of type {type(leaf).__name__} on {leaf.device}, but the"
+            " batch-invariant kernels take only plain tensors on the CPU"
         )
     index = index_by_address[leaf.data_ptr()]
     return leaf.dtype, leaf.shape, leaf.stride(), index
@@ -203,7 +204,7 @@ def _create_program(
     batch-invariant in PyTorch or returns no floats. Raises [`NotInvariant`] if no kernel computes
     it."""
     returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
-    if is_exact(func, args, kwargs) or not returns_tensors:
+    if is_batch_invariant(func, args, kwargs) or not returns_tensors:
         return None
     result = args[0]
     outputs: list[Tensor] = []
@@ -222,8 +223,8 @@ def _create_program(
     except NotCapturable as error:
         raise NotInvariant(str(error)) from None
     kernels = [entry for entry in entries if not isinstance(entry, TorchOp)]
-    # `batch_invariant` is set, so the lowering refuses operations that are not exact and for which
-    # there is no kernel
+    # `batch_invariant` is set, so the lowering refuses operations that neither PyTorch nor a kernel
+    # computes batch-invariantly
     assert entries and len(kernels) == len(entries)
     layouts = [(x.shape, x.stride(), x.dtype) for x in outputs]
     return _Program(kernels, inputs, layouts, isinstance(result, Tensor))
@@ -253,8 +254,8 @@ def in_fixed_order() -> Iterator[None]:
 def batch_invariant_operations() -> Iterator[None]:
     """A context, to be used inside `in_fixed_order`, that makes this thread's operations
     batch-invariant. Raises [`NotInvariant`] before an operation without a kernel, and
-    `NotCapturable` before Python or NumPy reads a tensor. While a tape is recorded, it only
-    reshapes products (`RowProducts`), since the recording does the rest."""
+    `NotCapturable` before a read of a tensor's content that `ReadGuard` refuses. While a tape is
+    recorded, it only reshapes products (`RowProducts`), since the recording does the rest."""
     with RowProducts(), contextlib.ExitStack() as stack:
         if observer.get() is None:
             stack.enter_context(ReadGuard())

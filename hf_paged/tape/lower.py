@@ -19,7 +19,7 @@ from ..kernels.cpp.linear import HALVES, max_rows
 from ..step import NotCapturable
 from .buffers import DTYPE_NUMBERS, FLOAT_NUMBERS, Buffers, buffer_ids_of
 from .entries import Entry, KernelEntry, Linear, TorchOp
-from .exact import is_along_last_axis, is_exact, is_view_in_place
+from .exact import is_along_last_axis, is_batch_invariant, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
 from .rows import RowOps, TensorLayout, layout, shape_of
@@ -68,8 +68,8 @@ class Lowering:
         """Returns the entries that compute `operations`. Raises `NotCapturable` if one of them
         cannot be replayed."""
         # the last operation writes the results, which no operation reads
-        self._written_before_last = set(_written_storages(operations[:-1]))
-        self._written = self._written_before_last.union(_written_storages(operations[-1:]))
+        self._written_before_last = set(_written_addresses(operations[:-1]))
+        self._written = self._written_before_last.union(_written_addresses(operations[-1:]))
         for operation in operations:
             if isinstance(operation, KernelCall):
                 self._add_kernel(operation)
@@ -81,8 +81,8 @@ class Lowering:
         function = operation.function
         inputs = tensors_in((operation.args, operation.kwargs))
         results = tensors_in(operation.result)
-        sources = {_storage(tensor) for tensor in inputs}
-        targets = {_storage(tensor) for tensor in results}
+        sources = {_storage_address(tensor) for tensor in inputs}
+        targets = {_storage_address(tensor) for tensor in results}
         is_mutable = function._schema.is_mutable and not is_view_in_place(function)
         if function.name() == "aten::lift_fresh":  # a new tensor of Python numbers
             if targets & self._written:
@@ -99,7 +99,7 @@ class Lowering:
             self.buffers.retained_tensors += results
             return
         for tensor in results:
-            if _storage(tensor) not in sources:
+            if _storage_address(tensor) not in sources:
                 self.buffers.add(tensor)
         if is_empty:
             return
@@ -114,19 +114,20 @@ class Lowering:
         for tensor in tensors:
             if self.buffers.id_of(tensor) is not None:
                 continue
-            storage = _storage(tensor)
-            is_stable = storage not in self._written and (
-                storage in self._constants or self.is_persistent(tensor)
+            address = _storage_address(tensor)
+            is_stable = address not in self._written and (
+                address in self._constants or self.is_persistent(tensor)
             )
             if not is_stable:
                 self.buffers.retained_tensors.append(tensor)
-            if storage in self._written_before_last:
+            if address in self._written_before_last:
                 self.buffers.add_fixed(tensor)
 
     # -- row operations ---------------------------------------------------------------------------
 
     def _lower(self, operation: Operation) -> bool:
-        """Adds the operation as row operations or as a kernel, and returns `True`, if it can."""
+        """Adds the operation as row operations, as a product or as a call of a kernel. Returns
+        whether that was possible."""
         function, args, kwargs, result = operation
         name = function.name()
         if name in _METHODS:
@@ -154,9 +155,10 @@ class Lowering:
         output: Tensor,
         dtypes: Iterable[torch.dtype] = FLOAT_NUMBERS,
     ) -> tuple[RowOps, list[int], TensorLayout] | None:
-        """Prepares an operation over rows of `sizes`. Returns the list to append it to (the last
-        entry if possible, otherwise a new one), the registers of the inputs that are not `None`,
-        and the layout of the output; `None` if row operations cannot compute it."""
+        """Prepares an operation whose tensors are broadcast to `sizes`. Returns the list that the
+        operation joins (the last entry if possible, otherwise a new one), the registers of the
+        inputs that are not `None`, and the layout of the output; `None` if row operations cannot
+        compute it."""
         tensors = [x for x in (*inputs, output) if x is not None]
         if output.dtype not in FLOAT_NUMBERS or not output.numel():
             return None
@@ -189,8 +191,8 @@ class Lowering:
         self.entries.append(RowOps(no_rows))
 
     def _sizes(self, output: Tensor) -> tuple[int, ...]:
-        """Returns the sizes of the rows for an operation with this output: those of the output or,
-        if the output has one number for each row of the last list, those of that list."""
+        """Returns the `sizes` for `_prepare` of an operation with this output: those of the output
+        or, if the output has one number for each row of the last list, those of that list."""
         sizes = tuple(output.shape)
         last = self._last_row_ops()
         if last is not None and sizes and sizes[-1] == 1:
@@ -212,8 +214,9 @@ class Lowering:
         if not tensors or tensors[0] is not args[0]:
             return False
         if is_in_place:
-            # before `_sizes`, which might return the sizes of the last list: each part of a wide
-            # row would then update the row's single number again
+            # C++ runs a list for one block of rows after another, so the last list, which may read
+            # this memory by other strides, must not write to it. (It also ends before `_sizes`,
+            # which might otherwise return its sizes.)
             self._end_row_ops()
         dtypes = DTYPE_NUMBERS if op == "copy" else FLOAT_NUMBERS
         prepared = self._prepare(self._sizes(output), tensors, output, dtypes)
@@ -373,10 +376,10 @@ class Lowering:
         if (
             batch_invariant.get()
             and has_floats
-            and not is_exact(function, operation.args, operation.kwargs)
+            and not is_batch_invariant(function, operation.args, operation.kwargs)
         ):
             raise NotCapturable(
-                f"no kernel computes {function} with rows that do not depend on one another"
+                f"{function} has no batch-invariant kernel: its rows may depend on one another"
             )
         arguments = self._refs((operation.args, operation.kwargs))
         outputs = tree_leaves(self._refs(operation.result))
@@ -399,13 +402,15 @@ _METHODS: dict[str, _Method] = {
 }
 
 
-def _storage(tensor: Tensor) -> int:
+def _storage_address(tensor: Tensor) -> int:
     if type(tensor) not in (Tensor, torch.nn.Parameter):
-        raise NotCapturable(f"{type(tensor).__name__} is not a plain tensor with its own memory")
+        raise NotCapturable(
+            f"its forward uses a tensor of type {type(tensor).__name__}, not a plain one"
+        )
     return tensor.untyped_storage().data_ptr()
 
 
-def _written_storages(operations: list[Recorded]) -> Iterator[int]:
+def _written_addresses(operations: list[Recorded]) -> Iterator[int]:
     """Yields the addresses of the storages that operations write to, except for new results."""
     for operation in operations:
         tensors: Iterable[Tensor] = ()
@@ -413,4 +418,4 @@ def _written_storages(operations: list[Recorded]) -> Iterator[int]:
             tensors = operation.writes.values()
         elif not is_view_in_place(operation.function):
             tensors = written_tensors(operation.function, operation.args, operation.kwargs)
-        yield from map(_storage, tensors)
+        yield from map(_storage_address, tensors)

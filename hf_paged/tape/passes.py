@@ -93,8 +93,9 @@ def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:
 
 
 def _elide_last_copy(entries: list[Entry], buffers: Buffers) -> None:
-    """Drops the last entry if it only copies a buffer to memory outside all buffers, and only the
-    entry that writes the buffer uses it: the buffer gets the address of that memory."""
+    """Drops the last entry if it only copies a buffer to memory outside all buffers, and if the
+    only other entry that uses the buffer writes it in C++. The buffer then gets the address of that
+    memory."""
     if not entries:
         return
     *earlier, last = entries

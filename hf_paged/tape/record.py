@@ -65,7 +65,8 @@ class CaptureGuard(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.host_results: HostResults = []
-        # storages of constants, by address: the dict keeps them alive, so no address is reused
+        # storages of constants, by the address of the storage object: the dict keeps the objects
+        # alive, so no address is reused
         self._constants: dict[int, torch.UntypedStorage] = {}
         # storages of those constants whose memory the model's code shares
         self._shared: dict[int, torch.UntypedStorage] = {}
@@ -276,9 +277,10 @@ def _has_mask(indices: Any) -> bool:
 
 
 class ReadGuard(TorchFunctionMode):
-    """Raises [`NotCapturable`] before Python or NumPy reads the content of a tensor, since a replay
-    would not run the Python code that uses it. Allows reads of the constants of `guard`. Replaces
-    ranges between two lengths (`length.with_ranges`)."""
+    """Raises [`NotCapturable`] before Python or NumPy reads the content of a tensor without an
+    operation that dispatch modes see, since a replay would not run the Python code that uses it.
+    Allows reads of the constants of `guard`. Replaces ranges between two lengths
+    (`length.with_ranges`)."""
 
     def __init__(self, guard: CaptureGuard | None = None) -> None:
         super().__init__()
@@ -337,8 +339,8 @@ class KernelCall(NamedTuple):
 Recorded = Operation | KernelCall
 
 
-class _Recorder(CaptureGuard):
-    """Appends this thread's operations to `operations`."""
+class _OperationRecorder(CaptureGuard):
+    """A [`CaptureGuard`] that also appends this thread's operations to `operations`."""
 
     def __init__(self, operations: list[Recorded]) -> None:
         super().__init__()
@@ -376,16 +378,16 @@ class _Recorder(CaptureGuard):
 @restoring
 def recording() -> Iterator[list[Recorded]]:
     """A context that records this thread's operations in the list that it yields. Raises
-    [`NotCapturable`] before an operation that cannot be replayed."""
+    [`NotCapturable`] at an operation that cannot be replayed."""
     operations: list[Recorded] = []
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     num_before = num_modes()
     is_tracing = masking_utils.is_tracing
     try:
-        # While tracing, transformers creates masks whatever their content would be. Other threads
-        # are unaffected, and only one records at a time.
+        # While tracing, transformers creates each mask, without first reading whether it would hide
+        # anything. Other threads are unaffected, and only one records at a time.
         masking_utils.is_tracing = lambda x: observer.get() is not None or is_tracing(x)
-        recorder = _Recorder(operations)
+        recorder = _OperationRecorder(operations)
         with ReadGuard(recorder), recorder:
             yield operations
     finally:

@@ -34,9 +34,9 @@ class Tapes:
     """The backend that records steps on the CPU, as [`Tape`]s. Each tape owns memory for its
     intermediate values."""
 
-    # Replays run on the host, with other kernels than the forward. Steps with chunks and reads of
-    # shared prefixes are not recorded: the former compute for too long to become much faster, and
-    # the latter save no time.
+    # Replays run on the host, with other kernels than the forward. Steps with chunks are not
+    # recorded, since they compute for too long to become much faster. Nor are shared prefixes read
+    # once for several rows, which would save no time.
     on_device = False
 
     def capture(
@@ -56,8 +56,8 @@ class Tapes:
             outlives_tape = tensor.untyped_storage().data_ptr() in persistent_storages
             if not outlives_tape and tensor.is_floating_point() and tensor.numel():
                 raise NotCapturable(
-                    "its forward reads numbers that no recorded operation computed, perhaps from"
-                    " another thread"
+                    "its forward reads numbers that no recorded operation computed, perhaps because"
+                    " another thread computed them"
                 )
             return outlives_tape
 
@@ -115,7 +115,7 @@ def check_replay(
         )
         if difference is not None:
             raise NotCapturable(
-                f"the {name} of a replay are {difference} from those of its forward"
+                f"the {name} of a replay are {difference} from those of the recorded forward"
             )
 
 
@@ -152,9 +152,9 @@ def _capture_lock(device: torch.device) -> threading.Lock:
 
 @functools.cache
 def log_unrecorded(reason: str, level: int) -> None:
-    """Logs, once per reason, that steps are not recorded."""
+    """Logs, once per reason and level, that steps are not recorded."""
     message = Topic.RECORDING(
-        "steps are not recorded, and run operation by operation, which is slower: %s"
+        "the model's steps are not recorded, and run operation by operation, which is slower: %s"
     )
     logger.log(level, message, reason)
 

@@ -125,8 +125,8 @@ class RowOps:
     # -- building ---------------------------------------------------------------------------------
 
     def can_read(self, layouts: list[TensorLayout]) -> bool:
-        """Whether this list can read `layouts`: each is in a register, or in a buffer that the list
-        does not write to."""
+        """Whether this list can read `layouts`: each is in a register, or not in a buffer that the
+        list writes to."""
         written = self.writes
         return all(x.key in self._registers or x.ref.buffer_id not in written for x in layouts)
 
@@ -151,8 +151,8 @@ class RowOps:
         number: float = 0.0,
     ) -> int:
         """Adds an operation on registers; returns the register of its result."""
-        are_narrow = all(self.are_narrow[register] for register in inputs)
-        out = self._new_register(are_narrow or op in REDUCTIONS)
+        is_narrow = op in REDUCTIONS or all(self.are_narrow[register] for register in inputs)
+        out = self._new_register(is_narrow)
         self.instructions.append(Instruction(op, out, inputs, dtype=dtype, number=number))
         return out
 
@@ -162,8 +162,8 @@ class RowOps:
 
     def can_absorb(self, later: RowOps) -> bool:
         """Whether `later` has rows of the same shape, can read its inputs from this list's
-        registers or from buffers that this list does not write, and writes no buffer that this list
-        reads or writes. False if either list stores to memory outside the buffers."""
+        registers or from memory that this list does not write to, and writes to no buffer that
+        this list uses. False if either list stores to memory outside the buffers."""
         stores = (*self.accesses("store"), *later.accesses("store"))
         if any(target.ref.buffer_id is None for target in stores):
             return False  # memory outside the buffers may overlap with any tensor

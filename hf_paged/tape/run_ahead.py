@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 Launch = Callable[[list[Sequence], Tensor], Tensor | None]
 """Launches a decode step of sequences, from their next tokens `(n,)` on the device. Returns logits
-`(n, vocab)`, or `None` if the step needs the host."""
+`(n, vocab_size)`, or `None` if the step cannot be launched."""
 
 AssumedState = tuple[int, int, list[int]]
 """The state of a sequence in which a launched step is valid: its number of tokens, its last token,
@@ -35,15 +35,15 @@ and the last block of each table."""
 class LaunchedStep(NamedTuple):
     """A step launched on the device, for `n` sequences."""
 
-    logits: Tensor  # (n, vocab)
+    logits: Tensor  # (n, vocab_size)
     rows: dict[Sequence, tuple[int, AssumedState]]  # the row in `logits`, and the assumed state
 
 
 class GraphRunAhead:
     """Launches the next decode step while its input tokens are still being copied to the host,
-    assuming that every row continues and no row joins. From the first row on for which that is
-    wrong, rows are computed as usual. This is possible since the launched step has only written
-    K/V past the ends of sequences."""
+    assuming that no row joins, and that only rows that reach their maximum length leave. From the
+    first row on for which that is wrong, rows are computed as usual. This is possible since the
+    launched step has only written K/V past the ends of sequences."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory = memory
@@ -60,8 +60,8 @@ class GraphRunAhead:
         launch: Launch,
     ) -> Fetch | None:
         """As `RunAhead.fetch`: returns a function that copies tokens to the host and meanwhile
-        launches the next step; `None` if a row has a drafter, or another decoding than
-        `SampleDecoding`."""
+        launches the next step; `None` if a generation has a drafter, or a decoding
+        other than `SampleDecoding`."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
             is_sampled = isinstance(generation.decoding, SampleDecoding)
@@ -78,8 +78,8 @@ class GraphRunAhead:
         tokens: Tensor,
         launch: Launch,
     ) -> list[int]:
-        """Returns the new tokens of `sequences`, given `tokens` `(n,)` on the device, and meanwhile
-        launches the next step of the sequences that continue."""
+        """Copies `tokens` `(n,)`, the new tokens of `sequences`, to the host and returns them;
+        meanwhile launches the next step of the sequences that continue."""
         wait = _start_copy(tokens)
         # rows that reach their maximum length with these tokens do not continue
         continuing_rows = []
@@ -111,8 +111,8 @@ class GraphRunAhead:
         return token_ids
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns the logits `(n, vocab)` of the leading rows of a step that were launched ahead
-        and are in the assumed state, and their number `n`; `(None, 0)` if there are none."""
+        """Returns the logits `(n, vocab_size)` of the leading rows of a step that were launched
+        ahead and are in the assumed state, and their number `n`; `(None, 0)` if there are none."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None, 0

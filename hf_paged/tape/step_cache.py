@@ -1,6 +1,6 @@
-"""The cache that a model's forward gets while a decode step of a rectangle is recorded. Its tensors
-have the sizes of the step's capacity, and its lengths are device tensors. Its blocks are those of
-the model's empty cache."""
+"""The cache that a model's forward gets while a decode step of a rectangle is recorded. Its keys
+and values have as many columns as the step's block tables can hold tokens, and its length is a
+tensor on the device. Its blocks are those of the model's empty cache."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class StepLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Stores K/V `(n, heads, 1, dim)`; returns `keys` and `values`. Raises `NotCapturable` for
-        other numbers of tokens."""
+        other numbers of rows or tokens."""
         assert self.step.slots is not None
         if key_states.shape[::2] != self.step.slots.shape:
             raise NotCapturable("its forward stores a different number of tokens than it receives")
@@ -105,7 +105,7 @@ class StepLayer(CacheLayerMixin):
         """Returns -1: no maximum."""
         return -1
 
-    get_max_cache_shape = get_max_length  # its name up to transformers 5.23
+    get_max_cache_shape = get_max_length  # its old name, deprecated in transformers 5.17
 
 
 class HybridStepLayer(StepLayer, LinearAttentionLayer):

@@ -42,15 +42,15 @@ class Tape:
         self._failed_index = ctypes.c_int64()  # index, within its call, of the kernel that failed
         self.kernel_names: list[str] = []  # of the C++ entries, in order
         self._runs: list[Callable[[], None]] = []
-        batch: list[PackedCall] = []
+        calls: list[PackedCall] = []
         for entry in entries:
             if isinstance(entry, TorchOp):
-                self._add_kernels(batch)
-                batch = []
+                self._add_kernels(calls)
+                calls = []
                 self._runs.append(self._bind(entry))
             else:
-                batch.append(entry.pack(self._arena.address, self._store))
-        self._add_kernels(batch)
+                calls.append(entry.pack(self._arena.address, self._store))
+        self._add_kernels(calls)
 
     @classmethod
     def record(
@@ -72,17 +72,17 @@ class Tape:
 
     # -- entries ----------------------------------------------------------------------------------
 
-    def _add_kernels(self, batch: list[PackedCall]) -> None:
-        """Appends one call that runs all kernels of `batch`."""
-        if not batch:
+    def _add_kernels(self, calls: list[PackedCall]) -> None:
+        """Appends one call that runs all kernels of `calls`."""
+        if not calls:
             return
         first = len(self.kernel_names)
-        self.kernel_names += [name for name, _ in batch]
+        self.kernel_names += [name for name, _ in calls]
         packed_entries = b""
-        for name, packed in batch:
+        for name, packed in calls:
             packed_entries += _ENTRY.pack(address_of(name), self._store(packed))
         entries_address = self._store(packed_entries)
-        call = _TAPE.pack(entries_address, len(batch), ctypes.addressof(self._failed_index))
+        call = _TAPE.pack(entries_address, len(calls), ctypes.addressof(self._failed_index))
         function = kernel("tape")
 
         def run() -> None:

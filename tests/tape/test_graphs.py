@@ -126,7 +126,7 @@ def test_triton_kernels_read_the_buffers(
     bench.begin()
     bench.check(*rows, times=4)
     assert bench.runner.num_captured_steps == 3
-    assert 0 in graphs.graphs[-1].run.args[1]._groups[0].seq_lens.device
+    assert 0 in graphs.graphs[-1].run.args[1]._groups[0].seq_lens.on_device
 
 
 @pytest.mark.slow

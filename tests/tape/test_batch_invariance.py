@@ -203,6 +203,11 @@ def test_models_and_calls_that_cannot_are_refused(what: str, reason: str) -> Non
         model.generate(models.token_ids(1, 4), max_new_tokens=2, **INVARIANT, **options)
 
 
+def test_a_sum_of_a_tensor_without_dimensions() -> None:
+    with torch.no_grad(), in_fixed_order(), batch_invariant_operations():
+        assert torch.tensor(2.5).sum(0) == 2.5
+
+
 def test_operations_without_a_kernel_are_refused() -> None:
     x = torch.randn(5, 41).abs()
     with torch.no_grad(), in_fixed_order(), batch_invariant_operations():

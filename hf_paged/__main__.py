@@ -109,7 +109,8 @@ def command_of(tool: str, is_module: bool) -> list[str]:
 
 
 def is_runnable(module: str) -> bool:
-    """Whether `python -m` can run the module, or the package (`__main__`). Imports nothing."""
+    """Whether `python -m` can run the module or, if it is a package, its `__main__`. Imports
+    nothing."""
     first, *parts = module.split(".")
     try:
         spec = find_spec(first)
@@ -143,7 +144,7 @@ def command_of_program(path: str) -> list[str]:
     if flags:
         raise ValueError(
             f"the first line of {path} passes {flags[1]} to Python, which then ignores PYTHONPATH"
-            f" or skips `site`, so hf_paged would not be imported: run `python {path}` instead"
+            f" or skips `site`, so hf_paged would not be imported: pass `python {path}` as TOOL"
         )
     return [path]
 
@@ -203,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments[:1] == ["inspect"]:
-        logging.disable(logging.WARNING)  # from libraries that transformers imports
+        logging.disable(logging.WARNING)  # libraries that transformers imports log some
         warnings.simplefilter("ignore")
         from . import inspect
         from .generation.install import install
@@ -235,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument(
         "--paged",
         action="store_true",
-        help="use paged memory also in calls of `generate` that name no cache",
+        help="use paged memory in calls of `generate` that name no cache, too",
     )
     run.add_argument(
         "--set",

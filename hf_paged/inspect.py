@@ -281,7 +281,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--block-size",
         type=lambda text: text if text == AUTO else int(text),
         default=PagedConfig.block_size,
-        help="tokens, or auto: the best size for sequences of --length (%(default)s)",
+        help="tokens, or auto: the best size for sequences of --length (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype", choices=dtypes, default="auto", help="auto: the dtype of the configuration"
@@ -290,17 +290,17 @@ def main(arguments: list[str] | None = None) -> int:
         "--device",
         type=device,
         default=devices[-1],
-        help="the device whose memory and kernels are reported (%(default)s)",
+        help="the device whose memory and kernels are reported (default: %(default)s)",
     )
     parser.add_argument(
         "--length",
         type=int,
-        help="tokens of each sequence (2048, or the model's positions if there are fewer)",
+        help="tokens of each sequence (default: 2048, or the model's positions if these are fewer)",
     )
     parser.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
-        help="the dtype in which keys and values are stored (the one that the model computes)",
+        help="the dtype in which keys and values are stored (default: the model's)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = vars(parser.parse_args(arguments))

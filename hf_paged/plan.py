@@ -22,7 +22,7 @@ class StepPlan:
     sequences: Items[Any]
     starts: Items[int]
     counts: Items[int]
-    # per row: 0 if tokens remain after this step, otherwise 1 and one for each draft token
+    # per row: 0 if tokens remain after this step, otherwise 1 plus the number of draft tokens
     num_logits: Items[int]
     # number of leading rows that compute one token, or their last token and a draft
     num_decodes: int
@@ -34,7 +34,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
-        """Plans `count` more tokens of each `(sequence, count)` in `rows`, of which decodes must
+        """Plans `count` more tokens of each `(sequence, count)` in `rows`, in which decodes must
         come first."""
         sequences: list[Any] = []
         starts: list[int] = []

@@ -108,7 +108,8 @@ class LLMPredictor(_Worker):
         row_options (`tuple[str, ...]`): The columns with a row's options: `generation_config`, and
             arguments of `PagedEngine.generate` that may be lists (`adapter`, `schema`, `seed`,
             ...).
-        options: Arguments of `PagedEngine.generate` for all rows; a column overrides its argument.
+        options: Arguments of `PagedEngine.generate` for all rows; a column overrides the argument
+            of its name.
 
     Raises:
         ValueError: for a model or options that `PagedEngine` refuses; in a call, for a batch
@@ -155,7 +156,7 @@ class LLMPredictor(_Worker):
         names = table.column_names
         if self.prompt_column not in names:
             raise ValueError(
-                f"the batch has the columns {names}, and no `{self.prompt_column}`: set"
+                f"the batch has the columns {names}, but no `{self.prompt_column}`: set"
                 " `prompt_column`"
             )
         option_columns = [name for name in self.row_options if name in names]

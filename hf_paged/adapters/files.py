@@ -270,7 +270,7 @@ class AdapterStore:
         return file in self._resident
 
     def get(self, file: AdapterFile) -> Adapter:
-        """Returns the adapter's weights, loaded if needed. Raises what `load_adapter` raises."""
+        """Returns the adapter; loads its weights if needed. Raises what `load_adapter` raises."""
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter
@@ -299,7 +299,8 @@ class AdapterStore:
         return loading.parts or load_adapter(self._model, file)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
-        """Starts to load the first of these adapters; drops prefetched ones not among `files`."""
+        """Starts to load the first `MAX_PREFETCHED` of these adapters, and drops prefetched weights
+        of others."""
         for file in self._loading.keys() - files:
             del self._loading[file]
         for file in files[:MAX_PREFETCHED]:

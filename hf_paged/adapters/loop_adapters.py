@@ -126,8 +126,7 @@ class LoopAdapters:
             self.load_ahead(files)
 
     def load_ahead(self, files: list[Any]) -> None:
-        """Starts to load the first of these adapters, and drops prefetched ones that are not among
-        them, in all processes."""
+        """Calls `AdapterStore.prefetch` in all processes."""
         if self._processes is not None:
             self._processes.adapters("load_ahead", files)
         self.store.prefetch(files)
@@ -244,8 +243,8 @@ class LoopAdapters:
         return adapters
 
     def load(self, file: AdapterFile) -> Adapter:
-        """Returns an adapter's weights; loads them first if needed, in all processes that hold
-        shards of the model. Raises [`AdapterError`] if one of them cannot load the weights."""
+        """Returns the adapter; loads its weights first if needed, in all processes that hold shards
+        of the model. Raises [`AdapterError`] if one of them cannot load the weights."""
         is_new = file not in self.store
         adapter = self.store.get(file)
         if is_new and self._processes is not None:

@@ -219,7 +219,7 @@ def run_mixed(
     make_mix: Callable[[Ranges], Mix],
 ) -> Tensor:
     """Runs the plan's rows, of which row `i` has `adapters[i]`, in one packed forward by `run`;
-    returns logits as `Runner.run` does. Raises `NotMixableError` if a module gets other rows."""
+    returns logits as `Runner.run` does. Raises `NotMixableError` as [`Mix`] does."""
     # rows are sorted by adapter, so that steps with equally many rows of each adapter share a
     # recorded step
     adapter_keys = {

@@ -50,8 +50,8 @@ class Adapter:
     # name and number, never reused; identifies the weights in recorded steps
     key: tuple[Hashable, int]
     parts: dict[nn.Module, LoraWeights]  # the weights that it adds to linear layers
-    # returns the adapter's current tensors and options in the model, or `()` for an adapter in a
-    # folder, whose weights do not change
+    # returns what identifies the adapter's current tensors and options in the model; `()` for an
+    # adapter in a folder, whose weights do not change
     read: Callable[[], Any] = tuple
 
     def __post_init__(self) -> None:
@@ -250,7 +250,7 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
         for layer, state in saved:
             for key in _STATE_ATTRIBUTES - state.keys():
                 vars(layer).pop(key, None)
-            # keeps the attributes' order, which is compared to detect changes of the model
+            # `update` keeps the attributes' order, which is compared to detect changes of the model
             vars(layer).update(state)
 
 
@@ -310,8 +310,8 @@ def find_adapter(
         is_peft_layer = type(layer).__module__ == "peft.tuners.lora.layer"
         if not is_peft_layer or unmixable_reason(base) is not None:
             return (
-                f"adapter {name!r} is on a {type(base).__name__} that is quantized or not a plain"
-                " linear layer"
+                f"adapter {name!r} is on a {type(base).__name__} that is not a plain linear layer"
+                " or has quantized or meta weights"
             )
         dropout = layer.lora_dropout[name]
         if dropout.training and getattr(dropout, "p", 0) > 0:
@@ -375,8 +375,8 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
 @restoring
 def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
     """A context in which PEFT's layers do not get `adapter_names`, which they can apply only to
-    rows of a padded batch. Yields the names that the running `generate` call passed, one per row;
-    `None` if it passed none."""
+    rows of a padded batch. Yields the names that the running `generate` call passed, one per prompt
+    or, once PEFT has repeated them, per row; `None` if it passed none."""
     removed = list(_names_hooks(model))
     names = None
     # the last hooks count, since PEFT does not remove the hooks of a failed call

@@ -23,8 +23,8 @@ def is_split(tensor: Any) -> bool:
 
 
 def to_local(tensor: Any) -> Any:
-    """Returns this process's shard of a split tensor, the same object in every call; any other
-    tensor, or `None`, is returned unchanged."""
+    """Returns this process's shard of a `DTensor`, the same object in every call. Returns any other
+    tensor, and `None`, unchanged."""
     if not is_split(tensor):
         return tensor
     with torch.no_grad():

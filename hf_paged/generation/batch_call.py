@@ -168,7 +168,7 @@ class BatchCall(Candidate):
             generation.split()
 
     def _loop_key(self) -> Hashable:
-        """Returns a key. Calls with equal keys can share forwards, also across threads."""
+        """Returns a key: calls with equal keys can share forwards, even across threads."""
         device = compute_device(self.model)
         config = dataclasses.replace(self.paged_config, cache_salt=None, idle_release_seconds=None)
         stream = None
@@ -277,8 +277,8 @@ class BatchCall(Candidate):
                 count = first.num_tokens - 1 - first.num_computed_tokens
                 num_needed = sum(table.num_needed(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(
-                    f"a row of the returned cache needs {num_needed} more blocks,"
-                    f" {loop.blocks.num_free} are free: raise `num_blocks`, or leave"
+                    f"a row of the returned cache needs {num_needed} more blocks, but"
+                    f" only {loop.blocks.num_free} are free: raise `num_blocks`, or leave"
                     " `return_dict_in_generate` out"
                 )
         cache = empty_cache(self.model, loop.memory)

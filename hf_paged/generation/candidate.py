@@ -167,7 +167,7 @@ class Candidate:
                 {
                     Topic.PADDING("padding changes the rows' results"): is_padded,
                     Topic.POSITIONS(
-                        "its table of positions grows only in forwards that are not packed"
+                        "the model's table of positions grows only in forwards that are not packed"
                     ): self._needs_longer_table(),
                     Topic.BATCH("the longest row decides the rotary factors of all"): (
                         self._mixes_rotary_factors()

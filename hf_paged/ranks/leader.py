@@ -157,7 +157,7 @@ class RankLeader:
         self._groups = []
         self.queue_order("retire")
 
-    def run(self, tokens: PackedTokens, extra: list[int], names: Any) -> None:
+    def run(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
         changes = [
             history.encode(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
@@ -166,7 +166,7 @@ class RankLeader:
             "run",
             tokens._replace(groups=without_tables),
             changes,
-            extra,
+            extra_indices,
             names,
         )
 
@@ -313,7 +313,7 @@ class Follower:
         self,
         tokens: PackedTokens,
         changes: list[Changes],
-        extra_tokens: list[int],
+        extra_indices: list[int],
         names: Any,
     ) -> None:
         if self._failure is not None:
@@ -331,7 +331,7 @@ class Follower:
         try:
             with executor.attention(), forward_context as context:
                 compute = executor.runner.compute
-                executor.compute(compute, tokens, extra_tokens, None, context or None)
+                executor.compute(compute, tokens, extra_indices, None, context or None)
         except Exception as error:
             self._failure = error
 

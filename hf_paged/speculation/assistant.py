@@ -185,7 +185,7 @@ class Assistant:
             self._next_pause = max(1, self._next_pause - 1)
             return [row.draft(max_tokens) for row, _, max_tokens in tasks]
         except (OutOfBlocksError, NotPackable):
-            # the first forward reached the pool's limit in bytes, or MTP heads can no longer be
+            # the first forward exceeded the pool's limit in bytes, or MTP heads can no longer be
             # packed: without drafts, rows are only slower
             self.reclaim()
             return [None] * len(tasks)

@@ -179,7 +179,7 @@ class MtpRunner(PackedRunner):
 
 
 class MtpHeads(Assistant):
-    """The MTP heads of one model. Once a first row has been added, the target's steps store hidden
+    """The MTP heads of one model. Once a row has been added, the target's steps store hidden
     states. Every draft runs all heads, which share block tables, and recomputes positions that
     depend on rejected tokens."""
 

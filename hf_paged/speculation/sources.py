@@ -66,7 +66,7 @@ class Source:
     assistant: Any = None  # an `Assistant`
     max_tokens = MAX_DRAFT_TOKENS  # of a draft, without an `assistant`
     strategy: Any = None  # transformers' candidate generator, which learns what is accepted
-    num_proposed = 0  # tokens of the last draft of `strategy`, until `observe`
+    num_proposed = 0  # number of tokens in the last draft of `strategy`; 0 after `observe`
     length: DraftLength | None = None
     generator: torch.Generator | None = None  # the row's
     resume_step = 0  # the first step after a pause
@@ -128,7 +128,7 @@ class StepCosts:
     counts."""
 
     DECAY = 0.97  # of a step's weight, per later step
-    MIN_STEPS = 8  # before which the price is the default
+    MIN_STEPS = 8  # with fewer, `DEFAULT_PRICE` replaces the fitted price
     DEFAULT_PRICE = 1 / 16
 
     def __init__(self) -> None:

@@ -60,7 +60,7 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
         Topic.RANKS("each rank would choose draft lengths by its own clock"): (
             compat.shard_ranks(model) is not None
         ),
-        Topic.ASSISTED("a single row is sampled or streamed, which transformers' own loop does"): (
+        Topic.ASSISTED("a single row is sampled or streamed, so transformers' own loop drafts"): (
             is_single_row and (config.do_sample or call.streamer is not None)
         ),
         # such as guidance, which has a cache that would lack the rejected drafts
@@ -172,7 +172,7 @@ class Speculator:
         return MtpHeads(self._runner, self._scheduler)
 
     def _assistant_of(self, model: PreTrainedModel) -> Assistant:
-        """Returns the assistant with this model, shared by its rows; creates it for the first."""
+        """Returns the assistant with this model; creates it if no row has it yet."""
         for assistant in self._assistants:
             if assistant.model is model:
                 return assistant
@@ -181,7 +181,7 @@ class Speculator:
         layout = Capability(model, cache, make_runner).choose_layout()
         blocks_and_runner = self._make_runner(model, cache, layout)
         if commits_when_touched(compute_device(model)):
-            # at once: growing would copy the blocks, and require new graphs
+            # all memory at once: growing would copy the blocks, and require new graphs
             cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         max_tokens = self._scheduler.max_num_batched_tokens
         max_tokens = min(max_tokens, max_chunk_tokens(self.model, config) or max_tokens)
@@ -346,7 +346,7 @@ def _shorten_drafts(drafts: list[tuple[Source, list[int]]], num_rows: int) -> No
         return
     longest = [(-len(tokens), index) for index, tokens in enumerate(adaptive_drafts)]
     heapq.heapify(longest)
-    for _ in range(excess):  # the last tokens of the longest drafts are the least likely accepted
+    for _ in range(excess):  # the last tokens of the longest drafts are least likely to be accepted
         negative_length, index = longest[0]
         adaptive_drafts[index].pop()
         heapq.heapreplace(longest, (negative_length + 1, index))

@@ -1,4 +1,4 @@
-"""Plots of blocks and of requests over steps, HTML of statistics and blocks, and text of statistics.
+"""Plots of blocks and of requests over steps; HTML of statistics and blocks; statistics as text.
 Imports matplotlib on first use."""
 
 from __future__ import annotations

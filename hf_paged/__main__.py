@@ -174,7 +174,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
     `PagedConfig` and these options of `install`, besides those in this process's environment."""
     outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(STARTUP_FOLDER), *filter(None, outer_paths)]
-    outer = json.loads(os.environ.get(config.CONFIG_VARIABLE) or "{}")
+    outer_settings = json.loads(os.environ.get(config.CONFIG_VARIABLE) or "{}")
     outer_options = os.environ.get(config.INSTALL_VARIABLE, "").split(",")
     all_options = [*filter(None, outer_options), *options]
     is_server = INSTALL_OPTIONS["engine"] in options and "OMP_WAIT_POLICY" not in os.environ
@@ -182,7 +182,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
         **(SERVER_ENVIRONMENT if is_server else {}),
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        config.CONFIG_VARIABLE: json.dumps({**outer, **settings}),
+        config.CONFIG_VARIABLE: json.dumps({**outer_settings, **settings}),
         config.INSTALL_VARIABLE: ",".join(dict.fromkeys(all_options)),
     }
 
@@ -268,13 +268,17 @@ def main(arguments: list[str] | None = None) -> int:
         command = command_of(options.tool, options.is_module)
     except ValueError as error:
         run.error(str(error))
-    names = [name for option, name in INSTALL_OPTIONS.items() if getattr(options, option)]
+    install_options = [name for option, name in INSTALL_OPTIONS.items() if getattr(options, option)]
     sys.stdout.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):  # ignored by Python; the program would inherit that
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        os.execve(command[0], [*command, *options.arguments], environment(settings, names))
+        os.execve(
+            command[0],
+            [*command, *options.arguments],
+            environment(settings, install_options),
+        )
     except OSError as error:  # built for another machine, or its interpreter is missing
         run.error(f"{command[0]!r} cannot be run: {error}")
 

@@ -404,9 +404,9 @@ class PagedConfig:
             " `memory_fraction` or `hf_paged.budget`"
         )
         self._check("num_blocks", self.num_blocks is None or not is_auto, allowed)
-        share = self.memory_fraction
-        is_share = share is None or (_is_number(share) and 0 < share <= 1)
-        self._check("memory_fraction", is_share, "None or a number above 0 and at most 1")
+        fraction = self.memory_fraction
+        is_fraction = fraction is None or (_is_number(fraction) and 0 < fraction <= 1)
+        self._check("memory_fraction", is_fraction, "None or a number above 0 and at most 1")
         for name in ("prefix_caching", "capture", "batch_invariant"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs"):

@@ -139,13 +139,13 @@ def examine(
     fits = []
     for fit_length in dict.fromkeys((length, max_positions or length)):
         sequence_bytes = sum(group.num_blocks(fit_length) * group.block_bytes for group in groups)
-        count = left_bytes // sequence_bytes if sequence_bytes else 0
+        num_sequences = left_bytes // sequence_bytes if sequence_bytes else 0
         fits.append(
             {
                 "length": fit_length,
                 "sequence_bytes": sequence_bytes,
-                "sequences": count,
-                "tokens": count * fit_length,
+                "sequences": num_sequences,
+                "tokens": num_sequences * fit_length,
             }
         )
     return Report(
@@ -234,12 +234,12 @@ def print_report(report: Report) -> None:
         lines.append(f"Memory: {free_text} free, of which the weights leave {left_text} for:")
         for fit in report.fits:
             length = fit["length"]
-            blocks = sum(group.num_blocks(length) for group in groups)
+            num_blocks = sum(group.num_blocks(length) for group in groups)
             lines.append(
                 f"  {fit['sequences']:,} sequences of {length:,} tokens, {fit['tokens']:,}"
                 " tokens in all"
             )
-            lines.append(f"    each {blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
+            lines.append(f"    each {num_blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
         lines.append(
             f"A GiB of `hf_paged.budget`, or of `prefix_tiers`, holds {report.tokens_per_gib:,}"
             " tokens"

@@ -38,8 +38,8 @@ STARTUP_FOLDER = Path(__file__).resolve().with_name("tools") / "startup"  # cont
 INSTALL_OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}
 
 # An engine shares its cores with the web server, so one thread of a parallel loop may have no core.
-# By default, the other threads then spin for milliseconds on the cores that it needs. This many
-# spins take microseconds; then the threads sleep (manual of libgomp, GOMP_SPINCOUNT).
+# By default, the other threads then spin for milliseconds on cores that this thread needs. 10,000
+# spins take microseconds, after which the threads sleep (manual of libgomp, GOMP_SPINCOUNT).
 SERVER_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 
 RUN = """

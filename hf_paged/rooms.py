@@ -65,7 +65,7 @@ def require(name: str, option: str) -> None:
     if not is_installed(name):
         raise RoomMissingError(
             f"{option} needs `{__package__}.{name}`, which this installation of hf_paged lacks:"
-            f" install all of hf_paged, or do not use {option}",
+            " install all of hf_paged, or do not use this feature",
             name=f"{__package__}.{name}",
         )
 

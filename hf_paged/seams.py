@@ -205,7 +205,7 @@ class Recorder(Protocol):
         `cache`."""
 
     def in_order(self) -> AbstractContextManager[None]:
-        """A context for a step: its work on the device follows that of the previous step, also
+        """A context for a step: its work on the device follows that of the previous step, even
         across streams."""
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
@@ -424,8 +424,8 @@ class Processes(Protocol):
         other tokens."""
 
     def run(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
-        """Announces the next `PackedRunner.compute` to the other processes, with its arguments and
-        the `names` of its `ForwardContext`; `None` if it has no context."""
+        """Announces to the other processes the next `PackedRunner.compute` with these arguments.
+        `names`: those of its `ForwardContext`; `None` without one."""
 
     def forward(self) -> AbstractContextManager[None]:
         """A context for a forward of all processes: an error passes through if each of them raises

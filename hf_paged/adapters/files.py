@@ -254,8 +254,9 @@ class _Loading:
 
 class AdapterStore:
     """The loaded weights of adapters in folders. Resident weights are on the model's devices until
-    the pool evicts the adapter and `forget` is called. For a model that is not on the CPU, copies
-    of the adapters that became resident last also stay in host memory."""
+    `forget`, for an adapter that the pool has evicted, or `forget_others` drops them. For a model
+    that is not on the CPU, copies of the adapters that became resident last stay in host memory,
+    too."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

@@ -114,7 +114,7 @@ class Candidate:
         returns_internals = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
-        if not model.config.is_encoder_decoder:  # an encoder may have fewer rows (Dia)
+        if not model.config.is_encoder_decoder:  # an encoder's inputs may have fewer rows (Dia)
             mismatch = mismatched_rows(model_kwargs, len(self.inputs.input_ids))
         return _true_reasons(
             {

@@ -346,7 +346,7 @@ class CandidateSource(Source):
     @restoring
     def _forward_context(self) -> Iterator[None]:
         """A context for forwards of the candidate generator's model. Restores `num_hidden_layers`
-        of the model's config, which early exit lowers, also after an error or an interrupt."""
+        of the model's config, which early exit lowers, even after an error or an interrupt."""
         model = getattr(self.strategy, "assistant_model", None)
         if model is None:
             yield

@@ -46,7 +46,7 @@ RUN = """
 Runs a program unchanged. hf_paged is imported in it, and in the Python processes that it starts, as
 soon as they have imported transformers' models. TOOL is a console script of this Python environment
 (lm_eval, trl, accelerate, torchrun, transformers), a script of yours (train.py), an executable file
-(job.sh), a module, also as -m MODULE, or a program on PATH (bash, make). The program gets all
+(job.sh), a module, with or without -m, or a program on PATH (bash, make). The program gets all
 arguments after TOOL. Its exit status, its output and its signals are those of this process, which
 becomes the program.
 

@@ -206,7 +206,7 @@ def token_text(tokenizer: Any, name: str, token: int) -> Any:
 
 
 candidate_generator = _require_method("_get_candidate_generator")
-# assistants that read the target's cache; as in `generate`, recognized by their class names
+# the class names by which `generate`, too, recognizes assistants that read the target's cache
 TARGET_CACHE_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
@@ -257,7 +257,7 @@ CACHE_NAMES: tuple[str, ...] = tuple(
 )
 _prepare_parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 _current_names = [name for name in CACHE_NAMES if name in _prepare_parameters]
-# the name of that argument in the installed version, also as a field of `generate`'s outputs
+# the name of that argument in the installed version, and of the cache in `generate`'s outputs
 OUTPUT_CACHE = (_current_names or CACHE_NAMES)[0]
 if not _current_names:
     logger.warning(

@@ -281,7 +281,8 @@ class PagedConfig:
             Tokens per block; a power of two from 4 to 256, or to 16,384 with `storage="virtual"`
             (PagedAttention, arXiv 2309.06180, section 7.2). `"auto"`: chosen for each layer group
             to waste the least memory and kernel time, from the lengths of earlier sequences and the
-            times that `benchmarks.tune` measured (docs/guide/memory.md); not with `num_blocks`.
+            times that `benchmarks.tune` measured (docs/guide/memory.md);
+            `num_blocks` must then be `None`.
         num_blocks (`int`, *optional*):
             Maximum number of blocks in use at once, over all layer groups (full attention, each
             sliding window, cross attention, the states of a sequence). `None`: as many as the call
@@ -361,9 +362,9 @@ class PagedConfig:
         storage (`str`, [`VirtualStorage`] or `dict`, defaults to `"blocks"`):
             `"virtual"`: a row's blocks are also mapped into a contiguous address range, so that a
             model's custom attention code, and hosts without a C++ compiler, read keys and values
-            without gathering. A `block_size` too small to fill whole pages is increased. Not with
-            `kv_dtype`. A [`VirtualStorage`], or a dict of its fields, sets the details. `"blocks"`:
-            keys and values are in blocks only.
+            without gathering. A `block_size` too small to fill whole pages is increased. Requires
+            `kv_dtype=None`. A [`VirtualStorage`], or a dict of its fields, sets the details.
+            `"blocks"`: keys and values are in blocks only.
 
     Raises:
         ValueError: if a value is out of range; the message names the option, the value and the

@@ -163,7 +163,7 @@ class Call:
 
     @property
     def _lacks_cache(self) -> bool:
-        """Whether the call requested a paged cache and had none."""
+        """Whether the call requested a paged cache but had none."""
         return self.route_name == "plain" and self.remedy is not None
 
     def _full_reason(self) -> str:

@@ -104,7 +104,7 @@ class RankLeader:
         self._check_served()
         if options.inputs is not None:
             raise ValueError(
-                "`inputs` beside token ids are not served by an engine whose model is in shards"
+                "`inputs` besides token ids are not served by an engine whose model is in shards"
                 ' over several processes: call `model.generate(..., cache_implementation="paged")`'
                 " in each of them"
             )

@@ -225,7 +225,7 @@ class NgramIndex:
     ) -> None:
         """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
         end)` of at least `NGRAM_SIZE`. `namespace`: a digest."""
-        packed = _packed(token_ids)
+        packed = _to_bytes(token_ids)
         for num_tokens in range(max(start, NGRAM_SIZE), end):
             end_byte = num_tokens * _TOKEN_BYTES
             key = namespace + packed[end_byte - NGRAM_SIZE * _TOKEN_BYTES : end_byte]
@@ -240,11 +240,11 @@ class NgramIndex:
         namespace: bytes = b"",
     ) -> list[int]:
         """Returns the tokens that followed an n-gram; none if the n-gram is not in the index."""
-        continuation = self._continuations.get(namespace + _packed(ngram), b"")
+        continuation = self._continuations.get(namespace + _to_bytes(ngram), b"")
         return array("q", continuation).tolist()
 
 
-def _packed(token_ids: list[int]) -> bytes:
+def _to_bytes(token_ids: list[int]) -> bytes:
     return array("q", token_ids).tobytes()
 
 
@@ -285,7 +285,7 @@ class Ngrams(Source):
         """Returns the position after the latest earlier occurrence of the row's last n-gram, or
         `None`."""
         text = self._text
-        text += _packed(token_ids[len(text) // _TOKEN_BYTES :])
+        text += _to_bytes(token_ids[len(text) // _TOKEN_BYTES :])
         self._token_ids = token_ids
         ngram = text[-NGRAM_SIZE * _TOKEN_BYTES :]
         byte = len(text) - _TOKEN_BYTES

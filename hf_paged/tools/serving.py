@@ -276,7 +276,7 @@ class EngineGenerationState(utils.GenerationState):
         with self._lock:
             manager = super().get_manager(model_id, use_cb)
             if use_cb:
-                self._managers = {model_id: manager}  # the app has one model at a time
+                self._managers = {model_id: manager}  # the app has one such manager at a time
             else:
                 manager.get_engine_manager = functools.partial(
                     self.get_manager, model_id, use_cb=True
@@ -319,8 +319,8 @@ def build_server(model_manager: Any, chat_handler: Any, **arguments: Any) -> Any
         return Response(status_code=499)  # nginx's status for this; nobody reads the response
 
     # A garbage collection over the objects of all libraries takes a third of a second, in which no
-    # stream gets a token. Collections skip frozen objects. Freezing a model that is already loaded
-    # is harmless, since the app never unloads a preloaded model.
+    # stream gets a token. Collections skip frozen objects, among them a preloaded model, which
+    # the app unloads only for `POST /reset`.
     gc.collect()
     gc.freeze()
     app.add_exception_handler(RefusedError, answer_refused)

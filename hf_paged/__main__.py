@@ -204,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments[:1] == ["inspect"]:
-        logging.disable(logging.WARNING)  # libraries that transformers imports log some
+        logging.disable(logging.WARNING)  # of libraries that transformers imports
         warnings.simplefilter("ignore")
         from . import inspect
         from .generation.install import install

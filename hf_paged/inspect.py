@@ -4,8 +4,9 @@ machine, the model's route and its kernels.
     python -m hf_paged inspect MODEL [--block-size N|auto] [--dtype DTYPE] [--device DEVICE]
                                      [--length TOKENS] [--kv-dtype DTYPE] [--json]
 
-MODEL is a folder with a config.json, the path of such a file, a model type (llama), or a class of
-transformers (Qwen2Config, LlamaForCausalLM). The command reads no weights and downloads nothing.
+MODEL is a folder with a config.json, the path of such a file, a model type (llama), a class of
+transformers (Qwen2Config, LlamaForCausalLM), or a model of the Hub that is cached on this machine.
+The command reads no weights and downloads nothing.
 """
 
 from __future__ import annotations

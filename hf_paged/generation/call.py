@@ -80,7 +80,7 @@ class Call:
         self.memory: PagedMemory | None = None  # the model's memory, if the call uses it
         self.built_caches: list[PagedCache] = []
         self.caches: list[PagedCache] = []  # `built_caches`, or the caller's
-        self.counters: list[ReadCounters] = []  # of the caches
+        self.counters: list[ReadCounters] = []  # of the caches, and of the engine's runner
         self.repeats = 1  # number of rows per prompt
         # token ids and inputs before they are expanded to rows
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None

@@ -265,7 +265,7 @@ def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
 
 
 class Follower:
-    """The side of each of the other processes. A [`RankLeader`] calls its methods by name."""
+    """The side of every other process. A [`RankLeader`] calls its methods by name."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks

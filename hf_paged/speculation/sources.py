@@ -99,9 +99,9 @@ class Source:
         return count
 
     def prepare(self, draft: Draft | None, step: int, num_embeddings: int) -> Draft | None:
-        """Makes a draft ready for step number `step`: cuts it before the first token without
-        an embedding in the model (an assistant may have others), and draws its random numbers. If
-        no token is left, returns `None` and, with a `length`, begins a pause."""
+        """Makes a draft ready for step number `step`: cuts it before the first token that has no
+        embedding in the model (an assistant's vocabulary may be larger), and draws its random
+        numbers. If no token is left, returns `None` and, with a `length`, begins a pause."""
         if draft is not None:
             for position, token in enumerate(draft.tokens):
                 if token >= num_embeddings:

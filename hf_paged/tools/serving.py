@@ -190,8 +190,8 @@ class EngineGenerateManager(utils.CBGenerateManager):
 def _compile(function: Callable[[], Any]) -> None:
     """Calls `function`, which compiles a schema, in a thread. Raises the function's error, and
     `ValueError` if no thread is available or if the wait for other schemas, or the function, takes
-    more than `COMPILE_SECONDS`. A thread that takes longer goes on, and counts towards
-    `MAX_COMPILING` until it ends."""
+    more than `COMPILE_SECONDS`. A function that takes longer goes on in its thread, and counts
+    towards `MAX_COMPILING` until it ends."""
     if not _compiling.acquire(timeout=COMPILE_SECONDS):
         raise ValueError("other JSON schemas are still being compiled: try again later")
     result: Future[Any] = Future()

@@ -42,14 +42,14 @@ class Candidate:
     prompts and the verdict are valid once `reason_against` has returned `None`."""
 
     def __init__(
-        self, call: Call, loop: LoopCall, cache: PagedCache, adapters: list[str] | None
+        self, call: Call, loop: LoopCall, cache: PagedCache, adapter_names: list[str] | None
     ) -> None:
         arguments = loop.arguments
         self.call = call
         self.model = call.model
         self.cache = cache  # empty, built for the call
-        # names of adapters, one per row or per prompt; `None` if the call passes none
-        self.adapters = adapters
+        # one per row or per prompt; `None` if the call passes none
+        self.adapter_names = adapter_names
         self.inputs = loop.inputs()  # each prompt `call.repeats` times
         self.config = self.inputs.generation_config
         # not from the memory, whose config may be that of another thread's call
@@ -88,7 +88,7 @@ class Candidate:
             yield reason
         else:
             yield from self._reasons_against_staying(reason)
-        if self.adapters is not None:
+        if self.adapter_names is not None:
             num_rows = len(self.paddings)
             is_packed = self.layout.unsupported_reason is None
             yield from _true_reasons(
@@ -97,7 +97,7 @@ class Candidate:
                         not is_packed or self.prompts is not None
                     ),
                     Topic.ADAPTERS("`adapter_names` needs one name per prompt"): (
-                        len(self.adapters) not in (num_rows, num_rows // self.call.repeats)
+                        len(self.adapter_names) not in (num_rows, num_rows // self.call.repeats)
                     ),
                 }
             )

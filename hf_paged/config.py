@@ -245,7 +245,7 @@ class VirtualStorage:
         ):
             raise ValueError(
                 f"`page_bytes` is {size!r}: it must be None or a power of two up to"
-                f" {MAX_PAGE_BYTES:,}"
+                f" {MAX_PAGE_BYTES:,} (bytes)"
             )
         if not is_whole(self.blocks_ahead) or self.blocks_ahead < 0:
             raise ValueError(

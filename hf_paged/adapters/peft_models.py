@@ -310,8 +310,8 @@ def find_adapter(
         is_peft_layer = type(layer).__module__ == "peft.tuners.lora.layer"
         if not is_peft_layer or unmixable_reason(base) is not None:
             return (
-                f"adapter {name!r} is on a {type(base).__name__} that is not a plain linear layer"
-                " or has quantized or meta weights"
+                f"adapter {name!r} is on a layer of type {type(base).__name__}, which is not a"
+                " plain linear layer or has quantized or meta weights"
             )
         dropout = layer.lora_dropout[name]
         if dropout.training and getattr(dropout, "p", 0) > 0:

@@ -58,8 +58,8 @@ class _Worker:
             self.engine = PagedEngine.from_pretrained(model_source, **engine_kwargs)
         if not isinstance(self.engine, PagedEngine):
             raise TypeError(
-                f"`model_source` returned an object of type {type(self.engine).__name__}: it must be"
-                " the name or the folder of a model, or a function that returns a `PagedEngine`"
+                f"`model_source` made a value of type {type(self.engine).__name__}: it must be the"
+                " name or the folder of a model, or a function that returns a `PagedEngine`"
             )
         # raises for invalid options here, not in each request
         check_options(self.engine.model, generation_config)

@@ -104,7 +104,7 @@ class RankLeader:
         self._check_served()
         if options.inputs is not None:
             raise ValueError(
-                "`inputs` besides token ids are not served by an engine whose model is in shards"
+                "`inputs` besides token ids are not supported by an engine whose model is sharded"
                 ' over several processes: call `model.generate(..., cache_implementation="paged")`'
                 " in each of them"
             )
@@ -128,7 +128,7 @@ class RankLeader:
         for feature, is_requested in unsupported.items():
             if is_requested:
                 raise ValueError(
-                    f"{feature} is not served by an engine whose model is in shards over"
+                    f"{feature} is not supported by an engine whose model is in shards over"
                     f" {self.ranks.size} processes: do without it, or call `model.generate(...,"
                     ' cache_implementation="paged")` in each of them'
                 )

@@ -213,7 +213,7 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 def test_what_cannot_be_a_model(folder: str, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="an object of type str"):
+    with pytest.raises(TypeError, match="made a value of type str"):
         LLMPredictor(lambda: "a model")  # type: ignore[arg-type,return-value]
     with pytest.raises(ValueError, match="Unrecognized model"):
         LLMPredictor(str(tmp_path))

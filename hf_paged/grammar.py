@@ -144,8 +144,8 @@ class GrammarProcessor(LogitsProcessor):
             matcher.fill_next_token_bitmask(mask, row)
             if not mask[row].any():
                 raise NoTokenError(
-                    "no token continues the text under the given `schema`, `regex` or `grammar`: the"
-                    " vocabulary lacks a character that must come next, or no text is allowed"
+                    "no token continues the text under the given `schema`, `regex` or `grammar`:"
+                    " the vocabulary lacks a character that must come next, or no text is allowed"
                 )
         shifts = torch.arange(32, device=scores.device)
         bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1

@@ -300,8 +300,8 @@ class AdapterStore:
         return loading.weights or load_adapter(self._model, file)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
-        """Starts to load the first `MAX_PREFETCHED` of these adapters, and drops prefetched weights
-        of others."""
+        """Starts to load the first `MAX_PREFETCHED` of `files`, and drops prefetched weights of
+        adapters that are not among `files`."""
         for file in self._loading.keys() - files:
             del self._loading[file]
         for file in files[:MAX_PREFETCHED]:

@@ -61,14 +61,14 @@ class DrawnDraft(Draft):
 
 class Source:
     """The source of one row's drafts. An `assistant` drafts for all of its rows together; without
-    one, `propose` drafts. Without `length`, drafts are as long as the source allows."""
+    one, `propose` drafts. Without `adaptive_length`, drafts are as long as the source allows."""
 
     assistant: Any = None  # an `Assistant`
     max_tokens = MAX_DRAFT_TOKENS  # of a draft, without an `assistant`
     strategy: Any = None  # transformers' candidate generator, which learns what is accepted
     num_proposed = 0  # number of tokens in the last draft of `strategy`; 0 after `observe`
-    length: DraftLength | None = None
-    generator: torch.Generator | None = None  # the row's
+    adaptive_length: DraftLength | None = None
+    generator: torch.Generator | None = None  # the row's; `None`: torch's global one
     resume_step = 0  # the first step after a pause
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
@@ -91,17 +91,18 @@ class Source:
     def num_to_draft(self, price: float, max_tokens: int, step: int) -> int:
         """Returns how many tokens to draft in step number `step`, given the `StepCosts.price`: at
         most `max_tokens`, which is at least 1. If the number is 0, begins a pause."""
-        if self.length is None:
+        if self.adaptive_length is None:
             return max_tokens
-        count = self.length.choose(price, max_tokens)
+        count = self.adaptive_length.choose(price, max_tokens)
         if not count:
-            self.resume_step = step + self.length.pause + 1
+            self.resume_step = step + self.adaptive_length.pause + 1
         return count
 
     def prepare(self, draft: Draft | None, step: int, num_embeddings: int) -> Draft | None:
         """Makes a draft ready for step number `step`: cuts it before the first token that has no
         embedding in the model (an assistant's vocabulary may be larger), and draws its random
-        numbers. If no token is left, returns `None` and, with a `length`, begins a pause."""
+        numbers. If no token is left, begins a pause if there is an `adaptive_length`, and returns
+        `None`."""
         if draft is not None:
             for position, token in enumerate(draft.tokens):
                 if token >= num_embeddings:
@@ -110,9 +111,9 @@ class Source:
                         del draft.drawn_tokens[position:]
                     break
         if draft is None or not draft.tokens:
-            if self.length is not None:
-                self.length.observe_no_draft()
-                self.resume_step = step + self.length.pause + 1
+            if self.adaptive_length is not None:
+                self.adaptive_length.observe_no_draft()
+                self.resume_step = step + self.adaptive_length.pause + 1
             return None
         if isinstance(draft, DrawnDraft):
             device = draft.scores.device

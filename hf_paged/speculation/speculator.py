@@ -161,7 +161,7 @@ class Speculator:
                 source = self._candidate_source(decoding, assistance)
                 has_adaptive_length |= config.prompt_lookup_num_tokens is not None
             drafts_first_token = not has_adaptive_length
-        source.length = DraftLength() if has_adaptive_length else None
+        source.adaptive_length = DraftLength() if has_adaptive_length else None
         source.generator = decoding.generator
         self.rows[generation] = source
         return drafts_first_token, namespace
@@ -232,8 +232,8 @@ class Speculator:
     def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
         source = self.rows.get(generation)
         if source is not None:
-            if source.length is not None:
-                source.length.observe(num_draft_tokens, num_accepted)
+            if source.adaptive_length is not None:
+                source.adaptive_length.observe(num_draft_tokens, num_accepted)
             ((request, index),) = generation.rows
             source.observe(request.sequences[index].token_ids, num_accepted)
 
@@ -334,7 +334,7 @@ def _shorten_drafts(drafts: list[tuple[Source, list[int]]], num_rows: int) -> No
     as much as tokens. A step's size is `num_rows` plus the number of all draft tokens."""
     adaptive_drafts: list[list[int]] = []
     for source, tokens in drafts:
-        if source.length is None:
+        if source.adaptive_length is None:
             num_rows += len(tokens)
         else:
             adaptive_drafts.append(tokens)

@@ -178,7 +178,7 @@ def stop_texts(tokenizer: Any, strings: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(string.encode() for string in strings)
 
 
-class _OneToken:
+class _OneTokenTokenizer:
     """A tokenizer whose vocabulary is a single token."""
 
     def __init__(self, tokenizer: Any, vocabulary: dict[str, int]) -> None:
@@ -198,9 +198,9 @@ class _OneToken:
 def token_text(tokenizer: Any, name: str, token: int) -> Any:
     """Returns the text of a token, whose name in the vocabulary is `name`, in the form of
     `stop_texts`."""
-    one_token = _OneToken(tokenizer, {name: token})
+    one_token_tokenizer = _OneTokenTokenizer(tokenizer, {name: token})
     (text,), _ = StopStringCriteria.clean_tokenizer_vocab(
-        one_token, stop_string_matching_mode=_stop_mode(tokenizer)
+        one_token_tokenizer, stop_string_matching_mode=_stop_mode(tokenizer)
     )
     return text
 

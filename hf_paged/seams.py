@@ -197,8 +197,8 @@ class Recorder(Protocol):
         check covers; `None`: only steps whose forward reads keys are checked."""
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Compares pairs of results, each `(rows, ...)`: that of the model's own forward and that
-        of the last replay. If any differ, steps of the replay's kind are no longer replayed."""
+        """Compares pairs of results, each `(rows, ...)`: of the model's own forward and of the last
+        replay. If any differ by more than rounding, steps of the replay's kind run eagerly."""
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
         """Returns the recorder for decode steps of rectangles of the model, whose empty cache is
@@ -228,7 +228,7 @@ class RectangleRecorder(Protocol):
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the last step, a replay, with
-        those of the model's own forward. If they differ, steps of this kind are not replayed."""
+        those of the model's own forward, with the same effect as `Recorder.check`."""
 
 
 class RunAhead(Protocol):

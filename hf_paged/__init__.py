@@ -5,7 +5,7 @@ pool that rows share.
     model.generate(**inputs, cache_implementation="paged")
     # with a limit
     model.generate(**inputs, cache_implementation="paged", cache_config={"num_blocks": 4096})
-    # how the last call was served, and why; the bytes of its keys and values
+    # how the last call was served, and why; the bytes of the model's keys and values
     hf_paged.last_route(model), hf_paged.memory_stats(model)
 
     # many requests: continuous batching

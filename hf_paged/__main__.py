@@ -38,15 +38,15 @@ STARTUP_FOLDER = Path(__file__).resolve().with_name("tools") / "startup"  # cont
 INSTALL_OPTIONS = {"engine": "continuous_batching", "paged": "by_default"}
 
 # An engine shares its cores with the web server, so one thread of a parallel loop may have no core.
-# By default, the other threads then spin for milliseconds on the cores that it needs. This many
-# spins take microseconds; then the threads sleep (manual of libgomp, GOMP_SPINCOUNT).
+# By default, the other threads then spin for milliseconds on cores that this thread needs. 10,000
+# spins take microseconds, after which the threads sleep (manual of libgomp, GOMP_SPINCOUNT).
 SERVER_ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 
 RUN = """
 Runs a program unchanged. hf_paged is imported in it, and in the Python processes that it starts, as
 soon as they have imported transformers' models. TOOL is a console script of this Python environment
 (lm_eval, trl, accelerate, torchrun, transformers), a script of yours (train.py), an executable file
-(job.sh), a module, also as -m MODULE, or a program on PATH (bash, make). The program gets all
+(job.sh), a module, with or without -m, or a program on PATH (bash, make). The program gets all
 arguments after TOOL. Its exit status, its output and its signals are those of this process, which
 becomes the program.
 
@@ -109,7 +109,8 @@ def command_of(tool: str, is_module: bool) -> list[str]:
 
 
 def is_runnable(module: str) -> bool:
-    """Whether `python -m` can run the module, or the package (`__main__`). Imports nothing."""
+    """Whether `python -m` can run the module or, if it is a package, its `__main__`. Imports
+    nothing."""
     first, *parts = module.split(".")
     try:
         spec = find_spec(first)
@@ -143,7 +144,7 @@ def command_of_program(path: str) -> list[str]:
     if flags:
         raise ValueError(
             f"the first line of {path} passes {flags[1]} to Python, which then ignores PYTHONPATH"
-            f" or skips `site`, so hf_paged would not be imported: run `python {path}` instead"
+            f" or skips `site`, so hf_paged would not be imported: pass `python {path}` as TOOL"
         )
     return [path]
 
@@ -173,7 +174,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
     `PagedConfig` and these options of `install`, besides those in this process's environment."""
     outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(STARTUP_FOLDER), *filter(None, outer_paths)]
-    outer = json.loads(os.environ.get(config.CONFIG_VARIABLE) or "{}")
+    outer_settings = json.loads(os.environ.get(config.CONFIG_VARIABLE) or "{}")
     outer_options = os.environ.get(config.INSTALL_VARIABLE, "").split(",")
     all_options = [*filter(None, outer_options), *options]
     is_server = INSTALL_OPTIONS["engine"] in options and "OMP_WAIT_POLICY" not in os.environ
@@ -181,7 +182,7 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
         **(SERVER_ENVIRONMENT if is_server else {}),
         **os.environ,
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-        config.CONFIG_VARIABLE: json.dumps({**outer, **settings}),
+        config.CONFIG_VARIABLE: json.dumps({**outer_settings, **settings}),
         config.INSTALL_VARIABLE: ",".join(dict.fromkeys(all_options)),
     }
 
@@ -203,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments is None:
         arguments = sys.argv[1:]
     if arguments[:1] == ["inspect"]:
-        logging.disable(logging.WARNING)  # from libraries that transformers imports
+        logging.disable(logging.WARNING)  # of libraries that transformers imports
         warnings.simplefilter("ignore")
         from . import inspect
         from .generation.install import install
@@ -235,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument(
         "--paged",
         action="store_true",
-        help="use paged memory for calls of `generate` that name no cache, too",
+        help="use paged memory in calls of `generate` that name no cache, too",
     )
     run.add_argument(
         "--set",
@@ -267,13 +268,17 @@ def main(arguments: list[str] | None = None) -> int:
         command = command_of(options.tool, options.is_module)
     except ValueError as error:
         run.error(str(error))
-    names = [name for option, name in INSTALL_OPTIONS.items() if getattr(options, option)]
+    install_options = [name for option, name in INSTALL_OPTIONS.items() if getattr(options, option)]
     sys.stdout.flush()
     for name in ("SIGPIPE", "SIGXFSZ"):  # ignored by Python; the program would inherit that
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_DFL)
     try:
-        os.execve(command[0], [*command, *options.arguments], environment(settings, names))
+        os.execve(
+            command[0],
+            [*command, *options.arguments],
+            environment(settings, install_options),
+        )
     except OSError as error:  # built for another machine, or its interpreter is missing
         run.error(f"{command[0]!r} cannot be run: {error}")
 

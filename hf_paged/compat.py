@@ -45,8 +45,8 @@ def _require_method(name: str, owner: type = GenerationMixin) -> Callable[..., A
 
 
 MEDIA = "mm_encoder_outputs"  # the model input with the outputs of vision towers
-# The method that runs vision towers before the first forward; `None` in older versions, where the
-# forward runs them.
+# The method that runs vision towers before the first forward. `ENCODE_MEDIA` is `None` in older
+# versions, where the forward runs them.
 _ENCODE_MEDIA_NAME = "_prepare_multimodal_encoder_kwargs_for_generation"
 ENCODE_MEDIA = _ENCODE_MEDIA_NAME if hasattr(GenerationMixin, _ENCODE_MEDIA_NAME) else None
 
@@ -118,8 +118,8 @@ BEAM_METHODS = (
 
 
 def _replaced_methods(*loops: str) -> tuple[str, ...]:
-    """Returns the private methods that these loops of transformers call on the model and the
-    engine's loops do not. `UPDATE_INPUTS` is left out, since some layouts of the engine call it."""
+    """Returns the names of the private methods that these loops of transformers call on the model
+    and the engine's loops do not. Omits `UPDATE_INPUTS`, which some layouts of the engine call."""
     codes = []
     for loop in loops:
         function = getattr(GenerationMixin, loop, lambda: None)
@@ -144,8 +144,8 @@ def _replaced_methods(*loops: str) -> tuple[str, ...]:
 REPLACED_METHODS = {
     loop: _replaced_methods(loop, PREFILL) for loop in (SAMPLE, BEAM_SEARCH, ASSISTED_DECODING)
 }
-"""By decoding loop: the methods that transformers' loop calls on the model and the engine's loop
-does not."""
+"""By decoding loop: the names of the methods that transformers' loop calls on the model and the
+engine's loop does not."""
 
 
 _top_k_parameters = inspect.signature(
@@ -178,7 +178,7 @@ def stop_texts(tokenizer: Any, strings: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(string.encode() for string in strings)
 
 
-class _OneToken:
+class _OneTokenTokenizer:
     """A tokenizer whose vocabulary is a single token."""
 
     def __init__(self, tokenizer: Any, vocabulary: dict[str, int]) -> None:
@@ -198,15 +198,15 @@ class _OneToken:
 def token_text(tokenizer: Any, name: str, token: int) -> Any:
     """Returns the text of a token, whose name in the vocabulary is `name`, in the form of
     `stop_texts`."""
-    one_token = _OneToken(tokenizer, {name: token})
+    one_token_tokenizer = _OneTokenTokenizer(tokenizer, {name: token})
     (text,), _ = StopStringCriteria.clean_tokenizer_vocab(
-        one_token, stop_string_matching_mode=_stop_mode(tokenizer)
+        one_token_tokenizer, stop_string_matching_mode=_stop_mode(tokenizer)
     )
     return text
 
 
 candidate_generator = _require_method("_get_candidate_generator")
-# assistants that read the target's cache; as in `generate`, recognized by their class names
+# the class names by which `generate`, too, recognizes assistants that read the target's cache
 TARGET_CACHE_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
@@ -232,14 +232,14 @@ def assisted_candidates(
     return generator, assistant_processors
 
 
-# The class of models of multi-token prediction heads, which older versions lack.
+# The class of a model's multi-token prediction heads; `None` in older versions, which lack it.
 _MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
 _HEAD = "_project_to_logits"
 HAS_MTP = hasattr(_MtpModel, "forward_layer") and hasattr(_MtpModel, _HEAD)
 
 
 def load_mtp(model: Any) -> Any:
-    """Loads the `MtpModel` in the model's checkpoint, as `generate` does."""
+    """Loads the `MtpModel` from the model's checkpoint, as `generate` does."""
     last_layer = model.get_decoder().layers[-1]
     device = next(parameter.device for parameter in last_layer.parameters())
     return _MtpModel.from_pretrained(model, device_map={"": device})
@@ -257,7 +257,7 @@ CACHE_NAMES: tuple[str, ...] = tuple(
 )
 _prepare_parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 _current_names = [name for name in CACHE_NAMES if name in _prepare_parameters]
-# the name of that argument in the installed version, also as a field of `generate`'s outputs
+# the name of that argument in the installed version, and of the cache in `generate`'s outputs
 OUTPUT_CACHE = (_current_names or CACHE_NAMES)[0]
 if not _current_names:
     logger.warning(
@@ -387,8 +387,8 @@ def shard_style(model: Any, name: str) -> str | None:
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """Returns the config of each layer if layers differ, since reading values that differ from the
-    model's own config then raises an error; otherwise `[config]`."""
+    """Returns the config of each layer if layers differ: reading values that differ between layers
+    from the model's own config raises an error. Otherwise, returns `[config]`."""
     if not getattr(config, "is_heterogeneous", False):
         return [config]
     return config.per_layer_config

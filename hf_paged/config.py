@@ -149,11 +149,11 @@ class PrefixTiers:
     A block is copied to host memory when it is evicted, when its pool is released or when the
     process ends. A thread writes it to disk once the weights that computed it are fingerprinted,
     which happens at the latest when 64 MiB of blocks wait for that or an engine has no more
-    requests. If blocks arrive faster than the disk can write them, further ones are lost while more
-    than 256 MiB plus a quarter of the free memory are waiting. If the disk is full, writing is
-    tried again after a minute. If the folder itself fails later (permission lost, `EIO`, `ESTALE`),
-    the disk tier is off until a new engine, or a call after `free`, tries it again. An engine that
-    is garbage-collected without `free` does not write its cached blocks.
+    requests. Evicted blocks are lost while the blocks that wait for a fingerprint or to be
+    written take more than 256 MiB plus a quarter of the free host memory. If the disk is full,
+    writing is tried again after a minute. If the folder itself fails later (permission lost, `EIO`,
+    `ESTALE`), the disk tier is off until a new engine, or a call after `free`, tries it again. An
+    engine that is garbage-collected without `free` does not write its cached blocks.
 
     Args:
         disk_path (`str` or path, *optional*):
@@ -213,7 +213,7 @@ class VirtualStorage:
     before it allocates memory.
 
     A model's own code reads a batch as one view if the paddings of the batch's rows differ only by
-    whole blocks, otherwise as a copy. A view that such code keeps after its step keeps its values.
+    whole blocks, otherwise as a copy. The values of a view do not change after the view's step.
     Rows take at most half of the mappings that the system allows a process (`vm.max_map_count`):
     beyond that, idle rows lose theirs first, then rows are gathered, and the log says so. A child
     process (`os.fork`) gets its own copy of the pages.
@@ -245,7 +245,7 @@ class VirtualStorage:
         ):
             raise ValueError(
                 f"`page_bytes` is {size!r}: it must be None or a power of two up to"
-                f" {MAX_PAGE_BYTES:,}"
+                f" {MAX_PAGE_BYTES:,} (bytes)"
             )
         if not is_whole(self.blocks_ahead) or self.blocks_ahead < 0:
             raise ValueError(
@@ -272,7 +272,7 @@ _NESTED_TYPES: dict[str, Any] = {"prefix_tiers": PrefixTiers, "storage": Virtual
 @dataclass(frozen=True)
 @_with_environment_defaults
 class PagedConfig:
-    """The options of the paged key/value memory. Pass one, or a dict of the same keys, as
+    """The options of the paged key/value memory. Pass a `PagedConfig`, or a dict of its options, as
     `cache_config`. The environment variable HF_PAGED_CONFIG, which `python -m hf_paged run --set`
     writes, overrides the defaults with JSON.
 
@@ -281,7 +281,8 @@ class PagedConfig:
             Tokens per block; a power of two from 4 to 256, or to 16,384 with `storage="virtual"`
             (PagedAttention, arXiv 2309.06180, section 7.2). `"auto"`: chosen for each layer group
             to waste the least memory and kernel time, from the lengths of earlier sequences and the
-            times that `benchmarks.tune` measured (docs/guide/memory.md); not with `num_blocks`.
+            times that `benchmarks.tune` measured (docs/guide/memory.md);
+            `num_blocks` must then be `None`.
         num_blocks (`int`, *optional*):
             Maximum number of blocks in use at once, over all layer groups (full attention, each
             sliding window, cross attention, the states of a sequence). `None`: as many as the call
@@ -299,7 +300,7 @@ class PagedConfig:
             with a float32 scale per token and head: about half the bytes of bfloat16. Attention
             reads them in place. Generated tokens are then those of a model with rounded keys and
             values, not those of plain `generate`. States of linear attention are not quantized.
-            `None`: the dtype that the model computes.
+            `None`: the dtype in which the model computes.
         max_num_batched_tokens (`int`, defaults to 2048):
             Maximum number of tokens in one forward of the engine. Prompts that do not fit beside
             the decoding sequences are computed in chunks (SARATHI, arXiv 2308.16369); a longer
@@ -319,9 +320,9 @@ class PagedConfig:
             measured speeds (PagedAttention, arXiv 2309.06180, section 4.5). Keys and values that
             the model computed before it was changed are copied whenever possible.
         capture (`bool`, defaults to `True`):
-            Record decode steps and replay them. With the Triton kernels they become CUDA graphs,
-            also steps with up to 512 prompt tokens, and consecutive small operations are fused
-            where that gives the forward's logits. On the CPU they become lists of C++ calls, with
+            Record decode steps and replay them. With the Triton kernels they become CUDA graphs, as
+            do steps with up to 512 prompt tokens, and consecutive small operations are fused where
+            that gives the forward's logits. On the CPU they become lists of C++ calls, with
             hf_paged's matrix products for few rows in half precision (up to 256 with AMX or where
             PyTorch has no kernel for the dtype, otherwise 64). A model whose forward synchronizes
             with the device or draws random numbers runs uncaptured, and the log says so. A
@@ -353,17 +354,17 @@ class PagedConfig:
             the draft in one forward (prompt lookup decoding). Generated tokens do not change. A row
             whose drafts are rejected stops drafting for a while, longer each time. Several sampled
             rows of one `generate` call have no drafts, since they draw from one random stream.
-            `None`: only if a call or request asks for drafts (`prompt_lookup_num_tokens`,
-            `assistant_model`).
+            `None`: drafts only for calls and requests that ask for them
+            (`prompt_lookup_num_tokens`, `assistant_model`).
         prefix_tiers ([`PrefixTiers`], `dict`, `str` or path, *optional*):
             Host memory and disk for prefix blocks that the pool evicts; a `str` or path is the
             folder. Requires `prefix_caching=True`. `None`: evicted blocks are dropped.
         storage (`str`, [`VirtualStorage`] or `dict`, defaults to `"blocks"`):
             `"virtual"`: a row's blocks are also mapped into a contiguous address range, so that a
             model's custom attention code, and hosts without a C++ compiler, read keys and values
-            without gathering. A `block_size` too small to fill whole pages is increased. Not with
-            `kv_dtype`. A [`VirtualStorage`], or a dict of its fields, sets the details. `"blocks"`:
-            keys and values are in blocks only.
+            without gathering. A `block_size` too small to fill whole pages is increased. Requires
+            `kv_dtype=None`. A [`VirtualStorage`], or a dict of its fields, sets the details.
+            `"blocks"`: keys and values are in blocks only.
 
     Raises:
         ValueError: if a value is out of range; the message names the option, the value and the
@@ -404,9 +405,9 @@ class PagedConfig:
             " `memory_fraction` or `hf_paged.budget`"
         )
         self._check("num_blocks", self.num_blocks is None or not is_auto, allowed)
-        share = self.memory_fraction
-        is_share = share is None or (_is_number(share) and 0 < share <= 1)
-        self._check("memory_fraction", is_share, "None or a number above 0 and at most 1")
+        fraction = self.memory_fraction
+        is_fraction = fraction is None or (_is_number(fraction) and 0 < fraction <= 1)
+        self._check("memory_fraction", is_fraction, "None or a number above 0 and at most 1")
         for name in ("prefix_caching", "capture", "batch_invariant"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         for name in ("max_num_batched_tokens", "max_num_seqs"):

@@ -51,7 +51,7 @@ def notify_around_forks(listener: Any) -> None:
 
 
 def _notify(name: str) -> None:
-    """Calls the method `name` of each listener of `notify_around_forks`, even after one raised."""
+    """Calls the method `name` of each listener of `notify_around_forks`, even if others raise."""
     for listener in list(_fork_listeners):
         try:
             getattr(listener, name)()

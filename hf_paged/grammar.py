@@ -44,13 +44,13 @@ class GrammarCompiler:
         model: PreTrainedModel,
     ) -> GrammarProcessor:
         """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
-        `ValueError` if several are set, if the constraint has another type, is too long or cannot
-        be compiled, or without a tokenizer that xgrammar can read; and `ImportError` if xgrammar is
-        not installed."""
+        `ValueError` if several are set, if the constraint has a wrong type, is too long or cannot
+        be compiled, or without a tokenizer that xgrammar can read; `ImportError` if xgrammar is not
+        installed."""
         name, value = _constraint_of(options)
         if tokenizer is None:
             raise ValueError(
-                f"`{name}` constrains text, and the engine has no tokenizer: make it with"
+                f"`{name}` constrains text, but the engine has no tokenizer: make the engine with"
                 " `tokenizer=`"
             )
         config = model.config.get_text_config(decoder=True)
@@ -90,7 +90,7 @@ def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
     constraints = {name: value for name, value in values.items() if value is not None}
     if len(constraints) > 1:
         names = ", ".join(f"`{name}`" for name in constraints)
-        raise ValueError(f"{names} exclude one another: pass one of them")
+        raise ValueError(f"{names} exclude one another: pass only one of them")
     ((name, value),) = constraints.items()
     if name != "schema" and not isinstance(value, str):
         raise ValueError(f"`{name}` is {shown(value)}: it must be text")
@@ -144,13 +144,13 @@ class GrammarProcessor(LogitsProcessor):
             matcher.fill_next_token_bitmask(mask, row)
             if not mask[row].any():
                 raise NoTokenError(
-                    "no token continues the text under its `schema`, `regex` or `grammar`: the"
-                    " vocabulary lacks a character that must come next, or no text is allowed"
+                    "no token continues the text under the given `schema`, `regex` or `grammar`:"
+                    " the vocabulary lacks a character that must come next, or no text is allowed"
                 )
         shifts = torch.arange(32, device=scores.device)
         bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1
         allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
-        # columns of `scores` without a token; if negative, tokens without a column
+        # number of columns of `scores` without a token; if negative, of tokens without a column
         num_extra_columns = scores.shape[1] - vocab_size
         allowed = torch.nn.functional.pad(allowed, (0, num_extra_columns))
         if ended_rows:

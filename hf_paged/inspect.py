@@ -4,8 +4,9 @@ machine, the model's route and its kernels.
     python -m hf_paged inspect MODEL [--block-size N|auto] [--dtype DTYPE] [--device DEVICE]
                                      [--length TOKENS] [--kv-dtype DTYPE] [--json]
 
-MODEL is a folder with a config.json, the path of such a file, a model type (llama), or a class of
-transformers (Qwen2Config, LlamaForCausalLM). The command reads no weights and downloads nothing.
+MODEL is a folder with a config.json, the path of such a file, a model type (llama), a class of
+transformers (Qwen2Config, LlamaForCausalLM), or a model of the Hub that is cached on this machine.
+The command reads no weights and downloads nothing.
 """
 
 from __future__ import annotations
@@ -139,13 +140,13 @@ def examine(
     fits = []
     for fit_length in dict.fromkeys((length, max_positions or length)):
         sequence_bytes = sum(group.num_blocks(fit_length) * group.block_bytes for group in groups)
-        count = left_bytes // sequence_bytes if sequence_bytes else 0
+        num_sequences = left_bytes // sequence_bytes if sequence_bytes else 0
         fits.append(
             {
                 "length": fit_length,
                 "sequence_bytes": sequence_bytes,
-                "sequences": count,
-                "tokens": count * fit_length,
+                "sequences": num_sequences,
+                "tokens": num_sequences * fit_length,
             }
         )
     return Report(
@@ -234,12 +235,12 @@ def print_report(report: Report) -> None:
         lines.append(f"Memory: {free_text} free, of which the weights leave {left_text} for:")
         for fit in report.fits:
             length = fit["length"]
-            blocks = sum(group.num_blocks(length) for group in groups)
+            num_blocks = sum(group.num_blocks(length) for group in groups)
             lines.append(
                 f"  {fit['sequences']:,} sequences of {length:,} tokens, {fit['tokens']:,}"
                 " tokens in all"
             )
-            lines.append(f"    each {blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
+            lines.append(f"    each {num_blocks:,} blocks, {format_bytes(fit['sequence_bytes'])}")
         lines.append(
             f"A GiB of `hf_paged.budget`, or of `prefix_tiers`, holds {report.tokens_per_gib:,}"
             " tokens"
@@ -281,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--block-size",
         type=lambda text: text if text == AUTO else int(text),
         default=PagedConfig.block_size,
-        help="tokens, or auto: the best size for sequences of --length (%(default)s)",
+        help="tokens, or auto: the best size for sequences of --length (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype", choices=dtypes, default="auto", help="auto: the dtype of the configuration"
@@ -290,17 +291,17 @@ def main(arguments: list[str] | None = None) -> int:
         "--device",
         type=device,
         default=devices[-1],
-        help="the device whose memory and kernels are reported (%(default)s)",
+        help="the device whose memory and kernels are reported (default: %(default)s)",
     )
     parser.add_argument(
         "--length",
         type=int,
-        help="tokens of each sequence (2048, or the model's positions if there are fewer)",
+        help="tokens of each sequence (default: 2048, or the model's positions if these are fewer)",
     )
     parser.add_argument(
         "--kv-dtype",
         choices=KV_DTYPES,
-        help="the dtype in which keys and values are stored (the one that the model computes)",
+        help="the dtype in which keys and values are stored (default: the model's)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = vars(parser.parse_args(arguments))

@@ -4,8 +4,7 @@ tensors."""
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -19,11 +18,11 @@ class StepPlan:
 
     A plan advances no row: the loop does, when it commits the plan after the forward."""
 
-    sequences: Items[Any]
-    starts: Items[int]
-    counts: Items[int]
-    # per row: 0 if tokens remain after this step, otherwise 1 and one for each draft token
-    num_logits: Items[int]
+    sequences: Sequence[Any]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    # per row: 0 if tokens remain after this step, otherwise 1 plus the number of draft tokens
+    num_logits: Sequence[int]
     # number of leading rows that compute one token, or their last token and a draft
     num_decodes: int
     has_drafts: bool = False
@@ -34,7 +33,7 @@ class StepPlan:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
-        """Plans `count` more tokens of each `(sequence, count)` in `rows`, of which decodes must
+        """Plans `count` more tokens of each `(sequence, count)` in `rows`, in which decodes must
         come first."""
         sequences: list[Any] = []
         starts: list[int] = []
@@ -68,7 +67,7 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(self.counts)
 
-    def select(self, rows: Items[int]) -> StepPlan:
+    def select(self, rows: Sequence[int]) -> StepPlan:
         """Returns the plan of these rows alone, in this order, in which decodes must come first.
         It has no admitted or preempted requests."""
         counts = [self.counts[row] for row in rows]
@@ -118,7 +117,7 @@ class StepPlan:
         return str(rows)
 
 
-def _count_decodes(counts: Items[int], num_logits: Items[int]) -> int:
+def _count_decodes(counts: Sequence[int], num_logits: Sequence[int]) -> int:
     """Counts the leading decodes: rows with one token, or with logits for every token, as the
     verification of a draft needs them."""
     num_decodes = 0

@@ -63,17 +63,17 @@ class _Worker:
             )
         # raises for invalid options here, not in each request
         check_options(self.engine.model, generation_config)
-        self._options = _options(generation_config)
+        self._default_options = _given_options(generation_config)
         if isinstance(generation_config, Mapping):
             # `None` values stay, as in `PagedEngine.add_request`
-            self._options = dict(generation_config)
+            self._default_options = dict(generation_config)
 
     def _merge(self, options: Any) -> Any:
         """Returns the defaults, overridden by a request's options. Returns `options` of an invalid
         type unchanged, so that the engine refuses them."""
         if not isinstance(options, (GenerationConfig, Mapping, type(None))):
             return options
-        return {**self._options, **_options(options)}
+        return {**self._default_options, **_given_options(options)}
 
 
 class LLMPredictor(_Worker):
@@ -108,7 +108,8 @@ class LLMPredictor(_Worker):
         row_options (`tuple[str, ...]`): The columns with a row's options: `generation_config`, and
             arguments of `PagedEngine.generate` that may be lists (`adapter`, `schema`, `seed`,
             ...).
-        options: Arguments of `PagedEngine.generate` for all rows; a column overrides its argument.
+        options: Arguments of `PagedEngine.generate` for all rows; a column overrides the argument
+            of its name.
 
     Raises:
         ValueError: for a model or options that `PagedEngine` refuses; in a call, for a batch
@@ -155,7 +156,7 @@ class LLMPredictor(_Worker):
         names = table.column_names
         if self.prompt_column not in names:
             raise ValueError(
-                f"the batch has the columns {names}, and no `{self.prompt_column}`: set"
+                f"the batch has the columns {names}, but no `{self.prompt_column}`: set"
                 " `prompt_column`"
             )
         option_columns = [name for name in self.row_options if name in names]
@@ -283,7 +284,7 @@ def _error_text(error: Exception | None) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+def _given_options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the options that a generation config sets, without missing values."""
     options: Mapping[str, Any]
     if isinstance(config, GenerationConfig):

@@ -65,7 +65,7 @@ def require(name: str, option: str) -> None:
     if not is_installed(name):
         raise RoomMissingError(
             f"{option} needs `{__package__}.{name}`, which this installation of hf_paged lacks:"
-            " install all of hf_paged, or do without it",
+            " install all of hf_paged, or do not use this feature",
             name=f"{__package__}.{name}",
         )
 
@@ -144,7 +144,8 @@ class AdaptersRoom(Protocol):
 
     def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
         """A context that hides the `adapter_names` of PEFT's `generate` from the forwards of the
-        running call. The context's value is these names; `None` if the call has none."""
+        running call. The context's value is the list of these names; `None` if the call
+        has none."""
 
     def make_adapters(self, model: Any, cache: Any, make_runner: Any, blocks: Any) -> Adapters:
         """Makes the adapters of a new loop."""
@@ -189,7 +190,7 @@ class VirtualRoom(Protocol):
 
 
 class ToolsRoom(Protocol):
-    """`hf_paged.tools`: text, HTML for notebooks, and figures. `plot_*` raise `ImportError` if
+    """`hf_paged.tools`: text, HTML for notebooks, and plots. `plot_*` raise `ImportError` if
     matplotlib is not installed."""
 
     engine_html: Callable[[Any], str]  # takes an engine
@@ -226,5 +227,5 @@ class SpeculationRoom(Protocol):
         `None` if they can."""
 
     def reasons_against_call(self, call: Candidate, assistance: Assistance) -> Iterable[str]:
-        """Yields the reasons why rows of a `generate` call cannot have drafts; only the first
-        counts."""
+        """Yields the reasons why rows of a `generate` call cannot have drafts. The caller
+        reports the first."""

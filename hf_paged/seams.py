@@ -107,8 +107,8 @@ class ForwardContext(Protocol):
     def ranges(
         self, keys: Sequence[Hashable], num_decodes: int, num_tokens: int
     ) -> list[tuple[Bounds, Bounds]]:
-        """Returns, for each of a recorded step's `keys`, the two ranges `[start, end)` of this
-        step's tokens that have it, counted from the step's first token: decodes, other tokens."""
+        """Returns, for each of a recorded step's `keys`, two ranges `[start, end)` of this step's
+        tokens, counted from the step's first: the decodes, and the other tokens, with this key."""
         return []
 
     def record(self, ranges: Tensor, max_tokens: int, has_others: bool) -> RecordedContext | None:
@@ -136,8 +136,8 @@ class Adapters(Protocol):
 
     def admit(self, request: Request, allocate_blocks: Callable[[], bool]) -> bool:
         """Admits a waiting request that has `adapter_bytes`: reserves them in the pool, then calls
-        `allocate_blocks` for the request's own blocks. Returns whether both fit, and otherwise
-        reserves nothing. Called with the memory's lock held, like `release`."""
+        `allocate_blocks` for the request's own blocks. Returns whether both fit; if not, reserves
+        nothing. Called with the memory's lock held, like `release`."""
 
     def release(self, request: Request) -> None:
         """Called when an admitted request stops running: it has ended or is preempted."""
@@ -197,8 +197,8 @@ class Recorder(Protocol):
         check covers; `None`: only steps whose forward reads keys are checked."""
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Compares pairs of results, each `(rows, ...)`: that of the model's own forward and that
-        of the last replay. If any differ, steps of the replay's kind are no longer replayed."""
+        """Compares pairs of results, each `(rows, ...)`: of the model's own forward and of the last
+        replay. If any differ by more than rounding, steps of the replay's kind run eagerly."""
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
         """Returns the recorder for decode steps of rectangles of the model, whose empty cache is
@@ -223,12 +223,12 @@ class RectangleRecorder(Protocol):
         """Like `Runner.begin`."""
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Replays a step with the model inputs `prepared`; changes states if `Recorder.is_checked`
-        then holds. Returns logits `(rows, vocab_size)`; `None` if no recording serves the step."""
+        """Replays a step with the model inputs `prepared`; unless `check` must follow, changes the
+        states. Returns logits `(rows, vocab_size)`; `None` if no recording serves the step."""
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the last step, a replay, with
-        those of the model's own forward. If they differ, steps of this kind are not replayed."""
+        those of the model's own forward, with the same effect as `Recorder.check`."""
 
 
 class RunAhead(Protocol):
@@ -277,7 +277,7 @@ class Storage(Protocol):
 
     @property
     def most_bytes(self) -> int | None:
-        """Maximum number of bytes for the pool's blocks; `None`: `block_bytes` for each block."""
+        """Maximum bytes of all blocks of the pool together; `None`: `block_bytes` for each."""
 
     @property
     def num_rows(self) -> int:
@@ -335,7 +335,7 @@ class MappedRows(Protocol):
     def strided_view(self, step: StepMetadata, is_value: bool) -> Tensor | None:
         """Returns all `step.columns` of every row as one view `(rows, heads, len(columns), dim)`
         for the model's own code, with zeros for padding; `None` if no single view covers the
-        rows. `is_value`: of the values, not the keys."""
+        rows. `is_value`: whether to return values instead of keys."""
 
     def disallow_views(self) -> None:
         """Makes `strided_view` return `None` from now on, since the model's code needs contiguous
@@ -423,9 +423,9 @@ class Processes(Protocol):
         """Called before a step's forward. Raises `RankLostError` if another process has scheduled
         other tokens."""
 
-    def run(self, tokens: PackedTokens, extra: list[int], names: Any) -> None:
-        """Announces the next `PackedRunner.compute` to the other processes, with its `tokens`, its
-        `extra_indices` as `extra`, and the `names` of its `ForwardContext`, `None` without one."""
+    def run(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
+        """Announces to the other processes the next `PackedRunner.compute` with these arguments.
+        `names`: those of its `ForwardContext`; `None` without one."""
 
     def forward(self) -> AbstractContextManager[None]:
         """A context for a forward of all processes: an error passes through if each of them raises
@@ -440,7 +440,7 @@ class Processes(Protocol):
 
     def adapters(self, method: str, *arguments: Any) -> str | None:
         """Makes the other processes call this method of their adapters, at the latest before the
-        next forward. For `"load"`, returns a message if some of them cannot load the adapter."""
+        next forward. For `"load"`, returns the end of a message if some cannot load the adapter."""
         return None
 
 

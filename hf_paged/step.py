@@ -164,7 +164,7 @@ class StepMetadata:
             cached: Plan = self._plans[key]
             return cached
         except KeyError:
-            pass  # `make` runs after this block, so that its errors are not chained to this one
+            pass  # `make` runs after this block, so that its errors are not chained to `KeyError`
         created = self._plans[key] = make(self, *args)
         return created
 

@@ -36,7 +36,7 @@ class Switches(Generic[T]):
     def __init__(
         self, switching: Callable[[T], Switching], on_all_restored: Callable[[], None] | None = None
     ) -> None:
-        """`switching` makes the functions of an object; calls of the first must be idempotent.
+        """`switching` makes the two functions of an object, the first of which must be idempotent.
         `on_all_restored` is called whenever no object is switched any more."""
         self._lock = forks.lock()
         self._switching = switching

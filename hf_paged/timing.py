@@ -1,5 +1,5 @@
-"""Counts the seconds that a call spends on work that later calls reuse: checks of models, builds of
-kernels, recordings of steps."""
+"""Measures the seconds that a call spends on work that later calls reuse: checks of models, builds
+of kernels, recordings of steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .interrupts import restoring
 setup_seconds: ContextVar[dict[str, float] | None] = ContextVar(
     "hf_paged_setup_seconds", default=None
 )
-"""Seconds by part, to which `timed` adds; `None`: they are not counted."""
+"""Seconds by part, to which `timed` adds; `None`: `timed` measures nothing."""
 
 
 @restoring

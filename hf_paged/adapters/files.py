@@ -96,19 +96,19 @@ def read_adapter_file(name: str) -> AdapterFile:
     path = os.path.realpath(name)
     try:
         _read_config(path)
-        weights = os.path.join(path, WEIGHTS)
-        if not os.path.isfile(weights):
+        weights_path = os.path.join(path, WEIGHTS)
+        if not os.path.isfile(weights_path):
             raise ValueError(f"it has no {WEIGHTS}, which PEFT's `save_pretrained` writes")
         version = _version(path)
-        num_numbers = 0
+        num_values = 0
         layers = defaultdict[str, set[str]](set)  # layer names by kind of weight
-        with safe_open(weights, "pt") as file:
+        with safe_open(weights_path, "pt") as file:
             for key in file.keys():
                 shape = file.get_slice(key).get_shape()
-                numbers = math.prod(shape)
-                if not numbers:
+                num_tensor_values = math.prod(shape)
+                if not num_tensor_values:
                     raise ValueError(f"{key} is empty: an adapter needs a rank of at least 1")
-                num_numbers += numbers
+                num_values += num_tensor_values
                 suffix = next((suffix for suffix in _SUFFIXES if key.endswith(suffix)), key)
                 layers[suffix].add(key.removesuffix(suffix))
         unknown_keys = sorted(layers.keys() - set(_SUFFIXES))
@@ -126,7 +126,7 @@ def read_adapter_file(name: str) -> AdapterFile:
         raise
     except Exception as error:
         raise AdapterError(name, f"the adapter in {name!r} cannot be read: {error}") from error
-    return AdapterFile(path, version, 4 * num_numbers)
+    return AdapterFile(path, version, 4 * num_values)
 
 
 def _read_config(path: str) -> Any:
@@ -195,7 +195,7 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
     try:
         config = _read_config(file.path)
         tensors = load_peft_weights(file.path, device="cpu")
-        parts: dict[nn.Module, LoraWeights] = {}
+        weights: dict[nn.Module, LoraWeights] = {}
         for key in tensors:
             if not key.endswith(_SUFFIXES[0]):
                 continue
@@ -219,10 +219,10 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
             alpha = config.alpha_pattern.get(pattern, config.lora_alpha)
             scaling = alpha / (math.sqrt(rank) if config.use_rslora else rank)
             whole_weights = LoraWeights(a, b, bias, scaling).map(_copy_weight)
-            parts[module] = local_shard(model, layer_name, module, whole_weights)
+            weights[module] = local_shard(model, layer_name, module, whole_weights)
         if _version(file.path) != file.version:
             raise ValueError("its files have changed since the request was added: add it again")
-        return parts
+        return weights
     except Exception as error:
         raise AdapterError(
             file,
@@ -245,17 +245,18 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
 
 @dataclasses.dataclass
 class _Loading:
-    """An adapter that a thread loads. If the thread ends without setting `parts`, because loading
+    """An adapter that a thread loads. If the thread ends without setting `weights`, because loading
     failed or the process was forked meanwhile, `AdapterStore.get` loads the adapter."""
 
     thread: threading.Thread | None = None
-    parts: dict[nn.Module, LoraWeights] | None = None
+    weights: dict[nn.Module, LoraWeights] | None = None
 
 
 class AdapterStore:
     """The loaded weights of adapters in folders. Resident weights are on the model's devices until
-    the pool evicts the adapter and `forget` is called. For a model that is not on the CPU, copies
-    of the adapters that became resident last also stay in host memory."""
+    `forget`, for an adapter that the pool has evicted, or `forget_others` drops them. For a model
+    that is not on the CPU, copies of the adapters that became resident last stay in host memory,
+    too."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -270,36 +271,37 @@ class AdapterStore:
         return file in self._resident
 
     def get(self, file: AdapterFile) -> Adapter:
-        """Returns the adapter's weights, loaded if needed. Raises what `load_adapter` raises."""
+        """Returns the adapter; loads its weights if needed. Raises what `load_adapter` raises."""
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter
-        parts = self._take_cpu_weights(file)
+        cpu_weights = self._take_cpu_weights(file)
         resident = {}
         is_copied = False
-        for module, lora in parts.items():
+        for module, lora in cpu_weights.items():
             device = module.weight.device
             is_copied |= device.type != "cpu"
             resident[module] = lora.map(operator.methodcaller("to", device))
         self._last_number += 1
         adapter = self._resident[file] = Adapter((file, self._last_number), resident)
         if is_copied:
-            self._keep_on_host(file, parts)
+            self._keep_on_host(file, cpu_weights)
         return adapter
 
     def _take_cpu_weights(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
         """Returns the weights on the CPU, taken from host memory or a prefetch, or else loaded."""
-        parts = self._host.pop(file, None)
-        if parts is not None:
-            return parts
+        weights = self._host.pop(file, None)
+        if weights is not None:
+            return weights
         loading = self._loading.pop(file, _Loading())
         if loading.thread is not None:
             loading.thread.join()
         self.num_loads += 1
-        return loading.parts or load_adapter(self._model, file)
+        return loading.weights or load_adapter(self._model, file)
 
     def prefetch(self, files: list[AdapterFile]) -> None:
-        """Starts to load the first of these adapters; drops prefetched ones not among `files`."""
+        """Starts to load the first `MAX_PREFETCHED` of `files`, and drops prefetched weights of
+        adapters that are not among `files`."""
         for file in self._loading.keys() - files:
             del self._loading[file]
         for file in files[:MAX_PREFETCHED]:
@@ -316,7 +318,7 @@ class AdapterStore:
 
     def _load(self, file: AdapterFile, loading: _Loading) -> None:
         with contextlib.suppress(AdapterError):
-            loading.parts = load_adapter(self._model, file)
+            loading.weights = load_adapter(self._model, file)
 
     def forget(self, file: AdapterFile) -> None:
         """Drops the resident weights of an adapter."""
@@ -326,19 +328,19 @@ class AdapterStore:
         """Drops all prefetched weights, and the weights on devices and in host memory of every
         adapter on a module that is not among the model's current `modules`."""
         for file, adapter in list(self._resident.items()):
-            if not modules.issuperset(adapter.parts):
+            if not modules.issuperset(adapter.weights):
                 self._resident.pop(file, None)
-        for file, parts in list(self._host.items()):
-            if not modules.issuperset(parts):
+        for file, weights in list(self._host.items()):
+            if not modules.issuperset(weights):
                 self._host.pop(file, None)
         self._loading.clear()
 
     def _keep_on_host(
         self,
         file: AdapterFile,
-        parts: dict[nn.Module, LoraWeights],
+        weights: dict[nn.Module, LoraWeights],
     ) -> None:
-        self._host[file] = parts
+        self._host[file] = weights
         max_bytes = free_bytes(torch.device("cpu")) // HOST_MEMORY_DIVISOR
         while len(self._host) > 1 and sum(file.num_bytes for file in self._host) > max_bytes:
             self._host.popitem(last=False)

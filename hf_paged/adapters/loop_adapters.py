@@ -7,8 +7,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,7 +113,7 @@ class LoopAdapters:
     def release(self, request: Request) -> None:
         self.pages.unpin(request.adapter, request)
 
-    def prefetch(self, waiting: Items[Request]) -> None:
+    def prefetch(self, waiting: Sequence[Request]) -> None:
         """Starts to load those adapters of the next requests that are not in the pool."""
         next_requests = waiting[:MAX_PREFETCH_REQUESTS]
         needed = dict.fromkeys(
@@ -126,8 +125,7 @@ class LoopAdapters:
             self.load_ahead(files)
 
     def load_ahead(self, files: list[Any]) -> None:
-        """Starts to load the first of these adapters, and drops prefetched ones that are not among
-        them, in all processes."""
+        """Calls `AdapterStore.prefetch` in all processes."""
         if self._processes is not None:
             self._processes.adapters("load_ahead", files)
         self.store.prefetch(files)
@@ -244,8 +242,8 @@ class LoopAdapters:
         return adapters
 
     def load(self, file: AdapterFile) -> Adapter:
-        """Returns an adapter's weights; loads them first if needed, in all processes that hold
-        shards of the model. Raises [`AdapterError`] if one of them cannot load the weights."""
+        """Returns the adapter; loads its weights first if needed, in all processes that hold shards
+        of the model. Raises [`AdapterError`] if one of them cannot load the weights."""
         is_new = file not in self.store
         adapter = self.store.get(file)
         if is_new and self._processes is not None:
@@ -336,7 +334,7 @@ def _random_adapter(model: PreTrainedModel, module_names: Iterable[str], rank: i
     """Returns a random adapter on the modules of these names, the same in every process. Raises
     `ValueError` if adapters cannot be sharded as one of the modules is."""
     generator = torch.Generator().manual_seed(rank)
-    parts = dict[nn.Module, LoraWeights]()
+    weights = dict[nn.Module, LoraWeights]()
 
     def draw(*sizes: int) -> Tensor:
         unscaled = torch.randn(*sizes, generator=generator, device="cpu")
@@ -349,9 +347,9 @@ def _random_adapter(model: PreTrainedModel, module_names: Iterable[str], rank: i
         width, depth = linear_shape(module)
         whole_weights = LoraWeights(draw(rank, depth), draw(width, rank), None, 0.5)
         base_name = name.removesuffix(".base_layer")
-        parts[module] = local_shard(model, base_name, module, whole_weights)
-    return Adapter(("check", rank), parts)
+        weights[module] = local_shard(model, base_name, module, whole_weights)
+    return Adapter(("check", rank), weights)
 
 
 def _modules_of(adapters: Iterable[Adapter]) -> frozenset[nn.Module]:
-    return frozenset[nn.Module]().union(*[adapter.parts for adapter in adapters])
+    return frozenset[nn.Module]().union(*[adapter.weights for adapter in adapters])

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from collections.abc import Sequence as Items
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -55,8 +54,8 @@ class Mix(ForwardContext):
         if reads_ranges:
             self.variant = frozenset(adapter.key for adapter in self.adapters)
             self.num_ranges = len(self.adapters)
-        parts = itertools.chain.from_iterable(self.weights.values())
-        self.tensors = [tensor for _, lora in parts for tensor in lora.tensors]
+        indexed_weights = itertools.chain.from_iterable(self.weights.values())
+        self.tensors = [tensor for _, lora in indexed_weights for tensor in lora.tensors]
 
     def prepare(self, device: torch.device) -> None:
         """Prepares the products on `device` for steps that are recorded with fixed ranges."""
@@ -70,7 +69,7 @@ class Mix(ForwardContext):
         self._head_tokens = head_tokens
 
     def ranges(
-        self, keys: Items[Hashable], num_decodes: int, num_tokens: int
+        self, keys: Sequence[Hashable], num_decodes: int, num_tokens: int
     ) -> list[tuple[Bounds, Bounds]]:
         if not keys:
             return []
@@ -126,8 +125,8 @@ class Mix(ForwardContext):
     def _deltas_of(self, module: nn.Module, ranges: Ranges) -> Deltas:
         parts = []
         for adapter, start, end in ranges:
-            if module in adapter.parts:
-                parts.append((start, end, adapter.parts[module]))
+            if module in adapter.weights:
+                parts.append((start, end, adapter.weights[module]))
         return Deltas(parts)
 
     def _head_ranges(self, tokens: list[int]) -> Ranges:
@@ -141,7 +140,7 @@ class Mix(ForwardContext):
 class RecordedMix:
     """The adapters of a recorded step."""
 
-    keys: Items[Hashable]
+    keys: Sequence[Hashable]
     # products by module, for ranges that the step reads on the device; `None`: fixed ranges
     deltas: dict[nn.Module, RecordedDeltas] | None
     tables: Any = None  # with fixed ranges: the tensors that the step reads, to keep them alive
@@ -159,7 +158,7 @@ def _weights_of(adapters: Iterable[Adapter]) -> dict[nn.Module, list[tuple[int, 
     """Returns, by module, the weights of adapters on it, each with the adapter's index."""
     weights: dict[nn.Module, list[tuple[int, LoraWeights]]] = {}
     for index, adapter in enumerate(adapters):
-        for module, lora in adapter.parts.items():
+        for module, lora in adapter.weights.items():
             weights.setdefault(module, []).append((index, lora))
     return weights
 
@@ -168,7 +167,7 @@ def takes_ranges(adapters: Iterable[Adapter], device: torch.device) -> bool:
     """Whether a recorded step can read the ranges of these adapters on the device."""
     weights = _weights_of(adapters).values()
     return bool(weights) and all(
-        can_record([lora for _, lora in parts], device) for parts in weights
+        can_record([lora for _, lora in indexed_weights], device) for indexed_weights in weights
     )
 
 
@@ -219,7 +218,7 @@ def run_mixed(
     make_mix: Callable[[Ranges], Mix],
 ) -> Tensor:
     """Runs the plan's rows, of which row `i` has `adapters[i]`, in one packed forward by `run`;
-    returns logits as `Runner.run` does. Raises `NotMixableError` if a module gets other rows."""
+    returns logits as `Runner.run` does. Raises `NotMixableError` as [`Mix`] does."""
     # rows are sorted by adapter, so that steps with equally many rows of each adapter share a
     # recorded step
     adapter_keys = {

@@ -20,7 +20,7 @@ from ..interrupts import restoring
 from ..kernels.lora import LoraWeights
 from ..seams import ForwardContext
 from ..topics import Topic, TopicError
-from .shards import is_split, local_weights, to_local
+from .shards import is_dtensor, local_weights, to_local
 
 BASE = "__base__"  # PEFT's name for "no adapter"
 _STATE_ATTRIBUTES = {"_active_adapter", "_disable_adapters"}  # of PEFT's layers
@@ -49,9 +49,9 @@ class Adapter:
 
     # name and number, never reused; identifies the weights in recorded steps
     key: tuple[Hashable, int]
-    parts: dict[nn.Module, LoraWeights]  # the weights that it adds to linear layers
-    # returns the adapter's current tensors and options in the model, or `()` for an adapter in a
-    # folder, whose weights do not change
+    weights: dict[nn.Module, LoraWeights]  # by linear layer to which the adapter adds them
+    # returns what identifies the adapter's current tensors and options in the model; `()` for an
+    # adapter in a folder, whose weights do not change
     read: Callable[[], Any] = tuple
 
     def __post_init__(self) -> None:
@@ -250,7 +250,7 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
         for layer, state in saved:
             for key in _STATE_ATTRIBUTES - state.keys():
                 vars(layer).pop(key, None)
-            # keeps the attributes' order, which is compared to detect changes of the model
+            # `update` keeps the attributes' order, which is compared to detect changes of the model
             vars(layer).update(state)
 
 
@@ -283,7 +283,7 @@ def unmixable_reason(module: nn.Module) -> str | None:
     if type(module) not in (nn.Linear, Conv1D):
         return f"is not a plain linear layer ({type(module).__name__})"
     weight: Any = module.weight
-    is_plain = type(weight) in (Tensor, Parameter) or is_split(weight)
+    is_plain = type(weight) in (Tensor, Parameter) or is_dtensor(weight)
     if not is_plain or not weight.is_floating_point() or weight.is_meta:
         return f"has quantized or meta weights ({type(weight).__name__}, {weight.dtype})"
     return None
@@ -297,7 +297,7 @@ def find_adapter(
     """Returns the adapter `name` of the model, read from PEFT's layers, or why its rows need a
     separate forward. Raises what `check_adapter` raises, and [`AdapterError`] if the adapter does
     not fit a split layer."""
-    parts: dict[nn.Module, LoraWeights] = {}
+    weights_by_module: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):
         if not _layer_has_adapter(layer, name):
@@ -310,20 +310,20 @@ def find_adapter(
         is_peft_layer = type(layer).__module__ == "peft.tuners.lora.layer"
         if not is_peft_layer or unmixable_reason(base) is not None:
             return (
-                f"adapter {name!r} is on a layer of type {type(base).__name__}, which is quantized"
-                " or not a plain linear layer"
+                f"adapter {name!r} is on a layer of type {type(base).__name__}, which is not a"
+                " plain linear layer or has quantized or meta weights"
             )
         dropout = layer.lora_dropout[name]
         if dropout.training and getattr(dropout, "p", 0) > 0:
             return f"adapter {name!r} has dropout, and the model is in training mode"
-        if base in parts:
+        if base in weights_by_module:
             return f"adapter {name!r} has two layers on one module"
         a, b, bias = _tensors(layer, name)
         weights = local_weights(a, b, bias, layer.scaling[name])
         if weights is None:
             return f"the weights of adapter {name!r} are not split over processes as their layer is"
         shape = tuple(base.weight.shape[::-1])
-        if is_split(base.weight) and (a.shape[1], b.shape[0]) != shape:
+        if is_dtensor(base.weight) and (a.shape[1], b.shape[0]) != shape:
             raise AdapterError(
                 name,
                 f"adapter {name!r} cannot be computed: PEFT created its weights for {b.shape[0]}"
@@ -332,12 +332,12 @@ def find_adapter(
                 " `adapter` instead of loading it with PEFT",
             )
         sources.append((layer, base))
-        parts[base] = weights
-    tensors = (tensor for part in parts.values() for tensor in part.tensors)
+        weights_by_module[base] = weights
+    tensors = (tensor for lora in weights_by_module.values() for tensor in lora.tensors)
     if any(type(tensor) not in (Tensor, Parameter) for tensor in tensors):
         return f"the weights of adapter {name!r} are not plain tensors"
 
-    return Adapter(key, parts, functools.partial(_state_of, sources, name))
+    return Adapter(key, weights_by_module, functools.partial(_state_of, sources, name))
 
 
 def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | None:
@@ -375,8 +375,8 @@ def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
 @restoring
 def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
     """A context in which PEFT's layers do not get `adapter_names`, which they can apply only to
-    rows of a padded batch. Yields the names that the running `generate` call passed, one per row;
-    `None` if it passed none."""
+    rows of a padded batch. Yields the names that the running `generate` call passed, one per prompt
+    or, once PEFT has repeated them, per row; `None` if it passed none."""
     removed = list(_names_hooks(model))
     names = None
     # the last hooks count, since PEFT does not remove the hooks of a failed call

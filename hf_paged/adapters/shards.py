@@ -17,15 +17,15 @@ _COLWISE = {"colwise", "packed_colwise"}
 _ROWWISE = {"rowwise"}
 
 
-def is_split(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """Whether a tensor is a `DTensor`."""
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
 def to_local(tensor: Any) -> Any:
-    """Returns this process's shard of a split tensor, the same object in every call; any other
-    tensor, or `None`, is returned unchanged."""
-    if not is_split(tensor):
+    """Returns this process's shard of a `DTensor`, the same object in every call. Returns any other
+    tensor, and `None`, unchanged."""
+    if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
         return tensor.to_local()
@@ -41,7 +41,7 @@ def local_weights(
     `None` if the weights are not split as PEFT splits them."""
     group = None
     for tensor, dim in ((a, 1), (b, 0), (bias, 0)):
-        if not is_split(tensor):
+        if not is_dtensor(tensor):
             continue
         placements = tensor.placements
         if all(placement.is_replicate() for placement in placements):
@@ -64,7 +64,7 @@ def local_shard(
     the layer is."""
     weight: Any = module.weight
     style = None
-    if is_split(weight):
+    if is_dtensor(weight):
         style = compat.shard_style(model, name)
     if style in _REPLICATED:
         return lora

@@ -1,2 +1,2 @@
-"""The entry point: replaces methods of `generate`, and runs calls with
+"""The entry point: replaces methods of transformers, and runs `generate` calls with
 `cache_implementation="paged"`."""

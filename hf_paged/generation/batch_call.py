@@ -55,12 +55,12 @@ def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
     `batch_invariant`, which only the engine supports."""
     with contextlib.ExitStack() as stack:
         adapters = adapters_for(call.model)
-        names = None
+        adapter_names = None
         if adapters is not None:
             # hides the names from PEFT, which would apply them to the rows of each forward instead
             # of the call's rows
-            names = stack.enter_context(adapters.row_adapters(call.model))
-        batch = _batch_of(call, loop, names)
+            adapter_names = stack.enter_context(adapters.row_adapters(call.model))
+        batch = _batch_of(call, loop, adapter_names)
         if batch is not None:
             call.stack.push(stack.pop_all())
     if batch is None:
@@ -71,7 +71,7 @@ def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
     return batch
 
 
-def _batch_of(call: Call, loop: LoopCall, adapters: list[str] | None) -> BatchCall | None:
+def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> BatchCall | None:
     caches = caches_in(loop.arguments.get("model_kwargs", {}))
     if loop.method not in compat.REPLACED_METHODS or not call.reads_in_place or not caches:
         return None
@@ -81,7 +81,7 @@ def _batch_of(call: Call, loop: LoopCall, adapters: list[str] | None) -> BatchCa
         return None
     crosses = [part for part in parts[1:] if isinstance(part, PagedCache)]
     cache.cross = crosses[0].empty_twin(cache.memory, kind="cross") if crosses else None
-    batch = BatchCall(call, loop, cache, adapters)
+    batch = BatchCall(call, loop, cache, adapter_names)
     reason = batch.reason_against()
     if loop.arguments.get("synced_gpus"):
         reason = Topic.OPTIONS("`synced_gpus` is set")
@@ -219,9 +219,9 @@ class BatchCall(Candidate):
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 
     def _adapter(self, row: int) -> str | None:
-        """Returns the adapter of a row. `adapters` has one name per prompt, or per row if PEFT has
+        """Returns the name of a row's adapter. There is one name per prompt, or per row if PEFT has
         repeated the names (as it does if the arguments request beams)."""
-        names = self.adapters
+        names = self.adapter_names
         if names is None:
             return None
         return names[row * len(names) // len(self.paddings)]

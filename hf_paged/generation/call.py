@@ -80,14 +80,14 @@ class Call:
         self.memory: PagedMemory | None = None  # the model's memory, if the call uses it
         self.built_caches: list[PagedCache] = []
         self.caches: list[PagedCache] = []  # `built_caches`, or the caller's
-        self.counters: list[ReadCounters] = []  # of the caches
+        self.counters: list[ReadCounters] = []  # of the caches, and of the engine's runner
         self.repeats = 1  # number of rows per prompt
         # token ids and inputs before they are expanded to rows
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None
         self.has_swapped_images = False  # whether the expansion gave rows the images of other rows
         self.route_name = "plain"
         self.reason = "cache_implementation is not 'paged'"
-        self.remedy: str | None = None  # how the call gets a paged cache, if it requested one
+        self.remedy: str | None = None  # how the call could get the paged cache that it requested
         self.reads_in_place = False  # whether attention is switched to read blocks in place
         self.is_running = False  # whether `running` has begun
         self.own_code_reason: str | None = None  # why the model's own code reads keys and values
@@ -99,8 +99,8 @@ class Call:
 
     @restoring
     def running(self) -> Iterator[None]:
-        """A context for the call: undoes its switches at the end, and frees its caches if it
-        fails."""
+        """A context for the call: undoes its switches at the end and, if the call fails, frees the
+        caches that it built."""
         variables: dict[ContextVar[Any], Any] = {
             current_call: self,
             mask_observer: None,
@@ -163,7 +163,7 @@ class Call:
 
     @property
     def _lacks_cache(self) -> bool:
-        """Whether the call requested a paged cache and had none."""
+        """Whether the call requested a paged cache but had none."""
         return self.route_name == "plain" and self.remedy is not None
 
     def _full_reason(self) -> str:
@@ -252,7 +252,7 @@ class Call:
         self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
         self.own_code_reason = foreign_attention(modules)
         if self.own_code_reason:
-            return  # the model's own code may attend to padding, so it must be stored
+            return  # the model's own code may attend to padding, so padding must be stored
         self.stack.callback(mask_observer.reset, mask_observer.set(self._expect_padding))
 
     def _expect_padding(self, mask: PagedMask) -> None:

@@ -42,14 +42,14 @@ class Candidate:
     prompts and the verdict are valid once `reason_against` has returned `None`."""
 
     def __init__(
-        self, call: Call, loop: LoopCall, cache: PagedCache, adapters: list[str] | None
+        self, call: Call, loop: LoopCall, cache: PagedCache, adapter_names: list[str] | None
     ) -> None:
         arguments = loop.arguments
         self.call = call
         self.model = call.model
         self.cache = cache  # empty, built for the call
-        # names of adapters, one per row or per prompt; `None` if the call passes none
-        self.adapters = adapters
+        # one per row or per prompt; `None` if the call passes none
+        self.adapter_names = adapter_names
         self.inputs = loop.inputs()  # each prompt `call.repeats` times
         self.config = self.inputs.generation_config
         # not from the memory, whose config may be that of another thread's call
@@ -88,7 +88,7 @@ class Candidate:
             yield reason
         else:
             yield from self._reasons_against_staying(reason)
-        if self.adapters is not None:
+        if self.adapter_names is not None:
             num_rows = len(self.paddings)
             is_packed = self.layout.unsupported_reason is None
             yield from _true_reasons(
@@ -97,7 +97,7 @@ class Candidate:
                         not is_packed or self.prompts is not None
                     ),
                     Topic.ADAPTERS("`adapter_names` needs one name per prompt"): (
-                        len(self.adapters) not in (num_rows, num_rows // self.call.repeats)
+                        len(self.adapter_names) not in (num_rows, num_rows // self.call.repeats)
                     ),
                 }
             )
@@ -114,7 +114,7 @@ class Candidate:
         returns_internals = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
-        if not model.config.is_encoder_decoder:  # an encoder may have fewer rows (Dia)
+        if not model.config.is_encoder_decoder:  # an encoder's inputs may have fewer rows (Dia)
             mismatch = mismatched_rows(model_kwargs, len(self.inputs.input_ids))
         return _true_reasons(
             {
@@ -167,7 +167,7 @@ class Candidate:
                 {
                     Topic.PADDING("padding changes the rows' results"): is_padded,
                     Topic.POSITIONS(
-                        "its table of positions grows only in forwards that are not packed"
+                        "the model's table of positions grows only in forwards that are not packed"
                     ): self._needs_longer_table(),
                     Topic.BATCH("the longest row decides the rotary factors of all"): (
                         self._mixes_rotary_factors()

@@ -49,7 +49,7 @@ from .prefill import share_prefill
 
 PAGED_IMPLEMENTATIONS = ("paged", NAME)  # values of `cache_implementation` for a paged cache
 _PEFT = "peft.peft_model"
-_OLD_CACHE_NAME = "past_key_values"  # before newer versions of transformers renamed the argument
+_OLD_CACHE_NAME = "past_key_values"  # of the cache argument before transformers 5.24
 
 _lock = forks.lock()
 _is_paged_by_default = False  # whether calls that name no cache use a paged cache
@@ -363,7 +363,8 @@ wrapper."""
 
 def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
     """Replaces a method with `wrapper`, by default a new wrapper that calls the function of this
-    name in `_REPLACEMENTS`, unless it has been replaced already. Called with `_lock` held."""
+    name in `_REPLACEMENTS`. Does nothing if the method is already replaced. Called with
+    `_lock` held."""
     if (owner, name) not in _installed:
         if wrapper is None:
             wrapper = wrapper_of(method_of(owner, name), _REPLACEMENTS[name])

@@ -104,7 +104,7 @@ class RankLeader:
         self._check_served()
         if options.inputs is not None:
             raise ValueError(
-                "`inputs` beside token ids are not served by an engine whose model is in shards"
+                "`inputs` besides token ids are not supported by an engine whose model is sharded"
                 ' over several processes: call `model.generate(..., cache_implementation="paged")`'
                 " in each of them"
             )
@@ -129,7 +129,7 @@ class RankLeader:
         for feature, is_requested in unsupported.items():
             if is_requested:
                 raise ValueError(
-                    f"{feature} is not served by an engine whose model is in shards over"
+                    f"{feature} is not supported by an engine whose model is in shards over"
                     f" {self.ranks.size} processes: do without it, or call `model.generate(...,"
                     ' cache_implementation="paged")` in each of them'
                 )
@@ -158,7 +158,7 @@ class RankLeader:
         self._groups = []
         self.queue_order("retire")
 
-    def run(self, tokens: PackedTokens, extra: list[int], names: Any) -> None:
+    def run(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
         changes = [
             history.encode(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
@@ -167,7 +167,7 @@ class RankLeader:
             "run",
             tokens._replace(groups=without_tables),
             changes,
-            extra,
+            extra_indices,
             names,
         )
 
@@ -266,7 +266,7 @@ def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
 
 
 class Follower:
-    """The side of each of the other processes. A [`RankLeader`] calls its methods by name."""
+    """The side of every other process. A [`RankLeader`] calls its methods by name."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
@@ -314,7 +314,7 @@ class Follower:
         self,
         tokens: PackedTokens,
         changes: list[Changes],
-        extra_tokens: list[int],
+        extra_indices: list[int],
         names: Any,
     ) -> None:
         if self._failure is not None:
@@ -332,7 +332,7 @@ class Follower:
         try:
             with executor.attention(), forward_context as context:
                 compute = executor.runner.compute
-                executor.compute(compute, tokens, extra_tokens, None, context or None)
+                executor.compute(compute, tokens, extra_indices, None, context or None)
         except Exception as error:
             self._failure = error
 

@@ -130,8 +130,8 @@ class Assistant:
         return strategy, LogitsProcessorList([*min_length_processors, *row_wise_processors])
 
     def max_draft_tokens(self, row: AssistantRow, sequence: Sequence) -> int:
-        """Returns the maximum number of tokens to draft after the target's sequence: the current
-        number of the row's strategy, within the assistant's positions. The assistant chooses the
+        """Returns the maximum number of tokens to draft after the target's sequence: as many as
+        the row's strategy allows now, within the assistant's positions. The assistant chooses the
         last token without computing it."""
         num_tokens = int(row.strategy.num_assistant_tokens)
         if self._max_positions is None:
@@ -185,7 +185,7 @@ class Assistant:
             self._next_pause = max(1, self._next_pause - 1)
             return [row.draft(max_tokens) for row, _, max_tokens in tasks]
         except (OutOfBlocksError, NotPackable):
-            # the first forward reached the pool's limit in bytes, or MTP heads can no longer be
+            # the first forward exceeded the pool's limit in bytes, or MTP heads can no longer be
             # packed: without drafts, rows are only slower
             self.reclaim()
             return [None] * len(tasks)

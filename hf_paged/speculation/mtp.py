@@ -179,7 +179,7 @@ class MtpRunner(PackedRunner):
 
 
 class MtpHeads(Assistant):
-    """The MTP heads of one model. Once a first row has been added, the target's steps store hidden
+    """The MTP heads of one model. Once a row has been added, the target's steps store hidden
     states. Every draft runs all heads, which share block tables, and recomputes positions that
     depend on rejected tokens."""
 
@@ -237,9 +237,9 @@ class MtpHeads(Assistant):
             hidden = self.hidden.read(spans)
             plan = StepPlan.of([(row.sequence, count) for row, count in row_counts])
             choose = functools.partial(self.add_tokens, drafting_rows)
-            begin = time.perf_counter()
+            start_time = time.perf_counter()
             self.executor.compute(self.runner.draft, plan, hidden, choose)
             if len(row_counts) == plan.num_tokens:
-                self._observe_seconds((time.perf_counter() - begin) / self.depth)
+                self._observe_seconds((time.perf_counter() - start_time) / self.depth)
             for row, count in row_counts:
                 row.sequence.num_computed_tokens += count

@@ -61,14 +61,14 @@ class DrawnDraft(Draft):
 
 class Source:
     """The source of one row's drafts. An `assistant` drafts for all of its rows together; without
-    one, `propose` drafts. Without `length`, drafts are as long as the source allows."""
+    one, `propose` drafts. Without `adaptive_length`, drafts are as long as the source allows."""
 
     assistant: Any = None  # an `Assistant`
     max_tokens = MAX_DRAFT_TOKENS  # of a draft, without an `assistant`
     strategy: Any = None  # transformers' candidate generator, which learns what is accepted
-    num_proposed = 0  # tokens of the last draft of `strategy`, until `observe`
-    length: DraftLength | None = None
-    generator: torch.Generator | None = None  # the row's
+    num_proposed = 0  # number of tokens in the last draft of `strategy`; 0 after `observe`
+    adaptive_length: DraftLength | None = None
+    generator: torch.Generator | None = None  # the row's; `None`: torch's global one
     resume_step = 0  # the first step after a pause
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
@@ -91,17 +91,18 @@ class Source:
     def num_to_draft(self, price: float, max_tokens: int, step: int) -> int:
         """Returns how many tokens to draft in step number `step`, given the `StepCosts.price`: at
         most `max_tokens`, which is at least 1. If the number is 0, begins a pause."""
-        if self.length is None:
+        if self.adaptive_length is None:
             return max_tokens
-        count = self.length.choose(price, max_tokens)
+        count = self.adaptive_length.choose(price, max_tokens)
         if not count:
-            self.resume_step = step + self.length.pause + 1
+            self.resume_step = step + self.adaptive_length.pause + 1
         return count
 
     def prepare(self, draft: Draft | None, step: int, num_embeddings: int) -> Draft | None:
-        """Makes a draft ready for step number `step`: cuts it at the first token without an
-        embedding in the model, which an assistant may draft, and draws its random numbers. If no
-        token is left, returns `None` and, with a `length`, begins a pause."""
+        """Makes a draft ready for step number `step`: cuts it before the first token that has no
+        embedding in the model (an assistant's vocabulary may be larger), and draws its random
+        numbers. If no token is left, begins a pause if there is an `adaptive_length`, and returns
+        `None`."""
         if draft is not None:
             for position, token in enumerate(draft.tokens):
                 if token >= num_embeddings:
@@ -110,9 +111,9 @@ class Source:
                         del draft.drawn_tokens[position:]
                     break
         if draft is None or not draft.tokens:
-            if self.length is not None:
-                self.length.observe_no_draft()
-                self.resume_step = step + self.length.pause + 1
+            if self.adaptive_length is not None:
+                self.adaptive_length.observe_no_draft()
+                self.resume_step = step + self.adaptive_length.pause + 1
             return None
         if isinstance(draft, DrawnDraft):
             device = draft.scores.device
@@ -128,7 +129,7 @@ class StepCosts:
     counts."""
 
     DECAY = 0.97  # of a step's weight, per later step
-    MIN_STEPS = 8  # before which the price is the default
+    MIN_STEPS = 8  # with fewer, `DEFAULT_PRICE` replaces the fitted price
     DEFAULT_PRICE = 1 / 16
 
     def __init__(self) -> None:
@@ -225,7 +226,7 @@ class NgramIndex:
     ) -> None:
         """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
         end)` of at least `NGRAM_SIZE`. `namespace`: a digest."""
-        packed = _packed(token_ids)
+        packed = _to_bytes(token_ids)
         for num_tokens in range(max(start, NGRAM_SIZE), end):
             end_byte = num_tokens * _TOKEN_BYTES
             key = namespace + packed[end_byte - NGRAM_SIZE * _TOKEN_BYTES : end_byte]
@@ -240,11 +241,11 @@ class NgramIndex:
         namespace: bytes = b"",
     ) -> list[int]:
         """Returns the tokens that followed an n-gram; none if the n-gram is not in the index."""
-        continuation = self._continuations.get(namespace + _packed(ngram), b"")
+        continuation = self._continuations.get(namespace + _to_bytes(ngram), b"")
         return array("q", continuation).tolist()
 
 
-def _packed(token_ids: list[int]) -> bytes:
+def _to_bytes(token_ids: list[int]) -> bytes:
     return array("q", token_ids).tobytes()
 
 
@@ -285,7 +286,7 @@ class Ngrams(Source):
         """Returns the position after the latest earlier occurrence of the row's last n-gram, or
         `None`."""
         text = self._text
-        text += _packed(token_ids[len(text) // _TOKEN_BYTES :])
+        text += _to_bytes(token_ids[len(text) // _TOKEN_BYTES :])
         self._token_ids = token_ids
         ngram = text[-NGRAM_SIZE * _TOKEN_BYTES :]
         byte = len(text) - _TOKEN_BYTES

@@ -60,7 +60,7 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
         Topic.RANKS("each rank would choose draft lengths by its own clock"): (
             compat.shard_ranks(model) is not None
         ),
-        Topic.ASSISTED("a single row is sampled or streamed, which transformers' own loop does"): (
+        Topic.ASSISTED("a single row is sampled or streamed, so transformers' own loop drafts"): (
             is_single_row and (config.do_sample or call.streamer is not None)
         ),
         # such as guidance, which has a cache that would lack the rejected drafts
@@ -161,7 +161,7 @@ class Speculator:
                 source = self._candidate_source(decoding, assistance)
                 has_adaptive_length |= config.prompt_lookup_num_tokens is not None
             drafts_first_token = not has_adaptive_length
-        source.length = DraftLength() if has_adaptive_length else None
+        source.adaptive_length = DraftLength() if has_adaptive_length else None
         source.generator = decoding.generator
         self.rows[generation] = source
         return drafts_first_token, namespace
@@ -172,7 +172,7 @@ class Speculator:
         return MtpHeads(self._runner, self._scheduler)
 
     def _assistant_of(self, model: PreTrainedModel) -> Assistant:
-        """Returns the assistant with this model, shared by its rows; creates it for the first."""
+        """Returns the assistant with this model; creates it if no row has it yet."""
         for assistant in self._assistants:
             if assistant.model is model:
                 return assistant
@@ -181,7 +181,7 @@ class Speculator:
         layout = Capability(model, cache, make_runner).choose_layout()
         blocks_and_runner = self._make_runner(model, cache, layout)
         if commits_when_touched(compute_device(model)):
-            # at once: growing would copy the blocks, and require new graphs
+            # all memory at once: growing would copy the blocks, and require new graphs
             cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         max_tokens = self._scheduler.max_num_batched_tokens
         max_tokens = min(max_tokens, max_chunk_tokens(self.model, config) or max_tokens)
@@ -232,8 +232,8 @@ class Speculator:
     def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
         source = self.rows.get(generation)
         if source is not None:
-            if source.length is not None:
-                source.length.observe(num_draft_tokens, num_accepted)
+            if source.adaptive_length is not None:
+                source.adaptive_length.observe(num_draft_tokens, num_accepted)
             ((request, index),) = generation.rows
             source.observe(request.sequences[index].token_ids, num_accepted)
 
@@ -334,7 +334,7 @@ def _shorten_drafts(drafts: list[tuple[Source, list[int]]], num_rows: int) -> No
     as much as tokens. A step's size is `num_rows` plus the number of all draft tokens."""
     adaptive_drafts: list[list[int]] = []
     for source, tokens in drafts:
-        if source.length is None:
+        if source.adaptive_length is None:
             num_rows += len(tokens)
         else:
             adaptive_drafts.append(tokens)
@@ -346,7 +346,7 @@ def _shorten_drafts(drafts: list[tuple[Source, list[int]]], num_rows: int) -> No
         return
     longest = [(-len(tokens), index) for index, tokens in enumerate(adaptive_drafts)]
     heapq.heapify(longest)
-    for _ in range(excess):  # the last tokens of the longest drafts are the least likely accepted
+    for _ in range(excess):  # the last tokens of the longest drafts are least likely to be accepted
         negative_length, index = longest[0]
         adaptive_drafts[index].pop()
         heapq.heapreplace(longest, (negative_length + 1, index))

@@ -199,7 +199,7 @@ class Translation:
 
 
 def translate(endpoint: str, body: Mapping[str, Any]) -> Translation:
-    """Translates the body of a request to `endpoint`, a key of `SERVED_HERE`. Raises `RefusedError`
+    """Translates the body of a request. `endpoint`: a key of `SERVED_HERE`. Raises `RefusedError`
     for fields and values that are not served."""
     requested = {name: value for name, value in body.items() if value is not None}
     _check_served(endpoint, requested)
@@ -413,6 +413,6 @@ def check_parts(modality: str, body: Mapping[str, Any]) -> None:
             part_type = part.get("type") if isinstance(part, Mapping) else None
             if isinstance(part_type, str) and part_type not in readable_types:
                 raise RefusedError(
-                    f"a message has a part of type {shown(part_type)}, and this model reads"
+                    f"a message has a part of type {shown(part_type)}, but this model reads only"
                     f" {', '.join(sorted(readable_types))}: leave it out, or use another model"
                 )

@@ -105,8 +105,8 @@ def _biases(options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def check_beams(config: Any, options: Mapping[str, Any]) -> None:
-    """Raises `RefusedError` if beams would take too much memory: that for all tokens of all
-    candidates is allocated at once."""
+    """Raises `RefusedError` if beams would take too much memory: the tokens of all candidates are
+    allocated at once, for the longest answer."""
     num_beams = options.get("num_beams")
     max_new_tokens = config.max_new_tokens
     if not isinstance(num_beams, int) or num_beams < 2 or not isinstance(max_new_tokens, int):

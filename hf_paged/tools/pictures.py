@@ -1,5 +1,5 @@
-"""Plots of blocks and of requests over steps; HTML and text of statistics and blocks. Imports
-matplotlib on first use."""
+"""Plots of blocks and of requests over steps; HTML of statistics and blocks; statistics as text.
+Imports matplotlib on first use."""
 
 from __future__ import annotations
 

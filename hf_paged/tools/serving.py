@@ -189,8 +189,9 @@ class EngineGenerateManager(utils.CBGenerateManager):
 
 def _compile(function: Callable[[], Any]) -> None:
     """Calls `function`, which compiles a schema, in a thread. Raises the function's error, and
-    `ValueError` if no thread is available or the function takes more than `COMPILE_SECONDS`. In the
-    latter case, the thread goes on and counts towards `MAX_COMPILING` until it ends."""
+    `ValueError` if no thread is available or if the wait for other schemas, or the function, takes
+    more than `COMPILE_SECONDS`. A function that takes longer goes on in its thread, and counts
+    towards `MAX_COMPILING` until it ends."""
     if not _compiling.acquire(timeout=COMPILE_SECONDS):
         raise ValueError("other JSON schemas are still being compiled: try again later")
     result: Future[Any] = Future()
@@ -275,7 +276,7 @@ class EngineGenerationState(utils.GenerationState):
         with self._lock:
             manager = super().get_manager(model_id, use_cb)
             if use_cb:
-                self._managers = {model_id: manager}  # the app has one model at a time
+                self._managers = {model_id: manager}  # the app has one such manager at a time
             else:
                 manager.get_engine_manager = functools.partial(
                     self.get_manager, model_id, use_cb=True
@@ -318,8 +319,8 @@ def build_server(model_manager: Any, chat_handler: Any, **arguments: Any) -> Any
         return Response(status_code=499)  # nginx's status for this; nobody reads the response
 
     # A garbage collection over the objects of all libraries takes a third of a second, in which no
-    # stream gets a token. Collections skip frozen objects. Freezing a model that is already loaded
-    # is harmless, since the app never unloads a preloaded model.
+    # stream gets a token. Collections skip frozen objects, among them a preloaded model, which
+    # the app unloads only for `POST /reset`.
     gc.collect()
     gc.freeze()
     app.add_exception_handler(RefusedError, answer_refused)

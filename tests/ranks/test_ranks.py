@@ -109,7 +109,7 @@ def test_what_is_refused_leaves_the_engine_serving() -> None:
     assert "call `model.generate(" in refused["inputs"]
     assert "split over several processes" in refused["prefix"]
     assert "load it in process 0 alone" in refused["sharded assistant"]
-    assert "`batch_invariant` is not served" in refused["invariant"]
+    assert "`batch_invariant` is not supported" in refused["invariant"]
     assert first["refusals"]["tokens"] == first["plain_calls"]["greedy"]
     for each in (first, second):
         assert "scheduled other tokens than rank 0" in each["other_seeds"]

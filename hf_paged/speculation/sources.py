@@ -151,17 +151,16 @@ class StepCosts:
     def price(self, num_rows: int, draft_seconds: float = 0.0) -> float:
         """Returns the cost of a draft token in a step of `num_rows` rows, as a fraction of the time
         that an accepted token saves. `draft_seconds`: the time to draft one token for all rows."""
-        num_rows = max(num_rows, 1)
-        seconds_per_draft_token = draft_seconds / num_rows
         weight, tokens, squares, seconds, products = self._sums
         spread = weight * squares - tokens * tokens
         if self._num_steps < self.MIN_STEPS or spread < 1e-2 * weight * weight:
-            relative_cost = seconds_per_draft_token * weight / seconds if seconds else 0
+            relative_cost = draft_seconds * weight / seconds if seconds else 0
             return self.DEFAULT_PRICE + relative_cost
         fitted = (weight * products - tokens * seconds) / spread
         slope = min(max(fitted, 0.0), seconds / tokens)  # seconds per token
         fixed = max(seconds / weight - slope * tokens / weight, 1e-9)  # seconds per step
-        return (slope + seconds_per_draft_token) / (fixed / num_rows + slope)
+        num_rows = max(num_rows, 1)
+        return (slope + draft_seconds / num_rows) / (fixed / num_rows + slope)
 
 
 class DraftLength:

@@ -833,6 +833,14 @@ def test_costs_are_a_line_through_steps() -> None:
     assert costs.price(num_rows=10) == before
 
 
+def test_an_assistants_time_counts_from_the_first_steps_on() -> None:
+    costs = StepCosts()
+    for _ in range(4):
+        costs.observe(64, 0.1)
+    # a draft for all rows takes as long as a step, which an accepted token saves for its row
+    assert costs.price(64, draft_seconds=0.1) == pytest.approx(StepCosts.DEFAULT_PRICE + 1)
+
+
 def test_texts_of_others_are_bounded() -> None:
     index = NgramIndex()
     for number in range(MAX_INDEX_NGRAMS + 100):

@@ -34,8 +34,8 @@ class BlockManager:
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         self._block_sizes = [group.block_size for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
-        # cached prefixes end at multiples of it: blocks of all groups end there, since sizes are
-        # powers of two
+        # cached prefixes end at multiples of this size, where blocks of all groups end, since sizes
+        # are powers of two
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
         # nodes per block, by group
@@ -57,7 +57,7 @@ class BlockManager:
         )
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self.epochs = Epochs()
-        # how often a cached prefix was attached to a sequence, or restored from the tier
+        # how often a cached prefix was attached to a sequence, or restored from a tier or a file
         self.num_hits = 0
         # error of a group in the last `take`; `None` if that succeeded or `num_free` was too small
         self.take_error: OutOfBlocksError | None = None
@@ -113,8 +113,8 @@ class BlockManager:
 
     def can_take(self, needs: Sequence[int], reserve: int = 0) -> bool:
         """Whether the limits allow `take(needs)` and leave at least `reserve` blocks available.
-        With several groups, calls `take`, which may evict cached blocks, and releases the
-        blocks."""
+        With several groups, also tries `take(needs)`, which may evict cached blocks, and releases
+        the allocated blocks."""
         num_needed = sum(needs) + reserve
         if num_needed > self.num_free:
             return False
@@ -208,7 +208,7 @@ class BlockManager:
         ranges: Sequence[tuple[int, int]],
     ) -> bool:
         """Makes the tokens `ranges[i]`, a half-open interval, writable in each `tables[i]` of a
-        group: copies shared blocks at once, and extends tables that are too short. Returns
+        group: copies shared and kept blocks, and extends tables that are too short. Returns
         whether a table got new blocks. Raises `OutOfBlocksError` with no table changed; after any
         other error, the pool must be recounted."""
         pool = self.groups[group].pool
@@ -257,9 +257,9 @@ class BlockManager:
         needs: Sequence[int],
         tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
-        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, preferably blocks that
-        follow those of `tables[i]`. Returns their ids by group; `None` if limits or free memory
-        allow too few. If it returns `None` or raises, nothing is allocated."""
+        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, for `tables[i]`, if
+        given (`BlockPool.take`). Returns their ids by group; `None` if limits or free memory allow
+        too few. If it returns `None` or raises, nothing is allocated."""
         self.take_error = None
         are_free = [
             not needed or group.has_free(needed) for group, needed in zip(self.groups, needs)
@@ -401,7 +401,7 @@ class BlockManager:
         return num_tokens
 
     def set_tier(self, tier: Tier | None) -> None:
-        """Sets the tier that stores the blocks that the prefix cache evicts."""
+        """Sets the tier that stores blocks evicted from the prefix cache; `None`: no tier."""
         self.tier = tier
         self.index.offload_to(None if tier is None else self._offload)
 
@@ -426,8 +426,8 @@ class BlockManager:
         """Returns how many tokens `match` would attach if the prefix cache had a snapshot of the
         states after every block."""
         max_nodes = (len(token_ids) - 1) // self.node_size
-        path = self.index.find(token_ids, namespace, max_nodes, ignored_group=self._state_group)
-        return len(path) * self.node_size
+        links = self.index.find(token_ids, namespace, max_nodes, ignored_group=self._state_group)
+        return len(links) * self.node_size
 
     def register(
         self,
@@ -437,9 +437,10 @@ class BlockManager:
         namespace: Hashable,
     ) -> None:
         """Registers in the prefix index the blocks that the first `num_tokens` tokens fill, up to
-        the last token at which blocks of all groups end. At one of the sequence's `stops`, also
-        registers its state slot as a snapshot: the step that begins now must copy this state before
-        changing it. Registered blocks must be computed before another sequence reads them."""
+        the last token at which blocks of all groups end. If `num_tokens` is one of the sequence's
+        `stops`, also registers the sequence's state slot as a snapshot: the step that begins now
+        must copy this state before it changes the state. Registered blocks must be computed before
+        another sequence reads them."""
         size = self.node_size
         num_nodes = num_tokens // self.block_size * self.index.stride
         is_cached = self.prefix_caching and namespace is not UNCACHED

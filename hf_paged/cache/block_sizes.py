@@ -86,8 +86,8 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
 
 class BlockSizes:
     """The block sizes of one memory. Chooses a group's block size when the group is created, from
-    lengths known when the memory was created. `lengths` records how long sequences were when they
-    ended, for the model's next memory."""
+    the lengths passed to `__init__`. `lengths` records how long sequences were when they ended, for
+    the model's next memory."""
 
     def __init__(
         self, costs: Costs | None = None, expected: Iterable[int] = (), observed: Iterable[int] = ()

@@ -19,7 +19,7 @@ from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
 from .store import Store, StoreSignature, choose_store
 
-# Smallest host tensor that gets a mapping of its own; glibc, too, maps allocations of this size.
+# Host tensors of at least this many bytes get separate mappings, as in glibc's allocator.
 MIN_RESERVED_BYTES = 32 << 20
 
 KVFormat: TypeAlias = tuple[int, int, torch.dtype]
@@ -262,7 +262,7 @@ class LayerKV(NamedTuple):
     values: KVFormat
 
     @property
-    def states(self) -> tuple[Tensor, Tensor]:
+    def empty_states(self) -> tuple[Tensor, Tensor]:
         """Empty keys and values `(0, heads, 0, dim)` of the layer, on the meta device."""
         return _empty_states((self.keys, self.values), torch.device("meta"))
 

@@ -63,7 +63,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Stores new K/V `(batch, heads, n, dim)`; returns all visible K/V: tensors with their
         graph if gradients reach new or stored K/V, dense tensors in decodes with `should_gather`,
         otherwise handles. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
-        batch size or K/V that do not fit; `NotPackable` for another shape than the packed step's;
+        batch size or K/V that do not fit; `NotPackable` for a shape other than the packed step's;
         `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
         differentiation), or if the layer missed an operation (`_check_current`)."""
         if torch.compiler.is_dynamo_compiling():
@@ -136,8 +136,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         while True:
             try:
                 with group.memory.lock:
-                    layer = group.blocks.storage.layers.get(self.index)
-                    if layer is None or layer.store_signature != signature:
+                    old_blocks = group.blocks.storage.layers.get(self.index)
+                    if old_blocks is None or old_blocks.store_signature != signature:
                         num_new_tables = group.num_new_tables(context_len)
                         group.blocks.layer(
                             self.index,
@@ -382,7 +382,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 " Call `activate_past_recording` on the cache first"
             )
         num_removed = min(self.num_positions, -count)
-        # another layer of the group may hold more positions: its next update overwrites the excess
+        # if another layer of the group holds more positions, this layer's updates overwrite them
         self._run_once(self.group.rows.crop, num_removed)
         self.num_positions -= num_removed
         if num_removed:

@@ -169,7 +169,7 @@ class PagedMemory:
     @restoring
     def changing(self) -> Iterator[None]:
         """Wraps a change of tables: holds the lock, and recovers after an exception that may have
-        left the change half done. Validate arguments before you enter it."""
+        left the change half done. Validate arguments before you enter this context."""
         with self.lock:
             if self.is_recovery_due:
                 self.recover()
@@ -195,9 +195,9 @@ class PagedMemory:
             self.is_recovery_due = False
 
     def free_abandoned(self) -> None:
-        """Unless this thread holds the lock, finishes a recovery that is due and recounts pools
-        whose tables were garbage-collected. Then frees the rows of garbage-collected caches, unless
-        another thread holds the lock."""
+        """Unless this thread holds the lock, finishes a recovery that is due, and recounts all
+        pools if a table with blocks was garbage-collected. Then frees the rows of garbage-collected
+        caches, unless another thread holds the lock."""
         groups = list(self.groups.values())
         is_due = self.is_recovery_due
         for group in groups:

@@ -1,5 +1,6 @@
 """Decides which calls wait for blocks that calls of other threads or other models hold, and how
-long, so that no two calls with half a memory each wait for each other. Preempts no requests."""
+long, so that calls that each hold a part of the memory do not wait for each other. Preempts no
+requests."""
 
 from __future__ import annotations
 

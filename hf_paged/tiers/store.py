@@ -87,7 +87,7 @@ class PrefixStore:
         expected_layers = self.expected_layers if device is not None else ()
         self._outlines = [
             {
-                layer.layer_index: group.storage.outline(*layer.states)
+                layer.layer_index: group.storage.outline(*layer.empty_states)
                 for layer in expected_layers
                 if layer.spec == group.spec
             }

@@ -130,8 +130,8 @@ def save(
 
 def load(core: EngineCore, path: Any) -> int:
     """Implements `rooms.TiersRoom.load`. Raises `ValueError` if the file is not a saved prefix of
-    the current model, or if the pool would be freed at once; `OutOfBlocksError`; `OSError` if the
-    file cannot be read; and the errors of copying."""
+    the current model, or if the pool would be freed immediately; `OutOfBlocksError` if too few
+    blocks are free; `OSError` if the file cannot be read; and the errors of copying."""
     try:
         with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
             return _load(core, path, file)
@@ -147,7 +147,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         namespace = _to_tuples(json.loads(file.metadata["namespace"]))
         weights_hash, digest = file.metadata["name"].split("/")
         if not token_ids or not all(map(is_whole, token_ids)):
-            raise CorruptFileError("its tokens are not whole numbers")
+            raise CorruptFileError("its tokens are missing, or are not whole numbers")
     with core.keeping_pool(), _between_steps(core) as (loop, store):
         if not core.requests and core.config.idle_release_seconds == 0 and loop.blocks.tier is None:
             raise ValueError(

@@ -208,8 +208,8 @@ class RowMappings:
 
     def _reserve(self, region: Region) -> list[Tensor]:
         """Reserves addresses for the planes of a region; returns its parts."""
-        # keeps no reference to the region: in a cycle, the region's pages would be freed at the
-        # next garbage collection instead of with their last user
+        # this object keeps no reference to the region: in a cycle, the region's pages would be
+        # freed at the next garbage collection instead of with their last user
         layout = region.layout
         num_slots, max_len = self.shape
         planes_per_part = layout.num_planes // layout.num_parts
@@ -312,7 +312,7 @@ class RowMappings:
                 offset = plane.offset + block_id * block_bytes
                 pages.map(plane.address_of(slot, position), offset, count * block_bytes)
         except BaseException:
-            # as unmapped, although some planes may be mapped
+            # record the blocks as unmapped, although some planes may be mapped
             self._record(slot, position, [None] * count)
             raise
 
@@ -360,10 +360,10 @@ class RowMappings:
     def preserve(self) -> bool:
         """Gives borrowed views that are still alive private copies of their pages, at the same
         addresses (`MemoryFile.detach`). Returns whether rows need new addresses."""
-        alive = [view for view in self.borrowed_views if view.addresses() is not None]
+        live_views = [view for view in self.borrowed_views if view.addresses() is not None]
         for part, addresses in enumerate(self.part_addresses):
             blocks: set[tuple[int, int]] = set()  # slots and positions of mapped blocks in views
-            for view in alive:
+            for view in live_views:
                 if view.part == part:
                     for slot in view.slots:
                         for position, block_id in enumerate(self.mapped[slot]):

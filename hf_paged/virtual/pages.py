@@ -102,7 +102,7 @@ class Extents:
         """Raises `MemoryError` if there are too many extents."""
         if self.count > self.limit:
             raise MemoryError(
-                f"rows would take {self.count:,} mappings, and half of `vm.max_map_count` is"
+                f"rows would take {self.count:,} mappings, but half of `vm.max_map_count` is"
                 f" {self.limit:,}: raise that setting, or `page_bytes` of `VirtualStorage`"
             )
 
@@ -251,7 +251,7 @@ class MemoryFile:
             raise OSError(error_number, os.strerror(error_number))
 
     def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
-        """Replaces the pages at `starts`, which are addresses of `size` bytes each in the range
+        """Replaces `size` bytes of pages at each of `starts`, which are addresses in the range
         `addresses`, by private copies that are freed with the range. Raises `MemoryError`, possibly
         after it has replaced some of them."""
         runs: list[list[int]] = []  # address and bytes of adjacent pages
@@ -356,8 +356,8 @@ class CudaPages:
 
     def reserve(self, size: int) -> Addresses:
         addresses = Addresses(0, size, self._tensor)
-        # the address, once reserved; one statement reserves and appends it, so that an error or an
-        # interrupt between the two cannot leak it
+        # the address, once reserved, in a list that the finalizer shares, so that no later error
+        # leaks the addresses
         reserved: list[int] = []
         when_freed(addresses, self._free, reserved, size)
         reserved.append(int(self._call_in_context("cuMemAddressReserve", size, 0, 0, 0)))

@@ -36,8 +36,9 @@ from .row_slots import Placement, RowSlots, RowViews
 
 logger = logging.getLogger(__name__)
 
-# address space for a layer's blocks, unless more blocks are reserved; growing beyond it moves them
-MAX_RESERVED_BYTES = 64 << 30
+# address space for a layer's blocks, unless more blocks are reserved; growth beyond it moves the
+# blocks
+ADDRESS_BYTES = 64 << 30
 # with `blocks_ahead`, a pool without a limit grows by at least this many runs of `1 + blocks_ahead`
 # blocks, so that new rows find free runs
 RUNS_PER_GROWTH = 16
@@ -56,9 +57,10 @@ def make_storage(
 def _take_runs(
     run_length: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes `count` free blocks (`block_pool.BlockSelector`), each with the id that follows the
-    previous one, at first the last of `after`. If that block is not free, takes the first block of
-    an aligned free run of `run_length` blocks or, without one, the lowest free id."""
+    """Takes `count` free blocks (`block_pool.BlockSelector`). Each time, takes the block whose id
+    follows the id taken before, or at first the last id of `after`. If that block is not free,
+    takes the first block of an aligned free run of `run_length` blocks or, if there is none, the
+    free block with the lowest id."""
     block_ids = []
     next_id = after[-1] + 1 if after else -1
     for _ in range(count):
@@ -86,9 +88,9 @@ def fit_blocks(
 ) -> PagedConfig:
     """Returns `config` with the smallest block size at which, in half precision, one head's keys in
     a block fill whole pages or, if pages are large, all heads of a layer's tensor do. Returns
-    `config` unchanged if it has another storage, or a block size of at least that, which fills
-    whole pages, too, since block sizes and pages are powers of two. Raises `ValueError` if pages
-    cannot be mapped, or are too large for any block size."""
+    `config` unchanged if it has another storage, or a block size of at least that: larger blocks
+    also fill whole pages, since block sizes and page sizes are powers of two. Raises `ValueError`
+    if pages cannot be mapped, or are too large for any block size."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page_bytes = pages_for(device, config.storage.page_bytes).granularity
@@ -111,8 +113,8 @@ def fit_blocks(
 
 
 def _block_shape(config: Any) -> tuple[int, int]:
-    """Returns the number of heads in a layer's block tensor, and their dim; where layers differ,
-    the greatest common divisor of each. A tensor has keys and values, unless their dims differ."""
+    """Returns the number of heads in a layer's block tensor, and their dim. Where layers differ, or
+    keys and values of a layer differ in dim, returns the greatest common divisor instead."""
     text_config = None
     if config is not None:
         text_config = config.get_text_config(decoder=True)
@@ -299,7 +301,7 @@ class MappedStorage(BlockStorage):
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
         self.pages: Pages | None = None
-        # for a child process: ids and content of the blocks in use, by layer
+        # for a child process: ids and content of used and cached blocks, by layer
         self._child_contents: dict[int, tuple[list[int], KVBlocks]] = {}
         # includes those of dropped layers, whose views may still be alive
         self._layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
@@ -353,10 +355,10 @@ class MappedStorage(BlockStorage):
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
         """Unless addresses are limited, returns at least the number of blocks that fill
-        `MAX_RESERVED_BYTES`: addresses cost nothing, and spare ones let the pool grow in place."""
+        `ADDRESS_BYTES`: addresses cost nothing, and spare ones let the pool grow in place."""
         num_addressable = 0
         if address_limit() is None:
-            num_addressable = MAX_RESERVED_BYTES // max(block_bytes, 1)
+            num_addressable = ADDRESS_BYTES // max(block_bytes, 1)
         num_reserved = super()._num_reserved(block_bytes, device)
         return max(num_addressable, num_reserved)
 
@@ -429,8 +431,8 @@ class MappedStorage(BlockStorage):
             return
         for rows in list(self._layer_rows):
             rows.preserve_views()
-        states = enumerate(self.pool.holder_counts())
-        ids = [block_id for block_id, state in states if state]
+        holder_counts = enumerate(self.pool.holder_counts())
+        ids = [block_id for block_id, count in holder_counts if count]  # -1 if cached
         for index, layer in list(self.layers.items()):  # other threads may add layers
             if layer.rows is not None and ids:
                 self._child_contents[index] = ids, layer.select(ids)

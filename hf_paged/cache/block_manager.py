@@ -51,7 +51,7 @@ class BlockManager:
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         states = {index: spec for index, spec in enumerate(specs) if isinstance(spec, StateSpec)}
         self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
-        # index of the first group whose states are not empty; `None` if there is none
+        # index of the first group of states that is not empty; `None` if there is none
         self._state_group = next(
             (index for index, spec in states.items() if not spec.is_empty), None
         )
@@ -389,13 +389,13 @@ class BlockManager:
         epoch = min(node.epoch for node in path)
         self.num_hits += 1
         for group, table in enumerate(blocks.tables):
-            needed = self.index.needed_nodes(group, num_nodes)
-            block_ids = (path[index].block_ids[group] for index in needed)
+            needed_nodes = self.index.needed_nodes(group, num_nodes)
+            block_ids = (path[index].block_ids[group] for index in needed_nodes)
             cached_ids = [block_id for block_id in block_ids if block_id is not None]
             if table.block_size == UNBOUNDED:
                 table.attach(cached_ids, 0, num_tokens)
             else:
-                table.attach(cached_ids, needed.start * size // table.block_size)
+                table.attach(cached_ids, needed_nodes.start * size // table.block_size)
         blocks.node, blocks.num_registered, blocks.epoch = path[-1], num_nodes, epoch
         blocks.capacity = num_tokens
         return num_tokens

@@ -73,18 +73,18 @@ def share(memory: Any) -> int | None:
     return total - sum(pool.charged_bytes for pool in other_pools if pool.is_used)
 
 
-def charge(memory: Any, more: int = 0) -> bool:
-    """Charges this pool, whose lock the caller holds, for its current bytes plus `more`. Returns
-    `False`, with nothing charged, if they do not fit in the budget beside the other pools, even
-    after idle ones are freed."""
-    needed = memory.occupied_bytes + more
-    if limit(memory) is None or needed <= memory.charged_bytes:
-        memory.charged_bytes = needed
+def charge(memory: Any, more_bytes: int = 0) -> bool:
+    """Charges this pool, whose lock the caller holds, for its current bytes plus `more_bytes`.
+    Returns `False`, with nothing charged, if they do not fit in the budget beside the other pools,
+    even after idle ones are freed."""
+    needed_bytes = memory.occupied_bytes + more_bytes
+    if limit(memory) is None or needed_bytes <= memory.charged_bytes:
+        memory.charged_bytes = needed_bytes
         return True
     with _lock:
-        if not _free_until_fits(needed, memory):
+        if not _free_until_fits(needed_bytes, memory):
             return False
-        memory.charged_bytes = needed
+        memory.charged_bytes = needed_bytes
         return True
 
 
@@ -127,17 +127,17 @@ def _other_pools(memory: Any) -> list[Any]:
 
 def _idle_pools(pools: list[Any]) -> list[Any]:
     """Returns the pools that hold memory and no used block, least recently used first."""
-    idle = [pool for pool in pools if pool.charged_bytes and not pool.is_used]
-    return sorted(idle, key=operator.attrgetter("last_used"))
+    idle_pools = [pool for pool in pools if pool.charged_bytes and not pool.is_used]
+    return sorted(idle_pools, key=operator.attrgetter("last_used"))
 
 
-def _free_until_fits(needed: int, memory: Any) -> bool:
-    """Frees idle pools until `needed` bytes of `memory` fit in the budget beside the other pools.
+def _free_until_fits(needed_bytes: int, memory: Any) -> bool:
+    """Frees idle pools until `needed_bytes` of `memory` fit in the budget beside the other pools.
     Returns whether they fit."""
     while (total := _limit) is not None:
         other_pools = _other_pools(memory)
         charged_bytes = sum(pool.charged_bytes for pool in other_pools)
-        excess = needed + charged_bytes - total
+        excess = needed_bytes + charged_bytes - total
         if excess <= 0:
             return True
         if not any(_release(pool) for pool in _idle_pools(other_pools)):

@@ -248,8 +248,8 @@ class KVBlocks:
             _empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device)
             for tensor in self.data
         ]
-        for new, old in zip(tensors, self.data):
-            new[: old.shape[0]] = old
+        for new_tensor, old_tensor in zip(tensors, self.data):
+            new_tensor[: old_tensor.shape[0]] = old_tensor
         return self.like(tensors)
 
 

@@ -292,17 +292,17 @@ class PagedMemory:
         share = budget.share(self) or 0
         return max(0, total - share) // block_bytes
 
-    def evict_to_fit(self, needed: int, group: GroupMemory) -> None:
-        """Evicts cached blocks, those of `group` first, until `needed` more used blocks fit in
+    def evict_to_fit(self, num_needed: int, group: GroupMemory) -> None:
+        """Evicts cached blocks, those of `group` first, until `num_needed` more used blocks fit in
         `num_blocks`. Raises `OutOfBlocksError` if used blocks leave too little space."""
         total = self.config.num_blocks
         num_used = self.num_used
         if total is None or not group.spec.is_counted:
             return
         free = total - num_used
-        if needed > free:
-            raise over_limit_error(needed, self.block_size, free, total, "`num_blocks`")
-        excess = num_used + self.num_cached + needed - total
+        if num_needed > free:
+            raise over_limit_error(num_needed, self.block_size, free, total, "`num_blocks`")
+        excess = num_used + self.num_cached + num_needed - total
         for evicted_group in (group, *self.groups.values()):
             if excess <= 0:
                 return

@@ -53,7 +53,7 @@ class Node:
 class PrefixIndex:
     """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's
     RadixAttention, arXiv 2312.07104, section 3, but by whole blocks). A lookup of the pools' blocks
-    compares tokens, never only hashes; blocks in a tier are found by digest. Of several blocks with
+    compares tokens, not just hashes; blocks in a tier are found by digest. Of several blocks with
     the same content, only the first is registered. A node that loses its block in a full-attention
     group is removed with its subtree; in a window group, nodes may lack blocks. A group of states
     is a window group of which only the last node's block is needed: the snapshot after that node. A

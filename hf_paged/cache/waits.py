@@ -89,11 +89,11 @@ class Claim:
         """Whether `total` blocks suffice for this claim and all earlier ones. Always true without
         earlier claims, or if this thread made one: it would wait for itself."""
         claims = claims_on(self.memory)
-        earlier = claims[: claims.index(self)]
-        is_nested = any(claim.thread == self.thread for claim in earlier)
-        if not earlier or is_nested:
+        earlier_claims = claims[: claims.index(self)]
+        is_nested = any(claim.thread == self.thread for claim in earlier_claims)
+        if not earlier_claims or is_nested:
             return True
-        num_blocks = sum(claim.num_blocks for claim in [*earlier, self])
+        num_blocks = sum(claim.num_blocks for claim in [*earlier_claims, self])
         return num_blocks <= total
 
     def withdraw(self) -> None:

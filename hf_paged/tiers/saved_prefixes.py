@@ -116,8 +116,8 @@ def save(
                 )
             layers_by_group: dict[int, Layers] = {}
             for group in range(len(manager.groups)):
-                needed = manager.index.needed_nodes(group, num_nodes)
-                block_ids = (nodes[index].block_ids[group] for index in needed)
+                needed_nodes = manager.index.needed_nodes(group, num_nodes)
+                block_ids = (nodes[index].block_ids[group] for index in needed_nodes)
                 cached_ids = [block_id for block_id in block_ids if block_id is not None]
                 if cached_ids:
                     layers_by_group[group] = store.copy_out(group, cached_ids)
@@ -168,10 +168,10 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         node_indices = []
         expected = {}
         for group in range(len(manager.groups)):
-            needed = manager.index.needed_nodes(group, num_nodes)
-            node_indices.append(needed)
-            if needed:
-                expected[group] = (store.layers(group), len(needed))
+            needed_nodes = manager.index.needed_nodes(group, num_nodes)
+            node_indices.append(needed_nodes)
+            if needed_nodes:
+                expected[group] = (store.layers(group), len(needed_nodes))
         layers_by_group = file.read(expected)
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.node_size != len(token_ids) or links[-1].digest.hex() != digest:

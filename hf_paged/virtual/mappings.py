@@ -157,7 +157,7 @@ class PlaneRows(NamedTuple):
     """The addresses of one plane's tokens in all slots."""
 
     address: int  # in the first slot
-    slot_bytes: int  # from slot to slot
+    slot_bytes: int  # from the address in one slot to that in the next
     block_bytes: int
     offset: int  # of the pages of block 0
     part: int  # index of the part that the plane belongs to

@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # not imported at run time: they use tensors
 
 class BlockManager:
     """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. The copies
-    of copy-on-write that `append` needs wait until `flush_copies`; `extend` makes its copies at
-    once. `memory` owns the groups and limits their blocks."""
+    of copy-on-write that `append` needs wait until `flush_copies`; `extend` makes its copies
+    immediately. `memory` owns the groups and limits their blocks."""
 
     def __init__(self, groups: Sequence[GroupMemory], memory: PagedMemory) -> None:
         """`memory` may be a weak proxy, since the memory holds its managers."""

@@ -83,7 +83,7 @@ class Reservation:
 
 def free_bytes(device: torch.device) -> int:
     """Returns the bytes of free memory on `device`, including (except on MPS) unused memory that
-    torch's allocator holds; on the CPU, at most the addresses that the process may still map
+    torch's allocator holds; on the CPU, at most as many bytes as the process may still map
     (`ulimit -v`). Raises `ValueError` for a device whose free memory torch does not report."""
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()

@@ -168,8 +168,8 @@ class PagedMemory:
 
     @restoring
     def changing(self) -> Iterator[None]:
-        """Wraps a change of tables: holds the lock, and recovers after an exception that may have
-        left the change half done. Validate arguments before you enter this context."""
+        """A context for a change of tables: holds the lock, and recovers after an exception that
+        may have left the change half done. Validate arguments before you enter this context."""
         with self.lock:
             if self.is_recovery_due:
                 self.recover()
@@ -384,8 +384,8 @@ class PagedMemory:
             self._call_blocks, self._call_used = 0, {}
 
     def end_call(self, call: Hashable, plain_bytes: int | None) -> None:
-        """Records the bytes of keys and values at the call's peak, and `plain_bytes`, those of a
-        plain cache, unless another call overlapped this one or this one failed (`None`)."""
+        """Unless the call failed (`plain_bytes` is `None`) or another call overlapped it, records
+        the bytes of keys and values at its peak, and `plain_bytes`, those of a plain cache."""
         with self.lock:
             is_lone, self._lone_call = self._lone_call is call, None
             self._calls.discard(call)

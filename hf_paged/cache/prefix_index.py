@@ -154,8 +154,8 @@ class PrefixIndex:
         return links[:num_usable]
 
     def digest(self, node: Node) -> bytes:
-        """Returns `Link.digest` of a node; `b""` if tokens up to its end have no hash that is the
-        same in every process."""
+        """Returns `Link.digest` of a node; `b""` if the tokens up to the node's end have no hash
+        that is the same in every process."""
         path = []
         while not node.digest and node.parent is not None and node.parent is not node:
             path.append(node)

@@ -136,9 +136,9 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 
 @restoring
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
-    """Wraps a call that cannot be preempted and holds up to `num_blocks` of `total()` blocks. First
-    waits until these fit beside the claims of earlier such calls, or until no call of another
-    thread progresses."""
+    """A context for a call that cannot be preempted and holds up to `num_blocks` of `total()`
+    blocks. First waits until these fit beside the claims of earlier such calls, or until no call of
+    another thread progresses."""
     claim = Claim(memory, num_blocks)
     try:
         memory.holders.append(claim)

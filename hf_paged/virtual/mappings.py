@@ -135,7 +135,7 @@ class Region:
         return Region(self.pages, self.layout, num_blocks, self.num_mapped, self.backing)
 
     def remap(self, pages: Pages) -> None:
-        """In a child process: maps these pages at the same addresses in place of the parent's."""
+        """In a child process: maps `pages` at the same addresses in place of the parent's pages."""
         num_mapped = self.num_mapped
         self.pages, self.num_mapped = pages, 0
         self._addresses.backing = self.backing = Backing(
@@ -262,8 +262,8 @@ class RowMappings:
         mapped += [None] * (end - len(mapped))
 
         def run_key(block: tuple[int, int]) -> int | None:
-            """The difference of id and position, equal for blocks that one call maps; `None` if a
-            block is mapped already."""
+            """Returns the difference of id and position, equal for blocks that one call maps;
+            `None` if the block is mapped already."""
             position, block_id = block
             return None if mapped[position] == block_id else block_id - position
 

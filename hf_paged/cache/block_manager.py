@@ -127,11 +127,11 @@ class BlockManager:
             group.pool.release(block_ids)
         return True
 
-    def tables(self, group: int) -> Iterator[BlockTable]:
+    def tables(self, group_index: int) -> Iterator[BlockTable]:
         """Yields the group's tables of all live sequences."""
         # copied, since garbage collection may remove sequences during the iteration
         sequences = list(self._sequences)
-        return (blocks.tables[group] for blocks in sequences)
+        return (blocks.tables[group_index] for blocks in sequences)
 
     def new(self) -> SequenceBlocks:
         """Returns the blocks of a new sequence: empty tables."""
@@ -203,7 +203,7 @@ class BlockManager:
 
     def extend(
         self,
-        group: int,
+        group_index: int,
         tables: Sequence[BlockTable],
         ranges: Sequence[tuple[int, int]],
     ) -> bool:
@@ -211,27 +211,27 @@ class BlockManager:
         group: copies shared and kept blocks, and extends tables that are too short. Returns
         whether a table got new blocks. Raises `OutOfBlocksError` with no table changed; after any
         other error, the pool must be recounted."""
-        pool = self.groups[group].pool
+        group = self.groups[group_index]
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
         writers = Counter(
             block for table, tokens in zip(tables, ranges) for block in table.shared_blocks(*tokens)
         )
         num_needed = sum(map(BlockTable.num_new_blocks, tables, counts))
         for block_id, num_writers in writers.items():
-            if pool.is_kept(block_id):
+            if group.pool.is_kept(block_id):
                 num_needed += num_writers
             else:
                 # the last holder writes in place, unless the prefix cache keeps the block
-                num_needed += min(num_writers, pool.refcount(block_id) - 1)
+                num_needed += min(num_writers, group.pool.refcount(block_id) - 1)
         if num_needed:
-            self.groups[group].ensure_free(num_needed)
+            group.ensure_free(num_needed)
         if writers:
             old_ids = [list(table.block_ids) for table in tables]
             try:
                 rows = zip(tables, ranges)
                 copies = [copy for table, tokens in rows for copy in table.copy_on_write(*tokens)]
                 if copies:
-                    self.groups[group].copy_blocks(copies)
+                    group.copy_blocks(copies)
             except BaseException:  # a table must not hold blocks without content
                 for table, block_ids in zip(tables, old_ids):
                     table.block_ids = block_ids
@@ -388,9 +388,9 @@ class BlockManager:
             return 0
         epoch = min(node.epoch for node in path)
         self.num_hits += 1
-        for group, table in enumerate(blocks.tables):
-            needed_nodes = self.index.needed_nodes(group, num_nodes)
-            block_ids = (path[index].block_ids[group] for index in needed_nodes)
+        for group_index, table in enumerate(blocks.tables):
+            needed_nodes = self.index.needed_nodes(group_index, num_nodes)
+            block_ids = (path[index].block_ids[group_index] for index in needed_nodes)
             cached_ids = [block_id for block_id in block_ids if block_id is not None]
             if table.block_size == UNBOUNDED:
                 table.attach(cached_ids, 0, num_tokens)
@@ -405,10 +405,10 @@ class BlockManager:
         self.tier = tier
         self.index.offload_to(None if tier is None else self._offload)
 
-    def _offload(self, group: int, block_id: int, digest: bytes) -> None:
+    def _offload(self, group_index: int, block_id: int, digest: bytes) -> None:
         """Passes a block that the prefix cache is evicting to the tier."""
         assert self.tier is not None
-        self.tier.keep(group, block_id, digest, self.epochs.are_verified)
+        self.tier.keep(group_index, block_id, digest, self.epochs.are_verified)
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
         """Returns how many registered blocks of a sequence have more holders than the `num_rows`

@@ -92,8 +92,9 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
 class SwappedSequence:
     """The host copies of a swapped-out sequence's blocks."""
 
-    host: list[HostBlocks]  # per group, shared by all sequences of the request
-    rows: list[list[int]]  # per group, the row in `host` of each block of the sequence's table
+    host_blocks: list[HostBlocks]  # per group, shared by all sequences of the request
+    # per group, the row in `host_blocks` of each block of the sequence's table
+    rows: list[list[int]]
 
 
 class BlockSwapper:
@@ -129,14 +130,17 @@ class BlockSwapper:
             numbers = [number_blocks(tables) for tables in tables_by_group]
             try:
                 groups = zip(self.block_manager.groups, numbers)
-                host = [copy_out(group, list(block_numbers)) for group, block_numbers in groups]
+                host_blocks = [
+                    copy_out(group, list(block_numbers)) for group, block_numbers in groups
+                ]
             except (MemoryError, RuntimeError, KeyError) as error:  # torch raises `RuntimeError`
                 if is_interrupt(error):
                     raise
                 return False
             for sequence in sequences:
                 tables = sequence.blocks.tables
-                sequence.swapped = SwappedSequence(host, list(map(host_rows, tables, numbers)))
+                table_rows = list(map(host_rows, tables, numbers))
+                sequence.swapped = SwappedSequence(host_blocks, table_rows)
                 for table in tables:
                     table.pool.release(reversed(table.block_ids))
                     table.block_ids = []
@@ -148,7 +152,7 @@ class BlockSwapper:
         blocks are free."""
         swapped = _swapped(request)
         rows_by_group = self._needed_rows(swapped)
-        host = swapped[0][1].host
+        host_blocks = swapped[0][1].host_blocks
         with self.block_manager.memory.lock:
             allocated_ids = self.block_manager.take(list(map(len, rows_by_group)))
             if allocated_ids is None:
@@ -157,7 +161,8 @@ class BlockSwapper:
                 targets = [
                     dict(zip(rows, new_ids)) for rows, new_ids in zip(rows_by_group, allocated_ids)
                 ]
-                for group, copies, block_ids in zip(self.block_manager.groups, host, targets):
+                groups = self.block_manager.groups
+                for group, copies, block_ids in zip(groups, host_blocks, targets):
                     put_back(group, copies, block_ids)
                 for sequence, swapped_blocks in swapped:
                     tables = sequence.blocks.tables

@@ -328,7 +328,7 @@ class CudaPages:
         self.granularity = int(granularity)
         # the driver's handles of existing pages, of `granularity` bytes each, by offset
         self._handles: dict[int, Any] = {}
-        self._mapped: set[int] = set()  # addresses of mapped pages
+        self._mapped_pages: set[int] = set()  # by address
         self._size = 0  # of the offset space
 
     def _call_in_context(self, name: str, *args: Any) -> Any:
@@ -387,7 +387,7 @@ class CudaPages:
                         "cuMemCreate", page, self._properties, 0
                     )
                 self._call_in_context("cuMemMap", address + start, page, 0, handle, 0)
-                self._mapped.add(address + start)
+                self._mapped_pages.add(address + start)
             self._call_in_context("cuMemSetAccess", address, size, [self._access], 1)
         except BaseException:
             self.unmap(address, size)
@@ -395,12 +395,12 @@ class CudaPages:
 
     def unmap(self, address: int, size: int) -> None:
         pages = range(address, address + size, self.granularity)
-        mapped = [page for page in pages if page in self._mapped]
-        if mapped:
+        mapped_pages = [page for page in pages if page in self._mapped_pages]
+        if mapped_pages:
             self._call_in_context("cuCtxSynchronize")  # running kernels may read the pages
-        for page in mapped:
+        for page in mapped_pages:
             self._call_in_context("cuMemUnmap", page, self.granularity)
-            self._mapped.discard(page)
+            self._mapped_pages.discard(page)
 
     def release(self, offset: int, size: int) -> None:
         released = [start for start in self._handles if offset <= start < offset + size]

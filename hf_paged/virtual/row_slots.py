@@ -35,7 +35,7 @@ class Row:
     version: int = 0  # counts changes
     assigned_version: int = 0  # the version at which the row replaced an unrelated one
     # if mappings are kept: block ids by position, of this row and, past its end, of earlier rows
-    mapped: list[int | None] = field(default_factory=list)
+    mapped_ids: list[int | None] = field(default_factory=list)
     reading_steps: list[weakref.ref[StepMetadata]] = field(default_factory=list)
     last_used: int = 0  # `RowSlots._clock` at the last step
 
@@ -182,7 +182,7 @@ class RowSlots:
     def clear_mapped(self, rows: Iterable[Row]) -> None:
         """Records that nothing is mapped in the slots of these rows."""
         for row in rows:
-            row.mapped.clear()
+            row.mapped_ids.clear()
 
     def _choose_slots(
         self,
@@ -230,8 +230,8 @@ class RowSlots:
         """Returns how many of a row's blocks are still mapped in a slot; 0 unless most of them are,
         since the slot's mappings may fit another row better."""
         ids = span.ids
-        mapped = self.rows[slot].mapped[span.first : span.first + len(ids)]
-        num_mapped = sum(map(operator.eq, mapped, ids))
+        mapped_ids = self.rows[slot].mapped_ids[span.first : span.first + len(ids)]
+        num_mapped = sum(map(operator.eq, mapped_ids, ids))
         if 2 * num_mapped <= len(ids):
             return 0
         return num_mapped
@@ -358,8 +358,8 @@ class RowSlots:
                 row.assigned_version = row.version
             row.first, row.block_ids, row.has_padding = first, ids, has_padding
             if self._keeps_mappings:
-                row.mapped += [None] * (num_positions - len(row.mapped))
-                row.mapped[first:num_positions] = ids
+                row.mapped_ids += [None] * (num_positions - len(row.mapped_ids))
+                row.mapped_ids[first:num_positions] = ids
         if ids:
             self._slot_by_last_block[ids[-1]] = slot
         if len(row.reading_steps) > MAX_READING_STEPS:

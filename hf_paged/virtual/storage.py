@@ -165,10 +165,10 @@ class LayerRows:
         """Maps the rows of a step; returns the views in which they can be read, or `None` if they
         cannot be mapped."""
         with self.slots.lock:
-            mapped = self._map_rows(step, are_consecutive=False)
-        if mapped is None:
+            result = self._map_rows(step, are_consecutive=False)
+        if result is None:
             return None
-        placement, mappings = mapped
+        placement, mappings = result
         return RowViews(placement, *mappings.pair, step)
 
     def _map_rows(
@@ -216,7 +216,7 @@ class LayerRows:
         """Unmaps these slots. The caller holds the slots' lock."""
         self.preserve_views()
         for slot in slots:
-            if self.mappings is not None and slot < len(self.mappings.mapped):
+            if self.mappings is not None and slot < len(self.mappings.mapped_ids):
                 self.mappings.unmap_slot(slot)
 
     def strided_view(self, step: StepMetadata, is_value: bool) -> Tensor | None:
@@ -238,10 +238,10 @@ class LayerRows:
         if first < 0:
             return None
         with self.slots.lock:
-            mapped = self._map_rows(step, are_consecutive=True)
-            if mapped is None:
+            result = self._map_rows(step, are_consecutive=True)
+            if result is None:
                 return None
-            placement, mappings = mapped
+            placement, mappings = result
             slots = range(placement.slots[0], placement.slots[-1] + 1)
             return mappings.borrow_view(is_value, slots, first, end)
 

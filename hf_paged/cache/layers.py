@@ -33,10 +33,10 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Dummy
 
 class PagedLayer(cache_utils.DynamicLayer):
     """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. `keys` and
-    `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step
-    (`PagedCache.begin`) the layer holds no rows. K/V computed with gradients are also kept as
-    tensors with their graph, as in `DynamicLayer`, until an update or an operation on rows runs
-    with gradients disabled, or until `reset` or `PagedCache.detach`."""
+    `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step, the
+    layer holds no rows. K/V computed with gradients are also kept as tensors with their graph, as
+    in `DynamicLayer`, until an update or an operation on rows runs with gradients disabled, or
+    until `reset` or `PagedCache.detach`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)

@@ -63,7 +63,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Stores new K/V `(batch, heads, n, dim)`; returns all visible K/V: tensors with their
         graph if gradients reach new or stored K/V, dense tensors in decodes with `should_gather`,
         otherwise handles. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
-        batch size or K/V that do not fit; `NotPackable` for a shape other than the packed step's;
+        batch size or K/V that do not fit; `NotPackable` for another shape than the packed step's;
         `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
         differentiation), or if the layer missed an operation (`_check_current`)."""
         if torch.compiler.is_dynamo_compiling():

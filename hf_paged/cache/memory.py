@@ -129,9 +129,9 @@ class PagedMemory:
         return max(sizes, default=DEFAULT_BLOCK_SIZE)
 
     def better_sizes(self) -> BlockSizes | None:
-        """Returns block sizes for a new memory if the recorded lengths suggest others. Returns
-        `None` otherwise, while a table holds a block, or while cached prefixes are worth keeping
-        (one was reused, or few sequences have ended). May be called without the lock."""
+        """Returns block sizes for a new memory if the recorded lengths suggest others; otherwise
+        `None`, also while a table holds a block, or while cached prefixes are worth keeping: one
+        has been reused, or few sequences have ended so far. May be called without the lock."""
         if self.sizes is None or self.is_used:
             return None
         has_hits = any(manager.num_hits for manager in list(self.managers.values()))

@@ -98,7 +98,7 @@ def save(
             if not num_tokens:
                 raise ValueError(
                     f"the prompt has {len(ids)} tokens, but only full blocks of"
-                    f" {manager.block_size} can be saved: pass a longer prompt, or lower"
+                    f" {manager.block_size} tokens can be saved: pass a longer prompt, or lower"
                     " `block_size`"
                 )
             if rope is not None and rope.factors(len(ids)):

@@ -298,7 +298,7 @@ class PrefixStore:
         have_other_forms = any(form != forms[0] for form in forms)
         has_other_layers = pool_layers and pool_layers.keys() != layers.keys()
         if have_other_forms or has_other_layers:
-            raise ValueError("the blocks do not belong to these layers")
+            raise ValueError("the copied blocks differ from the pool's in layers or format")
         host = HostBlocks()
         for index, layer in layers.items():
             block_data = [content[index].data for content in contents]

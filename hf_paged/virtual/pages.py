@@ -120,13 +120,13 @@ def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
         pages = MemoryFile()
     else:
         raise ValueError(
-            f"`storage` is 'virtual', and pages cannot be mapped on {device} under {sys.platform}:"
+            f"`storage` is 'virtual', but pages cannot be mapped on {device} under {sys.platform}:"
             " this needs Linux for models on the CPU, or a CUDA device. Leave `storage` out"
         )
     if page_bytes is not None and page_bytes % pages.granularity:
         raise ValueError(
-            f"`page_bytes` is {page_bytes:,}, and must be a multiple of the {pages.granularity:,}"
-            f" bytes of a page of {device}"
+            f"`page_bytes` is {page_bytes:,}, but must be a multiple of the {pages.granularity:,}"
+            f" bytes of a page on {device}"
         )
     pages.granularity = page_bytes or pages.granularity
     return pages
@@ -139,7 +139,7 @@ def _check_file_size() -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY:
         raise ValueError(
-            f"`storage` is 'virtual', and files of this process are limited to {limit:,} bytes"
+            f"`storage` is 'virtual', but files of this process are limited to {limit:,} bytes"
             " (ulimit -f), including sparse files in memory: lift the limit, or leave `storage`"
             " out"
         )

@@ -102,7 +102,7 @@ def fit_blocks(
         num_tokens = page_bytes // math.gcd(page_bytes, token_bytes)
     if num_tokens > MAX_VIRTUAL_BLOCK_SIZE:
         raise ValueError(
-            f"`page_bytes` of `VirtualStorage` is {page_bytes:,}, and no block of at most"
+            f"`page_bytes` of `VirtualStorage` is {page_bytes:,}, but no block of at most"
             f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {num_heads} x {head_dim} numbers"
             " each, fills whole pages: lower `page_bytes`"
         )

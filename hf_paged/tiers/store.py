@@ -39,7 +39,7 @@ from .prefixes import TierError, restore_path
 
 logger = logging.getLogger(__name__)
 
-# blocks that wait to be written or confirmed may take these bytes and a quarter of the free memory
+# blocks that wait to be written or confirmed may take these bytes plus a quarter of the free memory
 QUEUE_BYTES = 256 << 20
 # bytes of unconfirmed blocks above which the engine computes a fingerprint just to confirm them
 PENDING_BYTES = 64 << 20

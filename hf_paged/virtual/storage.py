@@ -304,17 +304,17 @@ class MappedStorage(BlockStorage):
         # for a child process: ids and content of used and cached blocks, by layer
         self._child_contents: dict[int, tuple[list[int], KVBlocks]] = {}
         # includes those of dropped layers, whose views may still be alive
-        self._layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
+        self._all_layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
         forks.notify_around_forks(self)
 
     @property
     def _regions(self) -> list[Region]:
-        return [region for rows in self._mapped_rows for region in rows.regions]
+        return [region for rows in self._layer_rows for region in rows.regions]
 
     @property
-    def _mapped_rows(self) -> list[LayerRows]:
+    def _layer_rows(self) -> list[LayerRows]:
         layers = list(self.layers.values())
         return [layer.rows for layer in layers if isinstance(layer.rows, LayerRows)]
 
@@ -388,7 +388,7 @@ class MappedStorage(BlockStorage):
         num_mapped_blocks = self.pool.num_blocks
         regions = [Region(self.pages, layout, num_blocks, num_mapped_blocks) for layout in layouts]
         rows = LayerRows(self, regions, outline.form)
-        self._layer_rows.add(rows)
+        self._all_layer_rows.add(rows)
         return self._blocks_over(outline, rows)
 
     def _blocks_over(self, blocks: KVBlocks, rows: LayerRows) -> KVBlocks:
@@ -413,14 +413,14 @@ class MappedStorage(BlockStorage):
         return super().promote(index, keys, values)
 
     def clear(self) -> None:
-        for rows in self._mapped_rows:
+        for rows in self._layer_rows:
             rows.close()
         super().clear()
         slots = RowSlots(self.config.keep_mappings)
         self.pages, self.slots = None, slots
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        for rows in self._mapped_rows:
+        for rows in self._layer_rows:
             rows.preserve_views()
         super().copy_blocks(copies)
 
@@ -429,7 +429,7 @@ class MappedStorage(BlockStorage):
         the mapped pages with the parent."""
         if not isinstance(self.pages, MemoryFile):
             return
-        for rows in list(self._layer_rows):
+        for rows in list(self._all_layer_rows):
             rows.preserve_views()
         holder_counts = enumerate(self.pool.holder_counts())
         ids = [block_id for block_id, count in holder_counts if count]  # -1 if cached
@@ -469,6 +469,6 @@ def _unmap_idle_slots(placement: Placement, placed_in: RowSlots) -> None:
             excepted_slots = set(placement.slots) if slots is placed_in else ()
             free_slots = (slot for slot, row in enumerate(slots.rows) if row.is_free)
             idle_slots = [slot for slot in free_slots if slot not in excepted_slots]
-            for rows in storage._mapped_rows:
+            for rows in storage._layer_rows:
                 rows.unmap(idle_slots)
             slots.clear_mapped(slots.rows[slot] for slot in idle_slots)

@@ -334,8 +334,7 @@ class Handles:
 
 class DeferredTensor(LazyTensor):
     """A tensor of a packed step, whose values only our attention can read. `functions`, by the name
-    of a torch function, defer that function until attention runs. Any other read raises
-    [`NotPackable`]."""
+    of a torch function, defer its calls until attention runs; other reads raise [`NotPackable`]."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
     # shape and dtype, for our own code: torch's attributes are slower

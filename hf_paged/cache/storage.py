@@ -93,7 +93,7 @@ class BlockStorage:
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
-        its blocks. Raises `ValueError` if heads, dims or device differ."""
+        its blocks. Raises `ValueError` if heads, dims or device differ, and what `make` raises."""
         layer = self.layers[index]
         stored_sizes = sizes_of(layer.keys, layer.values)
         for stored, new in zip(stored_sizes, sizes_of(keys, values)):

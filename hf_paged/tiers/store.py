@@ -289,8 +289,8 @@ class PrefixStore:
 
     def put_back(self, group: int, contents: list[Layers], block_ids: list[int]) -> None:
         """Writes the contents of blocks (at least one), as `read` returns them, to these blocks of
-        the pool. Raises `ValueError` if they do not fit the layers, and `OutOfBlocksError` or
-        torch's errors if memory runs out."""
+        the pool. Raises `ValueError` if they do not fit the layers, and `OutOfBlocksError`,
+        `MemoryError` or torch's errors if memory runs out."""
         group_memory = self._groups[group]
         layers = contents[0]
         pool_layers = group_memory.storage.layers

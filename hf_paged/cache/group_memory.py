@@ -23,8 +23,8 @@ from .states import StateStorage
 if TYPE_CHECKING:
     from .memory import PagedMemory
 
-# Number of blocks by which a pool of at least this size usually grows, unless it needs more: few, so
-# that freed blocks, whose memory is committed, are reused first.
+# Number of blocks by which a pool of at least this size usually grows, unless it needs more: few,
+# so that freed blocks, whose memory is committed, are reused first.
 GROWTH_STEP = 16
 KEPT_STATES = 16  # snapshots that a pool without a limit keeps, growing instead of evicting
 # An engine's pool without a limit keeps up to this many cached blocks per block of its peak use,

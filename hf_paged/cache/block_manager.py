@@ -22,8 +22,8 @@ if TYPE_CHECKING:  # not imported at run time: they use tensors
 
 class BlockManager:
     """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. The copies
-    of copy-on-write that `append` needs wait until `flush_copies`; `extend` makes its copies at
-    once. `memory` owns the groups and limits their blocks."""
+    of copy-on-write that `append` needs wait until `flush_copies`; `extend` makes its copies
+    immediately. `memory` owns the groups and limits their blocks."""
 
     def __init__(self, groups: Sequence[GroupMemory], memory: PagedMemory) -> None:
         """`memory` may be a weak proxy, since the memory holds its managers."""
@@ -34,8 +34,8 @@ class BlockManager:
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         self._block_sizes = [group.block_size for group in groups]
         sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
-        # cached prefixes end at multiples of it: blocks of all groups end there, since sizes are
-        # powers of two
+        # cached prefixes end at multiples of this size, where blocks of all groups end, since sizes
+        # are powers of two
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
         # nodes per block, by group
@@ -51,13 +51,13 @@ class BlockManager:
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
         states = {index: spec for index, spec in enumerate(specs) if isinstance(spec, StateSpec)}
         self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
-        # index of the first group whose states are not empty; `None` if there is none
+        # index of the first group of states that is not empty; `None` if there is none
         self._state_group = next(
             (index for index, spec in states.items() if not spec.is_empty), None
         )
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self.epochs = Epochs()
-        # how often a cached prefix was attached to a sequence, or restored from the tier
+        # how often a cached prefix was attached to a sequence, or restored from a tier or a file
         self.num_hits = 0
         # error of a group in the last `take`; `None` if that succeeded or `num_free` was too small
         self.take_error: OutOfBlocksError | None = None
@@ -113,8 +113,8 @@ class BlockManager:
 
     def can_take(self, needs: Sequence[int], reserve: int = 0) -> bool:
         """Whether the limits allow `take(needs)` and leave at least `reserve` blocks available.
-        With several groups, calls `take`, which may evict cached blocks, and releases the
-        blocks."""
+        With several groups, also tries `take(needs)`, which may evict cached blocks, and releases
+        the allocated blocks."""
         num_needed = sum(needs) + reserve
         if num_needed > self.num_free:
             return False
@@ -127,11 +127,13 @@ class BlockManager:
             group.pool.release(block_ids)
         return True
 
-    def tables(self, group: int, others: Iterable[SequenceBlocks] = ()) -> Iterator[BlockTable]:
+    def tables(
+        self, group_index: int, others: Iterable[SequenceBlocks] = ()
+    ) -> Iterator[BlockTable]:
         """Yields the group's tables of all live sequences, and of `others`."""
         # copied, since garbage collection may remove sequences during the iteration
         sequences = dict.fromkeys([*self._sequences, *others])
-        return (blocks.tables[group] for blocks in sequences)
+        return (blocks.tables[group_index] for blocks in sequences)
 
     def new(self) -> SequenceBlocks:
         """Returns the blocks of a new sequence: empty tables."""
@@ -203,15 +205,15 @@ class BlockManager:
 
     def extend(
         self,
-        group: int,
+        group_index: int,
         tables: Sequence[BlockTable],
         ranges: Sequence[tuple[int, int]],
     ) -> bool:
         """Makes the tokens `ranges[i]`, a half-open interval, writable in each `tables[i]` of a
-        group: copies shared blocks at once, and extends tables that are too short. Returns
+        group: copies shared and kept blocks, and extends tables that are too short. Returns
         whether a table got new blocks. Raises `OutOfBlocksError` with no table changed; after any
         other error, the pool must be recounted."""
-        pool = self.groups[group].pool
+        group = self.groups[group_index]
         counts = [max(0, end - table.num_tokens) for table, (_, end) in zip(tables, ranges)]
         writers = Counter(
             block
@@ -220,20 +222,20 @@ class BlockManager:
         )
         num_needed = sum(map(BlockTable.num_new_blocks, tables, counts))
         for block_id, num_writers in writers.items():
-            if pool.is_kept(block_id):
+            if group.pool.is_kept(block_id):
                 num_needed += num_writers
             else:
                 # the last holder writes in place, unless the prefix cache keeps the block
-                num_needed += min(num_writers, pool.refcount(block_id) - 1)
+                num_needed += min(num_writers, group.pool.refcount(block_id) - 1)
         if num_needed:
-            self.groups[group].ensure_free(num_needed)
+            group.ensure_free(num_needed)
         if writers:
             old_ids = [list(table.block_ids) for table in tables]
             try:
                 rows = zip(tables, ranges)
                 copies = [copy for table, tokens in rows for copy in table.copy_on_write(*tokens)]
                 if copies:
-                    self.groups[group].copy_blocks(copies)
+                    group.copy_blocks(copies)
             except BaseException:  # a table must not hold blocks without content
                 for table, block_ids in zip(tables, old_ids):
                     table.block_ids = block_ids
@@ -259,9 +261,9 @@ class BlockManager:
         needs: Sequence[int],
         tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
-        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, preferably blocks that
-        follow those of `tables[i]`. Returns their ids by group; `None` if limits or free memory
-        allow too few. If it returns `None` or raises, nothing is allocated."""
+        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, for `tables[i]`, if
+        given (`BlockPool.take`). Returns their ids by group; `None` if limits or free memory allow
+        too few. If it returns `None` or raises, nothing is allocated."""
         self.take_error = None
         are_free = [
             not needed or group.has_free(needed) for group, needed in zip(self.groups, needs)
@@ -393,27 +395,27 @@ class BlockManager:
             return 0
         epoch = min(node.epoch for node in path)
         self.num_hits += 1
-        for group, table in enumerate(blocks.tables):
-            needed = self.index.needed_nodes(group, num_nodes)
-            block_ids = (path[index].block_ids[group] for index in needed)
+        for group_index, table in enumerate(blocks.tables):
+            needed_nodes = self.index.needed_nodes(group_index, num_nodes)
+            block_ids = (path[index].block_ids[group_index] for index in needed_nodes)
             cached_ids = [block_id for block_id in block_ids if block_id is not None]
             if table.block_size == UNBOUNDED:
                 table.attach(cached_ids, 0, num_tokens)
             else:
-                table.attach(cached_ids, needed.start * size // table.block_size)
+                table.attach(cached_ids, needed_nodes.start * size // table.block_size)
         blocks.node, blocks.num_registered, blocks.epoch = path[-1], num_nodes, epoch
         blocks.capacity = num_tokens
         return num_tokens
 
     def set_tier(self, tier: Tier | None) -> None:
-        """Sets the tier that stores the blocks that the prefix cache evicts."""
+        """Sets the tier that stores blocks evicted from the prefix cache; `None`: no tier."""
         self.tier = tier
         self.index.offload_to(None if tier is None else self._offload)
 
-    def _offload(self, group: int, block_id: int, digest: bytes) -> None:
+    def _offload(self, group_index: int, block_id: int, digest: bytes) -> None:
         """Passes a block that the prefix cache is evicting to the tier."""
         assert self.tier is not None
-        self.tier.keep(group, block_id, digest, self.epochs.are_verified)
+        self.tier.keep(group_index, block_id, digest, self.epochs.are_verified)
 
     def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
         """Returns how many registered blocks of a sequence have more holders than the `num_rows`
@@ -431,8 +433,8 @@ class BlockManager:
         """Returns how many tokens `match` would attach if the prefix cache had a snapshot of the
         states after every block."""
         max_nodes = (len(token_ids) - 1) // self.node_size
-        path = self.index.find(token_ids, namespace, max_nodes, ignored_group=self._state_group)
-        return len(path) * self.node_size
+        links = self.index.find(token_ids, namespace, max_nodes, ignored_group=self._state_group)
+        return len(links) * self.node_size
 
     def register(
         self,
@@ -442,9 +444,10 @@ class BlockManager:
         namespace: Hashable,
     ) -> None:
         """Registers in the prefix index the blocks that the first `num_tokens` tokens fill, up to
-        the last token at which blocks of all groups end. At one of the sequence's `stops`, also
-        registers its state slot as a snapshot: the step that begins now must copy this state before
-        changing it. Registered blocks must be computed before another sequence reads them."""
+        the last token at which blocks of all groups end. If `num_tokens` is one of the sequence's
+        `stops`, also registers the sequence's state slot as a snapshot: the step that begins now
+        must copy this state before it changes the state. Registered blocks must be computed before
+        another sequence reads them."""
         size = self.node_size
         num_nodes = num_tokens // self.block_size * self.index.stride
         is_cached = self.prefix_caching and namespace is not UNCACHED

@@ -74,20 +74,20 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
         reason = "no sequence has ended yet" if times else costs.source
         return Choice(DEFAULT_BLOCK_SIZE, reason)
     occupancy = Occupancy.of(lengths, window)
-    best = min(sorted(times), key=lambda size: sum(occupancy.losses(size, times)))
-    memory_loss, time_loss = occupancy.losses(best, times)
+    best_size = min(sorted(times), key=lambda size: sum(occupancy.losses(size, times)))
+    memory_loss, time_loss = occupancy.losses(best_size, times)
     mean = sum(lengths) / len(lengths)
     reason = (
         f"loses {memory_loss:.1%} of memory and {time_loss:.1%} of attention time with"
         f" {len(lengths)} sequences of {mean:.0f} tokens on average; {costs.source}"
     )
-    return Choice(best, reason)
+    return Choice(best_size, reason)
 
 
 class BlockSizes:
     """The block sizes of one memory. Chooses a group's block size when the group is created, from
-    lengths known when the memory was created. `lengths` records how long sequences were when they
-    ended, for the model's next memory."""
+    the lengths passed to `__init__`. `lengths` records how long sequences were when they ended, for
+    the model's next memory."""
 
     def __init__(
         self, costs: Costs | None = None, expected: Iterable[int] = (), observed: Iterable[int] = ()
@@ -121,12 +121,12 @@ class BlockSizes:
         of some group by at least `MIN_GAIN`."""
         if not self.num_ended:
             return None
-        renewed = BlockSizes(self.costs, observed=self.lengths)
+        new_sizes = BlockSizes(self.costs, observed=self.lengths)
         times = self.costs.times
         for spec, old_choice in list(self.chosen.items()):
             old_size = old_choice.block_size
-            new_size = renewed.of(spec)
-            occupancy = Occupancy.of(renewed._initial_lengths, spec.window)
+            new_size = new_sizes.of(spec)
+            occupancy = Occupancy.of(new_sizes._initial_lengths, spec.window)
             if new_size == old_size:
                 continue
             old_loss = float("inf")
@@ -134,5 +134,5 @@ class BlockSizes:
                 old_loss = sum(occupancy.losses(old_size, times))
             new_loss = sum(occupancy.losses(new_size, times))
             if old_loss - new_loss >= MIN_GAIN:
-                return renewed
+                return new_sizes
         return None

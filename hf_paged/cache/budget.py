@@ -11,15 +11,16 @@ from .. import forks
 from ..config import is_whole
 from ..threads import attempt
 
-# seconds to wait for an idle pool's lock: threads that only read its figures hold it for less
+# seconds to wait for an idle pool's lock: threads that only read the pool's figures hold the lock
+# for less time
 WAIT_SECONDS = 0.1
 
 PATIENCE = 10.0  # seconds for which a request waits for memory that other models use
 
 _lock = forks.rlock()
 _limit: int | None = None  # bytes
-# All memories that the budget limits. Replaced, never changed in place, so that threads may read it
-# while another adds a memory.
+# All memories that the budget limits. The tuple is replaced, never changed, so that threads may
+# read it while another thread adds a memory.
 _pools: tuple[weakref.ref[Any], ...] = ()
 
 
@@ -72,17 +73,18 @@ def share(memory: Any) -> int | None:
     return total - sum(pool.charged_bytes for pool in other_pools if pool.is_used)
 
 
-def charge(memory: Any, more: int = 0) -> bool:
-    """Charges this pool, whose lock the caller holds, for its current bytes plus `more`. Returns
-    `False`, with nothing charged, if these exceed the budget even after idle pools are freed."""
-    needed = memory.occupied_bytes + more
-    if limit(memory) is None or needed <= memory.charged_bytes:
-        memory.charged_bytes = needed
+def charge(memory: Any, more_bytes: int = 0) -> bool:
+    """Charges this pool, whose lock the caller holds, for its current bytes plus `more_bytes`.
+    Returns `False`, with nothing charged, if they do not fit in the budget beside the other pools,
+    even after idle ones are freed."""
+    needed_bytes = memory.occupied_bytes + more_bytes
+    if limit(memory) is None or needed_bytes <= memory.charged_bytes:
+        memory.charged_bytes = needed_bytes
         return True
     with _lock:
-        if not _shrink(needed, memory):
+        if not _free_until_fits(needed_bytes, memory):
             return False
-        memory.charged_bytes = needed
+        memory.charged_bytes = needed_bytes
         return True
 
 
@@ -101,7 +103,8 @@ def num_uncharged_bytes() -> int | None:
 
 
 def release_idle(memory: Any) -> None:
-    """Under a budget, frees all idle pools but this one, which will allocate its full size."""
+    """Under a budget, frees all idle pools but this one, which is about to allocate a layer with
+    all blocks that are reserved for the layer."""
     with _lock:
         if _limit is None:
             return
@@ -112,7 +115,7 @@ def release_idle(memory: Any) -> None:
 def enforce() -> None:
     """Frees idle pools, least recently used first, while all pools together exceed the budget."""
     with _lock:
-        _shrink(0, None)
+        _free_until_fits(0, None)
 
 
 def _other_pools(memory: Any) -> list[Any]:
@@ -124,17 +127,17 @@ def _other_pools(memory: Any) -> list[Any]:
 
 def _idle_pools(pools: list[Any]) -> list[Any]:
     """Returns the pools that hold memory and no used block, least recently used first."""
-    idle = [pool for pool in pools if pool.charged_bytes and not pool.is_used]
-    return sorted(idle, key=operator.attrgetter("last_used"))
+    idle_pools = [pool for pool in pools if pool.charged_bytes and not pool.is_used]
+    return sorted(idle_pools, key=operator.attrgetter("last_used"))
 
 
-def _shrink(needed: int, memory: Any) -> bool:
-    """Frees idle pools until `needed` bytes of `memory` fit in the budget beside the other pools.
+def _free_until_fits(needed_bytes: int, memory: Any) -> bool:
+    """Frees idle pools until `needed_bytes` of `memory` fit in the budget beside the other pools.
     Returns whether they fit."""
     while (total := _limit) is not None:
         other_pools = _other_pools(memory)
         charged_bytes = sum(pool.charged_bytes for pool in other_pools)
-        excess = needed + charged_bytes - total
+        excess = needed_bytes + charged_bytes - total
         if excess <= 0:
             return True
         if not any(_release(pool) for pool in _idle_pools(other_pools)):

@@ -1,5 +1,5 @@
-"""Tracks whether the current weights computed a sequence's blocks. Neither reads a model
-(`model.weights` does) nor drops blocks."""
+"""Tracks whether the current weights computed a sequence's blocks. `model.weights` reads the model,
+and `cache.block_manager` drops blocks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Epochs:
 
     def drop_before_period(self) -> int:
         """Marks blocks from before this period as outdated, since the model has changed. Returns
-        the first epoch whose blocks stay valid."""
+        the period's first epoch; 0 if blocks of all epochs are verified, so that none is marked."""
         self.first_valid = max(self.first_valid, self._period_start)
         return self._period_start
 

@@ -51,7 +51,7 @@ class Reservation:
         self._max_bytes = int(self.memory_fraction * free)
 
     def reset(self) -> None:
-        """Makes the next `num_layer_blocks` query the free memory again."""
+        """Makes the next call of `num_layer_blocks` ask again how much memory is free."""
         self._max_bytes = -1
 
     def num_layer_blocks(self, spec: GroupSpec, block_bytes: int, device: torch.device) -> int:
@@ -72,9 +72,9 @@ class Reservation:
         num_available = self._max_bytes // max(block_bytes, 1)
         layer_counts = self.num_layers.items()
         # smallest first: what one layer does not need of its even share goes to the larger ones
-        sizes = sorted(max_blocks[key] for key, count in layer_counts for _ in range(count))
-        for index, num_blocks in enumerate(sizes):
-            even_share = num_available // (len(sizes) - index)
+        block_counts = sorted(max_blocks[key] for key, count in layer_counts for _ in range(count))
+        for index, num_blocks in enumerate(block_counts):
+            even_share = num_available // (len(block_counts) - index)
             if num_blocks > even_share:
                 return min(max_blocks[spec], even_share)
             num_available -= num_blocks
@@ -83,7 +83,7 @@ class Reservation:
 
 def free_bytes(device: torch.device) -> int:
     """Returns the bytes of free memory on `device`, including (except on MPS) unused memory that
-    torch's allocator holds; on the CPU, at most the addresses that the process may still map
+    torch's allocator holds; on the CPU, at most as many bytes as the process may still map
     (`ulimit -v`). Raises `ValueError` for a device whose free memory torch does not report."""
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
@@ -111,7 +111,8 @@ def free_bytes(device: torch.device) -> int:
 
 def free_bytes_of_all(block_bytes: Mapping[torch.device, int]) -> int:
     """Returns how many bytes of blocks fit in free memory, given the bytes of one block on each
-    device (without any, on the CPU): the first device to fill up sets the limit."""
+    device: the first device to fill up sets the limit. If `block_bytes` is empty, returns the
+    CPU's free bytes."""
     total = sum(block_bytes.values())
     limits = []
     for device, device_block_bytes in block_bytes.items():
@@ -132,8 +133,8 @@ def address_limit() -> int | None:
 
 
 def reserve_addresses(size: int, protection: int) -> mmap.mmap:
-    """Maps `size` bytes of host addresses on Linux, which take memory only once they are written
-    to. Raises `MemoryError` if the system refuses."""
+    """On Linux, maps `size` bytes of host addresses, which take memory only once they are written
+    to. `protection`: `mmap.PROT_*`. Raises `MemoryError` if the system refuses."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     try:
         return mmap.mmap(-1, size, flags, protection)

@@ -24,8 +24,8 @@ from .states import StateStorage
 if TYPE_CHECKING:
     from .memory import PagedMemory
 
-# Blocks by which a pool grows: few, so that freed blocks, whose memory is committed, are reused
-# first.
+# Number of blocks by which a pool of at least this size usually grows, unless it needs more: few,
+# so that freed blocks, whose memory is committed, are reused first.
 GROWTH_STEP = 16
 KEPT_STATES = 16  # snapshots that a pool without a limit keeps, growing instead of evicting
 # An engine's pool without a limit keeps up to this many cached blocks per block of its peak use,
@@ -35,8 +35,8 @@ CACHED_RATIO = 2
 
 def mirrored(move: Callable[..., Any]) -> Any:
     """Decorates a function that moves the content of a [`GroupMemory`]'s blocks, so that the
-    memory's other processes (`PagedMemory.processes`) repeat each call. Only decorated functions
-    may call code that moves content (`tests/ranks/test_mirror.py` checks the callers)."""
+    memory's other processes (`PagedMemory.processes`) repeat each call. Apart from forwards, only
+    decorated functions may call code that moves content (`tests/ranks/test_mirror.py`)."""
 
     @functools.wraps(move)
     def mirrored_move(group: GroupMemory, *arguments: Any) -> Any:
@@ -148,13 +148,13 @@ class GroupMemory:
         memory.evict_to_fit(num_blocks, self)
         num_missing = num_blocks - pool.num_free
         if num_missing > 0:
-            num_missing -= self._num_to_evict(num_missing)
+            num_missing -= self._num_evictable(num_missing)
         if num_missing > 0:
             self._grow(num_blocks, num_missing)
 
     def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
-        """Allocates `num_blocks` blocks with refcount 1, preferably after the blocks `after` of
-        their table, and returns their ids. Raises `OutOfBlocksError`."""
+        """Allocates `num_blocks` blocks with refcount 1, and returns their ids. `after`: as in
+        `BlockPool.allocate`. Raises `OutOfBlocksError`."""
         self.ensure_free(num_blocks)
         return self.pool.allocate(num_blocks, after)
 
@@ -165,25 +165,25 @@ class GroupMemory:
         has_option = config.num_blocks is not None or config.memory_fraction is not None
         return has_option or budget.limit(memory) is not None
 
-    def _num_to_evict(self, num_missing: int) -> int:
-        """Returns how many cached blocks to evict before the pool grows."""
+    def _num_evictable(self, num_missing: int) -> int:
+        """Returns how many cached blocks may be evicted before the pool grows."""
         pool = self.pool
         num_cached = pool.num_cached
         has_limit = self._has_limit
-        has_rows = pool.num_blocks + num_missing <= self.storage.num_rows
+        has_memory = pool.num_blocks + num_missing <= self.storage.num_rows
         if self.holds_states:
             should_keep_all = has_limit or num_cached < KEPT_STATES
         else:
-            should_keep_all = has_limit and (has_rows or self.storage.is_elastic)
+            should_keep_all = has_limit and (has_memory or self.storage.is_elastic)
         if should_keep_all:
             return 0
-        should_keep_some = self.memory.keeps_cached and has_rows and not has_limit
+        should_keep_some = self.memory.keeps_cached and has_memory and not has_limit
         if should_keep_some and not self.holds_states and self._has_spare_memory:
             return max(0, num_cached - CACHED_RATIO * pool.peak_used)
         return num_cached
 
     def _growth_step(self, growth_limit: int) -> int:
-        """Returns how many blocks to add at least, if at most `growth_limit` may be added."""
+        """Returns the minimum number of blocks to add, if at most `growth_limit` may be added."""
         pool = self.pool
         step = self.storage.growth_step
         if step and self.storage.is_elastic and not self._has_limit:
@@ -250,7 +250,7 @@ class GroupMemory:
         config = self.memory.config
         if budget.limit(self.memory) is not None:
             return OutOfBlocksError(
-                f"needs {needed} blocks of {self.block_size} tokens, but only {num_available} are"
+                f"needs {needed} {_blocks_text(self.block_size)}, but only {num_available} are"
                 f" available: {_budget_text()}"
             )
         option = f"`memory_fraction` ({config.memory_fraction})"
@@ -281,10 +281,12 @@ class GroupMemory:
         num_new_tables: int | None,
     ) -> KVBlocks:
         """Returns the blocks of layer `index` of `num_layers` for K/V like `keys` and `values`
-        `(batch, heads, n, dim)`. If its blocks do not fit, converts them or, if no table has
-        content in them, evicts all cached blocks and allocates the layer. `num_new_tables`: that of
-        `LayerGroup`. Raises `ValueError` if stored K/V have other heads, dims or device, and
-        `OutOfBlocksError` if memory or the budget runs out."""
+        `(batch, heads, n, dim)`. Blocks that do not fit these K/V are converted if a table has
+        content in them. Without blocks, or without such content, evicts all cached blocks and
+        allocates the layer. `num_new_tables`: from `LayerGroup.num_new_tables`; `None`: a table has
+        content. Raises `ValueError` if stored K/V have other heads, dims or device;
+        `OutOfBlocksError` if an allocation exceeds memory or the budget; and `MemoryError` or
+        torch's errors if a conversion exceeds memory."""
         layer: KVBlocks | None = self.storage.layers.get(index)
         if layer is not None:
             if layer.fits(keys, values):
@@ -347,10 +349,14 @@ def over_limit_error(
     """Returns the error of a call that needs more blocks than the `free` ones of the `total` that
     `option` allows."""
     return OutOfBlocksError(
-        f"needs {needed} blocks of {block_size} tokens, but only {free} of {total} are free: raise"
+        f"needs {needed} {_blocks_text(block_size)}, but only {free} of {total} are free: raise"
         f" {option} in `cache_config`, or lower the batch size, the prompt length or"
         " `max_new_tokens`"
     )
+
+
+def _blocks_text(block_size: int) -> str:
+    return "slots for states" if block_size == UNBOUNDED else f"blocks of {block_size} tokens"
 
 
 def _budget_text() -> str:

@@ -21,7 +21,7 @@ class GroupSpec:
 
     @property
     def is_counted(self) -> bool:
-        """Whether its blocks take memory and count toward `num_blocks`."""
+        """Whether the group's blocks take memory and count toward `num_blocks`."""
         return True
 
     def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
@@ -44,8 +44,8 @@ class GroupSpec:
 
     @property
     def prefix_window(self) -> int | None:
-        """Tokens that the first query after a cached prefix sees, including its own; `None`:
-        all."""
+        """Number of tokens that the first query after a cached prefix sees, including its own
+        token; `None`: all."""
         return self.window
 
     @property
@@ -79,7 +79,7 @@ class StateSpec(GroupSpec):
     @property
     def prefix_window(self) -> int | None:
         """2, so that the snapshot after the previous token is visible; 1 if the model has no
-        states, so that none is needed."""
+        states, so that no snapshot is needed."""
         return 1 if self.is_empty else 2
 
 

@@ -119,8 +119,8 @@ class ReadOnlyTensor(LazyTensor):
         requires_grad = func in _GRADIENT_SETTERS and (*args[1:], *kwargs.values(), True)[0]
         if requires_grad:
             raise RuntimeError(
-                "keys and values read from a paged cache are not leaves of its graph: store clones"
-                " that require gradients in an empty cache with `update(keys, values, i)`"
+                "keys and values read from a paged cache are not leaves of an autograd graph: store"
+                " clones that require gradients in an empty cache with `update(keys, values, i)`"
             )
         are_lazy = all(issubclass(kind, LazyTensor) for kind in types)
         if func in _MEMORY_READERS or not are_lazy:
@@ -195,7 +195,7 @@ class PagedTensor(ReadOnlyTensor):
     ) -> PagedTensor:
         """`fresh`: this step's new K or V, `(batch, heads, n, dim)`, if nothing was cached before
         or rows are packed. `reader.should_gather` becomes `True` when code other than our attention
-        function reads the values. `has_read_only_views`: whether views are also read-only."""
+        function reads this tensor. `has_read_only_views`: whether views are also read-only."""
         blocks = layer.values if is_value else layer.keys
         if fresh is not None:
             shape = fresh.shape
@@ -235,7 +235,7 @@ class PagedTensor(ReadOnlyTensor):
                 self._dense = self.fresh
             elif self.step.lengths is not None:
                 raise KeysReadError(
-                    "its code reads keys or values, whose lengths only the device knows"
+                    "the model's code reads keys or values, whose lengths only the device knows"
                 )
             else:
                 self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
@@ -313,8 +313,8 @@ class Handles:
         self._refs.append(weakref.ref(handle))
 
     def gather(self) -> None:
-        """Gathers a copy for each live handle and forgets all handles. Continues after an error;
-        raises the first one at the end."""
+        """Gathers a copy for each live handle and forgets all handles. Continues after an error,
+        unless it is an interrupt; raises the first error at the end."""
         first_error: Exception | None = None
         for ref in self._refs:
             try:
@@ -334,8 +334,8 @@ class Handles:
 
 
 class DeferredTensor(LazyTensor):
-    """A tensor of a packed step, whose values only our attention can read. `functions`, by name,
-    defer an operation until attention runs; any other read raises [`NotPackable`]."""
+    """A tensor of a packed step, whose values only our attention can read. `functions`, by the name
+    of a torch function, defer its calls until attention runs; other reads raise [`NotPackable`]."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
     # shape and dtype, for our own code: torch's attributes are slower

@@ -18,7 +18,7 @@ from .memory import PagedMemory
 
 logger = logging.getLogger(__name__)
 
-MIN_WAIT = 1.0  # minimum seconds between attempts to free a pool that a cache still uses
+MIN_WAIT = 1.0  # minimum seconds between attempts to free a pool that is in use or locked
 _MAX_WAIT = 3600.0  # seconds; less than the longest wait that any system supports
 
 # Use `with _lock`, not `with _condition`: a condition's `__enter__` is Python code, in which a
@@ -116,7 +116,7 @@ def _release(ref: weakref.ref[PagedMemory]) -> None:
     if memory is None:
         return
     with attempt(memory.outer_lock or memory.lock) as is_held:
-        # if the lock is not free, an engine is about to use the memory
+        # if another thread holds the lock, it is about to use the memory or to free it
         if is_held and memory.release():
             return
     seconds = memory.config.idle_release_seconds

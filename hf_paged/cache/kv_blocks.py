@@ -19,7 +19,7 @@ from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
 from .store import Store, StoreSignature, choose_store
 
-# Smallest host tensor that gets a mapping of its own; glibc, too, maps allocations of this size.
+# Host tensors of at least this many bytes get separate mappings, as in glibc's allocator.
 MIN_RESERVED_BYTES = 32 << 20
 
 KVFormat: TypeAlias = tuple[int, int, torch.dtype]
@@ -248,8 +248,8 @@ class KVBlocks:
             _empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device)
             for tensor in self.data
         ]
-        for new, old in zip(tensors, self.data):
-            new[: old.shape[0]] = old
+        for new_tensor, old_tensor in zip(tensors, self.data):
+            new_tensor[: old_tensor.shape[0]] = old_tensor
         return self.like(tensors)
 
 
@@ -262,7 +262,7 @@ class LayerKV(NamedTuple):
     values: KVFormat
 
     @property
-    def states(self) -> tuple[Tensor, Tensor]:
+    def empty_states(self) -> tuple[Tensor, Tensor]:
         """Empty keys and values `(0, heads, 0, dim)` of the layer, on the meta device."""
         return _empty_states((self.keys, self.values), torch.device("meta"))
 

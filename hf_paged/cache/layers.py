@@ -33,10 +33,10 @@ EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "Dummy
 
 class PagedLayer(cache_utils.DynamicLayer):
     """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. `keys` and
-    `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step
-    (`PagedCache.begin`) the layer holds no rows. K/V computed with gradients are also kept as
-    tensors with their graph, as in `DynamicLayer`, until an update or an operation on rows runs
-    with gradients disabled, or until `reset` or `PagedCache.detach`."""
+    `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step, the
+    layer holds no rows. K/V computed with gradients are also kept as tensors with their graph, as
+    in `DynamicLayer`, until an update or an operation on rows runs with gradients disabled, or
+    until `reset` or `PagedCache.detach`."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
@@ -136,8 +136,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         while True:
             try:
                 with group.memory.lock:
-                    layer = group.blocks.storage.layers.get(self.index)
-                    if layer is None or layer.store_signature != signature:
+                    old_blocks = group.blocks.storage.layers.get(self.index)
+                    if old_blocks is None or old_blocks.store_signature != signature:
                         num_new_tables = group.num_new_tables(context_len)
                         group.blocks.layer(
                             self.index,
@@ -382,7 +382,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 " Call `activate_past_recording` on the cache first"
             )
         num_removed = min(self.num_positions, -count)
-        # another layer of the group may hold more positions: its next update overwrites the excess
+        # if another layer of the group holds more positions, this layer's updates overwrite them
         self._run_once(self.group.rows.crop, num_removed)
         self.num_positions -= num_removed
         if num_removed:

@@ -82,7 +82,7 @@ class PagedMemory:
         self.fingerprint: Hashable = None
         # recorders of steps, by the specs of a model; recordings contain block addresses
         self.recorders: dict[Hashable, Recorder] = {}
-        self._limit_bytes: int | None = None
+        self._fraction_limit: int | None = None  # that `memory_fraction` allows, once computed
         # since the last reset: the highest peak, in bytes, of freed layers and of ended calls
         self._released_peak_bytes = 0
         # since the last reset: blocks copied by copy-on-write, and maximum of blocks in use at once
@@ -158,8 +158,8 @@ class PagedMemory:
             return self.managers[specs]
 
     def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:
-        """Frees the rows of a garbage-collected cache without waiting: now or, if a thread holds
-        the lock, when a pool next counts its blocks or lacks free ones."""
+        """Frees the rows of a garbage-collected cache without waiting for the lock: now or, if a
+        thread holds it, the next time that blocks are counted or run short."""
         if not sys or sys.is_finalizing():  # at exit the interpreter clears modules
             return
         self.abandoned.append((manager, rows, handles))
@@ -168,8 +168,8 @@ class PagedMemory:
 
     @restoring
     def changing(self) -> Iterator[None]:
-        """Wraps a change of tables: holds the lock, and recovers after an exception that may have
-        left the change half done. Validate arguments before you enter it."""
+        """A context for a change of tables: holds the lock, and recovers after an exception that
+        may have left the change half done. Validate arguments before you enter this context."""
         with self.lock:
             if self.is_recovery_due:
                 self.recover()
@@ -183,9 +183,9 @@ class PagedMemory:
 
     def recover(self) -> None:
         """Makes all pools agree with the tables of live sequences after an exception that may have
-        left a change half done, and drops everything cached. Drops queued copies, too, so their
-        sequences must be recomputed. If it raises, the next change or count of blocks calls it
-        again."""
+        left a change half done. Drops all cached blocks, those of `BlockManager.holders`, and
+        queued copies, whose sequences must then be recomputed. If this method raises, the next
+        change or count of blocks calls it again."""
         with self.lock:
             self.is_recovery_due = True
             for manager in self.managers.values():
@@ -195,9 +195,9 @@ class PagedMemory:
             self.is_recovery_due = False
 
     def free_abandoned(self) -> None:
-        """Unless this thread holds the lock, finishes a recovery that is due and recounts pools
-        whose tables were garbage-collected. Then frees the rows of garbage-collected caches, unless
-        another thread holds the lock."""
+        """Unless this thread holds the lock, finishes a recovery that is due, and recounts all
+        pools if a table with blocks was garbage-collected. Then frees the rows of garbage-collected
+        caches, unless another thread holds the lock."""
         groups = list(self.groups.values())
         is_due = self.is_recovery_due
         for group in groups:
@@ -292,21 +292,21 @@ class PagedMemory:
         share = budget.share(self) or 0
         return max(0, total - share) // block_bytes
 
-    def evict_to_fit(self, needed: int, first: GroupMemory) -> None:
-        """Evicts cached blocks, those of `first` first, until `needed` more used blocks fit in
+    def evict_to_fit(self, num_needed: int, group: GroupMemory) -> None:
+        """Evicts cached blocks, those of `group` first, until `num_needed` more used blocks fit in
         `num_blocks`. Raises `OutOfBlocksError` if used blocks leave too little space."""
         total = self.config.num_blocks
         num_used = self.num_used
-        if total is None or not first.spec.is_counted:
+        if total is None or not group.spec.is_counted:
             return
         free = total - num_used
-        if needed > free:
-            raise over_limit_error(needed, self.block_size, free, total, "`num_blocks`")
-        excess = num_used + self.num_cached + needed - total
-        for group in (first, *self.groups.values()):
+        if num_needed > free:
+            raise over_limit_error(num_needed, self.block_size, free, total, "`num_blocks`")
+        excess = num_used + self.num_cached + num_needed - total
+        for evicted_group in (group, *self.groups.values()):
             if excess <= 0:
                 return
-            excess -= group.pool.evict(excess)
+            excess -= evicted_group.pool.evict(excess)
 
     def _max_bytes(self, if_unused: bool = False) -> int | None:
         """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without
@@ -316,19 +316,19 @@ class PagedMemory:
         else:
             budget_bytes = budget.share(self)
         fraction = self.config.memory_fraction
-        if fraction is not None and self._limit_bytes is None:
-            limit_bytes = self.fraction_bytes()
+        if fraction is not None and self._fraction_limit is None:
+            fraction_limit = self.fraction_bytes()
             if self.processes is not None:
-                limit_bytes = self.processes.minimum(limit_bytes)
-            self._limit_bytes = limit_bytes
-        if self._limit_bytes is None:
+                fraction_limit = self.processes.minimum(fraction_limit)
+            self._fraction_limit = fraction_limit
+        if self._fraction_limit is None:
             return budget_bytes
         if budget_bytes is None:
-            return self._limit_bytes
-        return min(budget_bytes, self._limit_bytes)
+            return self._fraction_limit
+        return min(budget_bytes, self._fraction_limit)
 
     def growth_limit(self, group: GroupMemory) -> int:
-        """Returns how many blocks `group` may add; `sys.maxsize` without a limit in bytes."""
+        """Returns how many blocks `group` may add; `sys.maxsize` if no limit in bytes applies."""
         block_bytes = group.block_bytes
         if not block_bytes:
             return sys.maxsize
@@ -371,8 +371,8 @@ class PagedMemory:
             recorder.clear()
 
     def drop_recorders(self) -> None:
-        """Drops the recorders when no engine or model will run steps on this memory any more.
-        Callers' caches may keep the memory alive, but need no recorders."""
+        """Drops the recorders. Called when no engine or model will run steps on this memory any
+        more: callers' caches may keep it alive, but need no recorders."""
         self.recorders = {}
 
     def begin_call(self, call: Hashable) -> None:
@@ -384,8 +384,8 @@ class PagedMemory:
             self._call_blocks, self._call_used = 0, {}
 
     def end_call(self, call: Hashable, plain_bytes: int | None) -> None:
-        """Records the bytes of blocks at the call's peak, and `plain_bytes`, those of a plain
-        cache, unless another call overlapped it or it failed (`plain_bytes` is `None`)."""
+        """Unless the call failed (`plain_bytes` is `None`) or another call overlapped it, records
+        the bytes of keys and values at its peak, and `plain_bytes`, those of a plain cache."""
         with self.lock:
             is_lone, self._lone_call = self._lone_call is call, None
             self._calls.discard(call)
@@ -420,7 +420,7 @@ class PagedMemory:
         with self.lock:
             if self.is_used:
                 return False
-            self._released_peak_bytes, self._limit_bytes = self.peak_bytes, None
+            self._released_peak_bytes, self._fraction_limit = self.peak_bytes, None
             for group in self.groups.values():
                 group.release()
             self._clear_recorders()
@@ -443,7 +443,7 @@ class PagedMemory:
         return max(layer_bytes, self._released_peak_bytes)
 
     def reset_peak(self) -> None:
-        """Restarts the peaks and the count of copied blocks from the current use."""
+        """Restarts the peaks from the current use, and the count of copied blocks from 0."""
         self._released_peak_bytes = 0
         self.num_copied = 0
         self.peak_blocks = self.num_used

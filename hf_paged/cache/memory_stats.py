@@ -33,11 +33,11 @@ class MemoryStats:
 
     Args:
         block_size (`int`): Tokens per block; with `"auto"`, the largest.
-        block_sizes (`dict`): With `"auto"`, the `block_size` of each layer group by its name, and
-            the `reason` for it (`cache.block_sizes.Choice`).
+        block_sizes (`dict`): With `"auto"`, by the name of each layer group, its `block_size` and
+            the `reason` for that size (`cache.block_sizes.Choice`).
         kv_dtype (`str`, *optional*): The dtype of stored keys and values (`PagedConfig.kv_dtype`).
-        used_blocks, peak_blocks (`int`): Blocks in use, over all layer groups.
-        used_bytes, peak_bytes (`int`): Bytes of blocks in use, over all layers.
+        used_blocks, peak_blocks (`int`): Blocks in use now and at the peak, over all layer groups.
+        used_bytes, peak_bytes (`int`): Bytes of blocks in use now and at the peak, over all layers.
         call_bytes (`int`): Bytes of keys and values in use at the peak (in blocks) of the last
             completed `generate` call that no other call on the model overlapped; states of linear
             attention are not counted.

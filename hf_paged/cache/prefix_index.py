@@ -14,7 +14,7 @@ from .block_pool import BlockPool
 
 MARSHAL_VERSION = 2  # later versions write bytes that also depend on refcounts
 Offload = Callable[[int, int, bytes], None]
-"""Called with the layer group, id and digest of an evicted block."""
+"""Called with the index of the layer group, the id and the digest of an evicted block."""
 
 
 class Link(NamedTuple):
@@ -53,7 +53,7 @@ class Node:
 class PrefixIndex:
     """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's
     RadixAttention, arXiv 2312.07104, section 3, but by whole blocks). A lookup of the pools' blocks
-    compares tokens, never only hashes; blocks in a tier are found by digest. Of several blocks with
+    compares tokens, not just hashes; blocks in a tier are found by digest. Of several blocks with
     the same content, only the first is registered. A node that loses its block in a full-attention
     group is removed with its subtree; in a window group, nodes may lack blocks. A group of states
     is a window group of which only the last node's block is needed: the snapshot after that node. A
@@ -69,7 +69,7 @@ class PrefixIndex:
     ) -> None:
         self.node_size = node_size
         self._ratios = [1] * len(pools) if ratios is None else list(ratios)
-        # nodes from one position at which blocks of all groups end to the next
+        # distance, in nodes, between positions at which blocks of all groups end
         self.stride = max(self._ratios, default=1)
         self._pools = list(pools)
         self._windows = list(windows)
@@ -154,8 +154,8 @@ class PrefixIndex:
         return links[:num_usable]
 
     def digest(self, node: Node) -> bytes:
-        """Returns `Link.digest` of a node; `b""` if its tokens have no hash that is the same in
-        every process."""
+        """Returns `Link.digest` of a node; `b""` if the tokens up to the node's end have no hash
+        that is the same in every process."""
         path = []
         while not node.digest and node.parent is not None and node.parent is not node:
             path.append(node)
@@ -225,7 +225,7 @@ class PrefixIndex:
             pool.drop_all(on_evict)
 
     def remove_before(self, epoch: int) -> None:
-        """Removes every node of an epoch before this one, with its subtree."""
+        """Removes every node that belongs to an epoch before `epoch`, with its subtree."""
         pending = list(self._roots.values())
         while pending:
             parent = pending.pop()
@@ -318,7 +318,8 @@ class PrefixIndex:
                 is_linked = child.parent is node and child.tokens == tokens
                 if not is_linked or len(tokens) != self.node_size:
                     raise AssertionError(
-                        f"node {child.tokens} is not the child that its parent lists"
+                        f"node {child.tokens} is not the child that its parent lists, or does not"
+                        f" have {self.node_size} tokens"
                     )
                 pending.append((child, depth + 1))
                 for group, block_id in enumerate(child.block_ids):
@@ -333,17 +334,19 @@ class PrefixIndex:
         for group, pool in enumerate(self._pools):
             if nodes[group] != self._registered[group]:
                 raise AssertionError(
-                    f"group {group}: registered {sorted(self._registered[group])}, nodes"
-                    f" {sorted(nodes[group])}"
+                    f"group {group}: blocks {sorted(self._registered[group])} are registered, but"
+                    f" the nodes have {sorted(nodes[group])}"
                 )
             not_kept = [block_id for block_id in nodes[group] if not pool.is_kept(block_id)]
             if not_kept:
-                raise AssertionError(f"group {group}: {not_kept} are registered, but not kept")
+                raise AssertionError(
+                    f"group {group}: blocks {not_kept} are registered, but not kept"
+                )
 
 
 def namespace_digest(namespace: Hashable) -> bytes:
-    """Hashes the `repr` of a namespace, which consists of text, numbers and tuples (named or
-    not)."""
+    """Hashes the `repr` of a namespace, which consists of text, numbers, `None` and tuples (named
+    or not)."""
     content = repr(namespace).encode()
     return hashlib.blake2b(content, digest_size=16).digest()
 

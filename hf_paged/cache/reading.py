@@ -23,8 +23,8 @@ class Units(NamedTuple):
     stride: tuple[int, int]
 
     def read(self, blocks: Tensor, out: Tensor | None = None) -> Tensor:
-        """Gathers the matrix rows `indices` of `blocks` into `(len(indices), width)`: `out`, if
-        given."""
+        """Returns a copy of the matrix rows `indices` of `blocks`, `(len(indices), width)`; in
+        `out`, if given."""
         matrix = blocks.as_strided(self.shape, self.stride)
         return torch.index_select(matrix, 0, self.indices, out=out)
 

@@ -126,8 +126,8 @@ class CacheRows:
     @guarded
     def free(self, should_gather: bool = True) -> None:
         """Drops all rows, and frees their blocks unless they are borrowed. First gathers the
-        handles that are still alive; without `should_gather`, those must not be read any more. If
-        gathering raises, the rows are dropped all the same."""
+        handles that are still alive; without `should_gather`, they must not be read any more. If
+        gathering raises, the rows are dropped nevertheless."""
         with self.memory.changing():
             try:
                 if should_gather:

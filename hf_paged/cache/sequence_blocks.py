@@ -25,8 +25,8 @@ class SequenceBlocks(_WithWeakRefs):
     epoch: int = 0  # the manager's epoch when the oldest block was begun
     node: Node | None = None  # node of the last registered block in the prefix index
     num_registered: int = 0  # nodes of the prefix index up to and including `node`
-    # tokens for which the tables have writable slots: up to this number, a decode only raises token
-    # counts
+    # number of tokens up to which a decode needs neither new nor copied blocks, but only raises
+    # token counts
     capacity: int = 0
     # token counts at which a step must end, so that `register` can register the state there
     stops: tuple[int, ...] = ()

@@ -40,9 +40,9 @@ class StateRows:
 
 class StateStorage:
     """The storage of a group of states: maps each slot, a block id of `pool`, to the holder of its
-    state and the row in that holder. A holder has `state_layers`: it is a step, which its runner
-    keeps alive, or [`StateRows`], which this storage keeps alive. A copied slot refers to the same
-    row until the state of one of the two slots is computed again."""
+    state and the row in that holder. A holder has `state_layers`: it is a step's rectangle, which
+    the runner keeps alive, or [`StateRows`], which this storage keeps alive. A copied slot refers
+    to the same row until the state of one of the two slots is computed again."""
 
     nbytes = num_rows = growth_step = 0
     is_elastic = True

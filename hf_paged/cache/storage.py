@@ -93,7 +93,7 @@ class BlockStorage:
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
-        its blocks. Raises `ValueError` if heads, dims or device differ."""
+        its blocks. Raises `ValueError` if heads, dims or device differ, and what `make` raises."""
         layer = self.layers[index]
         stored_sizes = sizes_of(layer.keys, layer.values)
         for stored, new in zip(stored_sizes, sizes_of(keys, values)):
@@ -157,9 +157,9 @@ class BlockStorage:
         return self._allocate(1, empty_keys, empty_values)
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Allocates layer `index` for K/V like these, and returns it: all blocks of the pool, and
-        as many reserved ones as memory allows. If memory runs out, raises `MemoryError`, or torch's
-        `RuntimeError`."""
+        """Allocates layer `index` for K/V like these, with all blocks of the pool and as many of
+        the reserved ones as memory allows; returns the layer's blocks. If memory runs out, raises
+        `MemoryError`, or torch's `RuntimeError`."""
         block_bytes = self.outline(keys, values).block_bytes
         num_reserved = self._num_reserved(block_bytes, keys.device)
         min_blocks = self.pool.num_blocks

@@ -64,7 +64,7 @@ def choose_store(
         stored_dtypes = (key_blocks.dtype, value_blocks.dtype)
         if quantized.is_quantized(key_blocks):  # the kernel itself quantizes K/V
             stored_dtypes = dtypes
-        with contextlib.suppress(TypeError):  # the kernel does not support such tensors
+        with contextlib.suppress(TypeError):  # if the kernel does not support such tensors
             stored_keys = keys.to(stored_dtypes[0])
             stored_values = values.to(stored_dtypes[1])
             store: Store = cpp_attention.Store(
@@ -106,9 +106,9 @@ def store_portable(
         quantized.write(blocks, index, tokens)
 
 
-# `entry` holds the slots, the key and the result of the thread's last `_targets` call, since all
-# layers of a step have the same slots. The three are one attribute, so that an interrupt cannot
-# leave a key beside the targets of other slots.
+# `entry` holds a weak reference to the slots, the key and the result of the thread's last call of
+# `_targets`, since all layers of a step have the same slots. The three are one attribute, so that
+# an interrupt cannot leave a key beside the targets of other slots.
 _last_targets = threading.local()
 
 

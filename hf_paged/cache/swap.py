@@ -61,8 +61,8 @@ def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
         return HostBlocks(copies)
     if not block_ids:
         return HostBlocks({})
-    states: Any = group.storage
-    return HostBlocks({0: states.copy_out(block_ids)})
+    storage: Any = group.storage
+    return HostBlocks({0: storage.copy_out(block_ids)})
 
 
 @mirrored
@@ -90,10 +90,11 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class SwappedSequence:
-    """The state of a sequence whose blocks are in host memory."""
+    """The host copies of a swapped-out sequence's blocks."""
 
-    host: list[HostBlocks]  # per group, shared by all sequences of the request
-    rows: list[list[int]]  # per group, the row in `host` of each block of the sequence's table
+    host_blocks: list[HostBlocks]  # per group, shared by all sequences of the request
+    # per group, the row in `host_blocks` of each block of the sequence's table
+    rows: list[list[int]]
 
 
 class BlockSwapper:
@@ -129,14 +130,17 @@ class BlockSwapper:
             numbers = [number_blocks(tables) for tables in tables_by_group]
             try:
                 groups = zip(self.block_manager.groups, numbers)
-                host = [copy_out(group, list(block_numbers)) for group, block_numbers in groups]
+                host_blocks = [
+                    copy_out(group, list(block_numbers)) for group, block_numbers in groups
+                ]
             except (MemoryError, RuntimeError, KeyError) as error:  # torch raises `RuntimeError`
                 if is_interrupt(error):
                     raise
                 return False
             for sequence in sequences:
                 tables = sequence.blocks.tables
-                sequence.swapped = SwappedSequence(host, list(map(host_rows, tables, numbers)))
+                table_rows = list(map(host_rows, tables, numbers))
+                sequence.swapped = SwappedSequence(host_blocks, table_rows)
                 for table in tables:
                     table.pool.release(reversed(table.block_ids))
                     table.block_ids = []
@@ -148,7 +152,7 @@ class BlockSwapper:
         blocks are free."""
         swapped = _swapped(request)
         rows_by_group = self._needed_rows(swapped)
-        host = swapped[0][1].host
+        host_blocks = swapped[0][1].host_blocks
         with self.block_manager.memory.lock:
             allocated_ids = self.block_manager.take(list(map(len, rows_by_group)))
             if allocated_ids is None:
@@ -157,11 +161,12 @@ class BlockSwapper:
                 targets = [
                     dict(zip(rows, new_ids)) for rows, new_ids in zip(rows_by_group, allocated_ids)
                 ]
-                for group, copies, block_ids in zip(self.block_manager.groups, host, targets):
+                groups = self.block_manager.groups
+                for group, copies, block_ids in zip(groups, host_blocks, targets):
                     put_back(group, copies, block_ids)
-                for sequence, state in swapped:
+                for sequence, swapped_blocks in swapped:
                     tables = sequence.blocks.tables
-                    for table, table_rows, block_ids in zip(tables, state.rows, targets):
+                    for table, table_rows, block_ids in zip(tables, swapped_blocks.rows, targets):
                         table.hold([block_ids[row] for row in table_rows])
                     sequence.swapped = None
             finally:  # by now the tables hold the blocks, unless there was an error
@@ -171,14 +176,18 @@ class BlockSwapper:
 
     def _needed_rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
         """Returns, per group, the rows of the host copies that these sequences need."""
-        rows_by_group = zip(*(state.rows for _, state in swapped))
+        rows_by_group = zip(*(swapped_blocks.rows for _, swapped_blocks in swapped))
         return [list(dict.fromkeys(itertools.chain(*rows))) for rows in rows_by_group]
 
 
 def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
-    """Returns the swapped-out sequences of a request, with their state."""
-    states = ((sequence, sequence.swapped) for sequence in request.sequences)
-    return [(sequence, state) for sequence, state in states if state is not None]
+    """Returns the swapped-out sequences of a request, with the host copies of their blocks."""
+    pairs = ((sequence, sequence.swapped) for sequence in request.sequences)
+    return [
+        (sequence, swapped_blocks)
+        for sequence, swapped_blocks in pairs
+        if swapped_blocks is not None
+    ]
 
 
 def number_blocks(tables: Iterable[BlockTable]) -> dict[int, int]:

@@ -1,5 +1,6 @@
 """Decides which calls wait for blocks that calls of other threads or other models hold, and how
-long, so that no two calls with half a memory each wait for each other. Preempts no requests."""
+long, so that calls that each hold a part of the memory do not wait for each other. Preempts no
+requests."""
 
 from __future__ import annotations
 
@@ -88,11 +89,11 @@ class Claim:
         """Whether `total` blocks suffice for this claim and all earlier ones. Always true without
         earlier claims, or if this thread made one: it would wait for itself."""
         claims = claims_on(self.memory)
-        earlier = claims[: claims.index(self)]
-        is_nested = any(claim.thread == self.thread for claim in earlier)
-        if not earlier or is_nested:
+        earlier_claims = claims[: claims.index(self)]
+        is_nested = any(claim.thread == self.thread for claim in earlier_claims)
+        if not earlier_claims or is_nested:
             return True
-        num_blocks = sum(claim.num_blocks for claim in [*earlier, self])
+        num_blocks = sum(claim.num_blocks for claim in [*earlier_claims, self])
         return num_blocks <= total
 
     def withdraw(self) -> None:
@@ -135,9 +136,9 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 
 @restoring
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
-    """Wraps a call that cannot be preempted and holds up to `num_blocks` of `total()` blocks. First
-    waits until these fit beside the claims of earlier such calls, or until no call of another
-    thread progresses."""
+    """A context for a call that cannot be preempted and holds up to `num_blocks` of `total()`
+    blocks. First waits until these fit beside the claims of earlier such calls, or until no call of
+    another thread progresses."""
     claim = Claim(memory, num_blocks)
     try:
         memory.holders.append(claim)

@@ -98,7 +98,7 @@ def save(
             if not num_tokens:
                 raise ValueError(
                     f"the prompt has {len(ids)} tokens, but only full blocks of"
-                    f" {manager.block_size} can be saved: pass a longer prompt, or lower"
+                    f" {manager.block_size} tokens can be saved: pass a longer prompt, or lower"
                     " `block_size`"
                 )
             if rope is not None and rope.factors(len(ids)):
@@ -116,8 +116,8 @@ def save(
                 )
             layers_by_group: dict[int, Layers] = {}
             for group in range(len(manager.groups)):
-                needed = manager.index.needed_nodes(group, num_nodes)
-                block_ids = (nodes[index].block_ids[group] for index in needed)
+                needed_nodes = manager.index.needed_nodes(group, num_nodes)
+                block_ids = (nodes[index].block_ids[group] for index in needed_nodes)
                 cached_ids = [block_id for block_id in block_ids if block_id is not None]
                 if cached_ids:
                     layers_by_group[group] = store.copy_out(group, cached_ids)
@@ -130,8 +130,8 @@ def save(
 
 def load(core: EngineCore, path: Any) -> int:
     """Implements `rooms.TiersRoom.load`. Raises `ValueError` if the file is not a saved prefix of
-    the current model, or if the pool would be freed at once; `OutOfBlocksError`; `OSError` if the
-    file cannot be read; and the errors of copying."""
+    the current model, or if the pool would be freed immediately; `OutOfBlocksError` if too few
+    blocks are free; `OSError` if the file cannot be read; and the errors of copying."""
     try:
         with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
             return _load(core, path, file)
@@ -147,7 +147,7 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         namespace = _to_tuples(json.loads(file.metadata["namespace"]))
         weights_hash, digest = file.metadata["name"].split("/")
         if not token_ids or not all(map(is_whole, token_ids)):
-            raise CorruptFileError("its tokens are not whole numbers")
+            raise CorruptFileError("its tokens are missing, or are not whole numbers")
     with core.keeping_pool(), _between_steps(core) as (loop, store):
         if not core.requests and core.config.idle_release_seconds == 0 and loop.blocks.tier is None:
             raise ValueError(
@@ -168,10 +168,10 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         node_indices = []
         expected = {}
         for group in range(len(manager.groups)):
-            needed = manager.index.needed_nodes(group, num_nodes)
-            node_indices.append(needed)
-            if needed:
-                expected[group] = (store.layers(group), len(needed))
+            needed_nodes = manager.index.needed_nodes(group, num_nodes)
+            node_indices.append(needed_nodes)
+            if needed_nodes:
+                expected[group] = (store.layers(group), len(needed_nodes))
         layers_by_group = file.read(expected)
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.node_size != len(token_ids) or links[-1].digest.hex() != digest:

@@ -39,7 +39,7 @@ from .prefixes import TierError, restore_path
 
 logger = logging.getLogger(__name__)
 
-# bytes of blocks that may wait to be written or confirmed, besides a quarter of the free memory
+# blocks that wait to be written or confirmed may take these bytes plus a quarter of the free memory
 QUEUE_BYTES = 256 << 20
 # bytes of unconfirmed blocks above which the engine computes a fingerprint just to confirm them
 PENDING_BYTES = 64 << 20
@@ -87,7 +87,7 @@ class PrefixStore:
         expected_layers = self.expected_layers if device is not None else ()
         self._outlines = [
             {
-                layer.layer_index: group.storage.outline(*layer.states)
+                layer.layer_index: group.storage.outline(*layer.empty_states)
                 for layer in expected_layers
                 if layer.spec == group.spec
             }
@@ -289,8 +289,8 @@ class PrefixStore:
 
     def put_back(self, group: int, contents: list[Layers], block_ids: list[int]) -> None:
         """Writes the contents of blocks (at least one), as `read` returns them, to these blocks of
-        the pool. Raises `ValueError` if they do not fit the layers, and `OutOfBlocksError` or
-        torch's errors if memory runs out."""
+        the pool. Raises `ValueError` if they do not fit the layers, and `OutOfBlocksError`,
+        `MemoryError` or torch's errors if memory runs out."""
         group_memory = self._groups[group]
         layers = contents[0]
         pool_layers = group_memory.storage.layers
@@ -298,7 +298,7 @@ class PrefixStore:
         have_other_forms = any(form != forms[0] for form in forms)
         has_other_layers = pool_layers and pool_layers.keys() != layers.keys()
         if have_other_forms or has_other_layers:
-            raise ValueError("the blocks do not belong to these layers")
+            raise ValueError("the copied blocks differ from the pool's in layers or format")
         host = HostBlocks()
         for index, layer in layers.items():
             block_data = [content[index].data for content in contents]

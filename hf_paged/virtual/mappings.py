@@ -135,7 +135,7 @@ class Region:
         return Region(self.pages, self.layout, num_blocks, self.num_mapped, self.backing)
 
     def remap(self, pages: Pages) -> None:
-        """In a child process: maps these pages at the same addresses in place of the parent's."""
+        """In a child process: maps `pages` at the same addresses in place of the parent's pages."""
         num_mapped = self.num_mapped
         self.pages, self.num_mapped = pages, 0
         self._addresses.backing = self.backing = Backing(
@@ -157,7 +157,7 @@ class PlaneRows(NamedTuple):
     """The addresses of one plane's tokens in all slots."""
 
     address: int  # in the first slot
-    slot_bytes: int  # from slot to slot
+    slot_bytes: int  # from the address in one slot to that in the next
     block_bytes: int
     offset: int  # of the pages of block 0
     part: int  # index of the part that the plane belongs to
@@ -193,7 +193,7 @@ class RowMappings:
         self.pages = regions[0].pages
         self.block_size = regions[0].layout.block_size
         # mapped block ids of each slot, by position in blocks
-        self.mapped: list[list[int | None]] = [[] for _ in range(num_slots)]
+        self.mapped_ids: list[list[int | None]] = [[] for _ in range(num_slots)]
         self.versions = [0] * num_slots  # `Row.version` of each slot when it was last updated
         self.borrowed_views: list[BorrowedView] = []
         self._num_boundaries = [0]  # between extents in each plane; a list, which finalizers share
@@ -208,8 +208,8 @@ class RowMappings:
 
     def _reserve(self, region: Region) -> list[Tensor]:
         """Reserves addresses for the planes of a region; returns its parts."""
-        # keeps no reference to the region: in a cycle, the region's pages would be freed at the
-        # next garbage collection instead of with their last user
+        # this object keeps no reference to the region: in a cycle, the region's pages would be
+        # freed at the next garbage collection instead of with their last user
         layout = region.layout
         num_slots, max_len = self.shape
         planes_per_part = layout.num_planes // layout.num_parts
@@ -251,21 +251,21 @@ class RowMappings:
         the ids that follow the last one, all within the layer's first `num_blocks` blocks. Unless
         mappings are kept, first unmaps the blocks of an unrelated earlier row. Raises
         `MemoryError`."""
-        mapped = self.mapped[slot]
+        mapped_ids = self.mapped_ids[slot]
         end = row.first + len(row.block_ids)
         if self.versions[slot] < row.assigned_version and not config.keep_mappings:
-            self._unmap(slot, 0, len(mapped))
+            self._unmap(slot, 0, len(mapped_ids))
         if row.has_padding:  # padding must read as zeros
-            for position, block_id in enumerate(mapped[: row.first]):
+            for position, block_id in enumerate(mapped_ids[: row.first]):
                 if block_id is not None:
                     self._unmap(slot, position, 1)
-        mapped += [None] * (end - len(mapped))
+        mapped_ids += [None] * (end - len(mapped_ids))
 
         def run_key(block: tuple[int, int]) -> int | None:
-            """The difference of id and position, equal for blocks that one call maps; `None` if a
-            block is mapped already."""
+            """Returns the difference of id and position, equal for blocks that one call maps;
+            `None` if the block is mapped already."""
             position, block_id = block
-            return None if mapped[position] == block_id else block_id - position
+            return None if mapped_ids[position] == block_id else block_id - position
 
         for key, blocks in itertools.groupby(enumerate(row.block_ids, row.first), run_key):
             if key is None:
@@ -282,9 +282,9 @@ class RowMappings:
         self.versions[slot] = row.version
 
     def unmap_slot(self, slot: int) -> None:
-        mapped = self.mapped[slot]
-        self._unmap(slot, 0, len(mapped))
-        mapped.clear()
+        mapped_ids = self.mapped_ids[slot]
+        self._unmap(slot, 0, len(mapped_ids))
+        mapped_ids.clear()
         self.versions[slot] = -1
 
     def close(self) -> None:
@@ -312,7 +312,7 @@ class RowMappings:
                 offset = plane.offset + block_id * block_bytes
                 pages.map(plane.address_of(slot, position), offset, count * block_bytes)
         except BaseException:
-            # as unmapped, although some planes may be mapped
+            # record the blocks as unmapped, although some planes may be mapped
             self._record(slot, position, [None] * count)
             raise
 
@@ -324,12 +324,12 @@ class RowMappings:
 
     def _record(self, slot: int, position: int, block_ids: list[int | None]) -> None:
         """Records that these blocks are mapped from `position` on, and counts extents."""
-        mapped = self.mapped[slot]
+        mapped_ids = self.mapped_ids[slot]
         end = position + len(block_ids)
-        mapped += [None] * (end - len(mapped))
-        num_before = _count_boundaries(mapped, position, end)
-        mapped[position:end] = block_ids
-        num_added = _count_boundaries(mapped, position, end) - num_before
+        mapped_ids += [None] * (end - len(mapped_ids))
+        num_before = _count_boundaries(mapped_ids, position, end)
+        mapped_ids[position:end] = block_ids
+        num_added = _count_boundaries(mapped_ids, position, end) - num_before
         self._num_boundaries[0] += num_added
         self.pages.extents.add(num_added * len(self.planes))
 
@@ -360,13 +360,13 @@ class RowMappings:
     def preserve(self) -> bool:
         """Gives borrowed views that are still alive private copies of their pages, at the same
         addresses (`MemoryFile.detach`). Returns whether rows need new addresses."""
-        alive = [view for view in self.borrowed_views if view.addresses() is not None]
+        live_views = [view for view in self.borrowed_views if view.addresses() is not None]
         for part, addresses in enumerate(self.part_addresses):
             blocks: set[tuple[int, int]] = set()  # slots and positions of mapped blocks in views
-            for view in alive:
+            for view in live_views:
                 if view.part == part:
                     for slot in view.slots:
-                        for position, block_id in enumerate(self.mapped[slot]):
+                        for position, block_id in enumerate(self.mapped_ids[slot]):
                             if block_id is not None and position in view.positions:
                                 blocks.add((slot, position))
             planes = [plane for plane in self.planes if plane.part == part]
@@ -380,12 +380,12 @@ class RowMappings:
         return self._needs_new_addresses
 
 
-def _count_boundaries(mapped: list[int | None], first: int, end: int) -> int:
+def _count_boundaries(mapped_ids: list[int | None], first: int, end: int) -> int:
     """Counts the boundaries between extents at positions `first` through `end`: wherever a block id
     is not one more than its predecessor, or only one of the two positions is mapped."""
-    id_before_first = mapped[first - 1] if first else None
-    ids = [id_before_first, *mapped[first : end + 1]]
-    if end >= len(mapped):
+    id_before_first = mapped_ids[first - 1] if first else None
+    ids = [id_before_first, *mapped_ids[first : end + 1]]
+    if end >= len(mapped_ids):
         ids.append(None)
     num_boundaries = 0
     for id_before, block_id in itertools.pairwise(ids):

@@ -102,7 +102,7 @@ class Extents:
         """Raises `MemoryError` if there are too many extents."""
         if self.count > self.limit:
             raise MemoryError(
-                f"rows would take {self.count:,} mappings, and half of `vm.max_map_count` is"
+                f"rows would take {self.count:,} mappings, but half of `vm.max_map_count` is"
                 f" {self.limit:,}: raise that setting, or `page_bytes` of `VirtualStorage`"
             )
 
@@ -120,13 +120,13 @@ def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
         pages = MemoryFile()
     else:
         raise ValueError(
-            f"`storage` is 'virtual', and pages cannot be mapped on {device} under {sys.platform}:"
+            f"`storage` is 'virtual', but pages cannot be mapped on {device} under {sys.platform}:"
             " this needs Linux for models on the CPU, or a CUDA device. Leave `storage` out"
         )
     if page_bytes is not None and page_bytes % pages.granularity:
         raise ValueError(
-            f"`page_bytes` is {page_bytes:,}, and must be a multiple of the {pages.granularity:,}"
-            f" bytes of a page of {device}"
+            f"`page_bytes` is {page_bytes:,}, but must be a multiple of the {pages.granularity:,}"
+            f" bytes of a page on {device}"
         )
     pages.granularity = page_bytes or pages.granularity
     return pages
@@ -139,7 +139,7 @@ def _check_file_size() -> None:
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY:
         raise ValueError(
-            f"`storage` is 'virtual', and files of this process are limited to {limit:,} bytes"
+            f"`storage` is 'virtual', but files of this process are limited to {limit:,} bytes"
             " (ulimit -f), including sparse files in memory: lift the limit, or leave `storage`"
             " out"
         )
@@ -251,7 +251,7 @@ class MemoryFile:
             raise OSError(error_number, os.strerror(error_number))
 
     def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:
-        """Replaces the pages at `starts`, which are addresses of `size` bytes each in the range
+        """Replaces `size` bytes of pages at each of `starts`, which are addresses in the range
         `addresses`, by private copies that are freed with the range. Raises `MemoryError`, possibly
         after it has replaced some of them."""
         runs: list[list[int]] = []  # address and bytes of adjacent pages
@@ -328,7 +328,7 @@ class CudaPages:
         self.granularity = int(granularity)
         # the driver's handles of existing pages, of `granularity` bytes each, by offset
         self._handles: dict[int, Any] = {}
-        self._mapped: set[int] = set()  # addresses of mapped pages
+        self._mapped_pages: set[int] = set()  # by address
         self._size = 0  # of the offset space
 
     def _call_in_context(self, name: str, *args: Any) -> Any:
@@ -356,8 +356,8 @@ class CudaPages:
 
     def reserve(self, size: int) -> Addresses:
         addresses = Addresses(0, size, self._tensor)
-        # the address, once reserved; one statement reserves and appends it, so that an error or an
-        # interrupt between the two cannot leak it
+        # the address, once reserved, in a list that the finalizer shares, so that no later error
+        # leaks the addresses
         reserved: list[int] = []
         when_freed(addresses, self._free, reserved, size)
         reserved.append(int(self._call_in_context("cuMemAddressReserve", size, 0, 0, 0)))
@@ -387,7 +387,7 @@ class CudaPages:
                         "cuMemCreate", page, self._properties, 0
                     )
                 self._call_in_context("cuMemMap", address + start, page, 0, handle, 0)
-                self._mapped.add(address + start)
+                self._mapped_pages.add(address + start)
             self._call_in_context("cuMemSetAccess", address, size, [self._access], 1)
         except BaseException:
             self.unmap(address, size)
@@ -395,12 +395,12 @@ class CudaPages:
 
     def unmap(self, address: int, size: int) -> None:
         pages = range(address, address + size, self.granularity)
-        mapped = [page for page in pages if page in self._mapped]
-        if mapped:
+        mapped_pages = [page for page in pages if page in self._mapped_pages]
+        if mapped_pages:
             self._call_in_context("cuCtxSynchronize")  # running kernels may read the pages
-        for page in mapped:
+        for page in mapped_pages:
             self._call_in_context("cuMemUnmap", page, self.granularity)
-            self._mapped.discard(page)
+            self._mapped_pages.discard(page)
 
     def release(self, offset: int, size: int) -> None:
         released = [start for start in self._handles if offset <= start < offset + size]

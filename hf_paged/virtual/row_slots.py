@@ -1,5 +1,5 @@
-"""Assigns rows to slots (address ranges), the same in all layers, and plans the portable attention
-of rows in slots. `mappings.py` maps the blocks of rows in their slots."""
+"""Assigns each row to a slot (address range), the same in all layers, and plans the portable
+attention of rows in slots. `mappings.py` maps the blocks of rows in their slots."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .. import forks
 from ..attention.backends.parts import Member, Part, PartPlan, geometries_of, part_maker
 from ..step import StepMetadata
 
-MIN_ROWS = 64  # slots of a storage, each for one row
-MAX_ROWS = 1024
+MIN_SLOTS = 64  # initial number of slots of a storage, each for one row
+MAX_SLOTS = 1024
 BACKOFF_STEPS = 256  # steps that gather rows after mapping failed
 MAX_READING_STEPS = 8  # a row with more references to steps drops the dead ones
-MIN_ROW_TOKENS = 4096  # minimum tokens in a slot: unmapped addresses take no memory
+MIN_SLOT_TOKENS = 4096  # initial length of a slot in tokens: unmapped addresses take no memory
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class Row:
     version: int = 0  # counts changes
     assigned_version: int = 0  # the version at which the row replaced an unrelated one
     # if mappings are kept: block ids by position, of this row and, past its end, of earlier rows
-    mapped: list[int | None] = field(default_factory=list)
+    mapped_ids: list[int | None] = field(default_factory=list)
     reading_steps: list[weakref.ref[StepMetadata]] = field(default_factory=list)
     last_used: int = 0  # `RowSlots._clock` at the last step
 
@@ -75,7 +75,7 @@ class RowViews(NamedTuple):
     alive, even if other rows are mapped meanwhile. Implements `seams.PlacedRows`."""
 
     placement: Placement
-    keys: Tensor  # (slots, heads, max_len, dim); only rows of the placement may be read
+    keys: Tensor  # (slots, heads, max_len, dim); only the placement's slots may be read
     values: Tensor
     step: StepMetadata
 
@@ -89,8 +89,8 @@ class RowViews(NamedTuple):
 
 
 def _plan_parts(step: StepMetadata, kv_heads: int, placement: Placement) -> PartPlan:
-    """Returns the parts of a step, each row of which is contiguous in memory. The rows of a part
-    have the same geometry and offset, and consecutive slots."""
+    """Plans the parts of a step whose rows are each contiguous in memory. The rows of a part have
+    the same geometry and offset, and consecutive slots."""
     geometries, is_complete = geometries_of(step)
     heads = slice(0, kv_heads)
     parts = []
@@ -120,8 +120,8 @@ class RowSlots:
     def __init__(self, keeps_mappings: bool = True) -> None:
         self.lock = forks.rlock()
         self._keeps_mappings = keeps_mappings
-        self.max_len = MIN_ROW_TOKENS  # of a slot, in tokens
-        self.rows = [Row() for _ in range(MIN_ROWS)]  # by slot
+        self.max_len = MIN_SLOT_TOKENS  # of a slot, in tokens
+        self.rows = [Row() for _ in range(MIN_SLOTS)]  # by slot
         self._num_gathering_steps = 0  # remaining steps that gather after mapping failed
         self._slot_by_last_block: dict[int, int] = {}  # may be out of date
         # by number of rows: the first of the consecutive slots that this many rows got last
@@ -170,7 +170,8 @@ class RowSlots:
         self._num_gathering_steps = BACKOFF_STEPS
 
     def _grow_length(self, num_tokens: int) -> None:
-        """Raises `max_len` to at least `num_tokens`; layers then map rows at new addresses."""
+        """Doubles `max_len` until it is at least `num_tokens`. Layers then map rows at new
+        addresses."""
         max_len = self.max_len
         while max_len < num_tokens:
             max_len *= 2
@@ -181,7 +182,7 @@ class RowSlots:
     def clear_mapped(self, rows: Iterable[Row]) -> None:
         """Records that nothing is mapped in the slots of these rows."""
         for row in rows:
-            row.mapped.clear()
+            row.mapped_ids.clear()
 
     def _choose_slots(
         self,
@@ -190,8 +191,8 @@ class RowSlots:
         has_padding: bool,
     ) -> list[int] | None:
         """Returns the slots of the rows' last steps, and free slots for new rows. With
-        `are_consecutive`, returns a free run instead, unless the rows' last slots are consecutive.
-        Returns `None` if too few slots are free."""
+        `are_consecutive`, returns a run of free slots instead, unless the rows' last slots are
+        consecutive. Returns `None` if too few slots are free."""
         assigned: set[int] = set()
         last_slots: list[int | None] = []  # by row; `None` for new rows
         for span in spans:
@@ -212,7 +213,7 @@ class RowSlots:
         free_slots = sorted(free, key=lambda slot: self.rows[slot].last_used)
         if num_new > len(free_slots):
             first = len(self.rows)
-            if not self._grow(first + num_new):
+            if not self._add_slots(first + num_new):
                 return None
             free_slots += range(first, len(self.rows))
         slots = []
@@ -229,8 +230,8 @@ class RowSlots:
         """Returns how many of a row's blocks are still mapped in a slot; 0 unless most of them are,
         since the slot's mappings may fit another row better."""
         ids = span.ids
-        mapped = self.rows[slot].mapped[span.first : span.first + len(ids)]
-        num_mapped = sum(map(operator.eq, mapped, ids))
+        mapped_ids = self.rows[slot].mapped_ids[span.first : span.first + len(ids)]
+        num_mapped = sum(map(operator.eq, mapped_ids, ids))
         if 2 * num_mapped <= len(ids):
             return 0
         return num_mapped
@@ -288,7 +289,7 @@ class RowSlots:
             begin = self._find_best_run(spans)
             if begin is None:
                 begin = len(self.rows)
-                if not self._grow(begin + num_rows):
+                if not self._add_slots(begin + num_rows):
                     return None
             self._last_runs[num_rows] = begin
         return list(range(begin, begin + num_rows))
@@ -315,9 +316,10 @@ class RowSlots:
                     best_rank = rank
         return best
 
-    def _grow(self, num_slots: int) -> bool:
-        """Adds slots until there are at least `num_slots`; returns `False` above `MAX_ROWS`."""
-        if num_slots > MAX_ROWS:
+    def _add_slots(self, num_slots: int) -> bool:
+        """Adds slots until there are at least `num_slots`. Returns `False`, with none added, if
+        that is more than `MAX_SLOTS`."""
+        if num_slots > MAX_SLOTS:
             return False
         if len(self.rows) < num_slots:
             self.clear_mapped(self.rows)
@@ -356,8 +358,8 @@ class RowSlots:
                 row.assigned_version = row.version
             row.first, row.block_ids, row.has_padding = first, ids, has_padding
             if self._keeps_mappings:
-                row.mapped += [None] * (num_positions - len(row.mapped))
-                row.mapped[first:num_positions] = ids
+                row.mapped_ids += [None] * (num_positions - len(row.mapped_ids))
+                row.mapped_ids[first:num_positions] = ids
         if ids:
             self._slot_by_last_block[ids[-1]] = slot
         if len(row.reading_steps) > MAX_READING_STEPS:

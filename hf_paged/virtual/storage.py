@@ -36,8 +36,9 @@ from .row_slots import Placement, RowSlots, RowViews
 
 logger = logging.getLogger(__name__)
 
-# address space for a layer's blocks, unless more blocks are reserved; growing beyond it moves them
-MAX_RESERVED_BYTES = 64 << 30
+# address space for a layer's blocks, unless more blocks are reserved; growth beyond it moves the
+# blocks
+ADDRESS_BYTES = 64 << 30
 # with `blocks_ahead`, a pool without a limit grows by at least this many runs of `1 + blocks_ahead`
 # blocks, so that new rows find free runs
 RUNS_PER_GROWTH = 16
@@ -56,9 +57,10 @@ def make_storage(
 def _take_runs(
     run_length: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes `count` free blocks (`block_pool.BlockSelector`), each with the id that follows the
-    previous one, at first the last of `after`. If that block is not free, takes the first block of
-    an aligned free run of `run_length` blocks or, without one, the lowest free id."""
+    """Takes `count` free blocks (`block_pool.BlockSelector`). Each time, takes the block whose id
+    follows the id taken before, or at first the last id of `after`. If that block is not free,
+    takes the first block of an aligned free run of `run_length` blocks or, if there is none, the
+    free block with the lowest id."""
     block_ids = []
     next_id = after[-1] + 1 if after else -1
     for _ in range(count):
@@ -86,9 +88,9 @@ def fit_blocks(
 ) -> PagedConfig:
     """Returns `config` with the smallest block size at which, in half precision, one head's keys in
     a block fill whole pages or, if pages are large, all heads of a layer's tensor do. Returns
-    `config` unchanged if it has another storage, or a block size of at least that, which fills
-    whole pages, too, since block sizes and pages are powers of two. Raises `ValueError` if pages
-    cannot be mapped, or are too large for any block size."""
+    `config` unchanged if it has another storage, or a block size of at least that: larger blocks
+    also fill whole pages, since block sizes and page sizes are powers of two. Raises `ValueError`
+    if pages cannot be mapped, or are too large for any block size."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page_bytes = pages_for(device, config.storage.page_bytes).granularity
@@ -100,7 +102,7 @@ def fit_blocks(
         num_tokens = page_bytes // math.gcd(page_bytes, token_bytes)
     if num_tokens > MAX_VIRTUAL_BLOCK_SIZE:
         raise ValueError(
-            f"`page_bytes` of `VirtualStorage` is {page_bytes:,}, and no block of at most"
+            f"`page_bytes` of `VirtualStorage` is {page_bytes:,}, but no block of at most"
             f" {MAX_VIRTUAL_BLOCK_SIZE:,} tokens of this model, {num_heads} x {head_dim} numbers"
             " each, fills whole pages: lower `page_bytes`"
         )
@@ -111,8 +113,8 @@ def fit_blocks(
 
 
 def _block_shape(config: Any) -> tuple[int, int]:
-    """Returns the number of heads in a layer's block tensor, and their dim; where layers differ,
-    the greatest common divisor of each. A tensor has keys and values, unless their dims differ."""
+    """Returns the number of heads in a layer's block tensor, and their dim. Where layers differ, or
+    keys and values of a layer differ in dim, returns the greatest common divisor instead."""
     text_config = None
     if config is not None:
         text_config = config.get_text_config(decoder=True)
@@ -163,10 +165,10 @@ class LayerRows:
         """Maps the rows of a step; returns the views in which they can be read, or `None` if they
         cannot be mapped."""
         with self.slots.lock:
-            mapped = self._map_rows(step, are_consecutive=False)
-        if mapped is None:
+            result = self._map_rows(step, are_consecutive=False)
+        if result is None:
             return None
-        placement, mappings = mapped
+        placement, mappings = result
         return RowViews(placement, *mappings.pair, step)
 
     def _map_rows(
@@ -214,7 +216,7 @@ class LayerRows:
         """Unmaps these slots. The caller holds the slots' lock."""
         self.preserve_views()
         for slot in slots:
-            if self.mappings is not None and slot < len(self.mappings.mapped):
+            if self.mappings is not None and slot < len(self.mappings.mapped_ids):
                 self.mappings.unmap_slot(slot)
 
     def strided_view(self, step: StepMetadata, is_value: bool) -> Tensor | None:
@@ -236,10 +238,10 @@ class LayerRows:
         if first < 0:
             return None
         with self.slots.lock:
-            mapped = self._map_rows(step, are_consecutive=True)
-            if mapped is None:
+            result = self._map_rows(step, are_consecutive=True)
+            if result is None:
                 return None
-            placement, mappings = mapped
+            placement, mappings = result
             slots = range(placement.slots[0], placement.slots[-1] + 1)
             return mappings.borrow_view(is_value, slots, first, end)
 
@@ -299,20 +301,20 @@ class MappedStorage(BlockStorage):
         self.config = config
         self.slots = RowSlots(config.keep_mappings)
         self.pages: Pages | None = None
-        # for a child process: ids and content of the blocks in use, by layer
+        # for a child process: ids and content of used and cached blocks, by layer
         self._child_contents: dict[int, tuple[list[int], KVBlocks]] = {}
         # includes those of dropped layers, whose views may still be alive
-        self._layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
+        self._all_layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
         forks.notify_around_forks(self)
 
     @property
     def _regions(self) -> list[Region]:
-        return [region for rows in self._mapped_rows for region in rows.regions]
+        return [region for rows in self._layer_rows for region in rows.regions]
 
     @property
-    def _mapped_rows(self) -> list[LayerRows]:
+    def _layer_rows(self) -> list[LayerRows]:
         layers = list(self.layers.values())
         return [layer.rows for layer in layers if isinstance(layer.rows, LayerRows)]
 
@@ -353,10 +355,10 @@ class MappedStorage(BlockStorage):
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
         """Unless addresses are limited, returns at least the number of blocks that fill
-        `MAX_RESERVED_BYTES`: addresses cost nothing, and spare ones let the pool grow in place."""
+        `ADDRESS_BYTES`: addresses cost nothing, and spare ones let the pool grow in place."""
         num_addressable = 0
         if address_limit() is None:
-            num_addressable = MAX_RESERVED_BYTES // max(block_bytes, 1)
+            num_addressable = ADDRESS_BYTES // max(block_bytes, 1)
         num_reserved = super()._num_reserved(block_bytes, device)
         return max(num_addressable, num_reserved)
 
@@ -386,7 +388,7 @@ class MappedStorage(BlockStorage):
         num_mapped_blocks = self.pool.num_blocks
         regions = [Region(self.pages, layout, num_blocks, num_mapped_blocks) for layout in layouts]
         rows = LayerRows(self, regions, outline.form)
-        self._layer_rows.add(rows)
+        self._all_layer_rows.add(rows)
         return self._blocks_over(outline, rows)
 
     def _blocks_over(self, blocks: KVBlocks, rows: LayerRows) -> KVBlocks:
@@ -411,14 +413,14 @@ class MappedStorage(BlockStorage):
         return super().promote(index, keys, values)
 
     def clear(self) -> None:
-        for rows in self._mapped_rows:
+        for rows in self._layer_rows:
             rows.close()
         super().clear()
         slots = RowSlots(self.config.keep_mappings)
         self.pages, self.slots = None, slots
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        for rows in self._mapped_rows:
+        for rows in self._layer_rows:
             rows.preserve_views()
         super().copy_blocks(copies)
 
@@ -427,10 +429,10 @@ class MappedStorage(BlockStorage):
         the mapped pages with the parent."""
         if not isinstance(self.pages, MemoryFile):
             return
-        for rows in list(self._layer_rows):
+        for rows in list(self._all_layer_rows):
             rows.preserve_views()
-        states = enumerate(self.pool.holder_counts())
-        ids = [block_id for block_id, state in states if state]
+        holder_counts = enumerate(self.pool.holder_counts())
+        ids = [block_id for block_id, count in holder_counts if count]  # -1 if cached
         for index, layer in list(self.layers.items()):  # other threads may add layers
             if layer.rows is not None and ids:
                 self._child_contents[index] = ids, layer.select(ids)
@@ -467,6 +469,6 @@ def _unmap_idle_slots(placement: Placement, placed_in: RowSlots) -> None:
             excepted_slots = set(placement.slots) if slots is placed_in else ()
             free_slots = (slot for slot, row in enumerate(slots.rows) if row.is_free)
             idle_slots = [slot for slot in free_slots if slot not in excepted_slots]
-            for rows in storage._mapped_rows:
+            for rows in storage._layer_rows:
                 rows.unmap(idle_slots)
             slots.clear_mapped(slots.rows[slot] for slot in idle_slots)

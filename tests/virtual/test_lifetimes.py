@@ -26,7 +26,7 @@ from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.virtual import mappings, row_slots
 from hf_paged.virtual import storage as virtual
 from hf_paged.virtual.pages import MemoryFile
-from hf_paged.virtual.row_slots import MIN_ROWS
+from hf_paged.virtual.row_slots import MIN_SLOTS
 from hf_paged.virtual.storage import MappedStorage
 from tests.support import models
 from tests.support.checks import in_threads
@@ -190,7 +190,7 @@ def test_an_interrupt_leaves_slots_and_mappings_whole(monkeypatch: pytest.Monkey
     model = models.build("llama", num_hidden_layers=1)
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False}
     paged = {"cache_implementation": "paged", "cache_config": {"storage": "virtual"}}
-    few, many = models.token_ids(2, 70), models.token_ids(MIN_ROWS + 2, 100)
+    few, many = models.token_ids(2, 70), models.token_ids(MIN_SLOTS + 2, 100)
     expected = [model.generate(ids, **options) for ids in (few, many)]
     files = mappings.__file__, row_slots.__file__
     number, num_interrupts, has_failed = 0, 0, True

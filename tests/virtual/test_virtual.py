@@ -276,7 +276,7 @@ def test_code_that_needs_contiguous_tensors_gets_them() -> None:
         (
             {"storage": VirtualStorage(page_bytes=2048)},
             "linux",
-            "`page_bytes` is 2,048, and must be a multiple of the 4,096 bytes",
+            "`page_bytes` is 2,048, but must be a multiple of the 4,096 bytes",
         ),
         (
             {"storage": VirtualStorage(page_bytes=1 << 21)},

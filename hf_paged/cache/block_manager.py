@@ -101,8 +101,7 @@ class BlockManager:
         chunk: int,
         blocks: SequenceBlocks = NO_BLOCKS,
     ) -> list[int]:
-        """Returns `GroupSpec.num_spanned` of each group, for a sequence whose `blocks` hold its
-        earlier tokens."""
+        """Returns each group's `GroupSpec.num_spanned` for a sequence that holds `blocks`."""
         counts = [len(table.block_ids) for table in blocks.tables]
         if not counts:
             counts = [0] * len(self.groups)
@@ -127,13 +126,11 @@ class BlockManager:
             group.pool.release(block_ids)
         return True
 
-    def tables(
-        self, group_index: int, others: Iterable[SequenceBlocks] = ()
-    ) -> Iterator[BlockTable]:
+    def tables(self, index: int, others: Iterable[SequenceBlocks] = ()) -> Iterator[BlockTable]:
         """Yields the group's tables of all live sequences, and of `others`."""
         # copied, since garbage collection may remove sequences during the iteration
         sequences = dict.fromkeys([*self._sequences, *others])
-        return (blocks.tables[group_index] for blocks in sequences)
+        return (blocks.tables[index] for blocks in sequences)
 
     def new(self) -> SequenceBlocks:
         """Returns the blocks of a new sequence: empty tables."""
@@ -153,8 +150,7 @@ class BlockManager:
         """Extends the sequence by `num_tokens` tokens and allocates their slots. Returns `False`,
         with the sequence not extended, if too few blocks are free. First frees window blocks, as
         `trim` does; pass `num_committed` if `truncate` may go back to that many tokens. With
-        `can_skip`, an empty sequence gets blocks only for those new tokens that later queries
-        see."""
+        `can_skip`, an empty sequence gets blocks only for new tokens that later queries see."""
         tables = blocks.tables
         if can_skip and not any(table.block_ids for table in tables):
             length = 0
@@ -430,8 +426,7 @@ class BlockManager:
         return num_shared
 
     def num_matching(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
-        """Returns how many tokens `match` would attach if the prefix cache had a snapshot of the
-        states after every block."""
+        """Returns how many tokens `match` would attach if every block had a snapshot of states."""
         max_nodes = (len(token_ids) - 1) // self.node_size
         links = self.index.find(token_ids, namespace, max_nodes, ignored_group=self._state_group)
         return len(links) * self.node_size

@@ -129,10 +129,11 @@ def timed(
 def arm(
     name: str, system: System, model: Any, shape: Shape, workload: Workload, floor: float
 ) -> runner.Arm:
-    """Turns of a system. `tuned` has warmed `generate_batch` up; a compiled cache is compiled for
-    exact lengths."""
+    """Turns of a system. `tuned` has warmed `generate_batch` up. Whole warm-up turns: a compiled
+    cache is compiled for exact lengths, and our decode steps are recorded for each number of rows
+    (`benchmarks.first_call` has what that costs)."""
     is_cuda, is_warm = model.device.type == "cuda", isinstance(system, GenerateBatch | SmallPool)
-    is_whole = isinstance(system, Generate) and system.cache == "static"
+    is_whole = name in OURS or isinstance(system, Generate) and system.cache == "static"
 
     def work(turn: int) -> Turn:
         if is_warm and turn < 0:

@@ -133,7 +133,7 @@ def arm(
     cache is compiled for exact lengths, and our decode steps are recorded for each number of rows
     (`benchmarks.first_call` has what that costs)."""
     is_cuda, is_warm = model.device.type == "cuda", isinstance(system, GenerateBatch | SmallPool)
-    is_whole = name in OURS or isinstance(system, Generate) and system.cache == "static"
+    is_whole = name in OURS or (isinstance(system, Generate) and system.cache == "static")
 
     def work(turn: int) -> Turn:
         if is_warm and turn < 0:

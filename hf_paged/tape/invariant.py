@@ -131,8 +131,10 @@ def _sum(
 ) -> Any:
     """Computes `aten::sum` of floats over one dimension other than the last (such as that of a
     token's experts), in order. Returns `NotImplemented` for other calls."""
-    if not (x.is_floating_point() and x.dim()) or dims is None or len(dims) != 1:
+    if not x.is_floating_point() or dims is None or len(dims) != 1:
         return NotImplemented
+    if not x.dim():
+        return x.to(dtype or x.dtype, copy=True)
     (dim,) = dims
     last_dim = x.dim() - 1
     if dim % x.dim() == last_dim:

@@ -314,8 +314,12 @@ class RequestState(Generation):
             self.new_tokens = [
                 {row: token for row, token in tokens.items() if lengths[row] == decoding.length}
             ]
-        self._last_report = decoding.length, *self._with_text(self.new_tokens)
-        return self._last_report[1]
+        if self._last_report[2] is not None:
+            outputs, tracker = self._with_text(self.new_tokens)
+        else:  # no further call for each row of each step
+            outputs, tracker = list(zip(self.new_tokens or [{}], itertools.repeat(None))), None
+        self._last_report = decoding.length, outputs, tracker
+        return outputs
 
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
         """Returns the tokens of the result that no output has reported, in the form of `outputs`:

@@ -3,7 +3,7 @@ streamers for single rows. The loop runs the forwards and owns the blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -240,7 +240,9 @@ class SampleDecoding(Decoding):
         rows = self.open_rows
         checker = self.stop_checker
         running = [(index, row) for index, row in enumerate(rows) if not self._end_lengths[row]]
-        stop_string_rows = self._find_stop_string_rows(running, chosen)
+        stop_string_rows: Collection[int] = ()
+        if checker.stop_strings:
+            stop_string_rows = self._find_stop_string_rows(running, chosen)
         if records:
             for index, row in running:
                 self.records[row].append(records[index])

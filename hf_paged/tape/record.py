@@ -368,10 +368,12 @@ class _OperationRecorder(CaptureGuard):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.name() in _LAZY_VIEWS:
             raise NotCapturable(f"its forward conjugates or negates lazily ({func})")
-        if tensors_in(result):  # otherwise, it is a number read from a constant
+        if tensors_in(result):  # otherwise, it may be a number read from a constant
             # aliases keep their shapes when later operations change the tensors' shapes in place
             aliases = tree_map_only(Tensor, aten.alias.default, (args, kwargs, result))
             self._operations.append(Operation(func, *aliases))
+        elif func._schema.is_mutable:
+            raise NotCapturable(f"its forward calls an operation that returns no tensor ({func})")
         return result
 
 

@@ -160,3 +160,11 @@ def test_memory_of_constants_is_not_shared(function: Callable[[torch.Tensor], An
     x = torch.tensor([2.0, 3.0, 4.0])  # no constant: it is older than the recording
     with pytest.raises(NotCapturable, match="reads the content"), recording():
         function(x)
+
+
+def test_writes_of_operations_that_return_nothing_are_not_dropped() -> None:
+    x = torch.ones(3)
+    with pytest.raises(NotCapturable, match="returns no tensor"), recording():
+        torch._foreach_add_([x + 1, x + 2], 1.0)
+    with recording():
+        torch._assert_async(x.sum() > 0)

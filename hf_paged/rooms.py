@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -18,10 +18,24 @@ if TYPE_CHECKING:  # types of the core alone
 
     from .batching.arguments import Assistance
     from .batching.engine_core import EngineCore
+    from .batching.execution.prompts import Prompts
+    from .batching.execution.runner import Runner
+    from .batching.generation import RequestState
     from .batching.prompt_forms import Prompt
+    from .cache.block_manager import BlockManager
+    from .cache.paged_cache import PagedCache
     from .config import PagedConfig
     from .generation.candidate import Candidate
-    from .seams import Adapters, MakeDrafter, MakeRecorder, MakeTier, StorageFactory
+    from .model.capability import Capability
+    from .model.layout import Layout
+    from .seams import (
+        Adapters,
+        MakeDrafter,
+        MakeRecorder,
+        MakeTier,
+        Recorder,
+        StorageFactory,
+    )
 
 Part = TypeVar("Part")
 
@@ -31,6 +45,7 @@ ROOMS = (
     "native",
     "ranks",
     "ray",
+    "rectangles",
     "speculation",
     "tape",
     "tiers",
@@ -213,6 +228,31 @@ class NativeRoom(Protocol):
 
     def destroy_kept_managers(self) -> None:
         """Destroys the managers that are kept for models' next sessions."""
+
+
+class RectanglesRoom(Protocol):
+    """`hf_paged.rectangles`."""
+
+    def choose_layout(self, capability: Capability, reason: str) -> Layout:
+        """Returns the best layout of a model whose rows cannot be packed, for this `reason`, in
+        which each sequence gets the results that it gets alone."""
+
+    def reasons_against_call(self, call: Candidate, reason: str) -> Iterator[str]:
+        """Yields the reasons why the engine cannot run the rows of a call; `reason` says why they
+        cannot be packed. The caller reports the first. Without one, sets the call's layout,
+        paddings and prompts."""
+
+    def prepare(
+        self, capability: Capability, layout: Layout, state: RequestState, prompts: Prompts
+    ) -> tuple[Layout, str | None]:
+        """Prepares an engine's prompt with inputs besides token ids. Returns the layout of the loop
+        that runs it, and why it cannot run; `None` if it can. Raises `IndexError` if the prompt is
+        longer than the model's table of positions."""
+
+    def make_runner(
+        self, model: PreTrainedModel, cache: PagedCache, layout: Layout, recorder: Recorder | None
+    ) -> tuple[BlockManager, Runner]:
+        """As `batching.factory.make_runner`."""
 
 
 class SpeculationRoom(Protocol):

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # types of the core alone
     from .batching.decoding.base import Draft, Fetch, LogitRows
     from .batching.execution.executor import Executor
     from .batching.execution.inputs import Bounds, PackedTokens
-    from .batching.execution.rectangle import Rectangle
     from .batching.generation import Generation
     from .batching.loop import StepLoop
     from .batching.request import Request
@@ -200,9 +199,9 @@ class Recorder(Protocol):
         """Compares pairs of results, each `(rows, ...)`: of the model's own forward and of the last
         replay. If any differ by more than rounding, steps of the replay's kind run eagerly."""
 
-    def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
-        """Returns the recorder for decode steps of rectangles of the model, whose empty cache is
-        `cache`."""
+    def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> Any:
+        """Returns the recorder (`rectangles.recorder.RectangleRecorder`) for decode steps of
+        rectangles of the model, whose empty cache is `cache`."""
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context for a step: its work on the device follows that of the previous step, even
@@ -214,21 +213,6 @@ class Recorder(Protocol):
 
     def clear(self) -> None:
         """Drops all recordings: their addresses are no longer valid, or their memory is needed."""
-
-
-class RectangleRecorder(Protocol):
-    """Records decode steps of rectangles and replays them."""
-
-    def begin(self, state: ModelState | None) -> None:
-        """Like `Runner.begin`."""
-
-    def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Replays a step with the model inputs `prepared`; unless `check` must follow, changes the
-        states. Returns logits `(rows, vocab_size)`; `None` if no recording serves the step."""
-
-    def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
-        """Compares the logits `(rows, vocab_size)` and states of the last step, a replay, with
-        those of the model's own forward, with the same effect as `Recorder.check`."""
 
 
 class RunAhead(Protocol):

@@ -37,6 +37,7 @@ class Topic(enum.Enum):
     RANKS = "ranks"
     RECORDING = "recording"
     RIGHT_PADDING = "right-padding"
+    ROOMS = "rooms"
     SELF_CHECK = "self-check"
     SERVING = "serving"
     STALLED = "stalled"

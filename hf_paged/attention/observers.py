@@ -1,5 +1,5 @@
-"""Observers of attention in forwards that are not packed. They find positions that attend to later
-positions, and the columns of an encoder that rows attend to; they do not change attention."""
+"""Observers of attention in forwards that are not packed, which do not change attention. One finds
+positions that attend to later positions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..interrupts import restoring
-from .masks import Columns, PagedMask, unpadded_columns
+from .masks import PagedMask
 
 Observer = Callable[[tuple[int, int, int], Tensor | None, bool], None]
 """Called in every call of our attention function outside packed steps, with the numbers of rows,
@@ -83,53 +83,6 @@ class LookAhead:
             looks_ahead[:, self.first :] |= reach > queries
             looks_ahead[:, self.first + 1 :] |= reach[:, :-1] == queries[1:]
         return looks_ahead
-
-
-@dataclasses.dataclass(eq=False)
-class EncoderColumns:
-    """An `attention_observer` that finds the columns of an encoder, `width` in all, to which the
-    `num_rows` rows of a forward attend. The forward must have no other attention of as many
-    rows over as many keys."""
-
-    num_rows: int
-    width: int
-    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)  # each mask once
-
-    def __call__(
-        self,
-        sizes: tuple[int, int, int],
-        mask: Tensor | None,
-        is_causal: bool,
-    ) -> None:
-        num_rows, _, num_keys = sizes
-        is_of_encoder = (num_rows, num_keys) == (self.num_rows, self.width)
-        if is_of_encoder and not any(mask is observed for observed in self._masks):
-            self._masks.append(mask)
-
-    def columns(self) -> Columns | None:
-        """Returns the range of columns to which each row attends; `None` if a row's columns are not
-        contiguous, or differ between queries or layers, if a layer has a bias or a mask per head,
-        or if no attention was observed."""
-        distinct = {self._columns_of(mask) for mask in self._masks}
-        return distinct.pop() if len(distinct) == 1 else None
-
-    def _columns_of(self, mask: Tensor | None) -> Columns | None:
-        if mask is None:
-            return unpadded_columns(None, self.num_rows, self.width)
-        if isinstance(mask, PagedMask):
-            return None if mask.pattern.causal else mask.visible_columns
-        if mask.dim() != 4 or mask.shape[1] != 1:
-            return None
-        is_visible = mask[:, 0]
-        if mask.dtype != torch.bool:
-            bias = is_visible
-            is_visible = bias == 0
-            if not torch.equal(is_visible, bias > torch.finfo(bias.dtype).min / 2):
-                return None
-        last_query = is_visible[:, -1]
-        if not torch.equal(is_visible, last_query[:, None].expand_as(is_visible)):
-            return None
-        return unpadded_columns(last_query.expand(self.num_rows, -1), self.num_rows, self.width)
 
 
 @restoring

@@ -28,6 +28,7 @@ from .factory import (
     batch_invariant_error,
     choose_layout,
     empty_cache,
+    find_rectangles,
     make_loop,
     make_runner,
 )
@@ -240,10 +241,11 @@ class EngineLoop:
         if self.layout.unsupported_reason is None:
             self._prepare_packed(state, prompts)
             return
-        self._prepare_rows(state, prompts)
-        # the layout, chosen without these prompts, may rule out side-by-side rows, which they allow
-        if prompts.join_key is not None and not self.layout.is_side_by_side:
-            self.layout = self.layout._replace(is_side_by_side=True)
+        self.layout, reason = find_rectangles().prepare(
+            self._capability, self.layout, state, prompts
+        )
+        if reason is not None:
+            raise self._inputs_error(reason)
         self.note_route()
 
     def _prepare_packed(self, state: RequestState, prompts: Prompts) -> None:
@@ -259,19 +261,6 @@ class EngineLoop:
             keys = prompts.keys(model.config)
         state.request.limit_positions(self.layout.max_positions, prompts.position_shift(0))
         prompts.assign(state.request, 0, keys, can_begin_after_text)
-
-    def _prepare_rows(self, state: RequestState, prompts: Prompts) -> None:
-        """Prepares a prompt with inputs for rectangles. Raises as `prepare`."""
-        model = self.model
-        if not model.config.is_encoder_decoder:
-            state.encode_media(model)
-        reason = self._capability.reason_against_rows(prompts)
-        if reason is not None:
-            raise self._inputs_error(reason)
-        prompts.set_join_keys(self._capability.join_requirements(prompts))
-        max_positions = self._capability.max_positions(prompts)
-        state.request.limit_positions(max_positions, prompts.position_shift(0))
-        prompts.assign(state.request, 0, None, False)
 
     def _inputs_error(self, reason: str) -> ServedByGenerateError:
         return ServedByGenerateError(

@@ -1,19 +1,16 @@
-"""Chooses the layout of a model's forwards (packed if possible, else rectangles) and builds the
-`StepLoop`. The choice follows the checks of `model/capability.py`."""
+"""Chooses the layout of a model's forwards and builds the `StepLoop`. The choice follows the checks
+of `model/capability.py`."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..cache.block_manager import BlockManager
-from ..cache.groups import StateSpec
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
-from ..cache.states import state_layers
 from ..cache.swap import BlockSwapper
 from ..config import PagedConfig
 from ..model.capability import Capability
@@ -22,11 +19,10 @@ from ..model.layout import Layout
 from ..model.sharding import is_sharded
 from ..model.trial import stock_cache
 from ..model.weights import WeightsGuard
-from ..rooms import OnDemand, TapeRoom, is_installed, room
+from ..rooms import OnDemand, RectanglesRoom, TapeRoom, is_installed, room
 from ..seams import DEFAULT_PARTS, Adapters, Drafter, EngineParts, MakeRecorder, Processes, Recorder
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
-from .execution.rectangles import RectangleRunner
 from .execution.runner import Runner
 from .loop import StepLoop
 from .scheduling.preemption import CostModel, Preemption
@@ -75,7 +71,7 @@ def make_loop(
     )
     is_packed = layout.unsupported_reason is None
     # set for every loop: the memory keeps its block managers, and the options of calls may differ
-    block_manager.prefix_caching = config.prefix_caching and (is_packed or layout.can_chunk)
+    block_manager.prefix_caching = config.prefix_caching and layout.can_chunk
     make_tier = parts.tier
     if make_tier is None and config.prefix_tiers is not None:
         make_tier = room("tiers", "`prefix_tiers`").make_tier
@@ -91,7 +87,7 @@ def make_loop(
         swapper,
         guard.verify,
         can_chunk=is_packed,
-        replays_all_prompts=layout.depends_on_splits,
+        replays_all_prompts=getattr(layout, "depends_on_splits", False),
         encoder_blocks=runner.encoder_blocks,
         cost_model=CostModel() if config.preemption == "auto" else None,
         agree=int if processes is None else processes.agree,
@@ -144,10 +140,9 @@ def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
 def choose_layout(
     model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
 ) -> Layout:
-    """Returns the best layout in which each sequence gets the same results as alone, or `TOGETHER`
-    if the checks find none. With `batch_invariant`, raises `ValueError` if the numbers of a row
-    would still depend on other rows, and `RoomMissingError` without the room `tape`, which computes
-    rows in a fixed order."""
+    """Returns the best layout in which each sequence gets the same results as alone. With
+    `batch_invariant`, raises `ValueError` if the numbers of a row would still depend on other rows,
+    and `RoomMissingError` without the room `tape`, which computes rows in a fixed order."""
     layout = Capability(model, cache, make_runner).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")
@@ -200,9 +195,10 @@ def make_runner(
             model, cache, layout.can_mix_lengths, recorder, batch_invariant, processes
         )
         return cache.memory.manager(cache.groups), runner
-    # each sequence also has a slot for its states, even if the model has none: the slot stands for
-    # everything that one step passes to the next
-    state_spec = StateSpec(is_empty=not state_layers(cache))
-    block_manager = cache.memory.manager([*cache.groups, state_spec])
-    state_storage: Any = cache.memory.group(state_spec).storage
-    return block_manager, RectangleRunner(model, cache, state_storage, layout, recorder)
+    return find_rectangles().make_runner(model, cache, layout, recorder)
+
+
+def find_rectangles() -> RectanglesRoom:
+    """Returns the room `rectangles`. Raises `RoomMissingError` if it is not installed."""
+    rectangles: RectanglesRoom = room("rectangles", "serving rows that cannot be packed")
+    return rectangles

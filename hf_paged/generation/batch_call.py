@@ -211,7 +211,7 @@ class BatchCall(Candidate):
             prompt = row // repeats
             shift = 0
             if prompts is not None:
-                shift = prompts.position_shift(prompt, layout.depends_on_splits)
+                shift = prompts.position_shift(prompt, layout.unsupported_reason is not None)
             request.limit_positions(layout.max_positions, shift)
             if prompts is not None:
                 prompts.assign(request, prompt, keys, self.verdict.can_begin_after_text)

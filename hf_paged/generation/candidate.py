@@ -14,16 +14,17 @@ from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.prepare import LoopCall
 from ..batching.execution.prompt_inputs import uncommon_names
 from ..batching.execution.prompts import Prompts, prompts_of
-from ..batching.factory import choose_layout, make_runner
+from ..batching.factory import choose_layout, find_rectangles, make_runner
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.capability import Capability
-from ..model.layout import TOGETHER, Layout, PromptsVerdict
+from ..model.layout import Layout, PromptsVerdict
 from ..model.own_loop import mismatched_rows
+from ..model.registry import warn_once
 from ..model.rope import find_length_rope
 from ..model.sharding import is_sharded
 from ..model.structure import is_stock, overridden
-from ..rooms import SpeculationRoom, room
+from ..rooms import RoomMissingError, SpeculationRoom, room
 from ..topics import Topic
 from .call import Call, first_rows
 
@@ -32,7 +33,7 @@ RIGHT_PADDED = Topic.RIGHT_PADDING(
 )
 
 
-def _true_reasons(reasons: dict[str, Any]) -> Iterator[str]:
+def true_reasons(reasons: dict[str, Any]) -> Iterator[str]:
     """Yields the reasons whose conditions are true."""
     return itertools.compress(reasons, reasons.values())
 
@@ -79,7 +80,7 @@ class Candidate:
         """Yields the reasons, of which only the first counts: later checks may assume that earlier
         checks have passed."""
         yield from self._reasons_against_options()
-        reason = next(self._reasons_against_joining(), None)
+        reason = next(self._reasons_against_packing(), None)
         is_invariant = self.paged_config.batch_invariant
         if reason is None:
             if is_invariant and self.prompts is not None:
@@ -87,11 +88,11 @@ class Candidate:
         elif is_invariant:
             yield reason
         else:
-            yield from self._reasons_against_staying(reason)
+            yield from self._reasons_against_rectangles(reason)
         if self.adapter_names is not None:
             num_rows = len(self.paddings)
             is_packed = self.layout.unsupported_reason is None
-            yield from _true_reasons(
+            yield from true_reasons(
                 {
                     Topic.ADAPTERS("`adapter_names` needs packed forwards of token ids"): (
                         not is_packed or self.prompts is not None
@@ -116,7 +117,7 @@ class Candidate:
         mismatch = None
         if not model.config.is_encoder_decoder:  # an encoder's inputs may have fewer rows (Dia)
             mismatch = mismatched_rows(model_kwargs, len(self.inputs.input_ids))
-        return _true_reasons(
+        return true_reasons(
             {
                 Topic.MODEL_CODE(f"it overrides `{override}`"): override is not None,
                 # if `generate` was called without its decorators
@@ -141,9 +142,8 @@ class Candidate:
             }
         )
 
-    def _reasons_against_joining(self) -> Iterator[str]:
-        """Yields the reasons why rows can neither be packed nor run side by side with rows of other
-        calls."""
+    def _reasons_against_packing(self) -> Iterator[str]:
+        """Yields the reasons why rows cannot be packed."""
         yield from self._reasons_against_prompts()
         model = self.model
         inputs_reason = self._reason_of_inputs()
@@ -151,7 +151,7 @@ class Candidate:
         self.layout = layout
         reason = layout.unsupported_reason
         if inputs_reason is not None:
-            self.prompts = prompts = self._find_prompts()
+            self.prompts = prompts = self.find_prompts()
             if prompts is None:
                 yield inputs_reason
             elif reason is None:
@@ -161,11 +161,12 @@ class Candidate:
                 reason = self.verdict.unsupported_reason
             if reason is not None:
                 yield f"{inputs_reason}, and {reason}"
-        is_padded = not layout.can_mix_lengths and any(self.paddings)
         if reason is None:
-            yield from _true_reasons(
+            yield from true_reasons(
                 {
-                    Topic.PADDING("padding changes the rows' results"): is_padded,
+                    Topic.PADDING("padding changes the rows' results"): (
+                        not layout.can_mix_lengths and any(self.paddings)
+                    ),
                     Topic.POSITIONS(
                         "the model's table of positions grows only in forwards that are not packed"
                     ): self._needs_longer_table(),
@@ -174,10 +175,20 @@ class Candidate:
                     ),
                 }
             )
-        elif not layout.is_side_by_side or self.config.return_dict_in_generate:
+        else:
             yield reason
-        elif is_padded:
-            yield Topic.PADDING(f"padding changes the rows' results, and {reason}")
+
+    def _reasons_against_rectangles(self, reason: str) -> Iterator[str]:
+        """As `RectanglesRoom.reasons_against_call`. Without the room, yields that it is missing,
+        and logs a warning."""
+        try:
+            rectangles = find_rectangles()
+        except RoomMissingError as error:
+            missing = Topic.ROOMS(f"{reason}; {error}")
+            warn_once(self.model, f"runs in transformers' own loop: {missing}")
+            yield missing
+        else:
+            yield from rectangles.reasons_against_call(self, reason)
 
     def _reasons_against_prompts(self) -> Iterator[str]:
         """Yields the reasons why the prompts are not plain rows of tokens, padded only on the left.
@@ -188,7 +199,7 @@ class Candidate:
         keeps_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
         has_rows = ids.dim() == 2
         num_tokens = ids.shape[1] + self.num_embedded if has_rows else 0
-        yield from _true_reasons(
+        yield from true_reasons(
             {
                 Topic.ENCODER("the model has an encoder"): self.model.config.is_encoder_decoder,
                 Topic.OPTIONS("`logits_to_keep` is set"): (
@@ -209,7 +220,7 @@ class Candidate:
         columns = unpadded_columns(mask, len(ids), num_tokens)
         positions = model_kwargs.get("position_ids")
         repeats = self.call.repeats
-        yield from _true_reasons(
+        yield from true_reasons(
             {
                 RIGHT_PADDED: mask is not None and bool((mask[:, -1] == 0).any()),
                 Topic.INPUTS("the attention mask hides tokens inside a row"): columns is None,
@@ -244,7 +255,7 @@ class Candidate:
                 return Topic.INPUTS("the position ids are not 0, 1, 2, ... in each row")
         return None
 
-    def _find_prompts(self) -> Prompts | None:
+    def find_prompts(self) -> Prompts | None:
         """Returns `Prompts` with each prompt once; `None` if the call did not see the prompts
         before the model expanded them to rows."""
         unexpanded = self.call.unexpanded
@@ -284,40 +295,3 @@ class Candidate:
             return 0
         num_tokens = self.inputs.input_ids.shape[1]
         return int(embeds.shape[1] - num_tokens)
-
-    def _reasons_against_staying(self, reason: str) -> Iterator[str]:
-        """Yields the reasons why the engine cannot run the rows together, in their original batch;
-        `reason` says why they cannot join others. If it yields none, sets the layout and the
-        paddings of such rows."""
-        model = self.model
-        repeats = self.call.repeats
-        self.prompts = prompts = self.prompts or self._find_prompts()
-        if prompts is None:
-            yield Topic.MODEL_CODE(f"{reason}, and the model overrides how rows are repeated")
-            return
-        positions = prompts.position_ids
-        num_repeated = len(prompts.input_ids) * repeats
-        yield from _true_reasons(
-            {
-                Topic.OPTIONS(
-                    f"the cache is returned (`return_dict_in_generate`), and {reason}"
-                ): self.config.return_dict_in_generate,
-                Topic.INPUTS(
-                    f"{reason}, and it is unknown which rows belong to which prompt"
-                ): repeats > 1 and num_repeated != len(self.inputs.input_ids),
-                Topic.INPUTS(f"{reason}, and there is not one position id per token"): (
-                    positions is not None and positions.shape[-1] != prompts.length
-                ),
-            }
-        )
-        capability = Capability(model, self.cache, make_runner)
-        rows_reason = capability.reason_against_rows(prompts)
-        if rows_reason and any(prompts.paddings):  # the model may attend to padding
-            prompts.paddings = [0] * len(prompts.paddings)
-            rows_reason = capability.reason_against_rows(prompts)
-        if rows_reason:
-            yield rows_reason if rows_reason in reason else f"{reason}, and {rows_reason}"
-        prompts.set_join_keys(capability.join_requirements(prompts))
-        max_positions = capability.max_positions(prompts)
-        self.layout = TOGETHER._replace(unsupported_reason=reason, max_positions=max_positions)
-        self.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]

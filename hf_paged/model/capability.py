@@ -20,25 +20,22 @@ from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..compiled import FUNCTION_ATTRIBUTES, replaced_forward
 from ..kernels import forced_backend
+from ..rooms import RectanglesRoom, room_if_installed
 from ..threads import step_lock
 from ..timing import timed
 from ..topics import Topic
 from .checks import (
     invariance_check,
-    join_check,
     judge_writes,
     merge_check,
     mixing_check,
     packed_check,
-    positions_check,
     prompts_check,
-    rows_check,
-    side_by_side_check,
 )
 from .forwards import code_of, compute_device, hooks_of, tensors_of_module
-from .layout import TOGETHER, Layout, PromptsVerdict
+from .layout import Layout, PromptsVerdict
 from .sharding import processes_of
-from .structure import KV_LAYERS, Modules, reasons_against
+from .structure import Modules, reasons_against
 from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
 from .writes import notes_of
 
@@ -72,8 +69,8 @@ class Capability:
         make_runner: MakeRunner,
         verdicts: Verdicts | None = None,
     ) -> None:
-        self._model = model
-        self._cache = cache
+        self.model = model
+        self.cache = cache
         self._make_runner = make_runner
         self._caller_verdicts = verdicts
         # the model's `_code_key`, kept while a layout is chosen: computing it takes a millisecond
@@ -81,9 +78,10 @@ class Capability:
         self._keeps_code_key = False
 
     def choose_layout(self) -> Layout:
-        """Returns the best layout in which each sequence gets the results that it gets alone;
-        `TOGETHER`, with the reason against packed forwards, if the checks find none."""
-        model = self._model
+        """Returns the best layout in which each sequence gets the results that it gets alone. If
+        that is not packed and the room `rectangles` is not installed, the layout has only the
+        reason against packed forwards."""
+        model = self.model
         with step_lock(model):  # steps of other threads may add hooks for adapters to the model
             self._keeps_code_key = True
             try:
@@ -92,39 +90,37 @@ class Capability:
                 self._keeps_code_key, self._last_code_key = False, None
 
     def _choose_layout(self) -> Layout:
-        packed_verdict = self._verdict(packed_check, "packed")
-        if isinstance(packed_verdict, Layout):
-            return packed_verdict
-        layout = self._verdict(side_by_side_check, "side by side")
-        if not isinstance(layout, Layout):
-            layout = TOGETHER
-        if layout is TOGETHER and not self._model.config.is_encoder_decoder:
-            layout = layout._replace(max_positions=self.max_positions())
-        return layout._replace(unsupported_reason=packed_verdict)
+        verdict = self.verdict(packed_check, "packed")
+        if isinstance(verdict, Layout):
+            return verdict
+        rectangles: RectanglesRoom | None = room_if_installed("rectangles")
+        if rectangles is None:
+            return Layout(verdict)
+        return rectangles.choose_layout(self, verdict)
 
     def reason_against_invariance(self) -> str | None:
         """Why a model that runs packed cannot be served with `batch_invariant`; `None` if it can.
         `make_runner` must make batch-invariant runners."""
-        device = compute_device(self._model)
+        device = compute_device(self.model)
         if device.type != "cpu":
             return Topic.BATCH_INVARIANT(f"it is on {device}")
         uses_cpp = cpp.is_available() and forced_backend() in (None, "cpp")
         if not uses_cpp:
             return Topic.BATCH_INVARIANT("the C++ kernels are not used")
-        return self._verdict(invariance_check, "packed")
+        return self.verdict(invariance_check, "packed")
 
     def reason_against_mixing(self, modules: tuple[str, ...]) -> str | None:
         """Why rows with different adapters on these modules cannot share a packed forward; `None`
         if they can. The runners must apply a different adapter to each of three rows."""
-        return self._verdict(mixing_check, "packed", kind=modules)
+        return self.verdict(mixing_check, "packed", kind=modules)
 
     def check_prompts(self, prompts: Any) -> PromptsVerdict:
         """Checks `prompts` (`execution.prompts.Prompts`) of a model that runs packed. The verdict
         holds for all `Prompts` with equal `names`, `axis_counts` and `hides_tokens` that agree on
         whether `num_text` is 0."""
-        has_text = prompts.num_text(self._model.config) > 0
+        has_text = prompts.num_text(self.model.config) > 0
         kind = prompts.names, prompts.axis_counts, prompts.hides_tokens, has_text
-        verdict = self._verdict(prompts_check, "packed", prompts, kind)
+        verdict = self.verdict(prompts_check, "packed", prompts, kind)
         if isinstance(verdict, PromptsVerdict):
             return verdict
         return PromptsVerdict(verdict)
@@ -132,48 +128,14 @@ class Capability:
     def merge_key(self, prompts: Any) -> Hashable | None:
         """Returns a key for `Prompts` of one request: one forward may prefill the prompts of
         requests with equal keys. `None`: the prompts need a separate forward."""
-        similarity_key = prompts.similarity_key(self._model.config)
+        similarity_key = prompts.similarity_key(self.model.config)
         if similarity_key is None:
             return None
         kind = prompts.names, prompts.axis_counts
-        verdict = self._verdict(merge_check, "packed", prompts, kind)
+        verdict = self.verdict(merge_check, "packed", prompts, kind)
         return similarity_key if verdict is True else None
 
-    def reason_against_rows(self, prompts: Any) -> str | None:
-        """Why rows of these `Prompts` cannot leave their batch, or fork, in the layout `TOGETHER`;
-        `None` if they can."""
-        kind = (
-            tuple((name, str(type(prompts.model_kwargs[name]))) for name in _input_names(prompts)),
-            len(prompts.paddings) > 1,
-            any(prompts.paddings),
-            prompts.length > 1,
-            prompts.hides_tokens,
-        )
-        return self._verdict(rows_check, "together", prompts, kind)
-
-    def max_positions(self, prompts: Any = None) -> int | None:
-        """Returns `Layout.max_positions` for the layout `TOGETHER`. `prompts`: `Prompts` with the
-        encoder's outputs, for a model with an encoder."""
-        kind = _input_names(prompts) if self._model.config.is_encoder_decoder else ()
-        count = self._verdict(positions_check, "together", prompts, kind)
-        return None if isinstance(count, str) else count
-
-    def join_requirements(self, prompts: Any) -> tuple[bool, bool] | None:
-        """Returns the result of `join_check` for these `Prompts`; for caches or inputs whose rows
-        cannot be joined, `None` without a check."""
-        cache = self._cache
-        if cache.cross is None:
-            return None
-        names = _input_names(prompts)
-        layer_types = {type(layer) for layer in (*cache.layers, *cache.cross.layers)}
-        unsupported = {"decoder_attention_mask", "decoder_position_ids"}
-        if not layer_types <= KV_LAYERS or not unsupported.isdisjoint(names):
-            return None
-        kind = names, prompts.length > 1, prompts.num_encoder_tokens > 1
-        verdict = self._verdict(join_check, "together", prompts, kind)
-        return None if isinstance(verdict, str) else verdict
-
-    def _verdict(
+    def verdict(
         self,
         check: Callable[[Trial], Any],
         layout: str,
@@ -186,7 +148,7 @@ class Capability:
         verdicts = self._caller_verdicts
         if verdicts is None:
             return self._judge(check, layout, prompts, kind)
-        quick_key = _quick_key(self._model)
+        quick_key = _quick_key(self.model)
         old_key, verdict = verdicts.get((check, kind), (None, None))
         if old_key != quick_key:
             verdict = self._judge(check, layout, prompts, kind)
@@ -195,8 +157,8 @@ class Capability:
         return verdict
 
     def _judge(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
-        model = self._model
-        cache = self._cache
+        model = self.model
+        cache = self.cache
         modules = list(model.modules())
         processes = processes_of(model)
         reason = next(reasons_against(model, cache, modules, layout), None)
@@ -235,7 +197,7 @@ class Capability:
 
     def _find_code_key(self, modules: Modules) -> Hashable:
         """Computes the model's `_code_key`, and keeps it while a layout is chosen."""
-        code_key = _code_key(self._model, modules)
+        code_key = _code_key(self.model, modules)
         if self._keeps_code_key:
             self._last_code_key = code_key
         return code_key
@@ -246,12 +208,6 @@ def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> N
     model's `_code_key` stays the same, `choose_layout` chooses no packed layout."""
     key = _verdict_key(packed_check, None, cache, _code_key(model, list(model.modules())))
     _store_verdict(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
-
-
-def _input_names(prompts: Any) -> tuple[str, ...]:
-    """The sorted names of the inputs of `Prompts`, without those that are `None`."""
-    inputs = prompts.model_kwargs.items()
-    return tuple(sorted(name for name, value in inputs if value is not None))
 
 
 def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:

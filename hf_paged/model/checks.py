@@ -5,23 +5,20 @@ positions, or judge writes. `capability` decides which checks run, and keeps the
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import itertools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import compat
 from ..cache.free_memory import is_out_of_memory
 from ..cache.memory import PagedMemory
 from ..cache.storage import storage_of
 from ..interrupts import is_interrupt
 from ..kernels import uses_triton
 from ..topics import Topic
-from .layout import TOGETHER, Layout, PromptsVerdict
-from .own_loop import first_row, map_tensors, next_logits, pad_token_id, tensors_of, with_cross
+from .layout import Layout, PromptsVerdict
+from .own_loop import pad_token_id
 from .positions import num_positions
 from .trial import (
     CONFIG,
@@ -40,7 +37,6 @@ from .writes import Write, alter_value, copy_value, note_write, values_are_equal
 _FIRST_LENGTH = 8
 _SECOND_LENGTH = 9
 _CHUNK_LENGTH = 18  # tokens of the third sequence's first chunk in packed steps
-_THIRD_LENGTH = 13  # tokens of the third sequence's prompt in `_SIDE_BY_SIDE_STEPS`
 _PACKED_PROMPT_LENGTHS = (_FIRST_LENGTH, _SECOND_LENGTH, LENGTH)
 # Two prompts and a chunk of a third; two decodes and the second chunk; decodes alone, for which the
 # head computes the logits of every token.
@@ -55,20 +51,6 @@ _PACKED_LOGITS = (
     *((0, _FIRST_LENGTH + 2), (1, _SECOND_LENGTH + 2)),
 )
 """For each row of logits of `_PACKED_STEPS`: the sequence's index, and its number of tokens."""
-# A short and a long prompt; their decodes; a third row joins; the long row has left.
-_SIDE_BY_SIDE_STEPS = (
-    ((0, _FIRST_LENGTH), (2, _THIRD_LENGTH)),
-    ((0, 1), (2, 1)),
-    ((1, _SECOND_LENGTH), (0, 1), (2, 1)),
-    ((1, 1), (0, 1)),
-)
-_SIDE_BY_SIDE_LENGTHS = (11, 10, 15)  # tokens of each row after these steps
-# Prompts in two chunks. Second chunks are shorter or longer than a convolution's kernel; two have
-# equal lengths, and share a forward.
-_CONTINUING_STEPS = (
-    ((0, _FIRST_LENGTH), (2, 12), (1, 4)),
-    ((0, 3), (2, 3), (1, 6)),
-)
 
 
 def packed_check(trial: Trial) -> Layout | str:
@@ -184,167 +166,6 @@ def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tens
         decodes = [((row, 1),)] * (len(indices) - 1)
         single[indices] = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, [prefill, *decodes])
     return batched, single
-
-
-def side_by_side_check(trial: Trial) -> Layout:
-    """Compares rows side by side, some of which join or leave, with plain forwards. Returns their
-    layout, or `TOGETHER` if results differ or steps fail. Raises what `packed_check` raises."""
-    model = trial.model
-    prompt_lengths = _FIRST_LENGTH, _SECOND_LENGTH, _THIRD_LENGTH
-    decode_logits = []
-    prefill_logits = []
-    with trial.forwards():
-        rows = sample_tokens(model)
-        for row, prompt_length, length in zip(rows.split(1), prompt_lengths, _SIDE_BY_SIDE_LENGTHS):
-            decode_logits.append(trial.decode_rows(row[:, :length], prompt_length)[:, 0])
-            prefill_logits.append(trial.decode_rows(row[:, :length], length)[0, 0])
-    last_logits = torch.stack([logits[-1] for logits in decode_logits])
-    depends_on_splits = trial.difference(last_logits, torch.stack(prefill_logits)) is not None
-    logits_iterators = list(map(iter, decode_logits))  # by row
-    step_rows = [row for step in _SIDE_BY_SIDE_STEPS for row, _ in step]
-    expected = torch.stack([next(logits_iterators[row]) for row in step_rows])
-    for can_mix_lengths in (True, False):
-        layout = Layout("not packed", can_mix_lengths, depends_on_splits=depends_on_splits)
-        memory = scratch_memory()
-        with contextlib.suppress(ForwardFailedError):
-            computed = trial.run(layout, rows, prompt_lengths, _SIDE_BY_SIDE_STEPS, memory)
-            if trial.difference(expected, computed) is None:
-                return layout._replace(
-                    can_chunk=(
-                        not depends_on_splits and _can_chunk(trial, layout, rows, prefill_logits)
-                    ),
-                    max_positions=num_positions(trial)[0],
-                    layers=memory.layers(),
-                )
-    return TOGETHER
-
-
-def _can_chunk(trial: Trial, layout: Layout, rows: Tensor, prefill_logits: list[Tensor]) -> bool:
-    """Whether prompts computed in chunks have the `prefill_logits` of the same prompts computed as
-    a whole."""
-    first, second, third = prefill_logits
-    with contextlib.suppress(ForwardFailedError):
-        computed = trial.run(layout, rows, _SIDE_BY_SIDE_LENGTHS, _CONTINUING_STEPS)
-        return trial.difference(torch.stack([first, third, second]), computed) is None
-    return False
-
-
-def rows_check(trial: Trial) -> str | None:
-    """Compares rows of `Prompts`, some of which leave or fork, with their batch in the model's own
-    loop. Returns the reason against both, or `None`. Raises what `packed_check` raises."""
-    model = trial.model
-    memory = scratch_memory()
-    prompts = copy.deepcopy(trial.prompts)
-    plain_prompts = copy.deepcopy(prompts)
-    plain_logits: list[Tensor] = []
-    with trial.forwards(by_engine=True):
-        ids = prompts.input_ids
-        plain_cache = trial.cache.empty_twin(memory)
-        inputs = {**plain_prompts.model_kwargs, compat.cache_name(model): with_cross(plain_cache)}
-        for step in range(3):
-            logits, inputs = next_logits(model, ids, inputs, is_first_step=not step)
-            plain_logits.append(logits)
-            new_tokens = logits.argmax(-1, keepdim=True)
-            ids = torch.cat([ids, new_tokens], dim=1)
-    if plain_cache.cross is not None:
-        num_attended = plain_cache.cross.get_seq_length()
-        if num_attended not in (0, prompts.num_encoder_tokens):
-            return Topic.ENCODER(
-                "its decoder attends to a different number of tokens than its encoder returns"
-            )
-    inputs_after = tensors_of(plain_prompts.model_kwargs)
-    inputs_before = tensors_of(prompts.model_kwargs)
-    if not all(map(values_are_equal, inputs_after, inputs_before)):
-        return Topic.MODEL_CODE("its forward writes to its inputs")
-    runner = TrialRunner(trial, TOGETHER, memory)
-    rows = runner.add_prompts(prompts, ids[:, -3:])
-    order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
-    most_padded, least_padded = order[-1], order[0]
-    how = "with only some rows of its batch"
-    try:
-        first_logits = runner.advance_apart(*rows)
-        row = rows[least_padded]
-        fork = dataclasses.replace(row, blocks=runner.manager.fork(row.blocks))
-        pair_logits = runner.advance_apart(row, fork)
-        single_logits = plain_logits[1][[most_padded]]
-        if most_padded != least_padded:
-            single_logits = runner.advance_apart(rows[most_padded])
-        fork_logits = runner.advance_apart(fork)
-    except ForwardFailedError as error:
-        return Topic.SELF_CHECK(f"{how}, {error}")
-    computed = torch.cat([first_logits, pair_logits, single_logits, fork_logits])
-    first, second, third = plain_logits
-    second_logits = second[[least_padded, least_padded, most_padded]]
-    expected = torch.cat([first, second_logits, third[[least_padded]]])
-    trial.dtypes |= {getattr(layer, "dtype", None) for layer in plain_cache.layers}
-    return trial.difference(expected, computed, how=how, reference="the whole batch")
-
-
-def join_check(trial: Trial) -> tuple[bool, bool] | None:
-    """Compares rows of two prompts side by side with each row alone. Returns whether rows must have
-    equal lengths, and equal encoder lengths; `None` if they cannot join, or if forwards fail."""
-    model = trial.model
-    width = trial.prompts.num_encoder_tokens
-    first = _single_row(trial.prompts, width, 1)
-    equal_second = _single_row(trial.prompts, width, -1)
-    shorter_second = _single_row(trial.prompts, max(1, width - 3), -1)
-    new_tokens = sample_tokens(model)[:1, :3]
-
-    def compute(second: Any, verdict: tuple[bool, bool], can_join: bool) -> Tensor:
-        """Returns the logits of both rows, which begin together. Unless `verdict` requires equal
-        lengths, the first row then computes one token more. `can_join`: whether they share
-        forwards."""
-        for single in (first, second):
-            single.join_key = None
-            single.set_join_keys(verdict if can_join else None)
-        runner = TrialRunner(trial, TOGETHER)
-        (first_row,) = runner.add_prompts(first, new_tokens)
-        (second_row,) = runner.add_prompts(second, new_tokens.flip(1))
-        logits = [runner.advance_apart(first_row, second_row)]
-        if not verdict[0]:
-            logits.append(runner.advance_apart(first_row))
-        logits.append(runner.advance_apart(first_row, second_row))
-        logits.append(runner.advance_apart(first_row, second_row))
-        return torch.cat(logits)
-
-    encoder_options = (False, True) if width > 1 else (True,)
-    for verdict in itertools.product((False, True), encoder_options):
-        second = equal_second if verdict[1] else shorter_second
-        with contextlib.suppress(ForwardFailedError):
-            separate = compute(second, verdict, can_join=False)
-            joined = compute(second, verdict, can_join=True)
-            if first.join_key is not None and trial.difference(separate, joined) is None:
-                return verdict
-    return None
-
-
-def _single_row(prompts: Any, width: int, sign: int) -> Any:
-    """The first row of `Prompts`, with its encoder's tokens cut to `width`. `sign` -1 negates the
-    row's floating-point inputs, so that an exchange of two rows would change the logits."""
-    num_encoded = prompts.num_encoder_tokens
-    single = copy.deepcopy(prompts)
-
-    def cut_and_sign(x: Tensor) -> Tensor:
-        if x.is_floating_point():
-            x = sign * x
-        if x.dim() > 1 and x.shape[1] == num_encoded:
-            return x[:, :width]
-        return x
-
-    single.model_kwargs = map_tensors(cut_and_sign, first_row(single))
-    single.input_ids = single.input_ids[:1]
-    single.paddings = single.paddings[:1]
-    return single
-
-
-def positions_check(trial: Trial) -> int | None:
-    """The maximum number of tokens per row that the model's fixed position tables allow; `None` if
-    no limit is known. A model with an encoder gets the encoder inputs of the trial's `Prompts`."""
-    encoder_inputs = {}
-    if trial.model.config.is_encoder_decoder:
-        inputs = first_row(copy.deepcopy(trial.prompts))
-        encoder_inputs = {name: x for name, x in inputs.items() if "decoder_" not in name}
-    return num_positions(trial, encoder_inputs)[0]
 
 
 def prompts_check(trial: Trial) -> PromptsVerdict:

@@ -4,7 +4,7 @@ step to step."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,13 +13,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from .. import compat
-from ..cache.paged_cache import PagedCache
-
-
-def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
-    """Returns the cache to pass to the model's forward: `cache`, with its cross-attention cache if
-    it has one."""
-    return cache if cache.cross is None else EncoderDecoderCache(cache, cache.cross)
 
 
 def pad_token_id(model: Any) -> int:
@@ -163,37 +156,15 @@ def first_row(prompts: Any) -> dict[str, Any]:
     return {name: select_rows(name, value, row, num_rows) for name, value in inputs}
 
 
-def join_rows(values: Sequence[Any], widths: Sequence[int], width: int) -> Any:
-    """Concatenates an input of several batches along rows. `widths` has the number of columns of
-    each batch. Tensors with that many columns are first padded with zeros, or cut, to `width`
-    columns, both on the left. Of values without rows, returns the first."""
-    first = values[0]
-    if isinstance(first, ModelOutput):
-        names = [name for name in first if all(name in value for value in values)]
-        return type(first)(
-            **{name: join_rows([value[name] for value in values], widths, width) for name in names}
-        )
-    if isinstance(first, (list, tuple)):
-        return type(first)(join_rows(parts, widths, width) for parts in zip(*values))
-    if not isinstance(first, Tensor) or not first.dim():
-        return first
-    return torch.cat(
-        [
-            _align_right(x, width) if x.dim() > 1 and x.shape[1] == old_width else x
-            for x, old_width in zip(values, widths)
-        ]
-    )
-
-
-def _align_right(x: Tensor, width: int) -> Tensor:
-    num_missing = width - x.shape[1]
-    if num_missing < 0:
-        return x[:, -num_missing:]
-    return torch.cat([x.new_zeros((len(x), num_missing, *x.shape[2:])), x], dim=1)
-
-
 def cache_parts(cache: Any) -> list[Any]:
     """The caches of an `EncoderDecoderCache`, or the cache itself."""
     if isinstance(cache, EncoderDecoderCache):
         return [cache.self_attention_cache, cache.cross_attention_cache]
     return [cache]
+
+
+def padding_mask(paddings: list[int], width: int, device: torch.device) -> Tensor:
+    """Returns a mask `(rows, width)` bool that is false in each row's leading padding."""
+    columns = torch.arange(width, device=device)
+    first_columns = torch.tensor(paddings, device=device)[:, None]
+    return columns >= first_columns

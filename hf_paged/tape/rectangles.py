@@ -18,7 +18,6 @@ from transformers.utils import ModelOutput
 from .. import compat
 from ..attention.masks import unpadded_columns
 from ..batching.execution.inputs import GroupTokens, PackedTokens
-from ..batching.execution.rectangle import Rectangle
 from ..cache.paged_cache import PagedCache
 from ..cache.states import state_layers, state_tensors
 from ..model.own_loop import cache_parts
@@ -29,6 +28,7 @@ from .length import Length
 from .step_cache import step_cache, store_states
 
 if TYPE_CHECKING:
+    from ..rectangles.rectangle import Rectangle
     from .graphs import StepGraphs
 
 _LOGIT_COUNTS = ("logits_to_keep", "num_logits_to_keep")
@@ -36,7 +36,7 @@ _POSITION_INPUTS = ("position_ids", "decoder_position_ids", "cache_position")
 
 
 class RectangleReplays:
-    """Replays a model's decode steps in rectangles (`seams.RectangleRecorder`).
+    """Replays a model's decode steps in rectangles (`rectangles.recorder.RectangleRecorder`).
 
     A replay does not run the code that prepares masks. So the recorded forward gets masks of ones
     (with `reads_keys`: of the stored columns), and block tables and lengths determine the tokens to

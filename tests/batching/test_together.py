@@ -22,7 +22,8 @@ from hf_paged import (
     last_route,
     memory_stats,
 )
-from hf_paged.batching.execution.rectangles import Rectangle, RectangleRunner
+from hf_paged.rectangles.rectangle import Rectangle
+from hf_paged.rectangles.runner import RectangleRunner
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.engine_helpers import Asked, assert_drained, results_of, run_all

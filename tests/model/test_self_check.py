@@ -14,9 +14,9 @@ import hf_paged
 from hf_paged import PagedEngine, compat, last_route
 from hf_paged.batching.execution.prompts import prompts_of
 from hf_paged.batching.factory import make_runner
-from hf_paged.model.checks import rows_check
 from hf_paged.model.forwards import code_of
 from hf_paged.model.trial import Trial
+from hf_paged.rectangles.checks import rows_check
 from tests.model.test_capability import cache_for, scale
 from tests.support import models
 

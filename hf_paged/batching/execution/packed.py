@@ -23,7 +23,7 @@ from ...cache.paged_cache import PagedCache
 from ...cache.sequence_blocks import UNCACHED
 from ...model.capability import note_unpackable
 from ...model.forwards import compute_device
-from ...model.own_loop import pad_token_id
+from ...model.own_loop import pad_token_id, padding_mask
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...model.structure import structural_reason
@@ -35,7 +35,6 @@ from ...switches import NOTHING
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .inputs import PackedTokens, TableRows, pack, recorded_prompts
-from .rectangle import padding_mask
 from .runner import LogitsPart, Runner, WholePrompts, concat_in_order, count_cached
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 
 from ... import compat
 from ...cache.prefix_index import MARSHAL_VERSION
-from .rectangle import padding_mask
+from ...model.own_loop import padding_mask
 
 # inputs without content: options, caches, and those with one value per token
 COMMON_INPUTS = {

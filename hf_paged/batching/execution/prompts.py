@@ -8,26 +8,24 @@ import inspect
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import EncoderDecoderCache
 
 from ... import compat
 from ...attention.observers import LookAhead, observing_attention
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
-from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
-from ...model.own_loop import cache_parts, map_tensors, next_logits, tensors_of
+from ...cache.sequence_blocks import UNCACHED, SequenceBlocks
+from ...model.own_loop import map_tensors, next_logits
 from ...model.structure import is_stock
 from ...model.trial import stock_cache
 from ..request import Request, RowsError, Sequence
 from .prompt_inputs import PromptInputs, PromptKeys, is_plain_value
-from .rectangle import Rectangle
 
 
 class PromptsError(RowsError):
@@ -42,55 +40,16 @@ class PromptsError(RowsError):
         return request.inputs is not None and request.inputs[0] is self.prompts
 
 
-class JoinKey(NamedTuple):
-    """A key of prompts. Rows of prompts with equal keys may continue in one rectangle."""
-
-    needs_equal_lengths: bool  # whether these rows must also have equal lengths
-    # dtypes and shapes of the inputs, without rows and without columns that can be padded; then the
-    # number of encoder tokens if it must be equal
-    shapes: Hashable
-
-
 @dataclass(eq=False)
 class Prompts(PromptInputs):
     """The prompts of a call: the arguments of the model's `prepare_inputs_for_generation`, as
     `generate` prepared them for the first forward. One forward computes all rows, since nothing
     says which images and audio belong to which row."""
 
-    # determines which other rows these rows may join in rectangles; `None`: no others
-    join_key: JoinKey | None = None
+    # the key, set by the room `rectangles`, of other rows that these rows may join; `None`: none
+    join_key: Any = None
     # prompts with equal keys may share a forward; `None`: these prompts share none with others
     merge_key: Hashable | None = None
-
-    def set_join_keys(self, requirements: tuple[bool, bool] | None) -> None:
-        """Sets `join_key` if rows can join others and, if the prompts can also share a forward,
-        `merge_key`. `requirements`: whether joined rows must have equal lengths, and equal encoder
-        lengths; `None`: rows cannot join (`Capability.join_requirements`)."""
-        shapes: list[Hashable] = []
-        options: list[Any] = []
-        has_media = False
-        if requirements is None:
-            return
-        for name in sorted(self.model_kwargs):
-            value = self.model_kwargs[name]
-            tensors = tensors_of(value)
-            if not tensors:
-                options.append((name, value))
-            elif name in compat.PREFILL_INPUTS:
-                has_media = True
-                continue
-            for tensor in tensors:
-                if not tensor.dim() or len(tensor) != len(self.paddings):
-                    return
-                can_pad = tensor.dim() > 1 and tensor.shape[1] == self.num_encoder_tokens
-                shape = tensor.shape[2:] if can_pad else tensor.shape[1:]
-                shapes.append((name, str(tensor.dtype), *shape))
-        needs_equal_lengths, needs_equal_encoders = requirements
-        encoder_length = needs_equal_encoders and self.num_encoder_tokens
-        self.join_key = JoinKey(needs_equal_lengths, (*shapes, encoder_length))
-        can_compare = all(is_plain_value(value) for _, value in options)
-        if can_compare and not has_media and not any(self.paddings):
-            self.merge_key = (self.join_key, self.length, *options)
 
     def similarity_key(self, config: PreTrainedConfig) -> Hashable | None:
         """Returns a key that is equal for prompts that differ only in text, in length and in the
@@ -195,31 +154,18 @@ class Prompts(PromptInputs):
             paddings += [shift + padding for padding in part.paddings]
         return Prompts(ids, merged, paddings)
 
-    def make_rectangle(
-        self,
-        model: PreTrainedModel,
-        cache: PagedCache | EncoderDecoderCache | None,
-        sequences: dict[int, Sequence],
-    ) -> Rectangle:
-        """Returns a rectangle of all rows on the empty `cache` (`None` for a model that creates its
-        own), with the blocks of `sequences`, by row. Rows without a sequence have no blocks, and
-        consist of padding alone."""
-        inputs = dict(self.model_kwargs)
-        no_blocks = no_encoder_blocks = NO_BLOCKS
-        if cache is not None:
-            inputs[compat.cache_name(model)] = cache
-            caches = cache_parts(cache)
-            no_blocks = _empty_blocks(caches[0])
-            no_encoder_blocks = _empty_blocks(caches[-1])
+    def rows(
+        self, sequences: dict[int, Sequence], no_blocks: SequenceBlocks
+    ) -> tuple[list[SequenceBlocks], list[int]]:
+        """Returns each row's blocks and number of leading padding columns. Rows without a sequence
+        have `no_blocks`, and consist of padding alone."""
         num_rows = len(self.paddings)
         blocks = [no_blocks] * num_rows
-        encoded = [no_encoder_blocks] * num_rows
         paddings = [self.length] * num_rows
         for row, sequence in sequences.items():
             blocks[row] = sequence.blocks
-            encoded[row] = sequence.request.encoded
             paddings[row] = self.paddings[row]
-        return Rectangle(blocks, encoded, self.length, paddings, self.input_ids, cache, inputs)
+        return blocks, paddings
 
     def forward(
         self,
@@ -236,10 +182,10 @@ class Prompts(PromptInputs):
         row, padding included."""
         num_skipped = self.paddings[0] + num_cached if num_cached else 0
         observer = LookAhead(self.paddings, self.length, num_skipped)
-        rectangle = self.make_rectangle(model, cache, sequences)
-        rectangle.borrow(num_skipped)
+        blocks, paddings = self.rows(sequences, empty_blocks(cache))
+        cache.take(blocks, tuple(paddings), num_skipped)
+        inputs = {**self.model_kwargs, compat.cache_name(model): cache}
         with observing_attention(observer):
-            inputs = rectangle.inputs
             logits, _ = next_logits(
                 model, self.input_ids, inputs, is_first_step=True, num_cached=num_skipped
             )
@@ -309,7 +255,7 @@ def _is_per_token(name: str) -> bool:
     return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
 
 
-def _empty_blocks(cache: PagedCache) -> SequenceBlocks:
+def empty_blocks(cache: PagedCache) -> SequenceBlocks:
     """Returns empty tables, for a row that is not stored."""
     groups = [group.blocks for group in cache.groups.values()]
     return SequenceBlocks(tuple(BlockTable(group.pool, group.block_size) for group in groups))

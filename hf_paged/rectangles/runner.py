@@ -14,29 +14,34 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from ... import compat
-from ...attention.observers import EncoderColumns, observing_attention
-from ...cache.paged_cache import PagedCache
-from ...cache.sequence_blocks import SequenceBlocks
-from ...cache.states import StateStorage, gather_states, num_state_bytes, state_layers
-from ...model.forwards import compute_device
-from ...model.layout import Layout
-from ...model.own_loop import (
+from .. import compat
+from ..attention.observers import observing_attention
+from ..batching.execution.runner import LogitsPart, Runner, WholePrompts, concat_in_order
+from ..cache.block_manager import BlockManager
+from ..cache.groups import StateSpec
+from ..cache.paged_cache import PagedCache
+from ..cache.sequence_blocks import SequenceBlocks
+from ..cache.states import StateStorage, gather_states, num_state_bytes, state_layers
+from ..model.forwards import compute_device
+from ..model.own_loop import (
     cache_parts,
     first_inputs,
     next_inputs,
     pad_token_id,
+    padding_mask,
     prepare,
-    with_cross,
 )
-from ...model.registry import warn_once
-from ...model.state import ModelState
-from ...plan import StepPlan
-from ...seams import ForwardContext, Recorder, RectangleRecorder
-from ...switches import NOTHING
-from ...topics import Topic
-from .rectangle import Rectangle, padding_mask
-from .runner import LogitsPart, Runner, WholePrompts, concat_in_order
+from ..model.registry import warn_once
+from ..model.state import ModelState
+from ..plan import StepPlan
+from ..seams import ForwardContext, Recorder
+from ..switches import NOTHING
+from ..topics import Topic
+from .encoder import EncoderColumns
+from .joining import rectangle_of
+from .layout import RectangleLayout
+from .recorder import RectangleRecorder
+from .rectangle import Rectangle, with_cross
 
 
 class RectangleRunner(Runner):
@@ -56,7 +61,7 @@ class RectangleRunner(Runner):
         model: PreTrainedModel,
         cache: PagedCache,
         states: StateStorage,
-        layout: Layout,
+        layout: RectangleLayout,
         recorder: Recorder | None = None,
     ) -> None:
         self.model = model
@@ -138,7 +143,7 @@ class RectangleRunner(Runner):
         all_indices: list[int] = []
         for prompts, indices in whole_prompts:
             sequences = {row: plan.sequences[index] for row, index in indices.items()}
-            rectangle = prompts.make_rectangle(self.model, self._new_cache(), sequences)
+            rectangle = rectangle_of(prompts, self.model, self._new_cache(), sequences)
             sources.append((rectangle, list(indices)))
             all_indices += indices.values()
         rectangle, rows = sources[0]
@@ -374,3 +379,18 @@ def _begins(plan: StepPlan, index: int) -> bool:
 
 def _state_slot(blocks: SequenceBlocks) -> int:
     return blocks.tables[-1].block_ids[0]
+
+
+def make_runner(
+    model: PreTrainedModel,
+    cache: PagedCache,
+    layout: RectangleLayout,
+    recorder: Recorder | None = None,
+) -> tuple[BlockManager, RectangleRunner]:
+    """As `batching.factory.make_runner`."""
+    # each sequence also has a slot for its states, even if the model has none: the slot stands for
+    # everything that one step passes to the next
+    state_spec = StateSpec(is_empty=not state_layers(cache))
+    block_manager = cache.memory.manager([*cache.groups, state_spec])
+    state_storage: Any = cache.memory.group(state_spec).storage
+    return block_manager, RectangleRunner(model, cache, state_storage, layout, recorder)

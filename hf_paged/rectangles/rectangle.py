@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
+from transformers.utils import ModelOutput
 
-from ...cache.paged_cache import PagedCache
-from ...cache.sequence_blocks import SequenceBlocks
-from ...cache.states import state_layers
-from ...model.own_loop import cache_parts, join_rows, select_rows
-from ...plan import StepPlan
+from ..cache.paged_cache import PagedCache
+from ..cache.sequence_blocks import SequenceBlocks
+from ..cache.states import state_layers
+from ..model.own_loop import cache_parts, padding_mask, select_rows
+from ..plan import StepPlan
 
 _MASK, _ENCODER_MASK = "decoder_attention_mask", "attention_mask"
 
@@ -168,8 +169,36 @@ class Rectangle:
         self.blocks, self.width, self.token_ids = blocks, self.width + 1, token_ids
 
 
-def padding_mask(paddings: list[int], width: int, device: torch.device) -> Tensor:
-    """Returns a mask `(rows, width)` bool that is false in each row's leading padding."""
-    columns = torch.arange(width, device=device)
-    first_columns = torch.tensor(paddings, device=device)[:, None]
-    return columns >= first_columns
+def join_rows(values: Items[Any], widths: Items[int], width: int) -> Any:
+    """Concatenates an input of several batches along rows. `widths` has the number of columns of
+    each batch. Tensors with that many columns are first padded with zeros, or cut, to `width`
+    columns, both on the left. Of values without rows, returns the first."""
+    first = values[0]
+    if isinstance(first, ModelOutput):
+        names = [name for name in first if all(name in value for value in values)]
+        return type(first)(
+            **{name: join_rows([value[name] for value in values], widths, width) for name in names}
+        )
+    if isinstance(first, (list, tuple)):
+        return type(first)(join_rows(parts, widths, width) for parts in zip(*values))
+    if not isinstance(first, Tensor) or not first.dim():
+        return first
+    return torch.cat(
+        [
+            _align_right(x, width) if x.dim() > 1 and x.shape[1] == old_width else x
+            for x, old_width in zip(values, widths)
+        ]
+    )
+
+
+def _align_right(x: Tensor, width: int) -> Tensor:
+    num_missing = width - x.shape[1]
+    if num_missing < 0:
+        return x[:, -num_missing:]
+    return torch.cat([x.new_zeros((len(x), num_missing, *x.shape[2:])), x], dim=1)
+
+
+def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
+    """Returns the cache to pass to the model's forward: `cache`, with its cross-attention cache if
+    it has one."""
+    return cache if cache.cross is None else EncoderDecoderCache(cache, cache.cross)

@@ -25,7 +25,7 @@ from .execution.executor import Executor
 from .execution.packed import PackedRunner
 from .execution.runner import Runner
 from .loop import StepLoop
-from .scheduling.preemption import CostModel, Preemption
+from .scheduling.preemption import CostModel
 from .scheduling.scheduler import Scheduler
 from .scheduling.timeline import Timeline
 
@@ -81,14 +81,11 @@ def make_loop(
     block_manager.set_tier(tier)
     guard = WeightsGuard(model, memory, block_manager)
     swapper = BlockSwapper(block_manager)
-    preemption = Preemption(
+    preemption = runner.make_preemption(
         block_manager,
         config.preemption,
         swapper,
         guard.verify,
-        can_chunk=is_packed,
-        replays_all_prompts=getattr(layout, "depends_on_splits", False),
-        encoder_blocks=runner.encoder_blocks,
         cost_model=CostModel() if config.preemption == "auto" else None,
         agree=int if processes is None else processes.agree,
     )

@@ -253,7 +253,6 @@ class TrialRunner:
     def add_prompts(self, prompts: Any, new_tokens: Tensor) -> list[TrialRow]:
         """Makes the rows of `Prompts`, each with its `new_tokens` `(rows or 1, n)` after the
         prompt."""
-        encoders = self.runner.encoder_blocks
         rows = []
         following_tokens = new_tokens.expand(len(prompts.paddings), -1).tolist()
         for index, padding in enumerate(prompts.paddings):
@@ -261,12 +260,8 @@ class TrialRunner:
             token_ids = prompts.input_ids[index, padding:].tolist()
             if not token_ids:  # the prompt is given as embeddings
                 token_ids = [0] * length
-            encoded = NO_BLOCKS
-            if encoders is not None:
-                encoded = encoders.new()
-                encoders.append(encoded, prompts.num_encoder_tokens)
             tokens = token_ids + following_tokens[index]
-            rows.append(self.add(tokens, length, inputs=(prompts, index), encoded=encoded))
+            rows.append(self.add(tokens, length, inputs=(prompts, index)))
         return rows
 
     def compute(self, rows: Sequence[tuple[TrialRow, int]]) -> Tensor:

@@ -18,6 +18,7 @@ from ..model.positions import num_positions
 from ..model.trial import (
     ForwardFailedError,
     Trial,
+    TrialRow,
     TrialRunner,
     sample_tokens,
     scratch_memory,
@@ -43,6 +44,19 @@ _CONTINUING_STEPS = (
     ((0, _LENGTHS[0]), (2, 12), (1, 4)),
     ((0, 3), (2, 3), (1, 6)),
 )
+
+
+class PromptsRunner(TrialRunner):
+    """Runs rows of `Prompts` that may have an encoder's output."""
+
+    def add_prompts(self, prompts: Any, new_tokens: Tensor) -> list[TrialRow]:
+        rows = super().add_prompts(prompts, new_tokens)
+        encoders = self.runner.encoder_blocks
+        if encoders is not None:
+            for row in rows:
+                row.encoded = encoders.new()
+                encoders.append(row.encoded, prompts.num_encoder_tokens)
+        return rows
 
 
 def side_by_side_check(trial: Trial) -> RectangleLayout:
@@ -119,7 +133,7 @@ def rows_check(trial: Trial) -> str | None:
     inputs_before = tensors_of(prompts.model_kwargs)
     if not all(map(values_are_equal, inputs_after, inputs_before)):
         return Topic.MODEL_CODE("its forward writes to its inputs")
-    runner = TrialRunner(trial, TOGETHER, memory)
+    runner = PromptsRunner(trial, TOGETHER, memory)
     rows = runner.add_prompts(prompts, ids[:, -3:])
     order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
     most_padded, least_padded = order[-1], order[0]
@@ -160,7 +174,7 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         for single in (first, second):
             single.join_key = None
             set_join_keys(single, verdict if can_join else None)
-        runner = TrialRunner(trial, TOGETHER)
+        runner = PromptsRunner(trial, TOGETHER)
         (first_row,) = runner.add_prompts(first, new_tokens)
         (second_row,) = runner.add_prompts(second, new_tokens.flip(1))
         logits = [runner.advance_apart(first_row, second_row)]

@@ -4,6 +4,7 @@ block manager changes block tables."""
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import operator
 from collections.abc import Hashable
@@ -40,6 +41,7 @@ from ..topics import Topic
 from .encoder import EncoderColumns
 from .joining import rectangle_of
 from .layout import RectangleLayout
+from .preemption import RectanglePreemption
 from .recorder import RectangleRecorder
 from .rectangle import Rectangle, with_cross
 
@@ -70,8 +72,13 @@ class RectangleRunner(Runner):
         # finds a sequence's states by its slot, the first block id in the last of its tables
         self.states = states
         self.layout = layout
-        if cache.cross is not None:
-            self.encoder_blocks = cache.cross.rows.manager
+        # blocks of the encoders' keys and values
+        self.encoder_blocks = None if cache.cross is None else cache.cross.rows.manager
+        self.make_preemption = functools.partial(
+            RectanglePreemption,
+            replays_all_prompts=layout.depends_on_splits,
+            encoder_blocks=self.encoder_blocks,
+        )
         self._empty_cache = cache
         self._supports_cache = compat.supports_dynamic_cache(model)
         self._has_state_layers = bool(state_layers(cache))

@@ -12,12 +12,12 @@ import transformers
 from packaging.version import Version
 
 from hf_paged import PagedConfig, PagedEngine, last_route
-from tests.batching.test_rectangles import prompts
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import media_rows
 from tests.support.checks import assert_paged_is_plain, assert_pool_empty
 from tests.support.engine_helpers import MODES, assert_served_as_lone
+from tests.support.forwards import prompts
 from tests.support.models import BEFORE_5_18, PAGED, left_padded, put
 
 CHUNKED = {

@@ -28,9 +28,9 @@ from hf_paged.batching.loop import StepLoop
 from hf_paged.batching.shared_loop import SharedLoop
 from hf_paged.cache import waits
 from hf_paged.generation import batch_call, candidate
-from tests.batching.test_rectangles import build, forwards
 from tests.support import models
 from tests.support.checks import in_threads, model_state
+from tests.support.forwards import build, forwards
 from tests.support.rooms import records_on_cpu
 
 NUM = 6

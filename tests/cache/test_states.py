@@ -1,5 +1,5 @@
 """State slots beside blocks, whose snapshots are in the prefix cache; engines with them are in
-`tests/batching/test_state_snapshots.py`."""
+`tests/rectangles/test_state_snapshots.py`."""
 
 from __future__ import annotations
 

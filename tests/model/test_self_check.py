@@ -12,12 +12,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged import PagedEngine, compat, last_route
-from hf_paged.batching.execution.prompts import prompts_of
-from hf_paged.batching.factory import make_runner
 from hf_paged.model.forwards import code_of
-from hf_paged.model.trial import Trial
-from hf_paged.rectangles.checks import rows_check
-from tests.model.test_capability import cache_for, scale
 from tests.support import models
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
@@ -188,13 +183,3 @@ def test_a_plain_forward_that_fails_in_the_check_is_no_verdict() -> None:
         assert route is not None and route.road == "engine"
         assert reason in route.reason
         assert torch.equal(paged, model.generate(**inputs, **OPTIONS))
-
-
-def test_the_reason_against_rows_that_leave_their_batch_names_the_batch() -> None:
-    model, ids = models.build("llama"), models.token_ids(2, 9)
-    scale(model)  # states depend on the other rows
-    inputs = {"attention_mask": torch.ones_like(ids), "use_cache": True}
-    prompts = prompts_of((ids, inputs), inputs, False)
-    reason = rows_check(Trial(model, cache_for(model), make_runner, prompts))
-    assert reason is not None and reason.startswith("with only some rows of its batch, its logits")
-    assert "standard deviations from those of the whole batch [" in reason

@@ -12,8 +12,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.speculation import sources as speculation
 from hf_paged.speculation.sources import StepCosts
-from tests.batching.test_rectangles import build
-from tests.batching.test_state_snapshots import CLASSES, NEVER, STATELESS, text
+from tests.rectangles.test_state_snapshots import CLASSES, NEVER, STATELESS, text
 from tests.speculation.test_speculation import GREEDY, NGRAM, ONE_ROW, repeating, with_oracles
 from tests.support.engine_helpers import (
     MODES,
@@ -22,6 +21,7 @@ from tests.support.engine_helpers import (
     lone_run,
     run_all,
 )
+from tests.support.forwards import build
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ...cache.block_manager import BlockManager
 from ...cache.memory import PagedMemory
 from ...interrupts import is_interrupt
 from ...model.state import ModelState
@@ -24,6 +23,7 @@ from ...seams import ForwardContext, Recorder
 from ...step import ReadCounters
 from ...switches import NOTHING
 from ..request import Sequence
+from ..scheduling.preemption import Preemption
 from .prompts import Prompts, PromptsError
 
 logger = logging.getLogger(__name__)
@@ -50,10 +50,12 @@ class Runner:
     has_states: bool = False
     num_captured_steps: int = 0  # forwards that were replaced by replays
     num_forwards: int = 0  # begun forwards of the model's own code, without replays
-    encoder_blocks: BlockManager | None = None  # blocks of the encoders' keys and values
     counters: ReadCounters  # how its forwards read keys and values
     # a context for the matrix products of forwards that are not replays
     product_context: AbstractContextManager[Any] = NOTHING
+
+    # makes the `Preemption` of the loop
+    make_preemption: Callable[..., Preemption] = Preemption
 
     def choose_products(self, modules: list[nn.Module]) -> None:
         """Sets `product_context` for a model with these modules, if the room `tape` is

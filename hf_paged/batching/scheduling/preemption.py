@@ -7,14 +7,13 @@ import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from ...cache.block_manager import BlockManager
 from ...cache.block_pool import OutOfBlocksError
-from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
+from ...cache.sequence_blocks import NO_BLOCKS
 from ...config import PREEMPTION
 from ..request import Request, Sequence
-from .waiting_prompts import WaitingPrompts
 
 if TYPE_CHECKING:  # not imported at run time: it uses tensors
     from ...cache.swap import BlockSwapper
@@ -78,15 +77,6 @@ class CostModel:
         return "recompute"
 
 
-# In rectangles, the tokens after a cache hit or a stop need a separate forward, whose fixed cost is
-# about that of `FORWARD_TOKENS` tokens. So a hit must save at least that many tokens, and so must a
-# stop where earlier prompts diverged. A stop where waiting prompts diverge costs two such forwards:
-# one for the prompt that stops there, and one for those that begin there. The snapshot at the end
-# of a prompt may never be reused, so that stop must be at least `SNAPSHOT_TOKENS` tokens after the
-# previous one.
-FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
-
-
 @dataclass(eq=False)
 class Preemption:
     """Allocates, swaps and frees the blocks of all sequences of a request together, so that shared
@@ -99,40 +89,44 @@ class Preemption:
     # drops them if not; called before a request uses some of these blocks, or blocks of the tier
     verify: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; if not, only its stops split its prefill
-    can_chunk: bool = True
-    # if sequences cannot be chunked: whether `replays_prompt` is true for all requests
-    replays_all_prompts: bool = False
-    # for a model with an encoder: allocates blocks for the encoder's output
-    encoder_blocks: BlockManager | None = None
+    can_chunk: ClassVar[bool] = True
     cost_model: CostModel | None = None  # for mode "auto"; learns from times of prefills and swaps
     # returns the first process's value: processes must schedule alike, but measure different times
     agree: Callable[[int], int] = int
     num_swaps: int = 0  # how often a request was swapped out
-    # the waiting requests that may share parts of their prefills
-    waiting_prompts: WaitingPrompts = field(init=False)
+    # hashes of the prefixes at whose ends the prefills of running requests will stop; the
+    # scheduler clears the set before each step
+    awaited_prefixes: set[int] = field(default_factory=set)
+    min_saved: int = 0  # tokens that a cached prefix must save
 
-    def __post_init__(self) -> None:
-        self.forget_waiting()
+    def note_waiting(self, request: Request) -> None:
+        """Called when a request begins to wait."""
+
+    def note_removed(self, request: Request) -> None:
+        """Called when a request no longer waits."""
 
     def forget_waiting(self) -> None:
-        self.waiting_prompts = WaitingPrompts(self.blocks.block_size)
+        """Called when no request waits any longer."""
 
-    def replays_prompt(self, request: Request) -> bool:
-        """Whether a recompute runs the prompt as a whole and the later tokens one by one, as they
-        were first computed."""
-        if self.can_chunk:
-            return False
-        return self.replays_all_prompts or request.inputs is not None
+    def await_stops(self, request: Request, stops: list[int]) -> None:
+        """Called when a step computes tokens of a request whose prefill will stop at each of
+        `stops`, which are numbers of tokens."""
 
-    def may_stop(self, request: Request) -> bool:
-        """Whether the request's first prefill may stop where other requests can begin. Chunked
-        sequences need no stops: others can begin after any of their blocks, since each layer stores
-        all K and V of a step before attention."""
-        if not self.blocks.prefix_caching or request.namespace is UNCACHED:
-            return False
-        if self.can_chunk or request.num_preemptions:
-            return False
-        return not self.replays_prompt(request)
+    def awaits_prefix(self, request: Request) -> bool:
+        """Whether this waiting request can begin at a stop that a running request will reach, in
+        this step or a later one. Called only if there are `awaited_prefixes`."""
+        return False
+
+    def num_other_blocks(self, request: Request) -> int:
+        """Returns how many blocks the request holds besides those of its sequences."""
+        return 0
+
+    def take_other_blocks(self, request: Request) -> bool:
+        """Allocates the request's other blocks; returns `False` if too few are free."""
+        return True
+
+    def free_other_blocks(self, request: Request) -> None:
+        """Frees the request's other blocks."""
 
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even alone in the memory."""
@@ -150,15 +144,14 @@ class Preemption:
         """Returns the number of blocks with which the request can finish alone in the memory, even
         if layers with windows then compute its tokens in chunks of one."""
         needs = self._needs_by_group(request)
-        return sum(needs) + self._num_encoder_blocks(request)
+        return sum(needs) + self.num_other_blocks(request)
 
     def _needs_by_group(self, request: Request) -> list[int]:
-        """Returns `num_needed` by layer group, without the blocks of the encoder's output."""
+        """Returns `num_needed` by layer group, without `num_other_blocks`."""
         size = self.blocks.block_size
         num_rows = request.num_rows
-        # even recomputed rows share all full blocks before the prompt's last token
         num_shared = 0
-        if num_rows > 1 and (self.can_chunk or self.replays_prompt(request)):
+        if num_rows > 1 and self.shares_prompt(request):
             num_shared = (request.num_prompt_tokens - 1) // size * size
         longest = max(1, request.max_num_tokens - 1)  # the last token is not computed
         for sequence in request.sequences:
@@ -189,7 +182,7 @@ class Preemption:
                 return False
             self.reset(request)
         # new variables, since a retry needs the original arguments
-        num_reserved = num_reserved_blocks + self._num_encoder_blocks(request)
+        num_reserved = num_reserved_blocks + self.num_other_blocks(request)
         max_tokens = max_chunk_tokens
         if num_reserved >= manager.num_free:
             return False
@@ -208,7 +201,7 @@ class Preemption:
         if not manager.can_take(needs, num_reserved):
             self.reset(request)
             return False
-        is_restorable = self._is_restorable(request)
+        is_restorable = self.is_restorable(request)
         may_be_outdated = is_restorable or any(
             manager.epochs.needs_verification(sequence.blocks) for sequence in request.sequences
         )
@@ -218,7 +211,7 @@ class Preemption:
             return self.admit(request, max_chunk_tokens, num_reserved_blocks, is_alone)
         if is_restorable:
             self._restore(request)
-        if request.num_encoder_tokens and not self._take_encoder_blocks(request):
+        if not self.take_other_blocks(request):
             self.reset(request)
             return False
         num_tokens = request.sequences[0].num_tokens
@@ -226,16 +219,6 @@ class Preemption:
             computed = (sequence.num_computed_tokens for sequence in request.sequences)
             request.num_hit_tokens = sum(computed)
         return True
-
-    def _take_encoder_blocks(self, request: Request) -> bool:
-        assert self.encoder_blocks is not None
-        request.encoded = self.encoder_blocks.new()
-        return self.encoder_blocks.append(request.encoded, request.num_encoder_tokens)
-
-    def _num_encoder_blocks(self, request: Request) -> int:
-        if self.encoder_blocks is None:
-            return 0
-        return -(-request.num_encoder_tokens // self.encoder_blocks.block_size)
 
     def _swap_in(self, request: Request, num_reserved_blocks: int, is_alone: bool) -> bool:
         assert self.swapper is not None
@@ -258,51 +241,51 @@ class Preemption:
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
         shared tokens. If there are several rows, as after a preemption, and not all of their common
-        prefix is cached, the first row computes the prefix for all (`num_before_fork`). The common
-        prefix is the prompt if the prompt is replayed, or has inputs besides token ids and all rows
-        are longer. Without such inputs, if rows can be chunked, the common prefix is the full
-        blocks of tokens that are equal in all rows."""
-        manager = self.blocks
-        size = manager.block_size
+        prefix (`num_shared`) is cached, the first row computes the prefix for all
+        (`num_before_fork`)."""
         rows = request.open_sequences
-        num_prompt_tokens = request.num_prompt_tokens
         for sequence in rows:
-            self._match(sequence, sequence.keys)
+            self.match(sequence, sequence.keys)
         num_shared = 0
         if len(rows) > 1:
-            if self.replays_prompt(request):
-                num_shared = num_prompt_tokens
-            elif request.inputs is not None:
-                shortest = min(row.num_tokens for row in rows)
-                if shortest > num_prompt_tokens:
-                    num_shared = num_prompt_tokens
-            elif self.can_chunk:
-                tokens = [sequence.token_ids for sequence in rows]
-                divergence = min(map(len, tokens)) - 1  # every row computes its last token
-                for position, column in enumerate(zip(*tokens)):
-                    if len(set(column)) > 1:
-                        divergence = min(position, divergence)
-                        break
-                num_shared = divergence // size * size
+            num_shared = self.num_shared(request, rows)
         attached = [(sequence, sequence.num_computed_tokens) for sequence in rows]
         if all(num_computed >= num_shared for _, num_computed in attached):
             return attached
         self.reset(request)
         first_row, *other_rows = rows
         request.num_shared_tokens = num_shared
-        self._match(first_row, first_row.keys[: num_shared + 1])
+        self.match(first_row, first_row.keys[: num_shared + 1])
         attached = [(first_row, first_row.num_computed_tokens)]
         attached += [(sequence, num_shared) for sequence in other_rows]
         return attached
 
-    def _is_restorable(self, request: Request) -> bool:
-        """Whether the request has a single row, does not replay its prompt, and has a longer cached
-        prefix in the tier than in the pool."""
+    def shares_prompt(self, request: Request) -> bool:
+        """Whether even recomputed rows share all full blocks before the prompt's last token."""
+        return True
+
+    def num_shared(self, request: Request, rows: list[Sequence]) -> int:
+        """Returns the length of the rows' common prefix: the prompt, if it has inputs besides token
+        ids and all rows are longer; without such inputs, the full blocks of tokens that are equal
+        in all rows."""
+        if request.inputs is not None:
+            num_tokens = request.num_prompt_tokens
+            return num_tokens if min(row.num_tokens for row in rows) > num_tokens else 0
+        tokens = [sequence.token_ids for sequence in rows]
+        divergence = min(map(len, tokens)) - 1  # every row computes its last token
+        for position, column in enumerate(zip(*tokens)):
+            if len(set(column)) > 1:
+                divergence = min(position, divergence)
+                break
+        size = self.blocks.block_size
+        return divergence // size * size
+
+    def is_restorable(self, request: Request) -> bool:
+        """Whether the request has a single row, with a longer cached prefix in the tier than in the
+        pool."""
         rows = request.open_sequences
         tier = self.blocks.tier
         if tier is None or len(rows) > 1:
-            return False
-        if self.replays_prompt(request):
             return False
         (sequence,) = rows
         return tier.reach(self.blocks, sequence) > sequence.num_computed_tokens
@@ -315,53 +298,22 @@ class Preemption:
         assert tier is not None
         if tier.restore(self.blocks, sequence):
             self.blocks.free(sequence.blocks)
-            self._match(sequence, sequence.keys)
+            self.match(sequence, sequence.keys)
 
-    def _match(self, sequence: Sequence, keys: list[Hashable]) -> None:
-        """Attaches a row to the longest reusable cached prefix of `keys`, and sets its stops."""
+    def match(self, sequence: Sequence, keys: list[Hashable]) -> None:
+        """Attaches a row to the longest reusable cached prefix of `keys`."""
         request = sequence.request
         sequence.blocks = self.blocks.new()
-        sequence.num_computed_tokens = 0
-        if self.replays_prompt(request):
-            return
         if request.drafts_first_token:
             # the last prompt token has a separate step, before which a step must compute a token
             keys = keys[:-1]
-        min_saved = 0 if self.can_chunk else FORWARD_TOKENS
-        min_matched = max(request.num_content, min_saved)
+        min_matched = max(request.num_content, self.min_saved)
         namespace = request.namespace
         num_matched = self.blocks.match(sequence.blocks, keys, namespace, min_matched)
         if not num_matched and request.num_text:
             text_keys = keys[: request.num_text + 1]
             num_matched = self.blocks.match(sequence.blocks, text_keys, namespace)
         sequence.num_computed_tokens = num_matched
-        sequence.blocks.stops = self._stops(sequence)
-
-    def _stops(self, sequence: Sequence) -> tuple[int, ...]:
-        """Returns the numbers of tokens after which the sequence's prefill stops, so that other
-        requests can begin there: where waiting prompts diverge from this one and, if states need
-        snapshots, where earlier prompts diverged (as in SGLang for hybrid models) and after the
-        sequence's last full block."""
-        request = sequence.request
-        size = self.blocks.block_size
-        num_computed = sequence.num_computed_tokens
-        if not self.may_stop(request):
-            return ()
-        min_distances: dict[int, int] = {}  # by stop: tokens after the previous stop
-        if self.blocks.keeps_states:
-            last_stop = (sequence.num_tokens - 1) // size * size
-            min_distances[last_stop] = SNAPSHOT_TOKENS
-        divergences = self.waiting_prompts.divergences(request)
-        min_distances |= dict.fromkeys(divergences, 2 * FORWARD_TOKENS)
-        if self.blocks.keeps_states:
-            num_indexed = self.blocks.num_matching(sequence.keys, request.namespace)
-            min_distances[num_indexed] = FORWARD_TOKENS
-        stops: list[int] = []
-        for stop, min_distance in sorted(min_distances.items()):
-            previous = max(num_computed, *stops, 0)
-            if stop - previous >= min_distance:
-                stops.append(stop)
-        return tuple(stops)
 
     def num_before_fork(self, request: Request, sequence: Sequence) -> int:
         """Returns how many tokens a sequence of a request with `num_shared_tokens` may compute now:
@@ -384,14 +336,9 @@ class Preemption:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute
         in a step, regardless of the step's token budget."""
         num_computed = sequence.num_computed_tokens
-        # tokens after a whole prompt wait for the next step; after a replayed prompt, each has a
-        # separate step
-        if sequence.computes_whole_prompt or self.replays_prompt(request):
+        # tokens after a whole prompt wait for the next step
+        if sequence.computes_whole_prompt:
             count = min(count, max(1, request.num_prompt_tokens - num_computed))
-        # other requests may begin where a prefill stops
-        for stop in sequence.blocks.stops:
-            if stop > num_computed:
-                count = min(count, stop - num_computed)
         # Under a limit in bytes, blocks that leave a window serve only layers with the same window,
         # so a request that did not fit even alone advances block by block.
         can_free_between_chunks = self.can_chunk and self.blocks.has_windows
@@ -402,17 +349,19 @@ class Preemption:
             return count - 1
         return count
 
+    def can_swap(self, request: Request) -> bool:
+        """Whether the request may be swapped out."""
+        rows = request.open_sequences
+        return self.swapper is not None and all(row.blocks is not NO_BLOCKS for row in rows)
+
     def swap_out_or_free(self, request: Request) -> None:
         """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep
         full blocks. Blocks computed before the model changed are swapped out if possible."""
         for sequence in request.sequences:
             self._register(sequence)
         rows = request.open_sequences
-        # a request that replays its prompt cannot continue from swapped blocks
-        can_swap = not self.replays_prompt(request) and all(
-            sequence.blocks is not NO_BLOCKS for sequence in rows
-        )
-        if self.swapper is not None and can_swap:
+        if self.can_swap(request):
+            assert self.swapper is not None
             mode = self.mode
             num_bytes = 0
             if any(self.blocks.epochs.is_outdated(sequence.blocks) for sequence in rows):
@@ -452,7 +401,7 @@ class Preemption:
         a returned cache needs."""
         for sequence in request.sequences:
             self._free(sequence)
-        self._free_encoder_blocks(request)
+        self.free_other_blocks(request)
         request.num_shared_tokens = 0
 
     def end_sequence(self, sequence: Sequence) -> None:
@@ -464,7 +413,7 @@ class Preemption:
         self.blocks.end(sequence.blocks)
         self._free(sequence)
         if not sequence.request.open_sequences:
-            self._free_encoder_blocks(sequence.request)
+            self.free_other_blocks(sequence.request)
 
     def _register(self, sequence: Sequence) -> None:
         sequence.blocks.stops = ()  # no snapshot at a stop: no later step would copy the state
@@ -474,11 +423,6 @@ class Preemption:
             sequence.num_computed_tokens,
             sequence.request.namespace,
         )
-
-    def _free_encoder_blocks(self, request: Request) -> None:
-        if self.encoder_blocks is not None:
-            self.encoder_blocks.free(request.encoded)
-        request.encoded = NO_BLOCKS
 
     def _free(self, sequence: Sequence) -> None:
         for blocks in (sequence.blocks, sequence.before_draft):

@@ -107,8 +107,7 @@ class RequestQueue:
     def enqueue(self, request: Request) -> None:
         request.status = Status.WAITING
         insort(self.waiting, request, key=_by_key)
-        if self.preemption.may_stop(request):
-            self.preemption.waiting_prompts.add(request)
+        self.preemption.note_waiting(request)
 
     def start(self, request: Request) -> None:
         """Moves a waiting request to `running`, after `admit` has returned true for it."""
@@ -120,7 +119,7 @@ class RequestQueue:
     def remove(self, request: Request) -> None:
         if request.status is not Status.RUNNING:
             self.waiting.remove(request)
-            self.preemption.waiting_prompts.discard(request)
+            self.preemption.note_removed(request)
             return
         self.running.remove(request)
         self.num_rows -= request.num_open_rows

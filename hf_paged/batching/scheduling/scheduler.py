@@ -121,8 +121,8 @@ class Scheduler:
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
         self.queue.allowed = self.queue.suspects.first() if self.queue.suspects else None
-        if self.preemption.waiting_prompts.awaited_prefixes:
-            self.preemption.waiting_prompts.awaited_prefixes.clear()
+        if self.preemption.awaited_prefixes:
+            self.preemption.awaited_prefixes.clear()
         self._blocked_request = None
         if self.rope is not None and self.rope.must_recompute:
             for request in list(self.queue.running):
@@ -325,7 +325,7 @@ class Scheduler:
         end = sequence.num_computed_tokens + count
         if blocks.stops:
             stops = [stop for stop in blocks.stops if stop >= end]
-            self.preemption.waiting_prompts.await_stops(request, stops)
+            self.preemption.await_stops(request, stops)
         if not is_unchunked:
             # later requests may share the blocks already in this step, since each layer stores all
             # K and V before attention
@@ -358,7 +358,7 @@ class Scheduler:
     def _admit(self, num_tokens_left: int, ignores_row_limit: bool = False) -> None:
         """Admits waiting requests while tokens, rows and blocks last; with `ignores_row_limit`, the
         first one may exceed the limit on rows. Postpones requests that can soon reuse a prefix that
-        a scheduled request is computing (`WaitingPrompts.awaited_prefixes`)."""
+        a scheduled request is computing (`Preemption.awaited_prefixes`)."""
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
@@ -371,8 +371,7 @@ class Scheduler:
             if not (is_alone or ignores_row_limit) and num_rows > self.max_num_seqs:
                 self._blocked_request = request
                 return
-            waiting_prompts = self.preemption.waiting_prompts
-            if waiting_prompts.awaited_prefixes and waiting_prompts.awaits_prefix(request):
+            if self.preemption.awaited_prefixes and self.preemption.awaits_prefix(request):
                 num_postponed_rows += request.num_open_rows
                 continue
             num_reserved_blocks = 0 if is_alone else int(self.watermark * self.blocks.num_total)

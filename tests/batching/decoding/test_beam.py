@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from hf_paged import PagedEngine
-from tests.batching.test_rectangles import shapes_of
 from tests.support import models
 from tests.support.checks import assert_paged_is_plain, generate_both
 from tests.support.engine_helpers import assert_served_as_lone, lone_run
+from tests.support.forwards import shapes_of
 from tests.test_parity_matrix import PROCESSORS
 
 SOME_EOS, MANY_EOS = list(range(4, 128, 17)), list(range(4, 128, 4))

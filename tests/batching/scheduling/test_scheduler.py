@@ -11,7 +11,7 @@ from hf_paged.batching.request import Request, Sequence, Status
 from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
-from hf_paged.cache.groups import GroupSpec, StateSpec
+from hf_paged.cache.groups import GroupSpec
 from tests.support.pools import PoolGroup, manager_of
 
 SIZE = 4
@@ -211,28 +211,6 @@ def test_prompts_that_arrive_together_are_computed_once_in_chunks_of_any_size(to
         computed += plan.num_tokens
     assert computed == 19 + 3 + 3 and scheduler.blocks.num_free == 64 - 7
     assert [request.num_hit_tokens for request in requests] == [0, 16, 16]
-
-
-def test_prompts_that_await_another_let_others_pass() -> None:
-    """With states, others can begin only behind a snapshot. They keep their seats and their
-    turn."""
-    groups = [PoolGroup(BlockPool(200)), PoolGroup(BlockPool(9), StateSpec())]
-    preemption = Preemption(manager_of(groups, SIZE), can_chunk=False)
-    scheduler = Scheduler(preemption, max_num_batched_tokens=1 << 40, max_num_seqs=4, watermark=0.0)
-    common = list(range(102))
-    for name, start in (("a", 0), ("b", 0), ("c", 1000), ("d", 0), ("e", 2000)):
-        prompt = [start + token for token in common] + [*name.encode()] * 3
-        scheduler.add(Request(name, [Sequence(prompt)], 150))
-    assert step(scheduler) == "a100 c105"
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 3)
-    give(scheduler.queue.running[1])
-    assert step(scheduler) == "c1 a5 b5 d5"
-    assert "".join(request.request_id for request in scheduler.queue.running) == "abcd"
-    for request in scheduler.queue.running:
-        scheduler.finish(request)
-    assert step(scheduler) == "e105"
-    scheduler.blocks.check_integrity()
-    assert not len(preemption.waiting_prompts)
 
 
 def test_rows_computed_anew_share_their_prompt_again() -> None:

@@ -3,15 +3,11 @@ row alone."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from transformers import PreTrainedModel
 
 from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.cache.groups import StateSpec
@@ -25,6 +21,7 @@ from tests.support.engine_helpers import (
     assert_served_as_lone,
     run_all,
 )
+from tests.support.forwards import build, forwards, prompts, shapes_of
 from tests.support.models import BEFORE_5_18
 
 CLASSES = [
@@ -36,48 +33,6 @@ CLASSES = [
 SMALL = PagedConfig(block_size=8)
 LENGTHS = (5, 19, 9, 14)
 ENDS = list(range(30, 60))  # enough ids that rows end at different steps
-
-
-@functools.cache
-def build(name: str) -> Any:
-    model = tiny_model(getattr(transformers, name))
-    for config in (model.config, model.config.get_text_config(), model.generation_config):
-        config.eos_token_id = None
-    return model
-
-
-def prompts(*lengths: int) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(20, 100, (length,), generator=generator).tolist() for length in lengths]
-
-
-@contextmanager
-def forwards(model: PreTrainedModel) -> Iterator[list[tuple[int, int]]]:
-    """Records the shape of the token ids in each forward."""
-    shapes: list[tuple[int, int]] = []
-    cls, original = type(model), type(model).forward
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        shapes.append(tuple(ids.shape))
-        return original(self, *args, **kwargs)
-
-    cls.forward = forward  # type: ignore[method-assign]
-    try:
-        yield shapes
-    finally:
-        cls.forward = original  # type: ignore[method-assign]
-
-
-def shapes_of(model: Any, inputs: dict[str, Any], options: dict[str, Any]) -> tuple[Any, Any]:
-    """The output of a paged call, and the shape of the token ids in each of its forwards."""
-    options = {**options, **models.UNRECORDED}  # a replay calls no forward
-    model.generate(**inputs, **options)
-    with forwards(model) as shapes:
-        model.generate(**inputs, **options)  # the replaced forward is checked
-        shapes.clear()
-        return model.generate(**inputs, **options), shapes
 
 
 def skip_where_plain_is_broken(name: str) -> None:

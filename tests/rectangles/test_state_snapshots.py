@@ -14,9 +14,8 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_paged import PagedConfig, PagedEngine, check_integrity, last_route, memory_stats
-from hf_paged.batching.scheduling import preemption
 from hf_paged.cache.groups import StateSpec
-from tests.batching.test_rectangles import build, forwards
+from hf_paged.rectangles import preemption
 from tests.support import models
 from tests.support.engine_helpers import (
     MODES,
@@ -26,6 +25,7 @@ from tests.support.engine_helpers import (
     results_of,
     run_all,
 )
+from tests.support.forwards import build, forwards
 from tests.test_faults import Countdown, FailingProcessor, OnPurpose
 
 CLASSES = [

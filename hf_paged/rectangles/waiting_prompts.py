@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
 from itertools import pairwise
 
-from ..request import Request
+from ..batching.request import Request
 
 
 class WaitingPrompts:

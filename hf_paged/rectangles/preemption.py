@@ -1,0 +1,144 @@
+"""Allocates and frees the blocks of requests whose prompts cannot be computed in chunks. Other
+requests begin where the prefill of such a prompt stops. (Packed sequences need no stops: others can
+begin after any of their blocks, since each layer stores all K and V of a step before attention.)"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..batching.request import Request, Sequence
+from ..batching.scheduling.preemption import Preemption
+from ..cache.block_manager import BlockManager
+from ..cache.sequence_blocks import NO_BLOCKS, UNCACHED
+from .waiting_prompts import WaitingPrompts
+
+# The tokens after a cache hit or a stop need a separate forward, whose fixed cost is
+# about that of `FORWARD_TOKENS` tokens. So a hit must save at least that many tokens, and so must a
+# stop where earlier prompts diverged. A stop where waiting prompts diverge costs two such forwards:
+# one for the prompt that stops there, and one for those that begin there. The snapshot at the end
+# of a prompt may never be reused, so that stop must be at least `SNAPSHOT_TOKENS` tokens after the
+# previous one.
+FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
+
+
+@dataclass(eq=False)
+class RectanglePreemption(Preemption):
+    """The `Preemption` of rectangles."""
+
+    can_chunk: ClassVar[bool] = False
+    # whether `replays_prompt` is true for all requests
+    replays_all_prompts: bool = False
+    # for a model with an encoder: allocates blocks for the encoder's output
+    encoder_blocks: BlockManager | None = None
+
+    def __post_init__(self) -> None:
+        self.min_saved = FORWARD_TOKENS
+        self.forget_waiting()
+
+    def replays_prompt(self, request: Request) -> bool:
+        """Whether a recompute runs the prompt as a whole and the later tokens one by one, as they
+        were first computed."""
+        return self.replays_all_prompts or request.inputs is not None
+
+    def note_waiting(self, request: Request) -> None:
+        if self._may_stop(request):
+            self._waiting_prompts.add(request)
+
+    def note_removed(self, request: Request) -> None:
+        self._waiting_prompts.discard(request)
+
+    def forget_waiting(self) -> None:
+        # the waiting requests that may share parts of their prefills
+        self._waiting_prompts = WaitingPrompts(self.blocks.block_size)
+        self.awaited_prefixes = self._waiting_prompts.awaited_prefixes
+
+    def await_stops(self, request: Request, stops: list[int]) -> None:
+        self._waiting_prompts.await_stops(request, stops)
+
+    def awaits_prefix(self, request: Request) -> bool:
+        return self._waiting_prompts.awaits_prefix(request)
+
+    def num_other_blocks(self, request: Request) -> int:
+        if self.encoder_blocks is None:
+            return 0
+        return -(-request.num_encoder_tokens // self.encoder_blocks.block_size)
+
+    def take_other_blocks(self, request: Request) -> bool:
+        if self.encoder_blocks is None or not request.num_encoder_tokens:
+            return True
+        request.encoded = self.encoder_blocks.new()
+        return self.encoder_blocks.append(request.encoded, request.num_encoder_tokens)
+
+    def free_other_blocks(self, request: Request) -> None:
+        if self.encoder_blocks is not None:
+            self.encoder_blocks.free(request.encoded)
+        request.encoded = NO_BLOCKS
+
+    def _may_stop(self, request: Request) -> bool:
+        """Whether the request's first prefill may stop where other requests can begin."""
+        if not self.blocks.prefix_caching or request.namespace is UNCACHED:
+            return False
+        if request.num_preemptions:
+            return False
+        return not self.replays_prompt(request)
+
+    def shares_prompt(self, request: Request) -> bool:
+        return self.replays_prompt(request)
+
+    def num_shared(self, request: Request, rows: list[Sequence]) -> int:
+        if self.replays_prompt(request):
+            return request.num_prompt_tokens
+        return 0
+
+    def is_restorable(self, request: Request) -> bool:
+        return not self.replays_prompt(request) and super().is_restorable(request)
+
+    def can_swap(self, request: Request) -> bool:
+        # a request that replays its prompt cannot continue from swapped blocks
+        return not self.replays_prompt(request) and super().can_swap(request)
+
+    def match(self, sequence: Sequence, keys: list[Hashable]) -> None:
+        if self.replays_prompt(sequence.request):
+            sequence.blocks = self.blocks.new()
+            sequence.num_computed_tokens = 0
+            return
+        super().match(sequence, keys)
+        sequence.blocks.stops = self._stops(sequence)
+
+    def _stops(self, sequence: Sequence) -> tuple[int, ...]:
+        """Returns the numbers of tokens after which the sequence's prefill stops, so that other
+        requests can begin there: where waiting prompts diverge from this one and, if states need
+        snapshots, where earlier prompts diverged (as in SGLang for hybrid models) and after the
+        sequence's last full block."""
+        request = sequence.request
+        size = self.blocks.block_size
+        num_computed = sequence.num_computed_tokens
+        if not self._may_stop(request):
+            return ()
+        min_distances: dict[int, int] = {}  # by stop: tokens after the previous stop
+        if self.blocks.keeps_states:
+            last_stop = (sequence.num_tokens - 1) // size * size
+            min_distances[last_stop] = SNAPSHOT_TOKENS
+        divergences = self._waiting_prompts.divergences(request)
+        min_distances |= dict.fromkeys(divergences, 2 * FORWARD_TOKENS)
+        if self.blocks.keeps_states:
+            num_indexed = self.blocks.num_matching(sequence.keys, request.namespace)
+            min_distances[num_indexed] = FORWARD_TOKENS
+        stops: list[int] = []
+        for stop, min_distance in sorted(min_distances.items()):
+            previous = max(num_computed, *stops, 0)
+            if stop - previous >= min_distance:
+                stops.append(stop)
+        return tuple(stops)
+
+    def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
+        num_computed = sequence.num_computed_tokens
+        if self.replays_prompt(request):  # after the prompt, each token has a separate step
+            count = min(count, max(1, request.num_prompt_tokens - num_computed))
+        # other requests may begin where a prefill stops
+        for stop in sequence.blocks.stops:
+            if stop > num_computed:
+                count = min(count, stop - num_computed)
+        return super().limit_tokens(request, sequence, count)

@@ -200,8 +200,12 @@ class Recorder(Protocol):
         replay. If any differ by more than rounding, steps of the replay's kind run eagerly."""
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> Any:
-        """Returns the recorder (`rectangles.recorder.RectangleRecorder`) for decode steps of
-        rectangles of the model, whose empty cache is `cache`."""
+        """Returns an object with methods that the room `rectangles` calls for decode steps of the
+        model, whose empty cache is `cache`: `begin(state)`, as in `Runner`; `run(rectangle,
+        prepared)`, which replays a step with these model inputs and, unless `check` must follow,
+        changes the states, and returns logits `(rows, vocab_size)`, or `None` if no recording
+        serves the step; and `check(rectangle, replayed, expected)`, which compares the logits and
+        states of that replay with those of the model's own forward, as `check` does."""
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context for a step: its work on the device follows that of the previous step, even

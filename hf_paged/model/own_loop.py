@@ -38,19 +38,13 @@ def next_logits(
     ids: Tensor,
     inputs: dict[str, Any],
     is_first_step: bool,
-    num_new: int = 1,
-    num_logits: int = 1,
     num_cached: int = 0,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Runs one step. Returns the logits `(rows * num_logits, vocab_size)` after each of the last
-    `num_logits` tokens of `ids` `(rows, length)`, and the inputs of the next step. The other
-    arguments are those of `prepare`."""
-    prepared = prepare(model, ids, inputs, is_first_step, num_new, num_cached)
-    if num_logits > 1 and "logits_to_keep" in prepared:  # the model's preparation may set it to 1
-        prepared["logits_to_keep"] = num_logits
+    """Runs one step. Returns the logits `(rows, vocab_size)` after the last token of `ids` `(rows,
+    length)`, and the inputs of the next step. The other arguments are those of `prepare`."""
+    prepared = prepare(model, ids, inputs, is_first_step, num_cached=num_cached)
     outputs = model(**prepared, return_dict=True)
-    logits = outputs.logits[:, -num_logits:].flatten(0, 1)
-    return logits, next_inputs(model, outputs, inputs)
+    return outputs.logits[:, -1], next_inputs(model, outputs, inputs)
 
 
 def prepare(

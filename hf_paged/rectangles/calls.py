@@ -13,8 +13,8 @@ from ..model.capability import Capability
 from ..model.layout import Layout
 from ..topics import Topic
 from .capability import join_requirements, max_positions, reason_against_rows
-from .joining import set_join_keys
 from .layout import TOGETHER
+from .rectangle import set_join_keys
 
 
 def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:

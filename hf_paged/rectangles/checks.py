@@ -25,9 +25,8 @@ from ..model.trial import (
 )
 from ..model.writes import values_are_equal
 from ..topics import Topic
-from .joining import set_join_keys
 from .layout import TOGETHER, RectangleLayout
-from .rectangle import with_cross
+from .rectangle import set_join_keys, with_cross
 
 _LENGTHS = (8, 9, 13)  # prompt tokens of the three sequences in `_SIDE_BY_SIDE_STEPS`
 # A short and a long prompt; their decodes; a third row joins; the long row has left.

@@ -39,11 +39,9 @@ from ..seams import ForwardContext, Recorder
 from ..switches import NOTHING
 from ..topics import Topic
 from .encoder import EncoderColumns
-from .joining import rectangle_of
 from .layout import RectangleLayout
 from .preemption import RectanglePreemption
-from .recorder import RectangleRecorder
-from .rectangle import Rectangle, with_cross
+from .rectangle import Rectangle, rectangle_of, with_cross
 
 
 class RectangleRunner(Runner):
@@ -83,7 +81,7 @@ class RectangleRunner(Runner):
         self._supports_cache = compat.supports_dynamic_cache(model)
         self._has_state_layers = bool(state_layers(cache))
         self.supports_drafts = layout.reason_against_drafts is None
-        self._rectangle_recorder: RectangleRecorder | None = None
+        self._rectangle_recorder: Any = None  # as `Recorder.rectangles` returns it
         is_on_host = compute_device(model).type == "cpu"  # elsewhere, reading masks is slow
         if recorder is not None and is_on_host and self._supports_cache:
             self.recorder = recorder

@@ -36,7 +36,7 @@ _POSITION_INPUTS = ("position_ids", "decoder_position_ids", "cache_position")
 
 
 class RectangleReplays:
-    """Replays a model's decode steps in rectangles (`rectangles.recorder.RectangleRecorder`).
+    """Replays a model's decode steps in rectangles (`Recorder.rectangles`).
 
     A replay does not run the code that prepares masks. So the recorded forward gets masks of ones
     (with `reads_keys`: of the stored columns), and block tables and lengths determine the tokens to
@@ -78,7 +78,7 @@ class RectangleReplays:
         self._recorder.begin(state)
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """As `RectangleRecorder.run`: replays a step with the model inputs `prepared`; returns
+        """Replays a step with the model inputs `prepared`; returns
         logits `(rows, vocab_size)`, or `None` if no recording serves the step."""
         if self._state is None or not self._uses_stock_update:
             return None
@@ -111,7 +111,7 @@ class RectangleReplays:
             self._prepared = {}
 
     def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
-        """As `RectangleRecorder.check`: compares the logits `(rows, vocab_size)` and states of the
+        """Compares the logits `(rows, vocab_size)` and states of the
         last replay with those of the model's own forward, separately for rows with different values
         of `_masking_of_rows`. If any differ, steps of this kind are no longer replayed."""
         results = [(expected, replayed)]

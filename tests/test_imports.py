@@ -43,6 +43,7 @@ PLACES = {
 }
 
 NEIGHBOURS: dict[str, set[str]] = {
+    "tape": {"rectangles"},
     "tools": {"grammar", "native"},
 }
 """The rooms that a room may import beside the core."""

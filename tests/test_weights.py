@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.batching.factory import choose_layout, empty_cache
-from hf_paged.cache.groups import FULL_ATTENTION, StateSpec
+from hf_paged.cache.groups import FULL_ATTENTION
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.model.weights import WeightsGuard
 from tests.support import models
@@ -412,6 +412,8 @@ def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
     """Packed and rectangular calls have separate managers on one memory, with a single
     fingerprint."""
     model, memory = models.build("llama"), PagedMemory(PagedConfig(block_size=8))
+    from hf_paged.rectangles.states import StateSpec
+
     packed, rectangles = (
         memory.manager([FULL_ATTENTION]),
         memory.manager([FULL_ATTENTION, StateSpec(is_empty=True)]),

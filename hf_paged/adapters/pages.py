@@ -11,7 +11,6 @@ from typing import Any
 
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import BlockPool
-from ..cache.groups import StateSpec
 from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 
 
@@ -44,7 +43,7 @@ class AdapterPages:
         self._block_manager = block_manager
         self._group_index: int | None = None
         for index, group in enumerate(block_manager.groups):
-            if group.spec.is_counted and not isinstance(group.spec, StateSpec):
+            if group.spec.is_counted and not group.holds_states:
                 self._group_index = index
                 break
         self._adapters: dict[Hashable, _ResidentAdapter] = {}

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..seams import Tier
 from .block_pool import BlockTable, OutOfBlocksError
 from .epochs import Epochs
-from .groups import UNBOUNDED, StateSpec
+from .groups import UNBOUNDED
 from .prefix_index import PrefixIndex
 from .sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
 
@@ -49,12 +49,10 @@ class BlockManager:
         self._sequences = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # live ones
         # owners of blocks with other content (adapter weights); each has a `recover` method
         self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
-        states = {index: spec for index, spec in enumerate(specs) if isinstance(spec, StateSpec)}
+        states = [index for index, group in enumerate(groups) if group.holds_states]
         self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
         # index of the first group of states that is not empty; `None` if there is none
-        self._state_group = next(
-            (index for index, spec in states.items() if not spec.is_empty), None
-        )
+        self._state_group = next((index for index in states if specs[index].is_counted), None)
         self._copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self.epochs = Epochs()
         # how often a cached prefix was attached to a sequence, or restored from a tier or a file

@@ -15,11 +15,10 @@ import torch
 from ..interrupts import is_interrupt
 from ..seams import Storage
 from . import budget
-from .block_pool import BlockPool, BlockTable, OutOfBlocksError
+from .block_pool import BlockTable, OutOfBlocksError
 from .free_memory import commits_when_touched, free_bytes
-from .groups import UNBOUNDED, GroupSpec, StateSpec
+from .groups import UNBOUNDED, GroupSpec
 from .kv_blocks import KVBlocks
-from .states import StateStorage
 
 if TYPE_CHECKING:
     from .memory import PagedMemory
@@ -56,11 +55,12 @@ class GroupMemory:
         # weak, to avoid a cycle: the pool is freed with the memory's last user, not by the garbage
         # collector
         self.memory: PagedMemory = weakref.proxy(memory)
-        self.holds_states = isinstance(spec, StateSpec)  # if so, a block is a slot for one state
+        make_states = spec.make_states
+        self.holds_states = make_states is not None  # if so, a block is a slot for one state
         self.storage: Storage
-        if self.holds_states:
+        if make_states is not None:
             self.block_size = UNBOUNDED
-            self.storage = StateStorage(BlockPool())
+            self.storage = make_states()
         else:
             self.block_size = memory.block_size_of(spec)
             weak_memory = self.memory

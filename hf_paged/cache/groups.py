@@ -3,8 +3,9 @@ no sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 UNBOUNDED = 1 << 40  # block size of blocks that hold a sequence of any length
 
@@ -18,6 +19,8 @@ class GroupSpec:
     kind: str = "self"  # name of the cache, if a model has several; "cross": cross attention
     # sliding window in tokens, including the current one; older blocks are freed
     window: int | None = None
+    # makes the storage of groups whose blocks are slots for states; `None`: of keys and values
+    make_states: ClassVar[Callable[[], Any] | None] = None
 
     @property
     def is_counted(self) -> bool:
@@ -55,32 +58,6 @@ class GroupSpec:
 
 
 FULL_ATTENTION = GroupSpec()
-
-
-@dataclass(frozen=True)
-class StateSpec(GroupSpec):
-    """States of linear attention and convolutions: each sequence has one slot, which is a block for
-    any number of tokens. A snapshot is a state that the prefix cache keeps, in a slot that no
-    sequence writes to."""
-
-    kind: str = "states"
-    is_empty: bool = False  # the model has no states: the slot only identifies the sequence
-
-    @property
-    def is_counted(self) -> bool:
-        return not self.is_empty
-
-    def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
-        if self.is_empty:
-            return 0
-        span = super().num_spanned(first, end, chunk, num_held, block_size)
-        return max(0, span - num_held)
-
-    @property
-    def prefix_window(self) -> int | None:
-        """2, so that the snapshot after the previous token is visible; 1 if the model has no
-        states, so that no snapshot is needed."""
-        return 1 if self.is_empty else 2
 
 
 def group_label(key: Hashable) -> str:

@@ -21,9 +21,9 @@ from ..batching.execution.prompts import Prompts, empty_blocks
 from ..batching.request import Sequence
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
-from ..cache.states import state_layers
 from ..model.own_loop import cache_parts, padding_mask, select_rows, tensors_of
 from ..plan import StepPlan
+from .states import state_layers
 
 _MASK, _ENCODER_MASK = "decoder_attention_mask", "attention_mask"
 

@@ -19,10 +19,8 @@ from .. import compat
 from ..attention.observers import observing_attention
 from ..batching.execution.runner import LogitsPart, Runner, WholePrompts, concat_in_order
 from ..cache.block_manager import BlockManager
-from ..cache.groups import StateSpec
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import SequenceBlocks
-from ..cache.states import StateStorage, gather_states, num_state_bytes, state_layers
 from ..model.forwards import compute_device
 from ..model.own_loop import (
     cache_parts,
@@ -42,6 +40,7 @@ from .encoder import EncoderColumns
 from .layout import RectangleLayout
 from .preemption import RectanglePreemption
 from .rectangle import Rectangle, rectangle_of, with_cross
+from .states import StateSpec, StateStorage, gather_states, num_state_bytes, state_layers
 
 
 class RectangleRunner(Runner):

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ..batching.execution.inputs import PackedTokens
-from ..cache.states import StateRows
 from ..model.trial import significant_difference
 
 logger = logging.getLogger(__name__)
@@ -60,6 +59,8 @@ class Checks:
         """Returns layers with copies of the states that the first `num_rows` rows have in `layers`,
         for a replay to change; empty if `layers` is."""
         if layers:
+            from ..rectangles.states import StateRows
+
             rows = StateRows([(layers, list(range(num_rows)))])
             self.copied_states = rows.state_layers
         return self.copied_states

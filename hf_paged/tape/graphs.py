@@ -27,7 +27,6 @@ from ..cache.group_memory import GroupMemory
 from ..cache.kv_blocks import KVBlocks
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
-from ..cache.states import state_tensors
 from ..interrupts import is_interrupt
 from ..kernels import BACKEND_VARIABLE
 from ..kernels.cpp.build import batch_invariant
@@ -52,7 +51,6 @@ from .recorders import (
     reason_of,
     storage_addresses,
 )
-from .rectangles import RectangleReplays
 from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
 from .torch_options import active_mode, torch_options
@@ -214,8 +212,7 @@ class StepGraphs:
                 prefixes: Prefixes = ()
                 if self._backend.on_device and "prefixes" not in self._limits:
                     prefixes = self._shared_prefixes.find(tokens)
-                state_specs = tuple((x.shape[1:], x.dtype) for x in state_tensors(states))
-                requested = self._key_of(tokens, prefixes, (keeps_hidden, kind, state_specs))
+                requested = self._key_of(tokens, prefixes, (keeps_hidden, kind))
                 key: GraphKey | None = requested
                 if requested not in self._graphs:
                     if token_ids is not None:
@@ -239,8 +236,10 @@ class StepGraphs:
         """As in `Recorder`."""
         self.checks.compare(results, getattr(self._model(), "dtype", None))
 
-    def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleReplays:
-        """As `Recorder.rectangles`."""
+    def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> Any:
+        """As `Recorder.rectangles`. Needs the room `rectangles`, which calls this method."""
+        from .rectangles import RectangleReplays
+
         return RectangleReplays(model, cache, self)
 
     def _must_run_eagerly(self) -> bool:

@@ -18,7 +18,6 @@ from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 from ..step import Cascade, Lengths, StepMetadata
 from .graph_keys import GraphKey
-from .static_states import StaticStates
 
 _DTYPES = {"q": torch.int64, "i": torch.int32}
 _WORD = torch.int64  # the dtype of the buffers; each array begins at a word
@@ -240,8 +239,10 @@ class StaticInputs:
             if key.num_axes:
                 axes = self._axes.on_device.view(key.num_axes, 1, key.num_tokens)
                 self.arguments["position_ids"] = axes if key.num_axes > 1 else axes[0]
-            self.states: StaticStates | None = None
+            self.states: Any = None  # the `StaticStates`, if there are any
             if layers:
+                from .static_states import StaticStates
+
                 self.states = StaticStates(layers, key.num_decodes)
                 self.arguments["states"] = self.states.buffers
             self.logit_indices = self._logit_indices.on_device if key.num_chunks else None

@@ -19,9 +19,9 @@ from .. import compat
 from ..attention.masks import unpadded_columns
 from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..cache.paged_cache import PagedCache
-from ..cache.states import state_layers, state_tensors
 from ..model.own_loop import cache_parts
 from ..model.state import ModelState
+from ..rectangles.states import state_layers, state_tensors
 from ..seams import ForwardContext
 from ..step import StepMetadata
 from .length import Length
@@ -98,13 +98,15 @@ class RectangleReplays:
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
         self._prepared = prepared
+        layers = rectangle.state_layers
+        state_specs = tuple((x.shape[1:], x.dtype) for x in state_tensors(layers))
         try:
             return recorder.run(
                 tokens,
                 None,
                 self._forward,
-                kind=(self._is_padded, self._constants),
-                states=rectangle.state_layers,
+                kind=(self._is_padded, self._constants, state_specs),
+                states=layers,
                 checked_as=(self._constants, self._num_axes, frozenset(self._row_masking)),
             )
         finally:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.states import set_state_tensors, state_tensors
+from ..rectangles.states import set_state_tensors, state_tensors
 
 
 class StaticStates:

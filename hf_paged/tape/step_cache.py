@@ -21,13 +21,13 @@ from ..cache.kv_blocks import KVBlocks
 from ..cache.layers import EMPTY_LAYERS, PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.reading import gather
-from ..cache.states import (
+from ..cache.store import store_signature
+from ..rectangles.states import (
     copy_state_attributes,
     set_state_tensors,
     state_layers,
     state_tensors,
 )
-from ..cache.store import store_signature
 from ..step import NotCapturable, StepMetadata
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.groups import StateSpec
 from hf_paged.rectangles.preemption import RectanglePreemption
+from hf_paged.rectangles.states import StateSpec
 from tests.batching.scheduling.test_scheduler import SIZE, give, step
 from tests.support.pools import PoolGroup, manager_of
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from hf_paged import PagedConfig, PagedEngine, last_route
-from hf_paged.cache.groups import StateSpec
+from hf_paged.rectangles.states import StateSpec
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.checks import assert_paged_is_plain, assert_pool_empty

@@ -14,8 +14,8 @@ import torch
 from transformers import LogitsProcessorList
 
 from hf_paged import PagedConfig, PagedEngine, check_integrity, last_route, memory_stats
-from hf_paged.cache.groups import StateSpec
 from hf_paged.rectangles import preemption
+from hf_paged.rectangles.states import StateSpec
 from tests.support import models
 from tests.support.engine_helpers import (
     MODES,

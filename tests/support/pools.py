@@ -8,7 +8,7 @@ from typing import Any
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.block_sizes import BlockSizes
-from hf_paged.cache.groups import FULL_ATTENTION, UNBOUNDED, GroupSpec, StateSpec
+from hf_paged.cache.groups import FULL_ATTENTION, UNBOUNDED, GroupSpec
 
 
 class PoolGroup:
@@ -22,7 +22,8 @@ class PoolGroup:
     ) -> None:
         """`block_size`: tokens per block; 0: that of `manager_of`."""
         self.pool, self.spec = pool, spec
-        self.block_size = UNBOUNDED if isinstance(spec, StateSpec) else block_size
+        self.holds_states = spec.make_states is not None
+        self.block_size = UNBOUNDED if self.holds_states else block_size
 
     def has_free(self, num_blocks: int) -> bool:
         return False

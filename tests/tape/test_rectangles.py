@@ -16,7 +16,7 @@ from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
 from hf_paged import PagedConfig, PagedEngine, Route, check_integrity, last_route
-from hf_paged.cache.states import state_tensors
+from hf_paged.rectangles.states import state_tensors
 from hf_paged.rooms import is_installed
 from hf_paged.tape import rectangles, step_cache
 from hf_paged.tape.static_states import StaticStates

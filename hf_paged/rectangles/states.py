@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .block_pool import BlockPool
+from ..cache.block_pool import BlockPool
+from ..cache.groups import GroupSpec
 
 
 class _StateLayer:
@@ -130,6 +132,36 @@ class StateStorage:
             holder, row = self.find(slot)
             parts.append((holder.state_layers, [row]))
         return StateRows(parts, torch.device("cpu"))
+
+
+@dataclass(frozen=True)
+class StateSpec(GroupSpec):
+    """States of linear attention and convolutions: each sequence has one slot, which is a block for
+    any number of tokens. A snapshot is a state that the prefix cache keeps, in a slot that no
+    sequence writes to."""
+
+    kind: str = "states"
+    is_empty: bool = False  # the model has no states: the slot only identifies the sequence
+
+    @staticmethod
+    def make_states() -> StateStorage:
+        return StateStorage(BlockPool())
+
+    @property
+    def is_counted(self) -> bool:
+        return not self.is_empty
+
+    def num_spanned(self, first: int, end: int, chunk: int, num_held: int, block_size: int) -> int:
+        if self.is_empty:
+            return 0
+        span = super().num_spanned(first, end, chunk, num_held, block_size)
+        return max(0, span - num_held)
+
+    @property
+    def prefix_window(self) -> int | None:
+        """2, so that the snapshot after the previous token is visible; 1 if the model has no
+        states, so that no snapshot is needed."""
+        return 1 if self.is_empty else 2
 
 
 def state_layers(cache: Any) -> list[Any]:

@@ -8,8 +8,9 @@ import pytest
 from transformers.generation.continuous_batching import ContinuousMixin
 
 import hf_paged
-from hf_paged import PagedCache, PagedEngine, rooms
+from hf_paged import PagedCache, PagedEngine, last_route, rooms
 from tests.support import models
+from tests.support.forwards import build
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +48,20 @@ def test_pictures() -> None:
     for plot in (engine.plot_memory, engine.plot_timeline, cache.plot_memory):
         with pytest.raises(rooms.RoomMissingError, match=r"`plot_.*` needs `hf_paged.tools`"):
             plot()
+
+
+def test_rectangles(caplog: pytest.LogCaptureFixture) -> None:
+    """A call takes the path of plain `generate`, and a warning names the room; an engine raises."""
+    model, ids = build("GPTNeoForCausalLM"), models.token_ids(2, 9)
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    paged = model.generate(ids, **options, **models.PAGED)
+    route = last_route(model)
+    assert route is not None and route.road == "hf_loop"
+    assert "needs `hf_paged.rectangles`" in route.reason
+    assert [*map(str, caplog.messages)][0].startswith(
+        "GPTNeoForCausalLM runs in transformers' own loop: "
+    )
+    assert "needs `hf_paged.rectangles`" in caplog.text
+    assert paged.equal(model.generate(ids, **options))
+    with pytest.raises(rooms.RoomMissingError, match=r"needs `hf_paged.rectangles`"):
+        PagedEngine(model).generate(ids.tolist(), max_new_tokens=5)

@@ -55,12 +55,12 @@ class GroupMemory:
         # weak, to avoid a cycle: the pool is freed with the memory's last user, not by the garbage
         # collector
         self.memory: PagedMemory = weakref.proxy(memory)
-        make_states = spec.make_states
-        self.holds_states = make_states is not None  # if so, a block is a slot for one state
+        states = spec.make_states()
+        self.holds_states = states is not None  # if so, a block is a slot for one state
         self.storage: Storage
-        if make_states is not None:
+        if states is not None:
             self.block_size = UNBOUNDED
-            self.storage = make_states()
+            self.storage = states
         else:
             self.block_size = memory.block_size_of(spec)
             weak_memory = self.memory

@@ -3,9 +3,9 @@ no sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 UNBOUNDED = 1 << 40  # block size of blocks that hold a sequence of any length
 
@@ -19,8 +19,11 @@ class GroupSpec:
     kind: str = "self"  # name of the cache, if a model has several; "cross": cross attention
     # sliding window in tokens, including the current one; older blocks are freed
     window: int | None = None
-    # makes the storage of groups whose blocks are slots for states; `None`: of keys and values
-    make_states: ClassVar[Callable[[], Any] | None] = None
+
+    def make_states(self) -> Any:
+        """Returns the storage of a group whose blocks are slots for states; `None` for keys and
+        values."""
+        return None
 
     @property
     def is_counted(self) -> bool:

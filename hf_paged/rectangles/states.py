@@ -143,8 +143,7 @@ class StateSpec(GroupSpec):
     kind: str = "states"
     is_empty: bool = False  # the model has no states: the slot only identifies the sequence
 
-    @staticmethod
-    def make_states() -> StateStorage:
+    def make_states(self) -> StateStorage:
         return StateStorage(BlockPool())
 
     @property

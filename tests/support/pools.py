@@ -22,7 +22,7 @@ class PoolGroup:
     ) -> None:
         """`block_size`: tokens per block; 0: that of `manager_of`."""
         self.pool, self.spec = pool, spec
-        self.holds_states = spec.make_states is not None
+        self.holds_states = spec.make_states() is not None
         self.block_size = UNBOUNDED if self.holds_states else block_size
 
     def has_free(self, num_blocks: int) -> bool:

@@ -143,6 +143,15 @@ def fixed_prices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def asked_rectangles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test whose model needs the room `rectangles` asks for it."""
+    if "hf_paged" in sys.modules and "without_rooms" not in request.fixturenames:
+        from tests.support.rooms import ask_for_rectangles
+
+        ask_for_rectangles(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
 def seeded() -> Iterator[None]:
     """Every test starts from the same random state and must restore grad mode and default dtype."""
     random.seed(SEED)

@@ -58,10 +58,9 @@ def test_rectangles(caplog: pytest.LogCaptureFixture) -> None:
     route = last_route(model)
     assert route is not None and route.road == "hf_loop"
     assert "needs `hf_paged.rectangles`" in route.reason
-    assert [*map(str, caplog.messages)][0].startswith(
-        "GPTNeoForCausalLM runs in transformers' own loop: "
-    )
-    assert "needs `hf_paged.rectangles`" in caplog.text
+    warning = caplog.messages[0]
+    assert warning.startswith("GPTNeoForCausalLM runs in transformers' own loop: ")
+    assert "needs `hf_paged.rectangles`" in warning and "[troubleshooting.md#rooms]" in warning
     assert paged.equal(model.generate(ids, **options))
     with pytest.raises(rooms.RoomMissingError, match=r"needs `hf_paged.rectangles`"):
-        PagedEngine(model).generate(ids.tolist(), max_new_tokens=5)
+        PagedEngine(model).generate(ids.tolist(), {"max_new_tokens": 5})

@@ -184,7 +184,7 @@ class Candidate:
         try:
             rectangles = find_rectangles()
         except RoomMissingError as error:
-            missing = Topic.ROOMS(f"{reason}; {error}")
+            missing = f"{reason}; {Topic.ROOMS(str(error))}"
             warn_once(self.model, f"runs in transformers' own loop: {missing}")
             yield missing
         else:

@@ -1,5 +1,5 @@
 """Which rooms are there, for tests that see more with them; drafts whose lengths do not follow
-measured times."""
+measured times; errors of rectangles that are taken away."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_paged.kernels import cpp
-from hf_paged.rooms import ROOMS, is_installed
+from hf_paged.rooms import ROOMS, RoomMissingError, is_installed, room
 
 needs_all_rooms = pytest.mark.skipif(
     not all(map(is_installed, ROOMS)), reason="looks at all rooms, and some are taken away"
@@ -27,3 +27,18 @@ def fix_prices(replace: Callable[[Any, str, Any], None] = setattr) -> None:
         from hf_paged.speculation.speculator import Speculator
 
         replace(Speculator, "computed", lambda self, num_tokens, seconds: None)
+
+
+def ask_for_rectangles(replace: Callable[[Any, str, Any], None] = setattr) -> None:
+    """From now on, if the room `rectangles` is taken away, a model or a call that needs it raises:
+    its test is then skipped, in place of running on transformers' own loop."""
+    if is_installed("rectangles"):
+        return
+    from hf_paged.generation import candidate
+    from hf_paged.model import capability
+
+    def fail(model: Any, message: str) -> None:
+        raise RoomMissingError(message)
+
+    replace(candidate, "warn_once", fail)
+    replace(capability, "room_if_installed", lambda name: room(name, "this test"))

@@ -241,7 +241,7 @@ class TrialRunner:
     """Runs steps of rows in a layout, as an engine does, in `memory` or in a new one."""
 
     def __init__(self, trial: Trial, layout: Layout, memory: PagedMemory | None = None) -> None:
-        self._trial = trial
+        self.trial = trial
         self._is_packed = layout.unsupported_reason is None
         cache = trial.cache.empty_twin(memory or scratch_memory())
         self.manager, self.runner = trial.make_runner(trial.model, cache, layout)
@@ -288,12 +288,6 @@ class TrialRunner:
                 step.append((row, max(1, row.num_prompt_tokens - row.num_computed_tokens)))
             logits.append(self.compute(step))
         return torch.cat(logits)
-
-    def advance_apart(self, *rows: TrialRow) -> Tensor:
-        """Runs one step of `advance`, and undoes its writes into modules, so that the rows' next
-        step finds the modules as if another call had run in between. Returns the logits."""
-        with self._trial.forwards(by_engine=True):
-            return self.advance(rows)
 
 
 def _random_states(devices: list[torch.device]) -> list[Tensor]:

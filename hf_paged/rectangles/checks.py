@@ -1,5 +1,5 @@
-"""Checks of rectangles: short steps on random tokens, or on a call's prompts, compared with plain
-forwards (`model.trial`). `capability` decides which checks run."""
+"""The layouts of rectangles, and their checks: short steps on random tokens, or on a call's prompts,
+compared with plain forwards (`model.trial`). `capability` decides which checks run."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import compat
+from ..model.layout import Layout
 from ..model.own_loop import first_row, map_tensors, next_logits, tensors_of
 from ..model.positions import num_positions
 from ..model.trial import (
@@ -25,7 +26,6 @@ from ..model.trial import (
 )
 from ..model.writes import values_are_equal
 from ..topics import Topic
-from .layout import TOGETHER, RectangleLayout
 from .rectangle import set_join_keys, with_cross
 
 _LENGTHS = (8, 9, 13)  # prompt tokens of the three sequences in `_SIDE_BY_SIDE_STEPS`
@@ -45,6 +45,39 @@ _CONTINUING_STEPS = (
 )
 
 
+@dataclasses.dataclass(frozen=True)
+class RectangleLayout(Layout):
+    """How rows that cannot be packed share a model's forward: as rectangles."""
+
+    # prefill and token-by-token decode may give different logits, so a recompute must split the
+    # tokens into the steps of the first run
+    depends_on_splits: bool = False
+
+    @property
+    def reason_against_drafts(self) -> str | None:
+        if self.is_side_by_side and self.can_chunk:
+            return None
+        return self.unsupported_reason
+
+    @property
+    def reason(self) -> str:
+        how = "rows stay in their original batch under the engine's scheduler"
+        if self.is_side_by_side:
+            how = "rows side by side under the engine's scheduler, not packed"
+        return f"{how}: {self.unsupported_reason}"
+
+
+# rows stay in the batch in which they began, with everything that the model's own loop carries from
+# step to step
+TOGETHER = RectangleLayout(
+    "rows stay together",
+    can_mix_lengths=False,
+    is_side_by_side=False,
+    can_chunk=False,
+    depends_on_splits=True,
+)
+
+
 class PromptsRunner(TrialRunner):
     """Runs rows of `Prompts` that may have an encoder's output."""
 
@@ -56,6 +89,12 @@ class PromptsRunner(TrialRunner):
                 row.encoded = encoders.new()
                 encoders.append(row.encoded, prompts.num_encoder_tokens)
         return rows
+
+    def advance_apart(self, *rows: TrialRow) -> Tensor:
+        """Runs one step of `advance`, and undoes its writes into modules, so that the rows' next
+        step finds the modules as if another call had run in between. Returns the logits."""
+        with self.trial.forwards(by_engine=True):
+            return self.advance(rows)
 
 
 def side_by_side_check(trial: Trial) -> RectangleLayout:

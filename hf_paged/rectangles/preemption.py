@@ -4,15 +4,16 @@ begin after any of their blocks, since each layer stores all K and V of a step b
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 from ..batching.request import Request, Sequence
 from ..batching.scheduling.preemption import Preemption
 from ..cache.block_manager import BlockManager
 from ..cache.sequence_blocks import NO_BLOCKS, UNCACHED
-from .waiting_prompts import WaitingPrompts
 
 # The tokens after a cache hit or a stop need a separate forward, whose fixed cost is
 # about that of `FORWARD_TOKENS` tokens. So a hit must save at least that many tokens, and so must a
@@ -21,6 +22,70 @@ from .waiting_prompts import WaitingPrompts
 # of a prompt may never be reused, so that stop must be at least `SNAPSHOT_TOKENS` tokens after the
 # previous one.
 FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
+
+
+class WaitingPrompts:
+    """Counts, for each namespace and prefix of full blocks, the waiting prompts that begin with it.
+    A prefix leaves out at least the prompt's last token, whose logits are needed. The time of each
+    operation depends on the length of one prompt, not on the number of prompts."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        # by request, the hashes of its prefixes of one block, of two, ...; stored, since the
+        # request may change before `discard`
+        self._prefixes: dict[Request, list[int]] = {}
+        self._counts: Counter[int] = Counter()  # number of requests, by hash of a prefix
+        # hashes of the prefixes at whose ends the prefills of running requests will stop; the
+        # scheduler clears the set before each step
+        self.awaited_prefixes: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._prefixes)
+
+    def add(self, request: Request) -> None:
+        """Adds a request whose prompt consists of token ids only."""
+        prefixes = [prefix for _, prefix in self._hash_prefixes(request)]
+        self._prefixes[request] = prefixes
+        self._counts.update(prefixes)
+
+    def discard(self, request: Request) -> None:
+        """Removes a request, if it was added."""
+        for prefix in self._prefixes.pop(request, ()):
+            self._counts[prefix] -= 1
+            if not self._counts[prefix]:
+                del self._counts[prefix]
+
+    def divergences(self, request: Request) -> list[int]:
+        """Returns the numbers of tokens, multiples of the block size, after which other waiting
+        prompts diverge from the request's prompt; none if the request was not added."""
+        counts = [self._counts[prefix] for prefix in self._prefixes.get(request, ())]
+        divergences = []
+        for num_blocks, (count, next_count) in enumerate(pairwise([*counts, 1]), 1):
+            if next_count < count:
+                divergences.append(num_blocks * self._block_size)
+        return divergences
+
+    def await_stops(self, request: Request, stops: Collection[int]) -> None:
+        """Records that this step computes tokens of a request whose prefill will stop at each of
+        `stops`, which are numbers of tokens."""
+        prefixes = self._hash_prefixes(request)
+        self.awaited_prefixes.update(prefix for end, prefix in prefixes if end in stops)
+
+    def awaits_prefix(self, request: Request) -> bool:
+        """Whether this waiting request can begin at a stop that a running request will reach, in
+        this step or a later one."""
+        return not self.awaited_prefixes.isdisjoint(self._prefixes.get(request, ()))
+
+    def _hash_prefixes(self, request: Request) -> Iterator[tuple[int, int]]:
+        """Yields the length of each prefix of full blocks, and its hash. If the hashes of different
+        prefixes collide, a request may wait unnecessarily; its results stay correct."""
+        token_ids = request.sequences[0].token_ids
+        prefix: Hashable = request.namespace
+        size = self._block_size
+        for end in range(size, request.num_prompt_tokens, size):
+            block = tuple(token_ids[end - size : end])
+            prefix = hash((prefix, block))
+            yield end, prefix
 
 
 @dataclass(eq=False)

@@ -171,12 +171,7 @@ def state_layers(cache: Any) -> list[Any]:
 
 def num_state_bytes(layers: Sequence[Any]) -> int:
     """Returns the bytes of the states of these layers, over all rows."""
-    num_bytes = 0
-    for layer in layers:
-        for states in _states_of(layer):
-            stored = (state for state in states.values() if state is not None)
-            num_bytes += sum(state.nbytes for state in stored)
-    return num_bytes
+    return sum(state.nbytes for state in state_tensors(layers))
 
 
 _STATES = ("conv_states", "recurrent_states")
@@ -229,21 +224,15 @@ def gather_states(
         sources = [(part_layers[index], rows) for part_layers, rows in parts]
         first_source, _ = sources[0]
         target_device = first_source.device if device is None else device
-        for name in _STATE_ATTRIBUTES:
-            attributes = getattr(first_source, name)
-            setattr(layer, name, dict(attributes))
-        layer.dtype = first_source.dtype
-        layer.device = first_source.device
+        copy_state_attributes(layer, first_source)
         for name in _STATES:
-            states: dict[int, Tensor | None] = {}
-            for state_index, state in getattr(first_source, name).items():
-                states[state_index] = None
+            states = getattr(layer, name)
+            for state_index, state in states.items():
                 if state is not None:
                     tensors = [
                         (getattr(source, name)[state_index], rows) for source, rows in sources
                     ]
                     states[state_index] = _concatenate_rows(tensors).to(target_device)
-            setattr(layer, name, states)
 
 
 def _concatenate_rows(parts: list[tuple[Tensor, list[int]]]) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hf_paged.batching.request import Request, Sequence
-from hf_paged.rectangles.waiting_prompts import WaitingPrompts
+from hf_paged.rectangles.preemption import WaitingPrompts
 
 SIZE = 4
 

@@ -60,7 +60,7 @@ class EngineCore(EngineLoop):
         self.totals = RequestTotals()
         self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
         self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
-        self._num_pool_users = 0  # number of open `keeping_pool` contexts
+        self._pool_user_ids: list[int] = []  # thread ids of the open `keeping_pool` contexts
         self._last_step_failed = False  # if so, another failure ends the step's requests
         # set while steps wait for memory that other models hold
         self._shortage: Shortage | None = None
@@ -139,7 +139,6 @@ class EngineCore(EngineLoop):
                 self.has_shared_prefills |= state.request.num_rows > 1
                 if options.streamer is not None:
                     options.streamer.put(state.decoding.input_ids.cpu())
-                self.totals.counts["num_prompt_tokens"] += len(state.prompt_ids)
                 return state.request_id
         except BaseException:  # a failed check, an error of the streamer, or an interrupt
             with self.lock:
@@ -290,20 +289,21 @@ class EngineCore(EngineLoop):
                 self._end_use()
 
     def _end_use(self) -> None:
-        if not self.requests and not self._num_pool_users:
+        if not self.requests and not self._pool_user_ids:
             end_use(self.memory)
 
     @restoring
     def keeping_pool(self) -> Iterator[None]:
         """A context that keeps the pool allocated, even without requests."""
+        thread_id = threading.get_ident()
         with self.lock:
-            self._num_pool_users += 1
+            self._pool_user_ids.append(thread_id)
             begin_use(self.memory)
         try:
             yield
         finally:
             with self.lock:
-                self._num_pool_users -= 1
+                self._pool_user_ids.remove(thread_id)
                 self._end_use()
 
     @guarded
@@ -321,7 +321,8 @@ class EngineCore(EngineLoop):
         """Called in a forked child, where only this thread exists: drops what other threads left in
         the engine, and all requests if another thread held the lock."""
         self.pauses.after_fork()
-        self._num_pool_users = 0
+        thread_id = threading.get_ident()
+        self._pool_user_ids = [user for user in self._pool_user_ids if user == thread_id]
         if self.inner_lock in freed:
             self.requests = {}
             self.pending_outputs.clear()
@@ -459,7 +460,7 @@ class EngineCore(EngineLoop):
         a loop or unfinished requests, acts as `renew`; otherwise raises the errors of
         `limit_positions` for `new_state`."""
         if self.loop is None or not self.requests:
-            return self.renew(new_state, keeps_pool=self._num_pool_users > 0)
+            return self.renew(new_state, keeps_pool=bool(self._pool_user_ids))
         if new_state is not None:
             limit_positions(new_state, self.layout)
         return self.loop
@@ -468,4 +469,8 @@ class EngineCore(EngineLoop):
         """Returns the cumulative counters of [`EngineStats`]."""
         counts = self.loop_counts()
         counts.update(self.totals.counts)
+        for state in self.requests.values():
+            if state.request.admitted_at is not None:
+                counts["num_prompt_tokens"] += len(state.prompt_ids)
+                counts["num_prefix_hit_tokens"] += state.request.num_hit_tokens
         return counts

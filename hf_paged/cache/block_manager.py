@@ -322,7 +322,7 @@ class BlockManager:
             return self.new()
         tables = tuple(table.fork() for table in blocks.tables)
         child = SequenceBlocks(tables, blocks.epoch, blocks.node, blocks.num_registered)
-        child.capacity = blocks.capacity = blocks.tables[0].num_tokens  # both now share the tail
+        child.capacity = blocks.capacity = min(blocks.capacity, tables[0].num_tokens)
         self._sequences[child] = None
         return child
 

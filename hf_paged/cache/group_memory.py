@@ -284,9 +284,8 @@ class GroupMemory:
         `(batch, heads, n, dim)`. Blocks that do not fit these K/V are converted if a table has
         content in them. Without blocks, or without such content, evicts all cached blocks and
         allocates the layer. `num_new_tables`: from `LayerGroup.num_new_tables`; `None`: a table has
-        content. Raises `ValueError` if stored K/V have other heads, dims or device;
-        `OutOfBlocksError` if an allocation exceeds memory or the budget; and `MemoryError` or
-        torch's errors if a conversion exceeds memory."""
+        content. Raises `ValueError` if stored K/V have other heads, dims or device, and
+        `OutOfBlocksError` if an allocation exceeds memory or the budget."""
         layer: KVBlocks | None = self.storage.layers.get(index)
         if layer is not None:
             if layer.fits(keys, values):
@@ -296,9 +295,7 @@ class GroupMemory:
                 num_tables = sum(bool(table.block_ids) for table in self.live_tables(self.memory))
                 has_content = num_tables > num_new_tables
             if has_content:
-                layer = self.storage.promote(index, keys, values)
-                budget.update_charge(self.memory)
-                return layer
+                return self._promote(layer, index, keys, values)
         self._is_adding_layer = True
         try:
             # cached blocks would have no content in the new layer
@@ -319,6 +316,30 @@ class GroupMemory:
         self._is_short = False
         budget.update_charge(self.memory)
         return layer
+
+    def _promote(
+        self, layer: KVBlocks, index: int, keys: torch.Tensor, values: torch.Tensor
+    ) -> KVBlocks:
+        """Converts a layer to dtypes that also hold these K/V; raises as `layer` does."""
+        memory = self.memory
+        empty_states = []
+        for states, dtype in zip((keys, values), layer.dtypes):
+            wider_dtype = torch.promote_types(dtype, states.dtype)
+            empty_states.append(states[:, :, :0].to(wider_dtype))
+        new_block_bytes = self.storage.outline(*empty_states).block_bytes
+        num_bytes = self.pool.num_blocks * max(0, new_block_bytes - layer.block_bytes)
+        if num_bytes and not budget.charge(memory, num_bytes):
+            raise OutOfBlocksError(
+                f"needs {num_bytes:,} bytes for keys and values of a wider dtype: {_budget_text()}"
+            )
+        try:
+            return self.storage.promote(index, keys, values)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            if is_interrupt(error):
+                raise
+            raise self._out_of_memory_error(f"{self.pool.num_blocks} blocks", error) from error
+        finally:
+            budget.update_charge(memory)
 
     @mirrored
     def release(self) -> None:

@@ -227,6 +227,9 @@ class LayerGroup:
             self.rows.gather_handles()
         if self.rows.manager.extend(self.index, tables, ranges) or self.rows.is_borrowed:
             self._block_tables = None
+        if self.rows.is_borrowed:
+            for blocks in self.rows.sequences:
+                blocks.capacity = 0  # their owner has counted fewer tokens
         self.length = max(self.length, length)
         self.memory.note_progress()
 

@@ -19,7 +19,8 @@ class _WithWeakRefs:
 @dataclass(slots=True, eq=False)
 class SequenceBlocks(_WithWeakRefs):
     """The blocks of one sequence: one block table per layer group. All tables hold the same number
-    of tokens, except in a cache's own rows, whose layers advance one after another."""
+    of tokens, except in a cache's own rows, whose layers advance one after another, and after a
+    forward that stored more tokens than it was given."""
 
     tables: tuple[BlockTable, ...] = ()
     epoch: int = 0  # the manager's epoch when the oldest block was begun
@@ -40,7 +41,7 @@ class SequenceBlocks(_WithWeakRefs):
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless lengths, blocks and `capacity` agree."""
         lengths = {table.num_tokens for table in self.tables}
-        if self.capacity and len(lengths) != 1:  # in a cache's row (capacity 0) they may differ
+        if self.capacity and len(lengths) != 1:  # where they may differ, the capacity is 0
             raise AssertionError(f"the groups of a sequence hold {sorted(lengths)} tokens")
         for table in self.tables:
             # up to a whole block may be unused, since `reserve_next` allocates ahead

@@ -4,8 +4,11 @@ the same model."""
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import threading
 import time
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +21,7 @@ from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import lone_run, prompts, run_all
 from tests.support.peft_models import many
+from tests.test_forks import holds_in_child
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 
@@ -75,6 +79,37 @@ def test_a_pool_that_is_kept_keeps_its_block_sizes(monkeypatch: pytest.MonkeyPat
         with core.keeping_pool():
             assert core.get_loop() is loop
         assert core.get_loop() is not loop
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_child_process_keeps_the_pool_only_for_the_thread_that_forked() -> None:
+    config = PagedConfig(block_size=8, idle_release_seconds=0)
+    with PagedEngine(models.get("llama"), config) as engine, ExitStack() as kept:
+        core = engine._core
+
+        def leaves_the_context() -> bool:
+            in_use = bool(core._pool_user_ids)
+            kept.close()
+            return in_use and not engine.memory.occupied_bytes
+
+        is_over, is_open = threading.Event(), threading.Event()
+
+        def keep_elsewhere() -> None:
+            with core.keeping_pool():
+                is_open.set()
+                is_over.wait(60)
+
+        other = threading.Thread(target=keep_elsewhere)
+        other.start()
+        assert is_open.wait(60)
+        engine.generate(prompts(9), GREEDY)
+        assert engine.memory.occupied_bytes
+        try:
+            kept.enter_context(core.keeping_pool())
+            assert holds_in_child(leaves_the_context)
+        finally:
+            is_over.set()
+            other.join()
 
 
 @pytest.mark.slow

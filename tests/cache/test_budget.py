@@ -18,6 +18,7 @@ from hf_paged.cache import budget as budgets
 from hf_paged.cache.group_memory import GroupMemory
 from hf_paged.cache.groups import FULL_ATTENTION
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.storage import BlockStorage
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all, tokens_of
@@ -188,6 +189,34 @@ def test_a_cache_of_ones_own_counts(monkeypatch: Any) -> None:
     cache.free()
     call(model, ids)
     assert cache.stats().held_bytes == 0
+
+
+def lacks_memory(*args: Any) -> Any:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("reason", ["budget", "memory"])
+def test_a_wider_dtype_that_does_not_fit_leaves_the_cache_as_it_was(
+    reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids = models.build("llama"), torch.tensor(prompts(80))
+    cache = hf_paged.PagedCache(model.config, {"block_size": SIZE})
+    if reason == "budget":
+        hf_paged.budget(12 * BLOCK)
+    else:
+        monkeypatch.setattr(BlockStorage, "promote", lacks_memory)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        model(ids[:, :-1], past_key_values=cache)
+        num_bytes = cache.stats().held_bytes
+        model.double()
+        with pytest.raises(hf_paged.OutOfBlocksError, match=reason):
+            model(ids[:, -1:], past_key_values=cache)
+        model.float()
+        assert cache.stats().held_bytes == num_bytes
+        logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, expected)
+    cache.free()
 
 
 @pytest.mark.slow

@@ -163,6 +163,18 @@ def test_a_model_with_states_in_its_modules_is_refused() -> None:
     assert_paged_is_plain(model, inputs, dict(do_sample=False, max_new_tokens=6))
 
 
+def test_a_model_that_stores_tokens_of_its_own_leaves_the_pool_intact() -> None:
+    """XLM appends a mask token to every step, so the cache holds more tokens than the request."""
+    model = tiny_model(transformers.XLMWithLMHeadModel)
+    with PagedEngine(model, SMALL) as engine:
+        asked = Asked(engine, prompts(5, 9), [MODES["greedy"]] * 2)
+        results: dict[str, Any] = {}
+        while len(results) < 2:
+            results.update({o.request_id: o.result for o in engine.step() if o.result})
+            engine.check_integrity()
+    asked.check(results)
+
+
 class Cacheless(transformers.LlamaForCausalLM):
     """Passes no cache on, as custom code does that knows the cache by a name of another version of
     transformers."""

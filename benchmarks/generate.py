@@ -26,7 +26,6 @@ import argparse
 import contextlib
 import gc
 import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -248,7 +247,6 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     shape, start = SHAPES[args.model], time.perf_counter()
     args.ceilings = limits = ceilings.measure(args.device, args.quick)
     model = model_of(shape, args.device, args.int8, getattr(torch, args.dtype))
-    minutes = args.minutes or (MINUTES if args.device == "cpu" else math.inf)
     peer = None
     if not args.no_peers:
         peer, tried = tuned(model, shape, args.quick)
@@ -260,7 +258,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
             ending.callback(each.free)
         for name in [name for name in ALL if name in args.only]:
             workload = sized(ALL[name], args)
-            left = start + 60 * minutes - time.perf_counter()
+            left = start + 60 * args.minutes - time.perf_counter()
             until = time.perf_counter() + left * later[name] / sum(later.values())
             del later[name]
             systems = systems_for(workload, peer, args.quick, peers, args.batch_invariant)
@@ -281,7 +279,8 @@ def again(args: argparse.Namespace) -> argparse.Namespace | None:
     if not names or args.quick:
         return None
     turns = args.repeats or ALL[names[0]].repeats
-    others = {"only": names, "no_peers": True, "peers": [], "first": turns}
+    minutes = args.minutes * sum(map(SHARES.get, names)) / sum(map(SHARES.get, args.only))
+    others = {"only": names, "no_peers": True, "peers": [], "first": turns, "minutes": minutes}
     return argparse.Namespace(**{**vars(args), **others})
 
 
@@ -359,7 +358,7 @@ BENCHMARK = runner.Benchmark(
         "--batch-invariant": flag("the engine once more, with batch_invariant"),
         "--no-memory": flag("leave out the waste of blocks"),
         "--repeats": option("turns of each system in a process, whatever they take", type=int),
-        "--minutes": option(f"to plan with; {MINUTES:g} on a CPU, else no limit", type=float),
+        "--minutes": option("to plan with (%(default)g)", type=float, default=MINUTES),
     },
     only="such as W1,arrivals (all)",
     known=list(SHARES),

@@ -114,6 +114,7 @@ class Case(NamedTuple):
         first (`int`): Number of the first turn.
         fewest (`int`, *optional*): After so many turns none begins that may end after the moment
             `until` of `time.perf_counter`; `None`: all turns run.
+        end (`float`): A moment after which no turn but the first may end: of the whole run.
     """
 
     name: str
@@ -126,6 +127,7 @@ class Case(NamedTuple):
     first: int = 0
     fewest: int | None = None
     until: float = math.inf
+    end: float = math.inf
 
 
 def guarded(work: Arm) -> Arm:
@@ -169,11 +171,13 @@ def rows_of(
     rows: list[Data] = []
     minutes = (getattr(args, "minutes", None) or math.inf) / max(1, getattr(args, "processes", 1))
     end = time.perf_counter() + 60 * minutes
+    # a number of turns that is asked for counts before the minutes
+    last = math.inf if getattr(args, "repeats", None) else end
     with quiet(), frozen():
         for case in cases(args):
             if minutes < math.inf:
                 fewest = 1 if case.fewest is None else case.fewest
-                case = case._replace(until=min(case.until, end), fewest=fewest)
+                case = case._replace(until=min(case.until, end), fewest=fewest, end=last)
             turns = args.turns if case.turns is None else case.turns
             rows += rows_of_case(case, turns, getattr(args, "warm_ups", 1))
             keep(rows)
@@ -184,21 +188,26 @@ def take_turns(case: Case, turns: int, warm_ups: int) -> dict[str, list[Turn | s
     """What the arms return for the numbers of the turns: every other turn goes backwards. Warm-up
     turns have numbers below 0, and their results are left out."""
     found: dict[str, list[Turn | str]] = {name: [] for name in case.arms}
-    fewest, longest = turns if case.fewest is None else case.fewest, 0.0
+    fewest = turns if case.fewest is None else case.fewest
+    spent: dict[str, float] = {}  # seconds of each arm's last turn
     numbers = range(case.first - warm_ups, case.first + turns)
     for turn in tqdm(numbers, desc=case.name, disable=None):
-        start, count = time.perf_counter(), turn - case.first
-        if count >= fewest and start + longest > case.until:
+        count = turn - case.first
+        running = [
+            name
+            for name, mine in found.items()
+            if not (mine and (name in case.once or isinstance(mine[-1], str)))
+        ]
+        seconds = sum(spent.get(name, 0.0) for name in running)
+        planned = time.perf_counter() + seconds
+        if count > 0 and (planned > case.end or (count >= fewest and planned > case.until)):
             break
-        for name in list(found)[:: -1 if turn % 2 else 1]:
-            mine = found[name]
-            if mine and (name in case.once or isinstance(mine[-1], str)):
-                continue
-            result = case.arms[name](count if count < 0 else turn)
+        if count < 0 and spent and planned + seconds > case.end:
+            continue  # one warm-up turn is enough if there is time for one turn more
+        for name in running[:: -1 if turn % 2 else 1]:
+            spent[name], result = clocked(lambda: case.arms[name](count if count < 0 else turn))  # noqa: B023
             if count >= 0:
-                mine.append(result if isinstance(result, Turn | str) else Turn(result))
-        if count > 0:
-            longest = max(longest, time.perf_counter() - start)
+                found[name].append(result if isinstance(result, Turn | str) else Turn(result))
     return found
 
 

@@ -146,6 +146,28 @@ def test_turns_alternate_and_end_in_time(model, no_gc):
     assert prompts[0] != prompts[8]
 
 
+def test_a_slow_turn_ends_a_case_that_the_minutes_have_no_second_one_for():
+    calls: list[tuple[str, int]] = []
+
+    def sleeps(seconds):
+        def work(turn, name):
+            calls.append((name, turn))
+            time.sleep(seconds[name] if turn >= 0 else 0.001)
+            return 1.0
+
+        return runner.each(work, list(seconds))
+
+    case = runner.Case("slow", sleeps({"plain": 0.2, "ours": 0.001}), fewest=3)
+    found = runner.take_turns(case._replace(end=time.perf_counter() + 0.3), 3, 1)
+    assert {name: len(turns) for name, turns in found.items()} == {"plain": 1, "ours": 1}
+    case = case._replace(once=("plain",), end=time.perf_counter() + 0.3)  # counts no longer
+    assert len(runner.take_turns(case, 3, 1)["ours"]) == 3
+    calls.clear()
+    case = runner.Case("warm", runner.each(lambda turn, _: calls.append(("", turn)) or 0.0, ["a"]))
+    runner.take_turns(case._replace(end=0.0), 2, 5)
+    assert [turn for _, turn in calls] == [-5, 0]
+
+
 @pytest.mark.slow
 def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model, no_gc):
     workload = replace(WORKLOADS["W2"].scaled(0.15, 0.1), target=None)

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import latency, runner
+from benchmarks import runner
 from benchmarks.continuous import PATIENCE, GenerateBatch, add
 from benchmarks.models import Shape
 from benchmarks.paper.traces import SHAREGPT, make_trace
-from benchmarks.systems import Engine, Generate
+from benchmarks.systems import Engine, Generate, latencies
 from benchmarks.workloads import GREEDY, Batch, Workload, batch_of
 
 MAX_BATCH = 32
@@ -166,7 +166,7 @@ def figures(records: Sequence[Record], asked: Sequence[int]) -> dict[str, float]
         "normalized, ms/token": statistics.mean(normalized),
         "normalized p50, ms": float(np.percentile(normalized, 50)),
         "normalized p99, ms": float(np.percentile(normalized, 99)),
-        **latency.summary(times, starts),
+        **latencies(times, starts),
     }
 
 

@@ -34,14 +34,23 @@ from typing import Any
 import torch
 
 import hf_paged
-from benchmarks import arrivals, ceilings, latency, report, runner
+from benchmarks import arrivals, ceilings, report, runner
 from benchmarks.continuous import GenerateBatch, tuned
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.peers import TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
 from benchmarks.runner import Case, Data, Turn, flag, option
-from benchmarks.systems import KEPT, Answer, Engine, Generate, InThreads, SmallPool, System
+from benchmarks.systems import (
+    KEPT,
+    Answer,
+    Engine,
+    Generate,
+    InThreads,
+    SmallPool,
+    System,
+    latencies,
+)
 from benchmarks.workloads import ALL, Workload, batch_of, contiguous_bytes
 
 OURS = ("ours", "engine")
@@ -122,7 +131,7 @@ def timed(
         raise RuntimeError(
             f"gave {given} tokens in {len(answer.rows)} rows, not {sum(asked)} in {len(asked)}"
         )
-    return seconds, answer, latency.summary(answer.times, [start] * len(answer.times))
+    return seconds, answer, latencies(answer.times, [start] * len(answer.times))
 
 
 def arm(
@@ -140,8 +149,8 @@ def arm(
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
         now = workload if turn >= 0 or is_whole else workload.scaled(prompts=0.1, tokens=0.1)
-        seconds, answer, latencies = timed(system, model, shape, now, turn)
-        figures: dict[str, Any] = {"tokens/s": sum(map(len, answer.rows)) / seconds, **latencies}
+        seconds, answer, times = timed(system, model, shape, now, turn)
+        figures: dict[str, Any] = {"tokens/s": sum(map(len, answer.rows)) / seconds, **times}
         batch = workload.batch(turn, shape.vocab)
         if (held := system.kv_bytes(model, shape, workload, batch)) is not None:
             figures["K/V, MiB"] = held / 2**20

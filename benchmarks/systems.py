@@ -12,9 +12,10 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
@@ -40,6 +41,19 @@ class Answer(NamedTuple):
 
     rows: list[list[int]]
     times: list[list[float]]
+
+
+def latencies(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[str, float]:
+    """p50 and p99 of the milliseconds from each row's start to its first token (TTFT) and between
+    consecutive tokens (TPOT), by the titles of columns; empty without times."""
+    first = [row[0] - start for row, start in zip(times, starts) if row]
+    between = [after - before for row in times for before, after in itertools.pairwise(row)]
+    return {
+        f"{name} p{percent}, ms": 1e3 * float(np.percentile(values, percent))
+        for name, values in {"TTFT": first, "TPOT": between}.items()
+        for percent in (50, 99)
+        if values
+    }
 
 
 class StopsAt(StoppingCriteria):
@@ -166,10 +180,16 @@ class InThreads(Generate):
 
 @dataclass
 class Engine(System):
-    """`hf_paged.PagedEngine`, one for all repeats, as users keep it."""
+    """
+    `hf_paged.PagedEngine`, one for all repeats, as users keep it.
+
+    Args:
+        options (`dict`): Arguments of `add_request` for all requests.
+    """
 
     cache_config: hf_paged.PagedConfig = KEPT
     engine: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         if self.engine is None:
@@ -198,7 +218,7 @@ class Engine(System):
         config = GenerationConfig(
             **options, max_new_tokens=new_tokens, pad_token_id=PAD, eos_token_id=None
         )
-        return self.engine.add_request(prompt, config)
+        return self.engine.add_request(prompt, config, **self.options)
 
     def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
         return self.engine.stats().peak_bytes

@@ -7,8 +7,6 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 
-import torch
-
 from benchmarks import generate, paired, parallel, runner
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper import kernel
@@ -49,7 +47,7 @@ def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
 def block_cases(size: Size) -> Iterator[runner.Case]:
     """Whole runs, and a layer's attention, by block size."""
     shape, pairs = small_shape(size, 8), sharegpt_pairs(size)
-    model = build(shape, "cpu", torch.float32)
+    model = build(shape)
 
     def work(turn: int, block: int) -> float:
         config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
@@ -112,7 +110,7 @@ def preempting_pairs(size: Size) -> list[tuple[int, int]]:
 def preempted_cases(size: Size) -> Iterator[runner.Case]:
     """Whole runs with each preemption method in a memory that is too small, by block size."""
     shape, pairs = small_shape(size, 2), preempting_pairs(size)
-    model = build(shape, "cpu", torch.float32)
+    model = build(shape)
     slots = 384 if size.turns > 1 else 128
 
     def work(turn: int, method: str, *, block: int) -> runner.Turn:
@@ -209,7 +207,7 @@ def beam_workload(size: Size) -> Workload:
 def beam_cases(size: Size) -> Iterator[runner.Case]:
     """Whole calls, and their bytes of K/V."""
     shape, workload = SHAPES[size.small], beam_workload(size)
-    model = build(shape, "cpu", torch.float32)
+    model = build(shape)
     systems: dict[str, System] = {PLAIN: Generate(), OURS: Generate(cache="paged")}
     case = generate.case_of(model, shape, workload, systems)
     yield from generate.freed(model, systems, case._replace(turns=None, fewest=None))

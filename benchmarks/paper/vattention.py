@@ -94,7 +94,7 @@ class Forwards:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.plain, self.paged = (build(shape, "cpu", torch.float32) for _ in range(2))
+        self.plain, self.paged = (build(shape) for _ in range(2))
         self.paged.set_attn_implementation("hf_paged")
 
     def cache(self, name: str, longest: int) -> Any:

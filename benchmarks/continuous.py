@@ -28,6 +28,19 @@ PAGE_SIZE = (
     else "block_size"
 )
 
+FIRST = {"max_batch_tokens": 512, PAGE_SIZE: 32}
+CHANGES: tuple[dict[str, Any], ...] = (
+    FIRST,
+    FIRST,  # the one before was a warm-up
+    {"attention": "eager"},
+    {"max_batch_tokens": 256},
+    {"max_batch_tokens": 1024},
+    {PAGE_SIZE: 16},
+    {PAGE_SIZE: 64},
+    {"allow_block_sharing": False},
+)
+"""Settings that are tried, each with the best ones so far."""
+
 
 @dataclass(frozen=True)
 class GenerateBatch(System):
@@ -127,28 +140,16 @@ def tuned(model: Any, shape: Shape, quick: bool) -> tuple[GenerateBatch, dict[st
     """
     scale, new = ((0.1, 0.05), 4) if quick else ((0.5, 0.5), 16)
     workload = replace(WORKLOADS["W1"].scaled(*scale), new_tokens=(new, new))
-    batch = workload.batch(-1, shape.vocab)
-    seconds: dict[GenerateBatch, float] = {}
-
-    def fastest(candidates: list[GenerateBatch]) -> GenerateBatch:
-        for candidate in [one for one in candidates if one not in seconds]:
-            call = functools.partial(candidate, model, shape, workload, batch)
-            try:
-                seconds[candidate] = runner.seconds_of(call)
-            except Exception:
-                seconds[candidate] = float("inf")
-        return min(candidates, key=seconds.__getitem__)
-
-    best = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), (PAGE_SIZE, 32)))
-    choices: dict[str, tuple[Any, ...]] = {}
-    if not quick:
-        fastest([best])  # warm-up
-        seconds.clear()
-        best = fastest([best, replace(best, attention="eager")])
-        choices = {"max_batch_tokens": (256, 1024), PAGE_SIZE: (16, 64)}
-        choices["allow_block_sharing"] = (False,)
-    for name, values in choices.items():
-        pairs = [{**dict(best.settings), name: value} for value in values]
-        others = [replace(best, settings=tuple(sorted(each.items()))) for each in pairs]
-        best = fastest([best, *others])
-    return fastest([best]), {str(candidate): taken for candidate, taken in seconds.items()}
+    call = model, shape, workload, workload.batch(-1, shape.vocab)
+    best, seconds = GenerateBatch(sized=True), dict[GenerateBatch, float]()
+    for change in CHANGES[:1] if quick else CHANGES:
+        settings = {**dict(best.settings), **change}
+        implementation = settings.pop("attention", best.attention)
+        options = tuple(sorted(settings.items()))
+        candidate = replace(best, attention=implementation, settings=options)
+        try:
+            seconds[candidate] = runner.seconds_of(functools.partial(candidate, *call))
+        except Exception:
+            seconds[candidate] = float("inf")
+        best = min(seconds, key=seconds.__getitem__)
+    return best, {str(candidate): taken for candidate, taken in seconds.items()}

@@ -191,12 +191,9 @@ def assistants(args: argparse.Namespace, folder: Path) -> Iterator[runner.Case]:
         others, shape, steps = (trained.ASSISTANTS[0],), trained.ASSISTANTS[1], 2
     target, *helpers = (trained.speaker(each, folder, steps) for each in (shape, *others))
     systems: dict[str, Engine] = {OFF: Engine()}
-    systems |= {
-        f"assistant of {helper.num_parameters() / 1e6:.3g}M": Engine(
-            options={"assistant_model": helper}
-        )
-        for helper in helpers
-    }
+    for helper in helpers:
+        name = f"assistant of {helper.num_parameters() / 1e6:.3g}M"
+        systems[name] = Engine(options={"assistant_model": helper})
     yield from case(target, shape, few(SPEECH, args.quick), systems, args.turns)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -193,6 +194,7 @@ def take_turns(case: Case, turns: int, warm_ups: int) -> dict[str, list[Turn | s
     numbers = range(case.first - warm_ups, case.first + turns)
     for turn in tqdm(numbers, desc=case.name, disable=None):
         count = turn - case.first
+        number = count if count < 0 else turn
         running = [
             name
             for name, mine in found.items()
@@ -205,7 +207,7 @@ def take_turns(case: Case, turns: int, warm_ups: int) -> dict[str, list[Turn | s
         if count < 0 and spent and planned + seconds > case.end:
             continue  # one warm-up turn is enough if there is time for one turn more
         for name in running[:: -1 if turn % 2 else 1]:
-            spent[name], result = clocked(lambda: case.arms[name](count if count < 0 else turn))  # noqa: B023
+            spent[name], result = clocked(functools.partial(case.arms[name], number))
             if count >= 0:
                 found[name].append(result if isinstance(result, Turn | str) else Turn(result))
     return found

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from benchmarks import runner
 from benchmarks.models import PAD, Shape
-from benchmarks.systems import Answer, NotAvailable, System, attention
+from benchmarks.systems import Answer, NotAvailable, System, attention, requests_of
 from benchmarks.workloads import WORKLOADS, Batch, Workload
 
 PATIENCE = 600.0  # seconds without output after which a manager counts as failed
@@ -71,18 +71,11 @@ class GenerateBatch(System):
             why = "takes most of the memory, which is too much for a quick run"
             raise NotAvailable(f"skipped: {why}")
         if batch.ragged:
-            results = self._by_manager(model, workload, batch)
-        else:
-            with attention(model, self.attention):
-                options = self._options(workload, batch)
-                found = model.generate_batch(batch.prompts, record_timestamps=True, **options)
-            results = list(found.values())
-        failed = next((result.error for result in results if result.error is not None), None)
-        if failed is not None or len(results) != len(batch.prompts) * workload.rows_per_prompt:
-            told = f"{len(results)} of {len(batch.prompts)} results came back"
-            raise RuntimeError(failed or told)
-        rows = [list(result.generated_tokens) for result in results]
-        return Answer(rows, [result.timestamps or [] for result in results])
+            return self.serve(model, workload, batch)
+        with attention(model, self.attention):
+            options = self._options(workload, batch)
+            found = model.generate_batch(batch.prompts, record_timestamps=True, **options)
+        return answer_of(list(found.values()), len(batch.prompts) * workload.rows_per_prompt)
 
     def _options(self, workload: Workload, batch: Batch) -> dict[str, Any]:
         settings = dict(self.settings)
@@ -111,27 +104,41 @@ class GenerateBatch(System):
             ) as manager:
                 yield manager
 
-    def _by_manager(self, model: Any, workload: Workload, batch: Batch) -> list[Any]:
-        names = [f"request {index}" for index in range(len(batch.prompts))]
-        results: dict[str, Any] = {}
+    def serve(
+        self, model: Any, workload: Workload, batch: Batch, arrivals: Sequence[float] = ()
+    ) -> Answer:
+        """The answer to requests that arrive at these seconds after the start, or are all there."""
+        waiting, results = requests_of(batch, arrivals), dict[str, Any]()
+        count = len(waiting)
         with self.manager(model, workload, batch) as manager:
-            for name, prompt, length in zip(names, batch.prompts, batch.new_tokens):
-                add(manager, prompt, name, length)
             start = time.perf_counter()
-            while len(results) < len(names) and time.perf_counter() - start < PATIENCE:
-                result = manager.get_result(timeout=1)
+            while len(results) < count:
+                now = time.perf_counter() - start
+                while waiting and waiting[0][0] <= now:
+                    _, prompt, length = waiting.popleft()
+                    manager.add_request(
+                        prompt,
+                        f"request {count - len(waiting)}",
+                        max_new_tokens=length,
+                        eos_token_id=-1,
+                        record_timestamps=True,
+                    )
+                result = manager.get_result(timeout=min(1.0, waiting[0][0] - now) if waiting else 1)
                 if result is not None and result.is_finished():
                     results[result.request_id] = result
-                elif result is None and not manager.is_running():
+                elif result is None and (not manager.is_running() or now > PATIENCE):
                     break
-        return [results[name] for name in names if name in results]
+        names = [f"request {number}" for number in range(1, count + 1)]
+        return answer_of([results[name] for name in names if name in results], count, start)
 
 
-def add(manager: Any, prompt: list[int], name: str, new_tokens: int) -> None:
-    """Queues a request of exactly `new_tokens` tokens."""
-    manager.add_request(
-        prompt, name, max_new_tokens=new_tokens, eos_token_id=-1, record_timestamps=True
-    )
+def answer_of(results: list[Any], count: int, start: float = 0.0) -> Answer:
+    """The answer of `count` rows; raises if one failed or is missing."""
+    failed = next((result.error for result in results if result.error is not None), None)
+    if failed is not None or len(results) != count:
+        raise RuntimeError(failed or f"{len(results)} of {count} results came back")
+    rows = [list(result.generated_tokens) for result in results]
+    return Answer(rows, [result.timestamps or [] for result in results], start)
 
 
 def tuned(model: Any, shape: Shape, quick: bool) -> tuple[GenerateBatch, dict[str, float]]:

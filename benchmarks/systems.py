@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -10,7 +11,7 @@ import logging
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -37,10 +38,29 @@ class Answer(NamedTuple):
     Args:
         rows (`list[list[int]]`): New tokens of every row.
         times (`list[list[float]]`): `time.perf_counter` of each token; empty where unknown.
+        start (`float`): The same of the call's start, where requests arrive.
     """
 
     rows: list[list[int]]
     times: list[list[float]]
+    start: float = 0.0
+
+
+def joined(answers: Iterable[Answer]) -> Answer:
+    """The answer to all parts of a batch."""
+    whole = Answer([], [])
+    for answer in answers:
+        whole.rows.extend(answer.rows)
+        whole.times.extend(answer.times)
+    return whole
+
+
+def requests_of(
+    batch: Batch, arrivals: Sequence[float]
+) -> collections.deque[tuple[float, list[int], int]]:
+    """Arrival, prompt and new tokens of each request; without `arrivals` all arrive at once."""
+    moments = arrivals or [0.0] * len(batch.prompts)
+    return collections.deque(zip(moments, batch.prompts, batch.new_tokens))
 
 
 def latencies(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[str, float]:
@@ -114,12 +134,7 @@ class Generate(System):
             if workload.options.get("num_beams", 1) > 1:
                 why = "beams move the rows of a cache, which a compiled one does not"
                 raise NotAvailable(f"skipped: {why}")
-        answer = Answer([], [])
-        for part in self._parts(batch):
-            rows, times = self._part(model, shape, workload, part)
-            answer.rows.extend(rows)
-            answer.times.extend(times)
-        return answer
+        return joined(self._part(model, shape, workload, part) for part in self._parts(batch))
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         size = self.batch_size or len(batch.prompts)
@@ -168,8 +183,7 @@ class InThreads(Generate):
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         with ThreadPoolExecutor(len(batch.prompts)) as pool:
             call = functools.partial(self._part, model, shape, workload)
-            answers = list(pool.map(call, self._parts(batch)))
-        return Answer(*(list(itertools.chain.from_iterable(parts)) for parts in zip(*answers)))
+            return joined(pool.map(call, self._parts(batch)))
 
     def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
         if self.cache == "paged":
@@ -192,15 +206,26 @@ class Engine(System):
     options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
+        return self.serve(model, workload, batch)
+
+    def serve(
+        self, model: Any, workload: Workload, batch: Batch, arrivals: Sequence[float] = ()
+    ) -> Answer:
+        """The answer to requests that arrive at these seconds after the start, or are all there."""
         if self.engine is None:
             self.engine = hf_paged.PagedEngine(model, self.cache_config)
-        prompts = zip(batch.prompts, batch.new_tokens)
-        names = [self.add(prompt, length, workload.options) for prompt, length in prompts]
+        waiting = requests_of(batch, arrivals)
         results: dict[str, Any] = {}
-        times: dict[str, list[list[float]]] = {
-            name: [[] for _ in range(workload.rows_per_prompt)] for name in names
-        }
-        while self.engine.has_unfinished:
+        times: dict[str, list[list[float]]] = {}
+        start = time.perf_counter()
+        while waiting or self.engine.has_unfinished:
+            while waiting and waiting[0][0] <= time.perf_counter() - start:
+                _, prompt, length = waiting.popleft()
+                name = self.add(prompt, length, workload.options)
+                times[name] = [[] for _ in range(workload.rows_per_prompt)]
+            if not self.engine.has_unfinished:
+                time.sleep(max(0.0, start + waiting[0][0] - time.perf_counter()))
+                continue
             outputs = self.engine.step()
             now = time.perf_counter()
             for output in outputs:
@@ -209,9 +234,9 @@ class Engine(System):
                 if output.finished:
                     results[output.request_id] = output.result
         checked(list(results.values()))
-        rows = [sequence.token_ids for name in names for sequence in results[name].sequences]
+        rows = [sequence.token_ids for name in times for sequence in results[name].sequences]
         told = workload.options.get("num_beams", 1) == 1
-        return Answer(rows, [row for name in names for row in times[name]] if told else [])
+        return Answer(rows, [row for name in times for row in times[name]] if told else [], start)
 
     def add(self, prompt: list[int], new_tokens: int, options: dict[str, Any]) -> str:
         """Queues a request of exactly `new_tokens` tokens."""

@@ -20,7 +20,6 @@ from benchmarks.systems import Generate, System
 from benchmarks.workloads import WORKLOADS, Workload
 
 ENGINE_SLOTS = 1024
-SWEEP = tuple(block for block in BLOCKS if block <= 64)
 REQUESTS_A_SECOND = {4: 3.12, 8: 3.38, 16: 3.56, 32: 3.48, 64: 3.21}
 OVERHEAD = {4: 11, 8: 6, 16: 3, 32: 8, 64: 18}
 """S4's overhead in percent, by block size."""
@@ -53,7 +52,7 @@ def block_cases(size: Size) -> Iterator[runner.Case]:
         config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
         return serve(model, shape, pairs, config)[0]
 
-    yield runner.Case("engine", runner.each(work, SWEEP))
+    yield runner.Case("engine", runner.each(work, BLOCKS))
     yield runner.Case("kernel", kernel.arms(size))
 
 
@@ -70,7 +69,7 @@ def sweep(size: Size) -> list[Row]:
     found, rows = measured(block_cases, size), []
     times = {case: times_of(contenders) for case, contenders in found.items()}
     trace = make_trace(SHAREGPT, max(60, size.short // 8))
-    for block in SWEEP:
+    for block in BLOCKS:
         speeds = paired.ratios(times["engine"]["16"], times["engine"][str(block)])
         usage = serve_paged(trace, A100, OPT_13B_SLOTS, block).usage.percent()
         empty = 100 * usage["internal"] / (usage["used"] + usage["internal"])

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 import hf_paged
-from benchmarks import arrivals, ceilings, report, runner
+from benchmarks import arrivals, ceilings, report, runner, tables
 from benchmarks.continuous import GenerateBatch, tuned
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.traces import SHAREGPT, make_trace
@@ -307,13 +307,13 @@ def ahead(pairs: Iterable[tuple[Data, Data | None]], ends: tuple[str, ...]) -> s
 
 def show(runs: Sequence[Data]) -> Iterator[str]:
     """Whole calls, requests that arrive, and what else was checked."""
-    rows = runner.pooled(runs)
+    rows = tables.pooled(runs)
     yield runs[0].get("title", "")
     whole = [row for row in rows if row["case"] in ALL]
     ran = [row for row in whole if "problem" not in row]
-    yield runner.table(ran)
+    yield tables.table(ran)
     ours = [row for row in ran if row["system"] in OURS]
-    plain = [runner.base_of(rows, row["case"], "plain") for row in ours]
+    plain = [tables.base_of(rows, row["case"], "plain") for row in ours]
     yield ahead(zip(ours, plain), ("p99, ms",))
     reasons: dict[str, list[str]] = {}
     for row in whole:
@@ -322,19 +322,19 @@ def show(runs: Sequence[Data]) -> Iterator[str]:
     parts = [f"{said} on {', '.join(names)}" for said, names in reasons.items()]
     yield f"Without figures: {'; '.join(parts)}." if parts else ""
     if arrived := [row for row in rows if row["case"].startswith("arrivals")]:
-        yield runner.table([{**row, "seconds": [], "turns": 0} for row in arrived])
+        yield tables.table([{**row, "seconds": [], "turns": 0} for row in arrived])
         pairs = itertools.product(arrived, arrived)
         same = [(a, b) for a, b in pairs if a["case"] == b["case"] and a["system"] == "engine"]
         yield ahead(same, (", ms", "ms/token"))
     if wasted := [row for row in rows if WASTE in row["figures"]]:
-        yield runner.table(wasted)
+        yield tables.table(wasted)
     exact = [row["equal"] for row in rows if row["case"].endswith(EXACT) and "equal" in row]
     if equal := [share == 1 for share in exact]:
         yield f"{sum(equal)} of {len(equal)} checks{EXACT} give plain's tokens exactly."
     if "(random weights, float32)" in runs[0].get("title", ""):
         equal = [row["equal"] == 1 for row in ours if row.get("equal") is not None]
         yield f"In float32, {sum(equal)} of {len(equal)} calls of ours give plain's tokens exactly."
-    yield runner.targets(rows)
+    yield tables.targets(rows)
 
 
 def title(args: argparse.Namespace) -> str:

@@ -32,7 +32,7 @@ from typing import Any
 import transformers
 
 import hf_paged
-from benchmarks import runner, trained
+from benchmarks import runner, tables, trained
 from benchmarks.generate import timed
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.systems import Answer, Engine, Generate
@@ -170,7 +170,7 @@ def notes(rows: Sequence[runner.Data]) -> Iterator[str]:
             sizes[round(1e6 * float(size[1]))] = row
     for off in rows:
         if off["system"] == OFF and sizes and off["case"] == next(iter(sizes.values()))["case"]:
-            ratios = [1 / runner.ratio_of(off, row).value for row in sizes.values()]
+            ratios = [1 / tables.ratio_of(off, row).value for row in sizes.values()]
             yield f"{break_even(list(sizes), ratios)}."
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import arrivals, generate, pictures, report, runner
+from benchmarks import arrivals, generate, pictures, report, runner, tables
 from benchmarks.arrivals import Record, Trace
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES, build
@@ -202,7 +202,7 @@ def rows_by_hand(case, **seconds):
 def test_turns_of_a_second_process_are_added_to_those_of_the_first():
     first = rows_by_hand("W6", plain=[2.0, 2.0, 3.0], ours=[1.0])
     second = rows_by_hand("W6", ours=[2.0, 3.0])
-    _, row = runner.pooled([{"rows": first}, {"rows": [second[0] | {"equal": 0.0}]}])
+    _, row = tables.pooled([{"rows": first}, {"rows": [second[0] | {"equal": 0.0}]}])
     assert (row["seconds"], row["processes"], row["equal"]) == ([1.0, 2.0, 3.0], 2, 0.25)
 
 
@@ -240,17 +240,17 @@ def test_tables_compare_with_the_fastest_plain_and_judge_ours_only():
     )
     ratios = {
         (row["system"], base): (ratio.value, target)
-        for row, base, ratio, target in runner.comparisons(rows)
+        for row, base, ratio, target in tables.comparisons(rows)
     }
     assert ratios["plain, batch 16", "plain"] == (4 / 9, None)
     assert ratios["ours", "plain"] == (2.5, 2.0) and ratios["generate_batch", "plain"][0] == 0.2
     assert ratios["ours", "generate_batch"] == (10.0, 6.0)
     assert ("plain, batch 32", "plain") not in ratios
-    assert runner.targets(rows) == "Targets: 2 of 2 are met."
+    assert tables.targets(rows) == "Targets: 2 of 2 are met."
     limited = [row | {"limits": {"n": 0.5}} for row in rows if row["system"] == "ours"]
     said = "Targets: 0 of 1 are met; not met: W2, ours: n 1, not at most 0.5."
-    assert runner.targets(limited) == said
-    assert "| 1, at most 0.5: not met |" in runner.table(limited)
+    assert tables.targets(limited) == said
+    assert "| 1, at most 0.5: not met |" in tables.table(limited)
 
 
 def test_times_belong_to_tokens(model):

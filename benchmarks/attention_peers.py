@@ -248,42 +248,6 @@ class Flex(Peer):
         )
 
 
-class FlashInfer(Peer):
-    """FlashInfer over the same blocks as ours, planned once for all layers."""
-
-    name, module, cuda = "FlashInfer", "flashinfer", True
-
-    def prepare(self, data: Data) -> Attention:
-        import flashinfer
-
-        setting, case, shape = data.setting, data.setting.case, data.setting.shape
-        counts = [-(-seq_len // setting.block_size) for seq_len in case.seq_lens]
-        tables = data.step.block_tables
-        flat = torch.cat([row[:count] for row, count in zip(tables, counts)])
-        starts = _starts(counts, tables.device)
-        pairs = zip(case.seq_lens, counts)
-        last = [seq_len - (count - 1) * setting.block_size for seq_len, count in pairs]
-        pages = (starts, flat, torch.tensor(last, dtype=torch.int32, device=tables.device))
-        sizes = (shape.heads, shape.kv_heads, shape.head_dim, setting.block_size)
-        types = dict(
-            q_data_type=data.query.dtype, kv_data_type=data.query.dtype, sm_scale=data.scale
-        )
-        workspace = torch.empty(128 << 20, dtype=torch.uint8, device=tables.device)
-        if case.query_len == 1:
-            make = flashinfer.BatchDecodeWithPagedKVCacheWrapper
-            wrapper = make(workspace, "HND", use_tensor_cores=True)
-            wrapper.plan(*pages, *sizes, **types)
-        else:
-            make = flashinfer.BatchPrefillWithPagedKVCacheWrapper
-            wrapper = make(workspace, "HND", backend="fa2")
-            queries = _starts([case.query_len] * len(counts), tables.device)
-            wrapper.plan(queries, *pages, *sizes, causal=True, **types)
-        query = data.packed.contiguous()
-        return lambda layer: data.by_row(
-            wrapper.run(query, data.pools[layer].unflatten(1, (2, -1)))
-        )
-
-
 class Varlen(Peer):
     """torch's `varlen_attn` with a block table, over the same blocks as ours."""
 
@@ -349,6 +313,5 @@ def time_limit(seconds: float) -> Iterator[None]:
 def peers(quick: bool, flex_seconds: float) -> list[Peer]:
     """All peers: the contiguous ideal, ours, then the others."""
     ours = [Ours(""), *(Ours(name) for name in backends.BACKENDS), Quantized()]
-    rest = [Flex(0 if quick else flex_seconds), FlashInfer()]
-    rest += [Varlen(), AtenFlash()]
+    rest = [Flex(0 if quick else flex_seconds), Varlen(), AtenFlash()]
     return [Contiguous(), *ours, Transformers("sdpa"), Transformers("eager"), *rest]

@@ -94,7 +94,7 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
     dtypes = ["float32"] if quick else ["float32", "bfloat16", "float16", *KV_DTYPES]
     dims, loads = ([64], [(2, 1, 64, 1)]) if quick else (list(HEADS), LOADS[device])
     every = list(itertools.product(dtypes, dims, loads, kernels))
-    medians: dict[tuple[str, int], list[float]] = {}
+    medians: dict[tuple[str, str], list[float]] = {}
     begin = time.perf_counter()
     for number, (stored, dim, load, kernel) in enumerate(every, 1):
         backend, entry = backends.BACKENDS[kernel], costs.entry_name(kernel, stored)
@@ -116,8 +116,8 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
     return table
 
 
-def main(device: str, seconds: float, quick: bool, folder: Path) -> None:
-    """Measures, writes the table and prints times relative to blocks of 16 tokens."""
+def write(device: str, seconds: float, quick: bool, folder: Path) -> list[runner.Data]:
+    """Measures and writes the table; rows of the times relative to blocks of 16 tokens."""
     start = time.monotonic()
     table = measure(device, seconds, quick)
     path = folder / f"{costs.machine_name(torch.device(device))}.json"
@@ -125,7 +125,7 @@ def main(device: str, seconds: float, quick: bool, folder: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     content = {"costs": table, "measured": {**facts(device), **origin}}
     path.write_text(json.dumps(content, indent=2) + "\n")
-    for name, times in table.items():
-        over = [f"{size}: {found / times['16']:.3f}" for size, found in times.items()]
-        print(f"{name:16}", *over, sep="  ")
-    print(f"in {path}")
+    return [
+        runner.row_of("over blocks of 16", name, **{n: t / times["16"] for n, t in times.items()})
+        for name, times in table.items()
+    ]

@@ -18,7 +18,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks import report, runner
+from benchmarks import report, runner, tables
 from benchmarks.aot import Compiled, in_processes, measure, require_compiler
 from benchmarks.chips import CHIPS
 from benchmarks.runner import Data, option
@@ -126,7 +126,7 @@ def show(runs: Sequence[Data]) -> list[str]:
         row["kernels that spill"] = sum(one["spills, bytes"] > 0 for one in figures)
         row["revision"] = ", ".join(sorted({revision for _, revision in kernels[chip, version]}))
         rows.append(row)
-    return [report.markdown(rows), runner.targets(runner.pooled(runs))]
+    return [report.markdown(rows), tables.targets(tables.pooled(runs))]
 
 
 BENCHMARK = runner.Benchmark(

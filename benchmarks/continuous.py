@@ -7,7 +7,7 @@ import contextlib
 import functools
 import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from benchmarks import runner
 from benchmarks.models import PAD, Shape
-from benchmarks.systems import Answer, NotAvailable, System, attention
+from benchmarks.systems import Answer, NotAvailable, System, attention, requests_of
 from benchmarks.workloads import WORKLOADS, Batch, Workload
 
 PATIENCE = 600.0  # seconds without output after which a manager counts as failed
@@ -27,6 +27,19 @@ PAGE_SIZE = (
     if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
     else "block_size"
 )
+
+FIRST = {"max_batch_tokens": 512, PAGE_SIZE: 32}
+CHANGES: tuple[dict[str, Any], ...] = (
+    FIRST,
+    FIRST,  # the one before was a warm-up
+    {"attention": "eager"},
+    {"max_batch_tokens": 256},
+    {"max_batch_tokens": 1024},
+    {PAGE_SIZE: 16},
+    {PAGE_SIZE: 64},
+    {"allow_block_sharing": False},
+)
+"""Settings that are tried, each with the best ones so far."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +71,11 @@ class GenerateBatch(System):
             why = "takes most of the memory, which is too much for a quick run"
             raise NotAvailable(f"skipped: {why}")
         if batch.ragged:
-            results = self._by_manager(model, workload, batch)
-        else:
-            with attention(model, self.attention):
-                options = self._options(workload, batch)
-                found = model.generate_batch(batch.prompts, record_timestamps=True, **options)
-            results = list(found.values())
-        failed = next((result.error for result in results if result.error is not None), None)
-        if failed is not None or len(results) != len(batch.prompts) * workload.rows_per_prompt:
-            told = f"{len(results)} of {len(batch.prompts)} results came back"
-            raise RuntimeError(failed or told)
-        rows = [list(result.generated_tokens) for result in results]
-        return Answer(rows, [result.timestamps or [] for result in results])
+            return self.serve(model, workload, batch)
+        with attention(model, self.attention):
+            options = self._options(workload, batch)
+            found = model.generate_batch(batch.prompts, record_timestamps=True, **options)
+        return answer_of(list(found.values()), len(batch.prompts) * workload.rows_per_prompt)
 
     def _options(self, workload: Workload, batch: Batch) -> dict[str, Any]:
         settings = dict(self.settings)
@@ -98,27 +104,41 @@ class GenerateBatch(System):
             ) as manager:
                 yield manager
 
-    def _by_manager(self, model: Any, workload: Workload, batch: Batch) -> list[Any]:
-        names = [f"request {index}" for index in range(len(batch.prompts))]
-        results: dict[str, Any] = {}
+    def serve(
+        self, model: Any, workload: Workload, batch: Batch, arrivals: Sequence[float] = ()
+    ) -> Answer:
+        """The answer to requests that arrive at these seconds after the start, or are all there."""
+        waiting, results = requests_of(batch, arrivals), dict[str, Any]()
+        count = len(waiting)
         with self.manager(model, workload, batch) as manager:
-            for name, prompt, length in zip(names, batch.prompts, batch.new_tokens):
-                add(manager, prompt, name, length)
             start = time.perf_counter()
-            while len(results) < len(names) and time.perf_counter() - start < PATIENCE:
-                result = manager.get_result(timeout=1)
+            while len(results) < count:
+                now = time.perf_counter() - start
+                while waiting and waiting[0][0] <= now:
+                    _, prompt, length = waiting.popleft()
+                    manager.add_request(
+                        prompt,
+                        f"request {count - len(waiting)}",
+                        max_new_tokens=length,
+                        eos_token_id=-1,
+                        record_timestamps=True,
+                    )
+                result = manager.get_result(timeout=min(1.0, waiting[0][0] - now) if waiting else 1)
                 if result is not None and result.is_finished():
                     results[result.request_id] = result
-                elif result is None and not manager.is_running():
+                elif result is None and (not manager.is_running() or now > PATIENCE):
                     break
-        return [results[name] for name in names if name in results]
+        names = [f"request {number}" for number in range(1, count + 1)]
+        return answer_of([results[name] for name in names if name in results], count, start)
 
 
-def add(manager: Any, prompt: list[int], name: str, new_tokens: int) -> None:
-    """Queues a request of exactly `new_tokens` tokens."""
-    manager.add_request(
-        prompt, name, max_new_tokens=new_tokens, eos_token_id=-1, record_timestamps=True
-    )
+def answer_of(results: list[Any], count: int, start: float = 0.0) -> Answer:
+    """The answer of `count` rows; raises if one failed or is missing."""
+    failed = next((result.error for result in results if result.error is not None), None)
+    if failed is not None or len(results) != count:
+        raise RuntimeError(failed or f"{len(results)} of {count} results came back")
+    rows = [list(result.generated_tokens) for result in results]
+    return Answer(rows, [result.timestamps or [] for result in results], start)
 
 
 def tuned(model: Any, shape: Shape, quick: bool) -> tuple[GenerateBatch, dict[str, float]]:
@@ -127,28 +147,16 @@ def tuned(model: Any, shape: Shape, quick: bool) -> tuple[GenerateBatch, dict[st
     """
     scale, new = ((0.1, 0.05), 4) if quick else ((0.5, 0.5), 16)
     workload = replace(WORKLOADS["W1"].scaled(*scale), new_tokens=(new, new))
-    batch = workload.batch(-1, shape.vocab)
-    seconds: dict[GenerateBatch, float] = {}
-
-    def fastest(candidates: list[GenerateBatch]) -> GenerateBatch:
-        for candidate in [one for one in candidates if one not in seconds]:
-            call = functools.partial(candidate, model, shape, workload, batch)
-            try:
-                seconds[candidate] = runner.seconds_of(call)
-            except Exception:
-                seconds[candidate] = float("inf")
-        return min(candidates, key=seconds.__getitem__)
-
-    best = GenerateBatch(sized=True, settings=(("max_batch_tokens", 512), (PAGE_SIZE, 32)))
-    choices: dict[str, tuple[Any, ...]] = {}
-    if not quick:
-        fastest([best])  # warm-up
-        seconds.clear()
-        best = fastest([best, replace(best, attention="eager")])
-        choices = {"max_batch_tokens": (256, 1024), PAGE_SIZE: (16, 64)}
-        choices["allow_block_sharing"] = (False,)
-    for name, values in choices.items():
-        pairs = [{**dict(best.settings), name: value} for value in values]
-        others = [replace(best, settings=tuple(sorted(each.items()))) for each in pairs]
-        best = fastest([best, *others])
-    return fastest([best]), {str(candidate): taken for candidate, taken in seconds.items()}
+    call = model, shape, workload, workload.batch(-1, shape.vocab)
+    best, seconds = GenerateBatch(sized=True), dict[GenerateBatch, float]()
+    for change in CHANGES[:1] if quick else CHANGES:
+        settings = {**dict(best.settings), **change}
+        implementation = settings.pop("attention", best.attention)
+        options = tuple(sorted(settings.items()))
+        candidate = replace(best, attention=implementation, settings=options)
+        try:
+            seconds[candidate] = runner.seconds_of(functools.partial(candidate, *call))
+        except Exception:
+            seconds[candidate] = float("inf")
+        best = min(seconds, key=seconds.__getitem__)
+    return best, {str(candidate): taken for candidate, taken in seconds.items()}

@@ -26,7 +26,6 @@ import argparse
 import contextlib
 import gc
 import itertools
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,14 +34,23 @@ from typing import Any
 import torch
 
 import hf_paged
-from benchmarks import arrivals, ceilings, latency, report, runner
+from benchmarks import arrivals, ceilings, report, runner, tables
 from benchmarks.continuous import GenerateBatch, tuned
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.peers import TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
 from benchmarks.runner import Case, Data, Turn, flag, option
-from benchmarks.systems import KEPT, Answer, Engine, Generate, InThreads, SmallPool, System
+from benchmarks.systems import (
+    KEPT,
+    Answer,
+    Engine,
+    Generate,
+    InThreads,
+    SmallPool,
+    System,
+    latencies,
+)
 from benchmarks.workloads import ALL, Workload, batch_of, contiguous_bytes
 
 OURS = ("ours", "engine")
@@ -123,7 +131,7 @@ def timed(
         raise RuntimeError(
             f"gave {given} tokens in {len(answer.rows)} rows, not {sum(asked)} in {len(asked)}"
         )
-    return seconds, answer, latency.summary(answer.times, [start] * len(answer.times))
+    return seconds, answer, latencies(answer.times, [start] * len(answer.times))
 
 
 def arm(
@@ -141,8 +149,8 @@ def arm(
         if is_cuda:
             torch.cuda.reset_peak_memory_stats()
         now = workload if turn >= 0 or is_whole else workload.scaled(prompts=0.1, tokens=0.1)
-        seconds, answer, latencies = timed(system, model, shape, now, turn)
-        figures: dict[str, Any] = {"tokens/s": sum(map(len, answer.rows)) / seconds, **latencies}
+        seconds, answer, times = timed(system, model, shape, now, turn)
+        figures: dict[str, Any] = {"tokens/s": sum(map(len, answer.rows)) / seconds, **times}
         batch = workload.batch(turn, shape.vocab)
         if (held := system.kv_bytes(model, shape, workload, batch)) is not None:
             figures["K/V, MiB"] = held / 2**20
@@ -248,7 +256,6 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     shape, start = SHAPES[args.model], time.perf_counter()
     args.ceilings = limits = ceilings.measure(args.device, args.quick)
     model = model_of(shape, args.device, args.int8, getattr(torch, args.dtype))
-    minutes = args.minutes or (MINUTES if args.device == "cpu" else math.inf)
     peer = None
     if not args.no_peers:
         peer, tried = tuned(model, shape, args.quick)
@@ -260,7 +267,7 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
             ending.callback(each.free)
         for name in [name for name in ALL if name in args.only]:
             workload = sized(ALL[name], args)
-            left = start + 60 * minutes - time.perf_counter()
+            left = start + 60 * args.minutes - time.perf_counter()
             until = time.perf_counter() + left * later[name] / sum(later.values())
             del later[name]
             systems = systems_for(workload, peer, args.quick, peers, args.batch_invariant)
@@ -281,7 +288,8 @@ def again(args: argparse.Namespace) -> argparse.Namespace | None:
     if not names or args.quick:
         return None
     turns = args.repeats or ALL[names[0]].repeats
-    others = {"only": names, "no_peers": True, "peers": [], "first": turns}
+    minutes = args.minutes * sum(map(SHARES.get, names)) / sum(map(SHARES.get, args.only))
+    others = {"only": names, "no_peers": True, "peers": [], "first": turns, "minutes": minutes}
     return argparse.Namespace(**{**vars(args), **others})
 
 
@@ -299,13 +307,13 @@ def ahead(pairs: Iterable[tuple[Data, Data | None]], ends: tuple[str, ...]) -> s
 
 def show(runs: Sequence[Data]) -> Iterator[str]:
     """Whole calls, requests that arrive, and what else was checked."""
-    rows = runner.pooled(runs)
+    rows = tables.pooled(runs)
     yield runs[0].get("title", "")
     whole = [row for row in rows if row["case"] in ALL]
     ran = [row for row in whole if "problem" not in row]
-    yield runner.table(ran)
+    yield tables.table(ran)
     ours = [row for row in ran if row["system"] in OURS]
-    plain = [runner.base_of(rows, row["case"], "plain") for row in ours]
+    plain = [tables.base_of(rows, row["case"], "plain") for row in ours]
     yield ahead(zip(ours, plain), ("p99, ms",))
     reasons: dict[str, list[str]] = {}
     for row in whole:
@@ -314,19 +322,19 @@ def show(runs: Sequence[Data]) -> Iterator[str]:
     parts = [f"{said} on {', '.join(names)}" for said, names in reasons.items()]
     yield f"Without figures: {'; '.join(parts)}." if parts else ""
     if arrived := [row for row in rows if row["case"].startswith("arrivals")]:
-        yield runner.table([{**row, "seconds": [], "turns": 0} for row in arrived])
+        yield tables.table([{**row, "seconds": [], "turns": 0} for row in arrived])
         pairs = itertools.product(arrived, arrived)
         same = [(a, b) for a, b in pairs if a["case"] == b["case"] and a["system"] == "engine"]
         yield ahead(same, (", ms", "ms/token"))
     if wasted := [row for row in rows if WASTE in row["figures"]]:
-        yield runner.table(wasted)
+        yield tables.table(wasted)
     exact = [row["equal"] for row in rows if row["case"].endswith(EXACT) and "equal" in row]
     if equal := [share == 1 for share in exact]:
         yield f"{sum(equal)} of {len(equal)} checks{EXACT} give plain's tokens exactly."
     if "(random weights, float32)" in runs[0].get("title", ""):
         equal = [row["equal"] == 1 for row in ours if row.get("equal") is not None]
         yield f"In float32, {sum(equal)} of {len(equal)} calls of ours give plain's tokens exactly."
-    yield runner.targets(rows)
+    yield tables.targets(rows)
 
 
 def title(args: argparse.Namespace) -> str:
@@ -359,7 +367,7 @@ BENCHMARK = runner.Benchmark(
         "--batch-invariant": flag("the engine once more, with batch_invariant"),
         "--no-memory": flag("leave out the waste of blocks"),
         "--repeats": option("turns of each system in a process, whatever they take", type=int),
-        "--minutes": option(f"to plan with; {MINUTES:g} on a CPU, else no limit", type=float),
+        "--minutes": option("to plan with (%(default)g)", type=float, default=MINUTES),
     },
     only="such as W1,arrivals (all)",
     known=list(SHARES),

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
@@ -123,7 +122,7 @@ def train(
 
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     shape = SHAPES[args.model]
-    model = build(shape, "cpu", torch.float32)
+    model = build(shape)
     model.__class__ = Timed
     weights = copy.deepcopy(model.state_dict())
     hf_paged.install(continuous_batching=True)

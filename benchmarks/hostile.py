@@ -32,14 +32,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import runner
+from benchmarks.peers.worker import die_with_parent, is_up
 
 STREAMS = 4
 ALONE, BESIDE = "streams alone", "beside hostile requests"
 MOST_SECONDS, MOST_SLOW = 0.5, 0.05  # a gap, and the share of runs that may have a longer one
-SWITCH = "HF_PAGED_EIO"  # a file: while it exists, the tiers' files cannot be read or written
+ROOT = Path(__file__).resolve().parents[1]
+EIO, TIER = "HF_PAGED_EIO", "hf_paged-tier"
+"""A file: while it exists, the files in the folder of tiers cannot be read or written."""
 NUM_BLOCKS = 2048
 FIRST = 5  # events of a stream before decoding has begun
 
@@ -55,45 +58,43 @@ def _complete(prompt: str) -> tuple[str, Body]:
     return "completions", {"prompt": prompt, "max_tokens": 8}
 
 
-def _attacks() -> dict[str, Callable[[], tuple[str, Body]]]:
-    draw, config = random.Random(0), json.dumps
-
-    def word() -> str:
-        return "".join(draw.choices(string.ascii_lowercase, k=8))
-
-    def deep(levels: int) -> Any:
-        return [deep(levels - 1)] if levels else {}
-
-    words = [word() for _ in range(8)]
-    stops = ["a" * 4033, *"abcdefghi" * 7]
-    bad = config({"bad_words_ids": [[5, 6]] * 50_000})
-    beams = config({"num_beams": 100})
-    biases = {str(i): i % 3 for i in range(2000)}
-    return {
-        "stop strings of 30,000 characters": lambda: _chat(word(), stop="a" * 30_000),
-        "stop strings of 4,096 characters": lambda: _chat(word(), stop=stops),
-        "prompts of 1 MB": lambda: _complete(f"{word()} " * 111_111),
-        "messages of 10 MB": lambda: _chat(f"{word()} " * 1_111_111),
-        "prompts that fit": lambda: _complete(f"{draw.choice(words)} " * 1500),
-        "biases": lambda: _chat(word(), logit_bias=biases),
-        "bad words": lambda: _chat(word(), generation_config=bad),
-        "many beams": lambda: _chat(word(), max_tokens=10**9, generation_config=beams),
-        "deep bodies": lambda: _chat(word(), tools=deep(500)),
-        "many choices": lambda: _chat(word(), n=32, temperature=1),
-        "tiny requests": lambda: _chat(word(), max_tokens=1),
-    }
+DRAW = random.Random(0)
 
 
-ATTACKS = _attacks()
+def word() -> str:
+    return "".join(DRAW.choices(string.ascii_lowercase, k=8))
+
+
+def deep(levels: int) -> Any:
+    return [deep(levels - 1)] if levels else {}
+
+
+WORDS = [word() for _ in range(8)]
+STOPS = ["a" * 4033, *"abcdefghi" * 7]
+BAD_WORDS = json.dumps({"bad_words_ids": [[5, 6]] * 50_000})
+BEAMS = json.dumps({"num_beams": 100})
+BIASES = {str(token): token % 3 for token in range(2000)}
+ATTACKS: dict[str, Callable[[], tuple[str, Body]]] = {
+    "stop strings of 30,000 characters": lambda: _chat(word(), stop="a" * 30_000),
+    "stop strings of 4,096 characters": lambda: _chat(word(), stop=STOPS),
+    "prompts of 1 MB": lambda: _complete(f"{word()} " * 111_111),
+    "messages of 10 MB": lambda: _chat(f"{word()} " * 1_111_111),
+    "prompts that fit": lambda: _complete(f"{DRAW.choice(WORDS)} " * 1500),
+    "biases": lambda: _chat(word(), logit_bias=BIASES),
+    "bad words": lambda: _chat(word(), generation_config=BAD_WORDS),
+    "many beams": lambda: _chat(word(), max_tokens=10**9, generation_config=BEAMS),
+    "deep bodies": lambda: _chat(word(), tools=deep(500)),
+    "many choices": lambda: _chat(word(), n=32, temperature=1),
+    "tiny requests": lambda: _chat(word(), max_tokens=1),
+}
 
 
 def serve(arguments: list[str]) -> None:
-    """Runs `transformers ARGUMENTS` with files that fail while `SWITCH` exists."""
-    switch = os.environ[SWITCH]
+    """Runs `transformers ARGUMENTS` with files that fail while the file `EIO` exists."""
 
     def failing(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(path: Path, *args: Any) -> Any:
-            if "hf_paged-tier" in str(path) and os.path.exists(switch):
+            if TIER in str(path) and os.path.exists(os.environ[EIO]):
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
             return real(path, *args)
 
@@ -108,75 +109,60 @@ def serve(arguments: list[str]) -> None:
 
 
 def save_model(folder: Path, name: str) -> None:
-    """Saves a model with random weights, and a tokenizer of bytes whose other tokens only the model
-    writes."""
-    import torch
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
-    from tokenizers.models import BPE
-    from transformers import PreTrainedTokenizerFast
+    """Saves a model with random weights, and a tokenizer of characters whose other tokens only the
+    model writes."""
 
     from benchmarks.models import SHAPES, build
+    from tests.ecosystem.served_app import TEMPLATE, characters
 
-    shape, draw = SHAPES[name], random.Random(1)
-    names = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    while len(names) < shape.vocab:
-        names += dict.fromkeys(
-            "".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 8))) for _ in range(1000)
-        )
-        names = list(dict.fromkeys(names))
-    made = Tokenizer(BPE({name: i for i, name in enumerate(names[: shape.vocab])}, []))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
+    tokenizer = characters(SHAPES[name].vocab)
+    tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
-    build(shape, "cpu", torch.float32).save_pretrained(folder)
+    build(SHAPES[name]).save_pretrained(folder)
 
 
-class Server:
+class Server(NamedTuple):
     """`transformers serve` in a process."""
 
-    def __init__(self, folder: Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = str(taken.getsockname()[1])
-        self.url, self.model = f"http://127.0.0.1:{port}", str(folder)
-        self.switch, tier = folder / "eio", folder / "hf_paged-tier"
-        command = [sys.executable, "-m", "hf_paged", "run", "--engine"]
-        command += ["--set", f"num_blocks={NUM_BLOCKS}", "--set", f"prefix_tiers={str(tier)!r}"]
-        command += [__file__, "--serve", "serve", self.model, "--device", "cpu"]
-        command += ["--host", "127.0.0.1", "--port", port]
-        root = Path(__file__).resolve().parents[1]
-        paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-        switches = {SWITCH: str(self.switch), "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
-        log, end = folder / "log.txt", time.monotonic() + 300
-        with log.open("w") as file:
-            told: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
-            environment = {**os.environ, **switches}
-            self.process = subprocess.Popen(command, cwd=root, env=environment, **told)
-        while not self._is_up():
-            if self.process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(log.read_text())
-            time.sleep(0.2)
-
-    def _is_up(self) -> bool:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health") as answer:
-            return answer.status == 200
-        return False
+    url: str
+    model: str
 
     def request(self, path: str, body: Body) -> urllib.request.Request:
         content = json.dumps({"model": self.model, **body}).encode()
         header = {"Content-Type": "application/json"}
         return urllib.request.Request(f"{self.url}/v1/{path}", content, header)
 
-    def close(self) -> None:
-        self.process.terminate()
+
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[Server]:
+    """The model in a folder, served within the context."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = str(taken.getsockname()[1])
+    command = [sys.executable, "-m", "hf_paged", "run", "--engine"]
+    command += ["--set", f"num_blocks={NUM_BLOCKS}"]
+    command += ["--set", f"prefix_tiers={str(folder / TIER)!r}"]
+    command += [__file__, "--serve", "serve", str(folder), "--device", "cpu"]
+    command += ["--host", "127.0.0.1", "--port", port]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    switches = {EIO: str(folder / EIO), "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
+    log, end = folder / "log.txt", time.monotonic() + 300
+    with log.open("w") as file:
+        told: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+        told |= {"cwd": ROOT, "env": {**os.environ, **switches}}
+        process = subprocess.Popen(command, preexec_fn=die_with_parent, **told)
+    try:
+        while not is_up(f"http://127.0.0.1:{port}/health"):
+            if process.poll() is not None or time.monotonic() > end:
+                raise RuntimeError(log.read_text())
+            time.sleep(0.2)
+        yield Server(f"http://127.0.0.1:{port}", str(folder))
+    finally:
+        process.terminate()
         try:
-            self.process.wait(30)
+            process.wait(30)
         finally:
-            self.process.kill()
+            process.kill()
 
 
 def answer(request: urllib.request.Request) -> Any:
@@ -236,7 +222,7 @@ def longest_gap(server: Server, seed: int, seconds: float, names: list[str]) -> 
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), args.model)
-        with contextlib.closing(Server(Path(folder))) as server:
+        with served(Path(folder)) as server:
             seeds = itertools.count()
 
             def gap(turn: int, names: list[str]) -> runner.Turn:
@@ -244,7 +230,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
 
             gap(-1, [])  # records steps
             gap(-1, ["prompts that fit"])  # leaves files
-            server.switch.touch()
+            Path(folder, EIO).touch()
             yield runner.Case("longest gap", runner.each(gap, {ALONE: [], BESIDE: args.only}))
 
 

@@ -96,7 +96,7 @@ def texts(rows: int, vocab: int, turn: int, longest: int) -> list[list[int]]:
 
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     shape, count, new = SHAPES[args.model], args.adapters, args.new_tokens
-    model, bare = (build(shape, "cpu", torch.float32) for _ in range(2))
+    model, bare = (build(shape) for _ in range(2))
     model = adapted(model, count)
     names = [f"a{row % count}" for row in range(args.rows)]
 

@@ -78,7 +78,7 @@ SHAPES = {
 
 
 @torch.no_grad()
-def build(shape: Shape, device: str, dtype: torch.dtype) -> Any:
+def build(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """A model with random weights, made on `device` in `dtype`. Weights are drawn so that
     activations keep their scale, attention is peaked and logits have a standard deviation of about
     3: greedy text does not fall into a loop. The embedding is small beside the layers' outputs;

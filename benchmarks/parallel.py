@@ -139,7 +139,7 @@ def child(folder: str, count: int, new: int, turn: int) -> None:
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     sizes = args.prompts, args.new_tokens
     with tempfile.TemporaryDirectory() as folder:
-        build(SHAPES[args.model], "cpu", torch.float32).save_pretrained(folder)
+        build(SHAPES[args.model]).save_pretrained(folder)
 
         def run(turn: int, world: int) -> runner.Turn:
             command = [sys.executable]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import report, runner
+from benchmarks import report, tables
 from benchmarks.peers import TITLES
 from benchmarks.runner import Data
 from benchmarks.workloads import WORKLOADS
@@ -56,7 +56,7 @@ def speed(rows: Sequence[Data]) -> dict[str, dict[str, float]]:
     shown = ["ours", *TITLES.values()] if has_peers else {row["system"] for row in rows}
     return by_system(
         (row, ratio.value)
-        for row, base, ratio, _ in runner.comparisons(rows)
+        for row, base, ratio, _ in tables.comparisons(rows)
         if base == "plain" and not row["system"].startswith("plain")
         if row["case"] in WORKLOADS and row["system"] in shown
     )
@@ -68,5 +68,5 @@ def memory(rows: Sequence[Data]) -> dict[str, dict[str, float]]:
         (row | {"system": name}, row["figures"]["K/V, MiB"])
         for case in WORKLOADS
         for name, system in {"plain generate": "plain", "ours": "ours"}.items()
-        if (row := runner.base_of(rows, case, system)) is not None
+        if (row := tables.base_of(rows, case, system)) is not None
     )

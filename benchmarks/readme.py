@@ -32,6 +32,7 @@ from benchmarks import (
     runner,
     side_by_side,
     speculation,
+    tables,
     tiers,
     trainer,
     virtual,
@@ -90,10 +91,10 @@ def engines_section() -> str:
     names = {"plain": "plain `generate`", "ours": "hf_paged", **dict.fromkeys(TITLES.values())}
     ran = {row["system"].partition(", batch")[0] for row in data["rows"]}
     titles = {name: title or name for name, title in names.items() if name in ran}
-    for name in [name for name in ALL if runner.base_of(data["rows"], name, "ours")]:
+    for name in [name for name in ALL if tables.base_of(data["rows"], name, "ours")]:
         line = {"call": ALL[name].title}
         for system, title in titles.items():
-            row = runner.base_of(data["rows"], name, system)
+            row = tables.base_of(data["rows"], name, system)
             line[title] = f"{statistics.median(row['seconds']):.3g}" if row else "not measured"
         rows.append(line)
     settings_of = {

@@ -131,14 +131,13 @@ def caption(facts: Row, subject: str = "") -> str:
     )
 
 
-def figure(height_pixels: int = 400, foot: str = "", **subplots: Any) -> tuple[Any, Any]:
+def figure(height_pixels: int, foot: str) -> tuple[Any, Any]:
     """
     A figure 800 pixels wide, and its axes, without a display.
 
     Args:
         height_pixels (`int`): Height of the picture.
         foot (`str`): A line in small print below everything else (`caption`).
-        subplots: Arguments of `Figure.subplots`, such as `nrows`, `ncols`, `sharey`.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -146,18 +145,16 @@ def figure(height_pixels: int = 400, foot: str = "", **subplots: Any) -> tuple[A
     size = WIDTH_PIXELS / PIXELS_PER_INCH, height_pixels / PIXELS_PER_INCH
     drawing: Any = Figure(figsize=size, dpi=PIXELS_PER_INCH, layout="constrained")
     FigureCanvasAgg(drawing)
-    if foot:  # a panel of its own, which legends outside of the axes do not reach
-        drawing, below = drawing.subfigures(
-            2, height_ratios=(height_pixels - FOOT_PIXELS, FOOT_PIXELS)
-        )
-        below.text(0.008, 0.5, foot, fontsize=7.5, color=GREY, va="center")
-    axes = drawing.subplots(**subplots)
-    for axis in getattr(axes, "flat", [axes]):
-        axis.set_prop_cycle(color=PALETTE)
-        axis.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axis.set_axisbelow(True)
-        axis.spines[["top", "right"]].set_visible(False)
-    return drawing, axes
+    # a panel of its own, which legends outside of the axes do not reach
+    heights = height_pixels - FOOT_PIXELS, FOOT_PIXELS
+    drawing, below = drawing.subfigures(2, height_ratios=heights)
+    below.text(0.008, 0.5, foot, fontsize=7.5, color=GREY, va="center")
+    axis = drawing.subplots()
+    axis.set_prop_cycle(color=PALETTE)
+    axis.grid(axis="y", color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    return drawing, axis
 
 
 def save(drawing: Any, path: str | os.PathLike[str]) -> Path:

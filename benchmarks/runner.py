@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import json
 import math
@@ -25,12 +26,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from tqdm import tqdm
 
-from benchmarks import machine, paired, report
+from benchmarks import machine, report, tables
 from benchmarks.models import SHAPES
 from benchmarks.systems import NotAvailable, quiet
 from benchmarks.workloads import equal_share
 
-Data = dict[str, Any]
+Data = tables.Data
 Result = TypeVar("Result")
 
 
@@ -114,6 +115,7 @@ class Case(NamedTuple):
         first (`int`): Number of the first turn.
         fewest (`int`, *optional*): After so many turns none begins that may end after the moment
             `until` of `time.perf_counter`; `None`: all turns run.
+        end (`float`): A moment after which no turn but the first may end: of the whole run.
     """
 
     name: str
@@ -126,6 +128,7 @@ class Case(NamedTuple):
     first: int = 0
     fewest: int | None = None
     until: float = math.inf
+    end: float = math.inf
 
 
 def guarded(work: Arm) -> Arm:
@@ -169,11 +172,13 @@ def rows_of(
     rows: list[Data] = []
     minutes = (getattr(args, "minutes", None) or math.inf) / max(1, getattr(args, "processes", 1))
     end = time.perf_counter() + 60 * minutes
+    # a number of turns that is asked for counts before the minutes
+    last = math.inf if getattr(args, "repeats", None) else end
     with quiet(), frozen():
         for case in cases(args):
             if minutes < math.inf:
                 fewest = 1 if case.fewest is None else case.fewest
-                case = case._replace(until=min(case.until, end), fewest=fewest)
+                case = case._replace(until=min(case.until, end), fewest=fewest, end=last)
             turns = args.turns if case.turns is None else case.turns
             rows += rows_of_case(case, turns, getattr(args, "warm_ups", 1))
             keep(rows)
@@ -184,21 +189,27 @@ def take_turns(case: Case, turns: int, warm_ups: int) -> dict[str, list[Turn | s
     """What the arms return for the numbers of the turns: every other turn goes backwards. Warm-up
     turns have numbers below 0, and their results are left out."""
     found: dict[str, list[Turn | str]] = {name: [] for name in case.arms}
-    fewest, longest = turns if case.fewest is None else case.fewest, 0.0
+    fewest = turns if case.fewest is None else case.fewest
+    spent: dict[str, float] = {}  # seconds of each arm's last turn
     numbers = range(case.first - warm_ups, case.first + turns)
     for turn in tqdm(numbers, desc=case.name, disable=None):
-        start, count = time.perf_counter(), turn - case.first
-        if count >= fewest and start + longest > case.until:
+        count = turn - case.first
+        number = count if count < 0 else turn
+        running = [
+            name
+            for name, mine in found.items()
+            if not (mine and (name in case.once or isinstance(mine[-1], str)))
+        ]
+        seconds = sum(spent.get(name, 0.0) for name in running)
+        planned = time.perf_counter() + seconds
+        if count > 0 and (planned > case.end or (count >= fewest and planned > case.until)):
             break
-        for name in list(found)[:: -1 if turn % 2 else 1]:
-            mine = found[name]
-            if mine and (name in case.once or isinstance(mine[-1], str)):
-                continue
-            result = case.arms[name](count if count < 0 else turn)
+        if count < 0 and spent and planned + seconds > case.end:
+            continue  # one warm-up turn is enough if there is time for one turn more
+        for name in running[:: -1 if turn % 2 else 1]:
+            spent[name], result = clocked(functools.partial(case.arms[name], number))
             if count >= 0:
-                mine.append(result if isinstance(result, Turn | str) else Turn(result))
-        if count > 0:
-            longest = max(longest, time.perf_counter() - start)
+                found[name].append(result if isinstance(result, Turn | str) else Turn(result))
     return found
 
 
@@ -217,7 +228,7 @@ def rows_of_case(case: Case, turns: int, warm_ups: int = 1) -> list[Data]:
         pairs = list(zip(expected, (turn.tokens for turn in mine)))
         if pairs and pairs[0][1] is not None:
             row["equal"] = statistics.mean(share_of(*pair) for pair in pairs)
-        row["figures"] = {**case.figures, **middles(turn.figures for turn in mine)}
+        row["figures"] = {**case.figures, **tables.middles(turn.figures for turn in mine)}
         if limited := {key: most for key, most in case.limits.items() if key in row["figures"]}:
             row["limits"] = limited
     return rows
@@ -229,141 +240,6 @@ def share_of(expected: Any, actual: Any) -> float:
         return 1.0
     is_tokens = isinstance(actual, list) and all(isinstance(row, list) for row in actual)
     return min(0.999, equal_share(expected, actual)) if is_tokens else 0.0
-
-
-def middles(parts: Iterable[Mapping[str, Any]]) -> Data:
-    """The figures of several turns or processes: the median of numbers, the last text."""
-    found: dict[str, list[Any]] = {}
-    for part in parts:
-        for key, value in part.items():
-            found.setdefault(key, []).append(value)
-    return {
-        key: statistics.median(values)
-        if all(isinstance(one, int | float) for one in values)
-        else values[-1]
-        for key, values in found.items()
-    }
-
-
-def pooled(runs: Iterable[Mapping[str, Any]]) -> list[Data]:
-    """Rows that combine the turns of several processes or files: those of one case and system."""
-    rows = []
-    for parts in grouped(runs, "case", "system").values():
-        row = {**parts[0], "processes": sum(part.get("processes", 1) for part in parts)}
-        for key in ("seconds", "ratios"):
-            if key in row:
-                row[key] = [one for part in parts for one in part[key]]
-        if "turns" in row:
-            row["turns"] = sum(part["turns"] for part in parts)
-        if equal := [part["equal"] for part in parts if part.get("equal") is not None]:
-            row["equal"] = statistics.mean(equal)
-        row["figures"] = middles(part["figures"] for part in parts)
-        rows.append(row)
-    return rows
-
-
-def ratio_of(base: Data, row: Data) -> paired.Estimate:
-    """The base's time over a row's, within turns. Results from before 2026-11-26 have only the
-    estimate, or its ratios."""
-    if "ratio" in row:
-        return paired.Estimate(row["ratio"], *row["interval"])
-    return paired.estimate(row.get("ratios") or paired.ratios(base["seconds"], row["seconds"]))
-
-
-def base_of(rows: Iterable[Data], case: str, base: str) -> Data | None:
-    """The row of a system, or of its fastest batch size; `None` if it did not run."""
-    mine = [
-        row
-        for row in rows
-        if (row["case"], row["system"].partition(", batch ")[0]) == (case, base) and row["seconds"]
-    ]
-    return min(mine, key=lambda row: statistics.median(row["seconds"]), default=None)
-
-
-def comparisons(
-    rows: Sequence[Data],
-) -> Iterator[tuple[Data, str, paired.Estimate, float | None]]:
-    """Each row with each system that it is compared with: that one's time over the row's, and the
-    least that it should be."""
-    for row in rows:
-        for base, target in row["over"].items():
-            other = base_of(rows, row["case"], base)
-            if other is not None and other is not row:
-                yield row, base, ratio_of(other, row), target
-
-
-def targets(rows: Sequence[Data]) -> str:
-    """How many targets are met, and those that are not."""
-    count, missed = 0, []
-    for row, base, ratio, target in comparisons(rows):
-        if target is not None:
-            count += 1
-            if not ratio.reaches(target):
-                what = f"{row['case']}: {base} / {row['system']} {report.text(ratio.value)}"
-                missed.append(f"{what}, not at least {target:.3g}")
-    for row in rows:
-        for name, most in row.get("limits", {}).items():
-            count += 1
-            if not row["figures"][name] <= most:
-                what = f"{row['case']}, {row['system']}: {name} {report.text(row['figures'][name])}"
-                missed.append(f"{what}, not at most {most:g}")
-    said = f"Targets: {count - len(missed)} of {count} are met"
-    return f"{said}; not met: {'; '.join(missed)}." if missed else f"{said}."
-
-
-MOST_FIGURES = 5
-"""Columns of figures that a table has beside the times."""
-
-
-def table(rows: Sequence[Data]) -> str:
-    """Medians of the turns, ratios with their 95% intervals, and what else the rows have: many
-    figures in a table of their own. A target is met where the interval reaches it, or, with fewer
-    than 5 turns, the median."""
-    bases = dict.fromkeys(f"{base} / it" for row in rows for base in row["over"])
-    ratios: dict[tuple[str, str], Data] = {}
-    for row, base, ratio, target in comparisons(rows):
-        met = "" if target is None else f", at least {target:.3g}: "
-        met += "" if target is None else paired.said(ratio.reaches(target))
-        ratios.setdefault((row["case"], row["system"]), {})[f"{base} / it"] = ratio.text(2) + met
-    lines, others = [], []
-    for row in rows:
-        seconds = row["seconds"]
-        line = {"case": row["case"], "system": row["system"]}
-        others.append(line | _figures(row))
-        if turns := row.get("turns", len(seconds)):
-            line["turns, processes"] = f"{turns}, {row.get('processes', 1)}"
-        if any(seconds):
-            low, high = min(seconds), max(seconds)
-            spread = f" ({report.text(low)} to {report.text(high)})" if len(seconds) > 2 else ""
-            line["s"] = report.text(float(statistics.median(seconds))) + spread
-        elif "problem" in row:
-            line["s"] = row["problem"]
-        line |= ratios.get((row["case"], row["system"]), {})
-        if row.get("equal") is not None:
-            share = row["equal"]
-            line["tokens"] = "equal" if share == 1 else f"{math.floor(100 * share + 1e-9)}% equal"
-        lines.append(line)
-    if len({key for row in rows for key in row["figures"]}) <= MOST_FIGURES:
-        return _table([line | other for line, other in zip(lines, others)], bases)
-    parts = [[line for line in part if len(line) > 2] for part in (lines, others)]
-    return "\n\n".join(_table(part, bases) for part in parts if part)
-
-
-def _figures(row: Data) -> Data:
-    """The figures of a row, those with a limit with the outcome."""
-    outcomes = {
-        name: f"{report.text(row['figures'][name])}, at most {most:g}: "
-        + paired.said(row["figures"][name] <= most)
-        for name, most in row.get("limits", {}).items()
-    }
-    return row["figures"] | outcomes
-
-
-def _table(lines: Sequence[Data], ratios: Iterable[str]) -> str:
-    titles = list(dict.fromkeys(key for line in lines for key in line))
-    known = ["case", "system", "turns, processes", "s", *ratios, "tokens"]
-    titles.sort(key=lambda key: known.index(key) if key in known else len(known))
-    return report.markdown(lines, {title: title for title in titles}, right=("s",))
 
 
 @dataclass(frozen=True)
@@ -450,7 +326,7 @@ class Benchmark:
             except Exception as error:  # the turns of this process are kept
                 print(f"the second process {report.failed(error)}", file=sys.stderr)
         said = {} if self.said is None else {"title": self.said(args)}
-        return said | {"rows": pooled({"rows": rows} for rows in found)}
+        return said | {"rows": tables.pooled({"rows": rows} for rows in found)}
 
     def section(self) -> str:
         """The documentation of the committed results: what the docstring says of the benchmark, and
@@ -481,9 +357,9 @@ class Benchmark:
         """What the command prints."""
         if self.show is not None:
             return list(self.show(runs))
-        rows = pooled(runs)
+        rows = tables.pooled(runs)
         notes = [] if self.notes is None else self.notes(rows)
-        return [runs[0].get("title", ""), table(rows), *notes]
+        return [runs[0].get("title", ""), tables.table(rows), *notes]
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Runs the command; returns 1 if the check fails."""
@@ -551,15 +427,6 @@ def in_processes(processes: int, work: Callable[..., Result], *arguments: Any) -
         context, threads = get_context("spawn"), torch.get_num_threads()
         with ProcessPoolExecutor(1, context, torch.set_num_threads, (threads,)) as process:
             found.append(process.submit(work, *arguments).result())
-    return found
-
-
-def grouped(runs: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[Data]]:
-    """The rows of several JSON files that have the same values of `keys`."""
-    found: dict[tuple[Any, ...], list[Data]] = {}
-    for run in runs:
-        for row in run["rows"]:
-            found.setdefault(tuple(row[key] for key in keys), []).append(row)
     return found
 
 

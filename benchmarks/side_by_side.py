@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers
@@ -25,42 +25,35 @@ from transformers import StoppingCriteriaList
 
 import hf_paged
 from benchmarks import runner
-from benchmarks.systems import StopsAt
+from benchmarks.systems import StopsAt, checked
 
-
-class By(NamedTuple):
-    """A value by size: of tiny models, and of large ones."""
-
-    tiny: Any
-    large: Any
-
-
-LAYERS, VOCAB = By(4, 10), By(512, 32000)
+LAYERS, VOCAB = (4, 10), (512, 32000)
+"""A tuple is a value of tiny models, and of large ones."""
 TEXT = dict(
-    hidden_size=By(64, 768),
-    intermediate_size=By(128, 2048),
+    hidden_size=(64, 768),
+    intermediate_size=(128, 2048),
     num_hidden_layers=LAYERS,
-    num_attention_heads=By(4, 12),
-    num_key_value_heads=By(2, 4),
+    num_attention_heads=(4, 12),
+    num_key_value_heads=(2, 4),
     vocab_size=VOCAB,
 )
-HEADS = TEXT | dict(head_dim=By(16, 64))
+HEADS = TEXT | dict(head_dim=(16, 64))
 LINEAR = dict(
     linear_conv_kernel_dim=4,
-    linear_num_value_heads=By(4, 12),
-    linear_num_key_heads=By(2, 6),
-    linear_key_head_dim=By(16, 64),
-    linear_value_head_dim=By(16, 64),
+    linear_num_value_heads=(4, 12),
+    linear_num_key_heads=(2, 6),
+    linear_key_head_dim=(16, 64),
+    linear_value_head_dim=(16, 64),
 )
 MAMBA_ATTENTION = ["linear_attention", "mlp"]
 
 
 def speech(width: int, encoder: Any, decoder: Any, vocab: int, **others: Any) -> dict[str, Any]:
     """What BART's and Whisper's configs have in common: width, layers and vocabulary."""
-    found = dict(d_model=By(64, width), vocab_size=By(512, vocab), decoder_start_token_id=1)
+    found = dict(d_model=(64, width), vocab_size=(512, vocab), decoder_start_token_id=1)
     for side, layers in {"encoder": encoder, "decoder": decoder}.items():
-        found |= {f"{side}_layers": layers, f"{side}_attention_heads": By(4, width // 64)}
-        found |= {f"{side}_ffn_dim": By(128, 4 * width)}
+        found |= {f"{side}_layers": layers, f"{side}_attention_heads": (4, width // 64)}
+        found |= {f"{side}_ffn_dim": (128, 4 * width)}
     return found | others
 
 
@@ -71,18 +64,18 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3ForCausalLM",
         TEXT
         | dict(
-            num_key_value_heads=By(4, 12),
+            num_key_value_heads=(4, 12),
             n_group=1,
             topk_group=1,
             num_experts_per_tok=2,
             first_k_dense_replace=1,
             n_routed_experts=4,
-            moe_intermediate_size=By(32, 512),
-            q_lora_rank=By(32, 384),
-            kv_lora_rank=By(32, 256),
-            qk_nope_head_dim=By(16, 64),
-            qk_rope_head_dim=By(16, 32),
-            v_head_dim=By(16, 64),
+            moe_intermediate_size=(32, 512),
+            q_lora_rank=(32, 384),
+            kv_lora_rank=(32, 256),
+            qk_nope_head_dim=(16, 64),
+            qk_rope_head_dim=(16, 32),
+            v_head_dim=(16, 64),
         ),
     ),
     "Qwen3-Next": (
@@ -90,12 +83,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         HEADS
         | LINEAR
         | dict(
-            num_hidden_layers=By(4, 8),
+            num_hidden_layers=(4, 8),
             num_experts=4,
             num_experts_per_tok=2,
             full_attention_interval=4,
-            moe_intermediate_size=By(32, 512),
-            shared_expert_intermediate_size=By(32, 512),
+            moe_intermediate_size=(32, 512),
+            shared_expert_intermediate_size=(32, 512),
         ),
     ),
     "Qwen3.5": ("Qwen3_5ForCausalLM", HEADS | LINEAR),
@@ -103,15 +96,15 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHForCausalLM",
         {key: value for key, value in HEADS.items() if key != "num_hidden_layers"}
         | dict(
-            intermediate_size=By(128, 3072),
+            intermediate_size=(128, 3072),
             n_groups=1,
             conv_kernel=4,
             expand=2,
             chunk_size=64,
-            mamba_num_heads=By(8, 24),
-            mamba_head_dim=By(16, 64),
-            ssm_state_size=By(16, 64),
-            layers_block_type=By(
+            mamba_num_heads=(8, 24),
+            mamba_head_dim=(16, 64),
+            ssm_state_size=(16, 64),
+            layers_block_type=(
                 [*MAMBA_ATTENTION, "full_attention", "mlp"],
                 [*MAMBA_ATTENTION, *MAMBA_ATTENTION, "full_attention", "mlp"] * 2,
             ),
@@ -122,9 +115,9 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         HEADS
         | dict(
             sliding_window=64,
-            global_head_dim=By(32, 128),
+            global_head_dim=(32, 128),
             vocab_size_per_layer_input=VOCAB,
-            hidden_size_per_layer_input=By(16, 32),
+            hidden_size_per_layer_input=(16, 32),
         ),
     ),
     "Qwen2.5-VL": (
@@ -139,59 +132,59 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
                 rope_parameters=dict(
                     rope_type="default",
                     rope_theta=10000.0,
-                    mrope_section=By([2, 3, 3], [8, 12, 12]),
+                    mrope_section=([2, 3, 3], [8, 12, 12]),
                 )
             ),
             vision_config=dict(
-                depth=By(2, 4),
-                hidden_size=By(32, 256),
-                num_heads=By(2, 4),
-                intermediate_size=By(64, 1024),
-                out_hidden_size=By(64, 768),
-                fullatt_block_indexes=By([1], [1, 3]),
+                depth=(2, 4),
+                hidden_size=(32, 256),
+                num_heads=(2, 4),
+                intermediate_size=(64, 1024),
+                out_hidden_size=(64, 768),
+                fullatt_block_indexes=([1], [1, 3]),
                 window_size=56,
             ),
         ),
     ),
     "Whisper": (
         "WhisperForConditionalGeneration",
-        speech(768, By(2, 4), By(4, 6), 32000, max_source_positions=By(100, 300), **WHISPER),
+        speech(768, (2, 4), (4, 6), 32000, max_source_positions=(100, 300), **WHISPER),
     ),
     "Bloom": (
         "BloomForCausalLM",
-        dict(hidden_size=By(64, 768), n_layer=By(4, 12), n_head=By(4, 12), vocab_size=VOCAB),
+        dict(hidden_size=(64, 768), n_layer=(4, 12), n_head=(4, 12), vocab_size=VOCAB),
     ),
     "Llama 4": (
         "Llama4ForCausalLM",
         HEADS
         | dict(
-            num_hidden_layers=By(4, 8),
+            num_hidden_layers=(4, 8),
             num_local_experts=2,
             num_experts_per_tok=1,
             attention_chunk_size=64,
-            intermediate_size=By(128, 1024),
-            intermediate_size_mlp=By(128, 2048),
+            intermediate_size=(128, 1024),
+            intermediate_size_mlp=(128, 2048),
         ),
     ),
     "T5-small": (
         "T5ForConditionalGeneration",
         dict(
             decoder_start_token_id=0,
-            d_model=By(64, 512),
-            d_kv=By(16, 64),
-            d_ff=By(128, 2048),
-            num_layers=By(4, 6),
-            num_heads=By(4, 8),
-            vocab_size=By(512, 32128),
+            d_model=(64, 512),
+            d_kv=(16, 64),
+            d_ff=(128, 2048),
+            num_layers=(4, 6),
+            num_heads=(4, 8),
+            vocab_size=(512, 32128),
         ),
     ),
     "BART-base": (
         "BartForConditionalGeneration",
-        speech(768, By(4, 6), By(4, 6), 50265, forced_eos_token_id=None),
+        speech(768, (4, 6), (4, 6), 50265, forced_eos_token_id=None),
     ),
     "Whisper-tiny": (
         "WhisperForConditionalGeneration",
-        speech(384, By(2, 4), 4, 51865, max_source_positions=By(100, 1500), **WHISPER),
+        speech(384, (2, 4), 4, 51865, max_source_positions=(100, 1500), **WHISPER),
     ),
 }
 FULL = ("T5-small", "BART-base", "Whisper-tiny")
@@ -214,8 +207,8 @@ WORKLOADS = {
 
 def sized(value: Any, is_tiny: bool) -> Any:
     """Config arguments of a size."""
-    if isinstance(value, By):
-        return value.tiny if is_tiny else value.large
+    if isinstance(value, tuple):
+        return value[0 if is_tiny else 1]
     if isinstance(value, dict):
         return {key: sized(each, is_tiny) for key, each in value.items()}
     return value
@@ -297,18 +290,8 @@ def case_of(
         return [row[-max(lengths) :][:length] for row, length in zip(found, lengths)]
 
     def serve() -> list[list[int]]:
-        names = []
-        for row, length in zip(rows, lengths):
-            others = {key: row[key] for key in row if key not in ("input_ids", "attention_mask")}
-            ids = row["input_ids"][0].tolist() if "input_ids" in row else None
-            own = options | {"max_new_tokens": length}
-            names.append(engine.add_request(ids, own, inputs=others or None))
-        found = {}
-        while len(found) < len(names):
-            found.update(
-                {output.request_id: output.result for output in engine.step() if output.finished}
-            )
-        return [found[name].token_ids for name in names]
+        configs = [options | {"max_new_tokens": length} for length in lengths]
+        return [result.token_ids for result in checked(engine.generate(rows, configs))]
 
     systems: dict[str, Callable[[], list[list[int]]]] = {
         "plain": generate,

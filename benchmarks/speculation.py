@@ -29,14 +29,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import transformers
-from transformers import GenerationConfig
 
 import hf_paged
-from benchmarks import runner, trained
+from benchmarks import runner, tables, trained
 from benchmarks.generate import timed
-from benchmarks.models import PAD, SHAPES, Shape, build
+from benchmarks.models import SHAPES, Shape, build
 from benchmarks.systems import Answer, Engine, Generate
 from benchmarks.workloads import Batch, Workload
 from hf_paged.batching.execution.executor import Executor
@@ -87,24 +85,6 @@ SPEECH = Texts(
     target=1 / FASTER,
     text=lambda words, vocab: trained.language(words, vocab, 48),
 )
-
-
-@dataclass
-class Assisted(Engine):
-    """
-    An engine whose requests have an assistant.
-
-    Args:
-        assistant ([`PreTrainedModel`]): Assistant with the same vocabulary.
-    """
-
-    assistant: Any = None
-
-    def add(self, prompt: list[int], new_tokens: int, options: dict[str, Any]) -> str:
-        config = GenerationConfig(
-            **options, max_new_tokens=new_tokens, pad_token_id=PAD, eos_token_id=None
-        )
-        return self.engine.add_request(prompt, config, assistant_model=self.assistant)
 
 
 def accepted_a_step(answer: Answer) -> list[float]:
@@ -190,7 +170,7 @@ def notes(rows: Sequence[runner.Data]) -> Iterator[str]:
             sizes[round(1e6 * float(size[1]))] = row
     for off in rows:
         if off["system"] == OFF and sizes and off["case"] == next(iter(sizes.values()))["case"]:
-            ratios = [1 / runner.ratio_of(off, row).value for row in sizes.values()]
+            ratios = [1 / tables.ratio_of(off, row).value for row in sizes.values()]
             yield f"{break_even(list(sizes), ratios)}."
 
 
@@ -211,10 +191,9 @@ def assistants(args: argparse.Namespace, folder: Path) -> Iterator[runner.Case]:
         others, shape, steps = (trained.ASSISTANTS[0],), trained.ASSISTANTS[1], 2
     target, *helpers = (trained.speaker(each, folder, steps) for each in (shape, *others))
     systems: dict[str, Engine] = {OFF: Engine()}
-    systems |= {
-        f"assistant of {helper.num_parameters() / 1e6:.3g}M": Assisted(assistant=helper)
-        for helper in helpers
-    }
+    for helper in helpers:
+        name = f"assistant of {helper.num_parameters() / 1e6:.3g}M"
+        systems[name] = Engine(options={"assistant_model": helper})
     yield from case(target, shape, few(SPEECH, args.quick), systems, args.turns)
 
 
@@ -227,7 +206,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
             for workload in edited:
                 yield from ngrams(args, editor, trained.EDITOR, workload)
         if "random" in args.only:
-            unlike = build(UNLIKE, "cpu", torch.float32)
+            unlike = build(UNLIKE)
             for workload in RANDOM:
                 yield from ngrams(args, unlike, UNLIKE, workload)
         if "assistants" in args.only:

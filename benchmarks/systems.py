@@ -3,6 +3,7 @@ tokens."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -10,11 +11,12 @@ import logging
 import time
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
@@ -36,10 +38,42 @@ class Answer(NamedTuple):
     Args:
         rows (`list[list[int]]`): New tokens of every row.
         times (`list[list[float]]`): `time.perf_counter` of each token; empty where unknown.
+        start (`float`): The same of the call's start, where requests arrive.
     """
 
     rows: list[list[int]]
     times: list[list[float]]
+    start: float = 0.0
+
+
+def joined(answers: Iterable[Answer]) -> Answer:
+    """The answer to all parts of a batch."""
+    whole = Answer([], [])
+    for answer in answers:
+        whole.rows.extend(answer.rows)
+        whole.times.extend(answer.times)
+    return whole
+
+
+def requests_of(
+    batch: Batch, arrivals: Sequence[float]
+) -> collections.deque[tuple[float, list[int], int]]:
+    """Arrival, prompt and new tokens of each request; without `arrivals` all arrive at once."""
+    moments = arrivals or [0.0] * len(batch.prompts)
+    return collections.deque(zip(moments, batch.prompts, batch.new_tokens))
+
+
+def latencies(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[str, float]:
+    """p50 and p99 of the milliseconds from each row's start to its first token (TTFT) and between
+    consecutive tokens (TPOT), by the titles of columns; empty without times."""
+    first = [row[0] - start for row, start in zip(times, starts) if row]
+    between = [after - before for row in times for before, after in itertools.pairwise(row)]
+    return {
+        f"{name} p{percent}, ms": 1e3 * float(np.percentile(values, percent))
+        for name, values in {"TTFT": first, "TPOT": between}.items()
+        for percent in (50, 99)
+        if values
+    }
 
 
 class StopsAt(StoppingCriteria):
@@ -100,12 +134,7 @@ class Generate(System):
             if workload.options.get("num_beams", 1) > 1:
                 why = "beams move the rows of a cache, which a compiled one does not"
                 raise NotAvailable(f"skipped: {why}")
-        answer = Answer([], [])
-        for part in self._parts(batch):
-            rows, times = self._part(model, shape, workload, part)
-            answer.rows.extend(rows)
-            answer.times.extend(times)
-        return answer
+        return joined(self._part(model, shape, workload, part) for part in self._parts(batch))
 
     def _parts(self, batch: Batch) -> Iterator[Batch]:
         size = self.batch_size or len(batch.prompts)
@@ -154,8 +183,7 @@ class InThreads(Generate):
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         with ThreadPoolExecutor(len(batch.prompts)) as pool:
             call = functools.partial(self._part, model, shape, workload)
-            answers = list(pool.map(call, self._parts(batch)))
-        return Answer(*(list(itertools.chain.from_iterable(parts)) for parts in zip(*answers)))
+            return joined(pool.map(call, self._parts(batch)))
 
     def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
         if self.cache == "paged":
@@ -166,21 +194,38 @@ class InThreads(Generate):
 
 @dataclass
 class Engine(System):
-    """`hf_paged.PagedEngine`, one for all repeats, as users keep it."""
+    """
+    `hf_paged.PagedEngine`, one for all repeats, as users keep it.
+
+    Args:
+        options (`dict`): Arguments of `add_request` for all requests.
+    """
 
     cache_config: hf_paged.PagedConfig = KEPT
     engine: Any = None
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
+        return self.serve(model, workload, batch)
+
+    def serve(
+        self, model: Any, workload: Workload, batch: Batch, arrivals: Sequence[float] = ()
+    ) -> Answer:
+        """The answer to requests that arrive at these seconds after the start, or are all there."""
         if self.engine is None:
             self.engine = hf_paged.PagedEngine(model, self.cache_config)
-        prompts = zip(batch.prompts, batch.new_tokens)
-        names = [self.add(prompt, length, workload.options) for prompt, length in prompts]
+        waiting = requests_of(batch, arrivals)
         results: dict[str, Any] = {}
-        times: dict[str, list[list[float]]] = {
-            name: [[] for _ in range(workload.rows_per_prompt)] for name in names
-        }
-        while self.engine.has_unfinished:
+        times: dict[str, list[list[float]]] = {}
+        start = time.perf_counter()
+        while waiting or self.engine.has_unfinished:
+            while waiting and waiting[0][0] <= time.perf_counter() - start:
+                _, prompt, length = waiting.popleft()
+                name = self.add(prompt, length, workload.options)
+                times[name] = [[] for _ in range(workload.rows_per_prompt)]
+            if not self.engine.has_unfinished:
+                time.sleep(max(0.0, start + waiting[0][0] - time.perf_counter()))
+                continue
             outputs = self.engine.step()
             now = time.perf_counter()
             for output in outputs:
@@ -189,16 +234,16 @@ class Engine(System):
                 if output.finished:
                     results[output.request_id] = output.result
         checked(list(results.values()))
-        rows = [sequence.token_ids for name in names for sequence in results[name].sequences]
+        rows = [sequence.token_ids for name in times for sequence in results[name].sequences]
         told = workload.options.get("num_beams", 1) == 1
-        return Answer(rows, [row for name in names for row in times[name]] if told else [])
+        return Answer(rows, [row for name in times for row in times[name]] if told else [], start)
 
     def add(self, prompt: list[int], new_tokens: int, options: dict[str, Any]) -> str:
         """Queues a request of exactly `new_tokens` tokens."""
         config = GenerationConfig(
             **options, max_new_tokens=new_tokens, pad_token_id=PAD, eos_token_id=None
         )
-        return self.engine.add_request(prompt, config)
+        return self.engine.add_request(prompt, config, **self.options)
 
     def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
         return self.engine.stats().peak_bytes

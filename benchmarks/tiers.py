@@ -19,8 +19,6 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 import hf_paged
 from benchmarks import runner, workloads
 from benchmarks.models import SHAPES, build
@@ -69,7 +67,7 @@ def leave(name: str, path: str, length: int, turns: int) -> list[Any]:
     """Computes the prompts of all turns, leaves their blocks in the folder and returns their first
     tokens."""
     found = []
-    with engine_of(build(SHAPES[name], "cpu", torch.float32), path) as engine:
+    with engine_of(build(SHAPES[name]), path) as engine:
         for turn in range(-1, turns):
             found.append(first_token(engine, text(length, SHAPES[name].vocab, turn)).tokens)
             wait(engine, evicts=True)
@@ -82,7 +80,7 @@ def first_tokens(args: argparse.Namespace) -> Iterator[runner.Case]:
     with tempfile.TemporaryDirectory() as path:
         settings = args.model, path, args.tokens, args.turns
         (expected,) = runner.in_processes(1, leave, *settings)
-        with engine_of(build(shape, "cpu", torch.float32), path) as engine:
+        with engine_of(build(shape), path) as engine:
             # checks, compilation, page faults of the weights
             first_token(engine, text(args.tokens, shape.vocab, -2))
 
@@ -109,7 +107,7 @@ def num_blocks(workload: Workload, batch: Batch) -> int:
 
 def small_pool(args: argparse.Namespace) -> Iterator[runner.Case]:
     shape, workload = SHAPES[args.model], WORKLOADS["W3"].scaled(*args.scale)
-    model = build(shape, "cpu", torch.float32)
+    model = build(shape)
     limit = num_blocks(workload, workload.batch(0, shape.vocab)) // 4
     with tempfile.TemporaryDirectory() as path:
         engines = {

@@ -96,7 +96,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     logging.set_verbosity_error()
     yield case_of(args, "T5-small", side_by_side.build("T5-small", is_tiny=args.is_tiny))
     shape = SHAPES["llama-tiny" if args.is_tiny else "llama-24m"]
-    yield case_of(args, shape.name, build(shape, "cpu", torch.float32))
+    yield case_of(args, shape.name, build(shape))
 
 
 BENCHMARK = runner.Benchmark(

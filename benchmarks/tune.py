@@ -8,29 +8,27 @@ too (`benchmarks.block_costs`).
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import itertools
 import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import block_costs
+from benchmarks import block_costs, runner
 from benchmarks.attention_data import random_calls
 from benchmarks.machine import devices, facts
-from benchmarks.runner import flag, option, parser_of
+from benchmarks.runner import flag, option
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.kernels import costs
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig
-
-Config = TypeVar("Config", bound=Hashable)
 
 SHAPES = {  # query heads, K/V heads, key dim, value dim
     64: (32, 8, 64, 64),
@@ -71,44 +69,18 @@ def call_of(
     return random_calls(SHAPES[dim], dtype, load, device)[0]
 
 
-def candidates(default: LaunchConfig, others: Iterable[LaunchConfig]) -> list[LaunchConfig]:
+def decode_candidates(default: LaunchConfig) -> list[LaunchConfig]:
     """The default first, then the alternatives."""
+    grid = itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 6))
+    others = (LaunchConfig(tile, default.block_m, *sizes) for tile, *sizes in grid)
     return list(dict.fromkeys([default, *others]))
 
 
-def decode_candidates(default: LaunchConfig) -> list[LaunchConfig]:
-    grid = itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 6))
-    return candidates(
-        default, (LaunchConfig(tile, default.block_m, *sizes) for tile, *sizes in grid)
-    )
-
-
 def prefill_candidates(default: LaunchConfig) -> list[LaunchConfig]:
+    """The default first, then the alternatives."""
     grid = itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4))
-    return candidates(default, (LaunchConfig(tile, rows, *sizes) for rows, tile, *sizes in grid))
-
-
-def choose(
-    options: Iterator[Config],
-    is_right: Callable[[Config], bool],
-    time_us: Callable[[Config], float],
-) -> tuple[Config, dict[Config, float]]:
-    """The fastest correct candidate, and the time of each. Candidates that do not fit the chip are
-    left out."""
-    times: dict[Config, float] = {}
-    for config in options:
-        try:
-            if not is_right(config):
-                print(
-                    f"  {config} gives other numbers than the reference: left out", file=sys.stderr
-                )
-                continue
-            times[config] = time_us(config)
-        except Exception as error:  # OutOfResources or a compiler error: the reason is Triton's
-            print(f"  {config}: {type(error).__name__}", file=sys.stderr)
-    if not times:
-        raise RuntimeError("no candidate ran and gave the reference's numbers")
-    return min(times, key=lambda config: times[config]), times
+    others = (LaunchConfig(tile, rows, *sizes) for rows, tile, *sizes in grid)
+    return list(dict.fromkeys([default, *others]))
 
 
 class Task(NamedTuple):
@@ -150,13 +122,12 @@ def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
     return list(tasks.values())
 
 
-SECONDS = 240.0
-"""Of `--block-sizes`, about."""
-TASKS = {"decode": decode_tasks, "prefill": prefill_tasks}
+TASKS = decode_tasks, prefill_tasks
 
 
-def tune(task: Task, device: torch.device) -> tuple[LaunchConfig, dict[str, Any]]:
-    """The best configuration, and the microseconds of the best and of the default."""
+def arms_of(task: Task, device: torch.device) -> dict[str, runner.Arm]:
+    """By configuration, its seconds: the geometric mean over loads. One whose numbers differ from
+    the reference says so."""
     from triton.testing import do_bench_cudagraph
 
     calls = [call_of(task.dim, task.dtype, load, device) for load in task.loads.values()]
@@ -164,24 +135,30 @@ def tune(task: Task, device: torch.device) -> tuple[LaunchConfig, dict[str, Any]
     small = call_of(task.dim, task.dtype, (3, min(70, most), 700), device)  # odd lengths
     expected, tolerance = reference.attend(small).float(), TOLERANCE[task.dtype]
 
-    def is_right(config: LaunchConfig) -> bool:
+    def work(turn: int, config: LaunchConfig) -> float | str:
         found = launch(task.kind, small, config).float()
-        return torch.allclose(found, expected, atol=tolerance, rtol=tolerance)
-
-    def time_us(config: LaunchConfig) -> float:
+        if not torch.allclose(found, expected, atol=tolerance, rtol=tolerance):
+            return "gives other numbers than the reference"
         times = [
-            do_bench_cudagraph(lambda call=call: launch(task.kind, call, config)) * 1000
-            for call in calls
+            do_bench_cudagraph(lambda call=call: launch(task.kind, call, config)) for call in calls
         ]
-        return statistics.geometric_mean(times)
+        return statistics.geometric_mean(times) / 1000
 
-    best, times = choose(iter(task.options), is_right, time_us)
-    default_us = times.get(task.options[0], math.nan)
-    return best, {
-        "best_us": round(times[best], 2),
-        "default_us": round(default_us, 2),
-        "loads": task.loads,
-    }
+    arms = runner.each(work, {str(config): config for config in task.options})
+    return {name: runner.guarded(arm) for name, arm in arms.items()}
+
+
+def fastest(key: str, arms: dict[str, runner.Arm]) -> tuple[str, dict[str, Any]]:
+    """The name of the fastest arm, and the microseconds of the best and of the default, which is
+    the first. Those that do not fit the chip or are wrong are left out, with their reason."""
+    rows = runner.rows_of_case(runner.Case(key, arms), 1, warm_ups=0)
+    times = {row["system"]: 1e6 * row["seconds"][0] for row in rows if row["seconds"]}
+    if not times:
+        raise RuntimeError(f"{key}: no candidate ran and gave the reference's numbers")
+    best = min(times, key=times.__getitem__)
+    figures = {"best_us": times[best], "default_us": times.get(next(iter(arms)), math.nan)}
+    problems = {row["system"]: row["problem"] for row in rows if "problem" in row}
+    return best, {name: round(us, 2) for name, us in figures.items()} | {"left out": problems}
 
 
 def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict[str, Any]) -> None:
@@ -193,35 +170,45 @@ def write(path: Path, chip: dict[str, Any], key: str, config: Any, figures: dict
     path.write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
 
 
-OPTIONS = {
-    "--dims": option(type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]),
-    "--dtypes": option(nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]),
-    "--quick": flag("two candidates of each entry: shows that it runs"),
-    "--block-sizes": flag("a table of what block sizes cost instead"),
-    "--device": option("of --block-sizes (%(default)s)", choices=devices(), default=devices()[-1]),
-}
-
-
-def main() -> None:
-    """Tunes and writes the table."""
-    options = parser_of(__doc__.splitlines()[0], OPTIONS).parse_args()
-    if options.block_sizes:
-        block_costs.main(options.device, SECONDS, options.quick, costs.FOLDER)
-        return
-    shapes = list(itertools.product(TASKS, options.dims, options.dtypes))
-    most = 2 if options.quick else None
+def measure(args: argparse.Namespace, keep: Any) -> runner.Data:
+    """Tunes and writes the table; a row for each entry."""
+    if args.block_sizes:
+        return {"rows": block_costs.write(args.device, args.seconds, args.quick, costs.FOLDER)}
     if not torch.cuda.is_available():
         raise SystemExit(
             "benchmarks.tune measures kernels on a CUDA device, and there is none here"
         )
-    device = torch.device("cuda", torch.cuda.current_device())
+    device, rows = torch.device("cuda", torch.cuda.current_device()), list[runner.Data]()
     chip = configs.chip_name(device)
-    for kernel, dim, name in shapes:
-        for task in TASKS[kernel](dim, getattr(torch, name), chip):
-            best, figures = tune(task._replace(options=task.options[:most]), device)
-            write(configs.FOLDER / f"{chip}.json", facts("cuda"), task.key, best, figures)
-            print(f"{task.key}: {best} {figures}", flush=True)
+    for tasks, dim, name in itertools.product(TASKS, args.dims, args.dtypes):
+        for task in tasks(dim, getattr(torch, name), chip):
+            task = task._replace(options=task.options[: args.most])
+            best, figures = fastest(task.key, arms_of(task, device))
+            (config,) = (one for one in task.options if str(one) == best)
+            figures["loads"] = task.loads
+            write(configs.FOLDER / f"{chip}.json", facts("cuda"), task.key, config, figures)
+            rows.append(runner.row_of(task.key, best, **figures))
+            keep({"rows": rows})
+    return {"rows": rows}
 
+
+BENCHMARK = runner.Benchmark(
+    __doc__,
+    measure=measure,
+    options={
+        "--dims": option(type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]),
+        "--dtypes": option(
+            nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]
+        ),
+        "--block-sizes": flag("a table of what block sizes cost instead"),
+        "--device": option(
+            "of --block-sizes (%(default)s)", choices=devices(), default=devices()[-1]
+        ),
+    },
+    fixed={"most": None, "seconds": 240.0},
+    quick={"most": 2},
+)
+main = BENCHMARK.main
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

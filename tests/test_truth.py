@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import hf_paged
-from benchmarks import generate, machine, readme, report, runner
+from benchmarks import generate, machine, readme, report, runner, tables
 from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
@@ -163,7 +163,7 @@ def test_whole_calls_are_one_run_of_one_clean_revision():
         assert row.get("problem", "") in shown
         if row["seconds"]:
             assert f"| {row['case']} | {row['system']} | {len(row['seconds'])}, " in shown
-    assert runner.targets(data["rows"]) in shown
+    assert tables.targets(data["rows"]) in shown
 
 
 def test_the_first_page_of_the_figures_fits_a_screen():

@@ -1,12 +1,11 @@
-"""Stages (d) and (e): steps of random models and whole calls, by the code of `benchmarks.generate`.
-Of a step of one row also the launches, and the time in which the GPU waits for the host."""
+"""Stages (d) and (e): steps of random models and whole calls, as in `benchmarks.generate`."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,7 @@ import torch
 from benchmarks import ceilings, generate, runner
 from benchmarks.continuous import PAGE_SIZE, GenerateBatch
 from benchmarks.gpu_day import jobs
-from benchmarks.models import SHAPES, Shape, build
+from benchmarks.models import SHAPES, build
 from benchmarks.runner import option
 from benchmarks.systems import Answer, Engine, Generate, System
 from benchmarks.workloads import WORKLOADS, Workload
@@ -25,8 +24,6 @@ from hf_paged.tape import graphs
 LLAMA, QWEN, TINY = "llama-3.1-8b", "qwen3-0.6b", "llama-tiny"
 TURNS = 3
 SETTINGS: tuple[tuple[str, Any], ...] = (("max_batch_tokens", 1024), (PAGE_SIZE, 32))
-PROFILED_STEPS = (4, 12)  # the difference of the two leaves the prompt out
-LAUNCHES = ("LaunchKernel", "GraphLaunch")  # in the names of the driver's and the runtime's calls
 ONE = Workload("1 x 16", "", 1, (16, 16), (64, 64))
 MANY = Workload("64 x 2048", "", 64, (2048, 2048), (16, 16))
 
@@ -90,45 +87,8 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
             yield from generate.freed(model, systems, case)
             if workload.name == ONE.name:
                 weights = list(model.parameters())  # hashed before cached prefixes are used
-                arms: dict[str, runner.Arm] = {}
-                arms |= runner.timed({"fingerprint": lambda weights=weights: hash_tensors(weights)})
-                if args.device == "cuda":
-                    arms |= {
-                        f"profile of {system}": profiled(systems[system], model, shape)
-                        for system in PAIR
-                    }
+                arms = runner.timed({"fingerprint": lambda weights=weights: hash_tensors(weights)})
                 yield runner.Case(f"{name}, a step", arms)
-
-
-def profiled(system: System, model: Any, shape: Shape) -> runner.Arm:
-    """Of one step: calls that launch something, kernels that run, their milliseconds."""
-
-    def work(turn: int) -> runner.Turn:
-        totals = []
-        for steps in PROFILED_STEPS:
-            workload = dataclasses.replace(ONE, new_tokens=(steps, steps))
-            activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-            with torch.profiler.profile(activities=activities) as profile:
-                system(model, shape, workload, workload.batch(turn, shape.vocab))
-            totals.append(counts(profile.events()))
-        few, many = PROFILED_STEPS
-        a_step = ((b - a) / (many - few) for a, b in zip(*totals))
-        return runner.Turn(0.0, figures=dict(zip(("launches", "kernels", "gpu, ms"), a_step)))
-
-    return runner.guarded(work)
-
-
-def counts(events: Iterable[Any]) -> tuple[float, float, float]:
-    """Of the profiler's events: calls that launch something, kernels that run, their
-    milliseconds."""
-    launches = kernels = busy = 0.0
-    for event in events:
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            kernels += 1
-            busy += event.time_range.elapsed_us() / 1000
-        elif any(name in event.name for name in LAUNCHES):
-            launches += 1
-    return launches, kernels, busy
 
 
 main = runner.Benchmark(

@@ -17,7 +17,7 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks import report, runner
+from benchmarks import report, runner, tables
 from benchmarks.paper import article, vattention
 from benchmarks.paper.kernel import overhead
 from benchmarks.paper.memory import batch_size, waste
@@ -64,14 +64,14 @@ def measure(args: argparse.Namespace, keep: Callable[[Data], Any]) -> Data:
 
 def show(runs: Sequence[Data]) -> Iterator[str]:
     """Each table."""
-    for (name,), rows in runner.grouped(runs, "case").items():
+    for (name,), rows in tables.grouped(runs, "case").items():
         yield f"{name}:"
         yield report.markdown(rows, COLUMNS)
 
 
 def sections(data: Mapping[str, Any]) -> Iterator[str]:
     """Of docs/figures/papers.md: the rows with a published figure, of the tables that were run."""
-    for tables, title in (
+    for group, title in (
         (
             PAGED_ATTENTION,
             """**The papers' tables** (PagedAttention, arXiv 2309.06180), repeated with hf_paged.
@@ -96,7 +96,7 @@ def sections(data: Mapping[str, Any]) -> Iterator[str]:
             95% intervals over turns of two processes.""",
         ),
     ):
-        runs = [one for one in data["runs"] if one["rows"][0]["case"] in tables]
+        runs = [one for one in data["runs"] if one["rows"][0]["case"] in group]
         rows = [row for one in runs for row in one["rows"] if row["published"]]
         if rows:
             machines = "; ".join(dict.fromkeys(machine_of(one["facts"]) for one in runs))

@@ -7,8 +7,6 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 
-import torch
-
 from benchmarks import generate, paired, parallel, runner
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper import kernel
@@ -22,7 +20,6 @@ from benchmarks.systems import Generate, System
 from benchmarks.workloads import WORKLOADS, Workload
 
 ENGINE_SLOTS = 1024
-SWEEP = tuple(block for block in BLOCKS if block <= 64)
 REQUESTS_A_SECOND = {4: 3.12, 8: 3.38, 16: 3.56, 32: 3.48, 64: 3.21}
 OVERHEAD = {4: 11, 8: 6, 16: 3, 32: 8, 64: 18}
 """S4's overhead in percent, by block size."""
@@ -49,13 +46,13 @@ def sharegpt_pairs(size: Size) -> list[tuple[int, int]]:
 def block_cases(size: Size) -> Iterator[runner.Case]:
     """Whole runs, and a layer's attention, by block size."""
     shape, pairs = small_shape(size, 8), sharegpt_pairs(size)
-    model = build(shape, "cpu", torch.float32)
+    model = build(shape)
 
     def work(turn: int, block: int) -> float:
         config = {"block_size": block, "num_blocks": ENGINE_SLOTS // block}
         return serve(model, shape, pairs, config)[0]
 
-    yield runner.Case("engine", runner.each(work, SWEEP))
+    yield runner.Case("engine", runner.each(work, BLOCKS))
     yield runner.Case("kernel", kernel.arms(size))
 
 
@@ -72,7 +69,7 @@ def sweep(size: Size) -> list[Row]:
     found, rows = measured(block_cases, size), []
     times = {case: times_of(contenders) for case, contenders in found.items()}
     trace = make_trace(SHAREGPT, max(60, size.short // 8))
-    for block in SWEEP:
+    for block in BLOCKS:
         speeds = paired.ratios(times["engine"]["16"], times["engine"][str(block)])
         usage = serve_paged(trace, A100, OPT_13B_SLOTS, block).usage.percent()
         empty = 100 * usage["internal"] / (usage["used"] + usage["internal"])
@@ -112,7 +109,7 @@ def preempting_pairs(size: Size) -> list[tuple[int, int]]:
 def preempted_cases(size: Size) -> Iterator[runner.Case]:
     """Whole runs with each preemption method in a memory that is too small, by block size."""
     shape, pairs = small_shape(size, 2), preempting_pairs(size)
-    model = build(shape, "cpu", torch.float32)
+    model = build(shape)
     slots = 384 if size.turns > 1 else 128
 
     def work(turn: int, method: str, *, block: int) -> runner.Turn:
@@ -209,7 +206,7 @@ def beam_workload(size: Size) -> Workload:
 def beam_cases(size: Size) -> Iterator[runner.Case]:
     """Whole calls, and their bytes of K/V."""
     shape, workload = SHAPES[size.small], beam_workload(size)
-    model = build(shape, "cpu", torch.float32)
+    model = build(shape)
     systems: dict[str, System] = {PLAIN: Generate(), OURS: Generate(cache="paged")}
     case = generate.case_of(model, shape, workload, systems)
     yield from generate.freed(model, systems, case._replace(turns=None, fewest=None))

@@ -12,7 +12,7 @@ from benchmarks.paper.rows import PAPER, READ, TOLD, Published, Row, Size, range
 from hf_paged.config import MIN_BLOCK_SIZE
 
 ROWS = 8
-BLOCKS = tuple(size for size in (4, 8, 16, 32, 64, 128, 256) if size >= MIN_BLOCK_SIZE)
+BLOCKS = tuple(size for size in (4, 8, 16, 32, 64) if size >= MIN_BLOCK_SIZE)
 LAYERS = 8
 
 

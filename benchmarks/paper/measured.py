@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-import time
 from typing import Any
 
 import hf_paged
+from benchmarks import runner
 from benchmarks.models import Shape
 from benchmarks.paper.serving import StepCost
-from benchmarks.workloads import texts
+from benchmarks.systems import checked
+from benchmarks.workloads import GREEDY, texts
 
 OPT_13B_KV_BYTES = 2 * 5120 * 40 * 2
 """Bytes per token: keys and values, hidden size, layers, bytes of float16 (arXiv 2309.06180,
@@ -30,12 +31,10 @@ def serve(
 ) -> tuple[float, Any]:
     """Seconds in which a new engine serves greedy requests of these prompt and output lengths, and
     its stats."""
-    draw = random.Random(seed)
+    lengths, outputs = zip(*pairs)
+    prompts = texts(random.Random(seed), lengths, shape.vocab)
+    configs = [{**GREEDY, "max_new_tokens": output} for output in outputs]
     with hf_paged.PagedEngine(model, {"prefix_caching": False, **config}) as engine:
-        for prompt, output in pairs:
-            options = {"max_new_tokens": output, "do_sample": False, "eos_token_id": None}
-            engine.add_request(*texts(draw, [prompt], shape.vocab), options)
-        start = time.perf_counter()
-        while engine.has_unfinished:
-            engine.step()
-        return time.perf_counter() - start, engine.stats()
+        seconds, results = runner.clocked(lambda: engine.generate(prompts, configs))
+        checked(results)
+        return seconds, engine.stats()

@@ -1,17 +1,15 @@
-"""Static batches, iteration-level batches with reserved memory, and ours on the same trace."""
+"""Iteration-level batches with reserved memory, and ours on the same trace."""
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 from benchmarks.paper.measured import A100, OPT_13B_SLOTS
 from benchmarks.paper.reservation import POLICIES
-from benchmarks.paper.rows import NONE, PAPER, READ, Published, Row, Size
-from benchmarks.paper.serving import Outcome, serve_paged, serve_reserved, serve_static
+from benchmarks.paper.rows import PAPER, READ, Published, Row, Size
+from benchmarks.paper.serving import Outcome, serve_paged, serve_reserved
 from benchmarks.paper.traces import SHAREGPT, Trace, make_trace
 
-SYSTEMS = ("static", "Max", "Pow2", "Oracle", "ours")
 LOADS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.2, 1.5)
 BOUND = 10.0
 """Latency bound, in multiples of the normalized latency of requests that do not wait for each
@@ -20,16 +18,9 @@ other."""
 
 def serve(system: str, trace: Trace) -> Outcome:
     """Serves the trace in OPT-13B's number of slots."""
-    if system == "static":
-        return serve_static(trace, A100, OPT_13B_SLOTS)
     if system == "ours":
         return serve_paged(trace, A100, OPT_13B_SLOTS)
     return serve_reserved(trace, A100, OPT_13B_SLOTS, POLICIES[system])
-
-
-def shown(system: str) -> str:
-    """A system's name in tables and plots."""
-    return f"Orca ({system})" if system in POLICIES else system
 
 
 def sustained(curve: list[tuple[float, float]], bound: float) -> float:
@@ -42,19 +33,12 @@ def sustained(curve: list[tuple[float, float]], bound: float) -> float:
     return curve[-1][0] if curve[-1][1] <= bound else 0.0
 
 
-def curves(requests: int) -> dict[str, list[tuple[float, float]]]:
-    """Points (requests per second, normalized latency) of every system, at `LOADS` of its rate when
-    all requests wait."""
-    everybody = make_trace(SHAREGPT, requests)
-    found: dict[str, list[tuple[float, float]]] = {}
-    for system in SYSTEMS:
-        most = serve(system, everybody).rate
-        rates = [load * most for load in LOADS]
-        found[system] = [
-            (rate, serve(system, make_trace(SHAREGPT, requests, rate)).normalized_latency)
-            for rate in rates
-        ]
-    return found
+def rate_of(system: str, requests: int, bound: float) -> float:
+    """Requests per second that a system serves within the latency bound."""
+    most = serve(system, make_trace(SHAREGPT, requests)).rate
+    traces = {load * most: make_trace(SHAREGPT, requests, load * most) for load in LOADS}
+    curve = [(rate, serve(system, trace).normalized_latency) for rate, trace in traces.items()]
+    return sustained(curve, bound)
 
 
 def alone() -> float:
@@ -69,31 +53,25 @@ fits any smaller ratio."""
 
 def schedulers(size: Size) -> list[Row]:
     """PagedAttention (arXiv 2309.06180), section 6.2 and figures 12a and 13a; Orca (OSDI'22)
-    introduced the iteration-level scheduling that all systems but the static batches use.
+    introduced the iteration-level scheduling.
 
     The same: OPT-13B's 15.7K slots, mean lengths, Poisson arrivals, the metric (normalized latency:
     seconds from arrival to end over output tokens, averaged over requests), the reservations.
     Different: time is simulated with a roofline of the paper's model and GPU (`benchmarks.generate`
-    measures arrivals on a machine); lengths are log-normal; static batches are padded; at most 256
-    requests at a time and 2048 tokens per step, for all. Ours is the engine's scheduler and block
-    manager. Figure 13a's batch sizes are in the table `batch_size`.
+    measures arrivals on a machine); lengths are log-normal; at most 256 requests at a time and 2048
+    tokens per step, for all. Ours is the engine's scheduler and block manager. Figure 13a's batch
+    sizes are in the table `batch_size`.
     """
-    found, bound, rows = curves(min(size.short // 4, 2_000)), BOUND * alone(), []
-    rates = {system: sustained(found[system], bound) for system in SYSTEMS}
-    for system, rate in rates.items():
-        name = f"requests a second within the latency bound, {shown(system)}; {A100.name}"
-        rows.append(Row(name, rate, "requests/s"))
-    for system in SYSTEMS[:-1]:
-        ratio = rates["ours"] / rates[system] if rates[system] else math.inf
-        published = NONE
-        if system in PUBLISHED_RATIOS:
-            low, high = PUBLISHED_RATIOS[system]
-            source = f"{PAPER}, section 6.2, over three models ({READ})"
-            why = "" if low <= ratio <= high else _WHY
-            published = Published(f"{low:g} to {high:g}", source, why)
-        ours = ratio if ratio < math.inf else "the other is never within it"
-        name = f"ours over {shown(system)}, requests a second; {A100.name}"
-        rows.append(Row(name, ours, "times", *published))
+    requests, bound, rows = min(size.short // 4, 2_000), BOUND * alone(), []
+    ours = rate_of("ours", requests, bound)
+    for system, (low, high) in PUBLISHED_RATIOS.items():
+        rate = rate_of(system, requests, bound)
+        ratio = ours / rate if rate else "the other is never within it"
+        source = f"{PAPER}, section 6.2, over three models ({READ})"
+        why = "" if rate and low <= ours / rate <= high else _WHY
+        published = Published(f"{low:g} to {high:g}", source, why)
+        name = f"ours over Orca ({system}), requests a second; {A100.name}"
+        rows.append(Row(name, ratio, "times", *published))
     return rows
 
 

@@ -4,8 +4,6 @@ and ours."""
 from __future__ import annotations
 
 import heapq
-import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -71,8 +69,7 @@ class Usage:
 @dataclass
 class Outcome:
     """Result of serving a trace in `num_slots` slots; `normalized_latency` is the mean over
-    requests of seconds per output token. Of ours also `tokens`, those scheduled, and `scheduling`,
-    the CPU seconds that this took."""
+    requests of seconds per output token."""
 
     num_slots: int
     requests: int = 0
@@ -81,9 +78,6 @@ class Outcome:
     row_seconds: float = 0.0
     busy_seconds: float = 0.0
     steps: int = 0
-    preemptions: int = 0
-    tokens: int = 0
-    scheduling: float = 0.0
     usage: Usage = field(default_factory=Usage)
 
     @property
@@ -194,34 +188,26 @@ def serve_reserved(
 
 
 def serve_paged(
-    trace: Trace,
-    cost: StepCost,
-    num_slots: int,
-    block_size: int = BLOCK_SIZE,
-    most_tokens: float = math.inf,
+    trace: Trace, cost: StepCost, num_slots: int, block_size: int = BLOCK_SIZE
 ) -> Outcome:
-    """Our scheduler and block manager, as the engine runs them; only the forward is left out. Ends
-    early once `most_tokens` tokens are scheduled."""
+    """Our scheduler and block manager, as the engine runs them; only the forward is left out."""
     outcome, pool = Outcome(num_slots), BlockPool(num_slots // block_size)
     blocks = manager_of([PoolGroup(pool)], block_size, prefix_caching=False)
     scheduler = Scheduler(
         Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS
     )
     head = held = 0
-    while outcome.tokens < most_tokens and (head < len(trace) or scheduler.has_unfinished):
+    while head < len(trace) or scheduler.has_unfinished:
         if not scheduler.has_unfinished:
             outcome.seconds = max(outcome.seconds, trace.arrivals[head])
         while head < len(trace) and trace.arrivals[head] <= outcome.seconds:
             prompt, output = trace.prompts[head], trace.outputs[head]
             scheduler.add(Request(head, [Sequence([0] * prompt)], prompt + output))
             head += 1
-        start = time.process_time()
         batch = scheduler.schedule()
         scheduler.commit(batch)
-        outcome.tokens += batch.num_tokens
         if batch.preempted:  # recompute: their tokens are computed again
             held = sum(table.num_tokens for table in blocks.tables(0))
-            outcome.preemptions += len(batch.preempted)
         else:
             held += batch.num_tokens
         seconds, taken = cost.seconds(batch.num_tokens, held), pool.num_used * block_size
@@ -235,5 +221,4 @@ def serve_paged(
                     held -= sequence.num_computed_tokens
                     scheduler.finish(request)
                     outcome.finish(trace, request.request_id)
-        outcome.scheduling += time.process_time() - start
     return outcome

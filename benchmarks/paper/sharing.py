@@ -69,7 +69,7 @@ def sampling(size: Size) -> list[Row]:
     rows = []
     requests = max(4, size.short // 125)
     for lengths in (ALPACA, SHAREGPT):
-        for count in (2, 4, 6, 8, 16):
+        for count in (2, 4, 6):
             seeds = range(size.seeds)
             saved = ranged([sampling_saving(lengths, count, requests, seed) for seed in seeds])
             found = SAMPLES[lengths.name].get(count)

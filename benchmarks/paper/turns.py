@@ -8,7 +8,7 @@ import unittest.mock
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from benchmarks import paired, runner
+from benchmarks import paired, runner, tables
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import NONE, Published, Row, Size
 from hf_paged.kernels import BACKEND_VARIABLE
@@ -25,7 +25,7 @@ def measured(
     processes = size.processes if size.processes > 1 else 0
     found: dict[str, dict[str, runner.Data]] = {}
     runs = runner.in_processes(processes, runner.rows_of, cases, size)
-    for row in runner.pooled({"rows": rows} for rows in runs):
+    for row in tables.pooled({"rows": rows} for rows in runs):
         if row.get("equal", 1.0) < 1:
             raise RuntimeError(f"{row['case']}: {row['system']} gives other tokens")
         found.setdefault(row["case"], {})[row["system"]] = row

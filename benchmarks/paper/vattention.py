@@ -29,18 +29,16 @@ from hf_paged.config import MIN_BLOCK_SIZE
 
 GIB, MIB = 2**30, 2**20
 CHUNK = 256
-BATCHES = (1, 2, 4, 8)
+BATCHES = (1, 8)
 BLOCKS, LARGE = "blocks of 16, C++ kernel", "blocks of 128, C++ kernel"
-GATHERED, VIRTUAL = "blocks of 16, gathered for SDPA", "virtual, SDPA in place"
+VIRTUAL, ON_DEMAND = "virtual, SDPA in place", "virtual, mapped on demand"
 RESERVED, DYNAMIC = "contiguous, reserved", "contiguous, copied (DynamicCache)"
-MAPS_NOTHING, ON_DEMAND = "blocks, nothing to map", "virtual, mapped on demand"
-AHEAD = "virtual, a block ahead"
-PAGE_BYTES = (1 << 12, 1 << 16, 1 << 17, 1 << 18, 1 << 21)
-"""A page of Linux, and vAttention's page groups (arXiv 2405.04437, section 6.1)."""
+PAGE_BYTES, GROUP_BYTES = 1 << 12, 1 << 16
+"""A page of Linux, and vAttention's least page group (arXiv 2405.04437, section 6.1)."""
 
 
 def contexts(size: Size) -> tuple[int, ...]:
-    return tuple(size.context * share // 2 for share in (1, 2, 4, 8))
+    return size.context // 2, 4 * size.context
 
 
 def named(page: int) -> str:
@@ -78,13 +76,10 @@ def reserved(shape: Shape, longest: int) -> Cache:
 LAYOUTS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
     BLOCKS: ({"block_size": 16}, None),
     LARGE: ({"block_size": 128}, None),
-    GATHERED: ({"block_size": 16}, "gather"),
     VIRTUAL: ({"storage": "virtual"}, "gather"),
     RESERVED: (None, None),
     DYNAMIC: (None, None),
-    MAPS_NOTHING: ({"storage": "blocks"}, None),
     ON_DEMAND: ({"storage": VirtualStorage()}, "gather"),
-    AHEAD: ({"storage": VirtualStorage(blocks_ahead=1)}, "gather"),
 }
 """By contender: the config of its `PagedCache`, if it has one, and a backend that is forced."""
 
@@ -94,7 +89,7 @@ class Forwards:
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
-        self.plain, self.paged = (build(shape, "cpu", torch.float32) for _ in range(2))
+        self.plain, self.paged = (build(shape) for _ in range(2))
         self.paged.set_attn_implementation("hf_paged")
 
     def cache(self, name: str, longest: int) -> Any:
@@ -132,7 +127,7 @@ def prefill_cases(size: Size) -> Iterator[runner.Case]:
             cache.reset()
             return runner.Turn(seconds, [logits.argmax(-1).flatten().tolist()])
 
-        names = RESERVED, BLOCKS, GATHERED, VIRTUAL
+        names = RESERVED, BLOCKS, VIRTUAL
         yield runner.Case(str(context), runner.each(work, names))
 
 
@@ -143,11 +138,11 @@ def prefill(size: Size) -> list[Row]:
     The same: one prompt at a time, in chunks; a kernel written for blocks, and one without paging
     support (PyTorch's SDPA), over rows contiguous in virtual addresses and over contiguous tensors.
     Different: a CPU; two layers of a small random model in float32, so that turns of long prompts
-    take seconds; contexts of thousands of tokens, not up to 192 thousand. The CPU's alternative for
-    a kernel without paging support is a copy: gathered. Times are of the forwards until the first
-    token; over contiguous tensors transformers repeats the K/V of grouped heads under a mask.
+    take seconds; contexts of thousands of tokens, not up to 192 thousand. Times are of the forwards
+    until the first token; over contiguous tensors transformers repeats the K/V of grouped heads
+    under a mask.
     """
-    shortest, *_, longest = map(str, contexts(size))
+    shortest, longest = map(str, contexts(size))
     unchanged = f"{VATTENTION}, abstract: kernels unchanged ({READ})"
     at_most = "1.1 at 16K; at most 3.92 (FlashAttention), 1.45 (FlashInfer)"
     source = f"{VATTENTION}, abstract ({READ}); 16K: S1"
@@ -158,7 +153,7 @@ def prefill(size: Size) -> list[Row]:
     }
     rows = []
     for context, found in measured(prefill_cases, size).items():
-        title, bases = f"prompt of {context} tokens: throughput", (BLOCKS, GATHERED, RESERVED)
+        title, bases = f"prompt of {context} tokens: throughput", (BLOCKS, RESERVED)
         rows += compared(title, found, bases, context, published, size, ".0f")
     return rows
 
@@ -288,7 +283,7 @@ def map_seconds(turn: int, writes: bool, *, page: int, total: int) -> float:
     for at in range(0, total, page):
         mapper.map(addresses.address + at, offset + at, page)
     if writes:
-        addresses.tensor(torch.uint8)[:: PAGE_BYTES[0]] = 1
+        addresses.tensor(torch.uint8)[::PAGE_BYTES] = 1
     return time.perf_counter() - start
 
 
@@ -296,14 +291,14 @@ MAPPED = {"mapped": False, "mapped and written to once": True}
 
 
 def allocation_cases(size: Size) -> Iterator[runner.Case]:
-    for page in PAGE_BYTES:
-        sizes = {"page": page, "total": size.context * 1024 * 256}
-        yield runner.Case(str(page), runner.each(functools.partial(map_seconds, **sizes), MAPPED))
+    sizes = {"page": GROUP_BYTES, "total": size.context * 1024 * 256}
+    work = functools.partial(map_seconds, **sizes)
+    yield runner.Case("allocation", runner.each(work, MAPPED))
 
 
 def allocation(size: Size) -> list[Row]:
     """
-    vAttention (arXiv 2405.04437), section 7.3: time to map page groups, by their size.
+    vAttention (arXiv 2405.04437), section 7.3: time to map page groups.
 
     The same: one call per group, one thread, addresses reserved before. Different: pages of a
     memory file and `mmap` on Linux, which allocates a page at the first write, not when it is
@@ -311,16 +306,13 @@ def allocation(size: Size) -> list[Row]:
     the second is comparable with a GPU's.
     """
     total, rows = size.context * 1024 * 256, []
-    for page, found in measured(allocation_cases, size).items():
-        count = total // int(page)
-        for what, seconds in times_of(found).items():
-            rates = ranged([total / one / 1e9 for one in seconds], ".3g")
-            most = f"; {ranged([count / one for one in seconds], '.3g')} groups/s"
-            is_told = int(page) == PAGE_BYTES[1] and what != "mapped"
-            published = Published("up to 7.6 (size not said)", TOLD_S1, _WHY_ZEROS)
-            title = f"groups of {named(int(page))}, {what}"
-            told = published if is_told else NONE
-            rows.append(Row(title, rates + most, "GB/s", *told, seconds))
+    for what, seconds in times_of(measured(allocation_cases, size)["allocation"]).items():
+        rates = ranged([total / one / 1e9 for one in seconds], ".3g")
+        groups = ranged([total // GROUP_BYTES / one for one in seconds], ".3g")
+        published = Published("up to 7.6 (size not said)", TOLD_S1, _WHY_ZEROS)
+        title = f"groups of {named(GROUP_BYTES)}, {what}"
+        told = NONE if what == "mapped" else published
+        rows.append(Row(title, f"{rates}; {groups} groups/s", "GB/s", *told, seconds))
     return rows
 
 
@@ -417,32 +409,32 @@ def mmaps() -> Iterator[list[int]]:
 
 
 def spike_cases(size: Size) -> Iterator[runner.Case]:
-    """By mechanism: the median of the steps that map less that of the others."""
+    """The median of the steps that map less that of the others."""
     forwards = Forwards(MANY_HEADS if size.turns > 1 else SHAPES["llama-tiny"])
     rows, length, steps = (8, 64, 104) if size.turns > 1 else (2, 60, 70)
     states, token = random_states(forwards.shape, rows, length), torch.full((rows, 1), 5)
 
-    def work(turn: int, name: str) -> runner.Turn:
-        cache, seconds = filled(forwards.cache(name, length + steps), states), []
+    def work(turn: int) -> runner.Turn:
+        cache, seconds = filled(forwards.cache(ON_DEMAND, length + steps), states), []
         maps: list[float] = []
         others: list[float] = []
         with mmaps() as calls:
-            forwards.run(name, cache, [token])  # maps the existing blocks
+            forwards.run(ON_DEMAND, cache, [token])  # maps the existing blocks
             for _ in range(steps - 1):
                 before = len(calls)
-                seconds.append(forwards.run(name, cache, [token])[0])
+                seconds.append(forwards.run(ON_DEMAND, cache, [token])[0])
                 (others if len(calls) == before else maps).append(seconds[-1])
         cache.reset()
         more = statistics.median(maps) - statistics.median(others) if maps and others else 0.0
         figures = {"median": statistics.median(seconds), "largest": max(seconds)}
         return runner.Turn(more, figures=figures | {"maps": len(maps), "steps": len(seconds)})
 
-    yield runner.Case("spikes", runner.each(work, (MAPS_NOTHING, ON_DEMAND, AHEAD)))
+    yield runner.Case("spikes", {ON_DEMAND: work})
 
 
 def spikes(size: Size) -> list[Row]:
-    """vAttention (arXiv 2405.04437), section 6.1.1: time that mapping adds to the steps that need
-    more pages, on demand and a block ahead.
+    """vAttention (arXiv 2405.04437), section 6.1.1: time that mapping on demand adds to the steps
+    that need more pages.
 
     The same: rows grow in lockstep, so all need more pages in the same step. Different: `mmap` on
     Linux, 8 rows of a small random model with enough layers and heads that a step maps more than a
@@ -452,17 +444,14 @@ def spikes(size: Size) -> list[Row]:
     paper's thread in the background, which took 77 ms where mapping on demand took 18: it competed
     with the step for CPU cores.
     """
-    rows = []
-    for name, row in measured(spike_cases, size)["spikes"].items():
-        published = Published("10 and more", TOLD_S1, _WHY_SPIKES)
-        figures, more = row["figures"], [1e3 * one for one in row["seconds"]]
-        step = f"; median step {1e3 * figures['median']:.2f} ms"
-        most = f"largest of a turn {1e3 * figures['largest']:.3g} ms"
-        maps = f"{figures['maps']:g} steps of {figures['steps']:g} map"
-        title, told = f"steps that map, beyond the others: {name}", name == ON_DEMAND
-        ours = f"{step}, {most}; {maps}"
-        rows.append(timed_row(title, more, size, published if told else NONE, ours, "ms"))
-    return rows
+    row = measured(spike_cases, size)["spikes"][ON_DEMAND]
+    published = Published("10 and more", TOLD_S1, _WHY_SPIKES)
+    figures, more = row["figures"], [1e3 * one for one in row["seconds"]]
+    step = f"; median step {1e3 * figures['median']:.2f} ms"
+    most = f"largest of a turn {1e3 * figures['largest']:.3g} ms"
+    maps = f"{figures['maps']:g} steps of {figures['steps']:g} map"
+    title = f"steps that map, beyond the others: {ON_DEMAND}"
+    return [timed_row(title, more, size, published, f"{step}, {most}; {maps}", "ms")]
 
 
 _WHY_SPIKES = (

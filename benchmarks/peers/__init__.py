@@ -41,8 +41,8 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "openvino": Engine("OpenVINO GenAI", "openvino", {"kv": "bf16"}),
-    "openvino_u8": Engine("OpenVINO GenAI, u8 K/V", "openvino", {"kv": "u8"}),
+    "openvino": Engine("OpenVINO GenAI", "openvino", {"kv": ["bf16", "f16", "f32"]}),
+    "openvino_u8": Engine("OpenVINO GenAI, u8 K/V", "openvino", {"kv": ["u8"]}),
     "vllm": Engine("vLLM", "vllm"),
     "vllm_zen": Engine("vLLM, Zen", "vllm"),
     "llamacpp": Engine("llama.cpp", "llamacpp"),

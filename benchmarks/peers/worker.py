@@ -5,8 +5,10 @@ nothing of this project."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -20,6 +22,28 @@ from typing import Any
 Batch = dict[str, Any]  # prompts, new_tokens (of each prompt), rows_per_prompt, sampled, num_beams
 Run = Callable[[Batch], list[list[int]]]
 NO_TOKEN = 1  # stop token for engines that require one; they are told to ignore it
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Has Linux kill this process, stopped or not, when the one that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def start(command: list[Any]) -> subprocess.Popen[bytes]:
+    """A server that ends with this process; what it prints goes to stderr."""
+    return subprocess.Popen([*map(str, command)], stdout=2, preexec_fn=die_with_parent)
+
+
+def first_accepted(make: Callable[[str], Any], choices: list[str]) -> tuple[str, Any]:
+    """The first choice that `make` takes, and what it returns; raises the last one's error."""
+    for choice in choices[:-1]:
+        try:
+            return choice, make(choice)
+        except RuntimeError:  # the processor has no instructions for it
+            continue
+    return choices[-1], make(choices[-1])
 
 
 def openvino(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, str]:
@@ -36,10 +60,13 @@ def openvino(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[R
     model.save_pretrained(directory / "openvino")
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.enable_prefix_caching = True
-    options = {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": settings["kv"]}
-    pipeline = openvino_genai.ContinuousBatchingPipeline(
-        str(directory / "openvino"), scheduler, "CPU", options
-    )
+
+    def make(kv: str) -> Any:
+        options = {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": kv}
+        arguments = str(directory / "openvino"), scheduler, "CPU", options
+        return openvino_genai.ContinuousBatchingPipeline(*arguments)
+
+    kv, pipeline = first_accepted(make, settings["kv"])
 
     def run(batch: Batch) -> list[list[int]]:
         is_shared = len({tuple(prompt[:64]) for prompt in batch["prompts"]}) == 1
@@ -67,7 +94,7 @@ def openvino(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[R
         answers = [handle.read_all() for handle in handles]
         return [list(row.generated_ids) for answer in answers for row in answer[:count]]
 
-    return run, f"{openvino_genai.__version__}, prefix cache, {settings['kv']} K/V"
+    return run, f"{openvino_genai.__version__}, prefix cache, {kv} K/V"
 
 
 def vllm(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, str]:
@@ -132,7 +159,7 @@ def llamacpp(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[R
     command += ["--parallel", slots, "--ctx-size", slots * settings["slot_tokens"], "--no-warmup"]
     command += ["--cache-type-k", "f16", "--cache-type-v", "f16"]
     command += ["--threads", threads, "--threads-batch", threads]
-    server = subprocess.Popen([*map(str, command)], stdout=2)
+    server = start(command)
     while not is_up(f"{address}/health"):
         if server.poll() is not None:
             raise RuntimeError(f"llama-server ended with {server.returncode}")
@@ -165,6 +192,7 @@ def is_up(address: str) -> bool:
 
 
 def main() -> None:
+    die_with_parent()
     name, directory, threads, *settings = sys.argv[1:]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # library output goes to stderr
@@ -173,8 +201,8 @@ def main() -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     try:
-        start = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}[name]
-        run, told = start(Path(directory), int(threads), json.loads(*settings))
+        load = {"openvino": openvino, "vllm": vllm, "llamacpp": llamacpp}[name]
+        run, told = load(Path(directory), int(threads), json.loads(*settings))
     except Exception as error:  # shown in the benchmark's table
         return tell(error=f"{type(error).__name__}: {error}")
     tell(ready=True, settings=told)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import report, runner
+from benchmarks import report, tables
 from benchmarks.report import machine_of
 from benchmarks.runner import Data
 
@@ -36,7 +36,7 @@ def milliseconds(case: str, system: str) -> Outcome:
     """Of a turn of a system."""
 
     def read(rows: Rows) -> str | None:
-        row = runner.base_of(rows, case, system)
+        row = tables.base_of(rows, case, system)
         return row and f"{report.text(1e3 * statistics.median(row['seconds']))} ms"
 
     return read
@@ -46,7 +46,7 @@ def figure(case: str, system: str, key: str, unit: str) -> Outcome:
     """A figure of a system."""
 
     def read(rows: Rows) -> str | None:
-        row = runner.base_of(rows, case, system)
+        row = tables.base_of(rows, case, system)
         found = None if row is None else row["figures"].get(key)
         return None if found is None else f"{report.text(found)} {unit}"
 
@@ -57,8 +57,8 @@ def ratio(case: str, base: str, system: str) -> Outcome:
     """The time of `base` over a system's."""
 
     def read(rows: Rows) -> str | None:
-        pair = [runner.base_of(rows, case, name) for name in (base, system)]
-        return None if None in pair else report.text(runner.ratio_of(*pair).value)  # type: ignore[arg-type]
+        pair = [tables.base_of(rows, case, name) for name in (base, system)]
+        return None if None in pair else report.text(tables.ratio_of(*pair).value)  # type: ignore[arg-type]
 
     return read
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from benchmarks import all as whole_run
-from benchmarks import paired, report, runner
+from benchmarks import paired, report, tables
 from benchmarks.peers import TITLES
 from benchmarks.report import Row, flow
 from benchmarks.runner import Data
@@ -38,15 +38,15 @@ class Beside(NamedTuple):
 def beside(rows: list[Data]) -> Iterator[Beside]:
     """Yields the workloads W1 to W10 that were run, in order."""
     for name in ALL:
-        plain, ours = (runner.base_of(rows, name, system) for system in ("plain", "ours"))
+        plain, ours = (tables.base_of(rows, name, system) for system in ("plain", "ours"))
         if plain is None or ours is None:
             continue
         share = ours["figures"]["K/V, MiB"] / plain["figures"]["K/V, MiB"]
-        workload = Beside(name, runner.ratio_of(plain, ours), share)
-        others = [runner.base_of(rows, name, title) for title in TITLES.values()]
+        workload = Beside(name, tables.ratio_of(plain, ours), share)
+        others = [tables.base_of(rows, name, title) for title in TITLES.values()]
         if ran := [row for row in others if row is not None]:
             best = min(ran, key=lambda row: statistics.median(row["seconds"]))
-            ratio = runner.ratio_of(best, ours)
+            ratio = tables.ratio_of(best, ours)
             workload = workload._replace(engine=best["system"], over_engine=ratio)
         yield workload
 
@@ -106,7 +106,7 @@ def ratios(name: str, base: str, system: str) -> dict[str, paired.Estimate]:
     runs = data.get("runs", [data])
     return {
         row["case"]: ratio
-        for row, other, ratio, _ in runner.comparisons([row for run in runs for row in run["rows"]])
+        for row, other, ratio, _ in tables.comparisons([row for run in runs for row in run["rows"]])
         if other == base and row["system"].startswith(system)
     }
 

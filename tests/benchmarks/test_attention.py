@@ -30,7 +30,7 @@ def test_quick_prints_and_writes_every_phase_and_peer(tmp_path, capsys):
     assert "| contiguous sdpa / it |" in printed and "GB/s" in printed
     assert "Measured ceilings" in printed
     contenders = {row["system"] for row in rows}
-    names = {"ours", "HF sdpa", "HF eager", "flex_attention", "FlashInfer"}
+    names = {"ours", "HF sdpa", "HF eager", "flex_attention"}
     assert contenders >= {CONTIGUOUS, *names, "varlen_attn"}
     assert contenders >= {f"ours: {name}" for name in kernels.BACKEND_NAMES}
     for phase in ("decode", "chunk", "prefill"):
@@ -44,7 +44,7 @@ def test_quick_prints_and_writes_every_phase_and_peer(tmp_path, capsys):
 
 def test_a_missing_peer_is_not_installed(monkeypatch):
     setting = attention_data.settings("cpu", quick=True)[0]
-    (absent,) = (peer for peer in peers(quick=True, flex_seconds=0) if peer.name == "FlashInfer")
+    (absent,) = (peer for peer in peers(quick=True, flex_seconds=0) if peer.name == "varlen_attn")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert absent.missing(setting) == "not installed"
 

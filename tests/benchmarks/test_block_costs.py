@@ -16,7 +16,8 @@ from hf_paged.kernels import costs
 
 def test_a_run_writes_a_table_that_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(block_costs, "SIZES", [4, 16])
-    block_costs.main("cpu", 1, True, tmp_path)
+    rows = block_costs.write("cpu", 1, True, tmp_path)
+    assert rows and all(row["figures"]["16"] == 1.0 and row["figures"]["4"] > 0 for row in rows)
     monkeypatch.setattr(costs, "FOLDER", tmp_path)
     times, source = costs.find_costs(torch.device("cpu"), torch.float32)
     assert list(times) == [4, 16] and all(time > 0 for time in times.values())

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import arrivals, generate, pictures, report, runner
+from benchmarks import arrivals, generate, pictures, report, runner, tables
 from benchmarks.arrivals import Record, Trace
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES, build
@@ -146,6 +146,28 @@ def test_turns_alternate_and_end_in_time(model, no_gc):
     assert prompts[0] != prompts[8]
 
 
+def test_a_slow_turn_ends_a_case_that_the_minutes_have_no_second_one_for():
+    calls: list[tuple[str, int]] = []
+
+    def sleeps(seconds):
+        def work(turn, name):
+            calls.append((name, turn))
+            time.sleep(seconds[name] if turn >= 0 else 0.001)
+            return 1.0
+
+        return runner.each(work, list(seconds))
+
+    case = runner.Case("slow", sleeps({"plain": 0.2, "ours": 0.001}), fewest=3)
+    found = runner.take_turns(case._replace(end=time.perf_counter() + 0.3), 3, 1)
+    assert {name: len(turns) for name, turns in found.items()} == {"plain": 1, "ours": 1}
+    case = case._replace(once=("plain",), end=time.perf_counter() + 0.3)  # counts no longer
+    assert len(runner.take_turns(case, 3, 1)["ours"]) == 3
+    calls.clear()
+    case = runner.Case("warm", runner.each(lambda turn, _: calls.append(("", turn)) or 0.0, ["a"]))
+    runner.take_turns(case._replace(end=0.0), 2, 5)
+    assert [turn for _, turn in calls] == [-5, 0]
+
+
 @pytest.mark.slow
 def test_the_small_pool_has_a_third_of_what_the_engine_had_in_use(model, no_gc):
     workload = replace(WORKLOADS["W2"].scaled(0.15, 0.1), target=None)
@@ -180,7 +202,7 @@ def rows_by_hand(case, **seconds):
 def test_turns_of_a_second_process_are_added_to_those_of_the_first():
     first = rows_by_hand("W6", plain=[2.0, 2.0, 3.0], ours=[1.0])
     second = rows_by_hand("W6", ours=[2.0, 3.0])
-    _, row = runner.pooled([{"rows": first}, {"rows": [second[0] | {"equal": 0.0}]}])
+    _, row = tables.pooled([{"rows": first}, {"rows": [second[0] | {"equal": 0.0}]}])
     assert (row["seconds"], row["processes"], row["equal"]) == ([1.0, 2.0, 3.0], 2, 0.25)
 
 
@@ -218,17 +240,17 @@ def test_tables_compare_with_the_fastest_plain_and_judge_ours_only():
     )
     ratios = {
         (row["system"], base): (ratio.value, target)
-        for row, base, ratio, target in runner.comparisons(rows)
+        for row, base, ratio, target in tables.comparisons(rows)
     }
     assert ratios["plain, batch 16", "plain"] == (4 / 9, None)
     assert ratios["ours", "plain"] == (2.5, 2.0) and ratios["generate_batch", "plain"][0] == 0.2
     assert ratios["ours", "generate_batch"] == (10.0, 6.0)
     assert ("plain, batch 32", "plain") not in ratios
-    assert runner.targets(rows) == "Targets: 2 of 2 are met."
+    assert tables.targets(rows) == "Targets: 2 of 2 are met."
     limited = [row | {"limits": {"n": 0.5}} for row in rows if row["system"] == "ours"]
     said = "Targets: 0 of 1 are met; not met: W2, ours: n 1, not at most 0.5."
-    assert runner.targets(limited) == said
-    assert "| 1, at most 0.5: not met |" in runner.table(limited)
+    assert tables.targets(limited) == said
+    assert "| 1, at most 0.5: not met |" in tables.table(limited)
 
 
 def test_times_belong_to_tokens(model):

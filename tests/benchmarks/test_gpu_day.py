@@ -12,11 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
 
 from benchmarks import machine, report, runner
-from benchmarks.gpu_day import calls, suite
+from benchmarks.gpu_day import suite
 from benchmarks.gpu_day.__main__ import STAGES
 from benchmarks.sections import gpu_day
 from benchmarks.workers import Lost, in_workers
@@ -104,19 +102,6 @@ def test_dies():
 def test_skips():
     pytest.skip("not here")
 """
-
-
-def test_kernels_and_launches_of_a_profile_are_counted() -> None:
-    """The profiler makes an object of its enumeration for each event."""
-
-    def event(name: str, device: DeviceType) -> FunctionEvent:
-        kind = DeviceType(int(device))
-        return FunctionEvent(0, name, 0, start_us=10, end_us=15, device_type=kind)
-
-    host, device = DeviceType.CPU, DeviceType.CUDA
-    names = ("cudaGraphLaunch", "cuLaunchKernelEx", "aten::mm", "cudaMemcpyAsync")
-    events = [event(name, host) for name in names] + [event("attention_kernel", device)] * 3
-    assert calls.counts(events) == (2, 3, 0.015)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import linears, parallel, readme, report, runner, virtual
+from benchmarks import linears, parallel, readme, report, runner, tables, virtual
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import article, vattention
 from benchmarks.paper.rows import FULL, TINY
@@ -99,8 +99,8 @@ def test_results_of_two_processes_are_one_table():
         {"case": "8 rows", "system": name, "seconds": seconds, "over": over, "figures": {"n": 2}}
         for name, seconds in turns.items()
     ]
-    rows = runner.pooled([{"rows": rows}] * 2)
-    (line, *_) = runner.table(rows).splitlines()[2:]
+    rows = tables.pooled([{"rows": rows}] * 2)
+    (line, *_) = tables.table(rows).splitlines()[2:]
     assert line == (
         "| 8 rows | together | 4, 2 | 1 (1 to 1) | 4.00, at least 3: met |"
         " 0.90, at least 1.2: not met | 2 |"

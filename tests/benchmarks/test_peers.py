@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,10 @@ import torch
 from benchmarks import peers
 from benchmarks.generate import model_of, systems_for
 from benchmarks.models import SHAPES, build
+from benchmarks.peers import worker
 from benchmarks.systems import NotAvailable
 from benchmarks.workloads import WORKLOADS
+from tests.benchmarks.test_stages import ends
 
 ROOT = Path(peers.__file__).parent
 ECHO = """
@@ -132,3 +135,50 @@ def test_packages_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     with pytest.raises(NotAvailable, match="its packages cannot be installed"):
         peers.environment("vllm")
+
+
+SERVER = """
+import sys
+sys.path.insert(0, sys.argv.pop(1))
+import worker
+worker.llamacpp = lambda *_: (None, str(worker.start(["sleep", "600"]).pid))
+worker.main()
+"""
+RUN = """
+import json, os, signal, subprocess, sys, time
+command = [sys.executable, "-c", *sys.argv[1:], "llamacpp", "/nowhere", "1", "{}"]
+options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "start_new_session": True}
+worker = subprocess.Popen(command, **options)
+told = json.loads(worker.stdout.readline())
+os.killpg(worker.pid, signal.SIGSTOP)
+print(worker.pid, told["settings"], flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_stopped_worker_and_its_server_end_with_the_run(number: int) -> None:
+    command = [sys.executable, "-c", RUN, SERVER, str(ROOT)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None
+        children = run.stdout.readline().split()
+        run.send_signal(number)
+    assert len(children) == 2
+    for child in children:
+        ends(int(child))
+
+
+def test_keys_and_values_have_a_type_that_the_processor_has() -> None:
+    def make(kind: str) -> str:
+        if kind in refused:
+            raise RuntimeError(f"{kind} is refused")
+        return f"a pipeline of {kind}"
+
+    choices, refused = peers.ENGINES["openvino"].settings["kv"], set[str]()
+    assert worker.first_accepted(make, choices) == ("bf16", "a pipeline of bf16")
+    refused.add("bf16")
+    assert worker.first_accepted(make, choices) == ("f16", "a pipeline of f16")
+    refused.update(choices)
+    with pytest.raises(RuntimeError, match="f32 is refused"):
+        worker.first_accepted(make, choices)

@@ -21,7 +21,6 @@ NEEDS_COMPILER = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compi
 FULL = [pytest.mark.slow, pytest.mark.full]
 RUNS = {
     "linears": ("| llama-tiny, 5 rows | ours | 1, 1 |", [NEEDS_COMPILER]),
-    "scheduler": ("| CPU time | 1000 waiting |", [pytest.mark.slow]),
     "virtual": ("| decode step of bloom, 2x64 | virtual |", [pytest.mark.slow, NEEDS_MEMORY_FILES]),
     "first_call": ("1.5 times plain's time and 1 s more are ", FULL),
     "grpo": ("rollouts: 4 steps of 4 x 8 x 6 tokens |", FULL),

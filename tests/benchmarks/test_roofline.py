@@ -6,9 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import ceilings, latency
+from benchmarks import ceilings
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.roofline import Cost, call_seconds, step_seconds
+from benchmarks.systems import latencies
 
 SHAPE = Shape("by hand", "llama", 8, 2, 2, 1, 4, 16, 32)
 LIMITS = ceilings.Ceilings(bandwidth=1000.0, flops={"bfloat16": 100_000.0})
@@ -72,11 +73,11 @@ def test_parameters_of_the_named_shapes():
 
 def test_latency_figures():
     times = [[1.0, 1.5, 2.5], [3.0]]
-    found = latency.summary(times, [0.0, 1.0])
+    found = latencies(times, [0.0, 1.0])
     assert found["TTFT p50, ms"] == pytest.approx(1500) and found["TPOT p99, ms"] == pytest.approx(
         995
     )
-    assert latency.summary([[], []], [0.0, 0.0]) == {}
+    assert latencies([[], []], [0.0, 0.0]) == {}
 
 
 def test_ceilings_are_positive():

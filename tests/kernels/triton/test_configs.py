@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import tune
+from benchmarks import runner, tune
 from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
@@ -83,17 +83,20 @@ def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
     default = LaunchConfig(tile=64)
     options = list(tune.decode_candidates(default))
     assert options[0] == default and len(set(options)) == len(options)
-    fast_but_wrong, too_large, best = options[1], options[2], options[3]
+    wrong, too_large, best = map(str, options[1:4])
 
-    def time_us(config: LaunchConfig) -> float:
-        if config == too_large:
+    def time_of(turn: int, name: str) -> float | str:
+        if name == too_large:
             raise RuntimeError("out of resource: shared memory")
-        return {fast_but_wrong: 1.0, best: 2.0}.get(config, 3.0)
+        return {wrong: "wrong", best: 2e-6}.get(name, 3e-6)
 
-    chosen, times = tune.choose(iter(options), lambda config: config != fast_but_wrong, time_us)
-    assert chosen == best and too_large not in times and fast_but_wrong not in times
+    arms = runner.each(time_of, map(str, options))
+    chosen, figures = tune.fastest("decode", {n: runner.guarded(a) for n, a in arms.items()})
+    assert (chosen, figures["best_us"], figures["default_us"]) == (best, 2.0, 3.0)
+    why = "failed: RuntimeError: out of resource: shared memory"
+    assert figures["left out"] == {wrong: "wrong", too_large: why}
     with pytest.raises(RuntimeError, match="no candidate"):
-        tune.choose(iter(options), lambda config: False, time_us)
+        tune.fastest("decode", {wrong: arms[wrong]})
 
 
 @available

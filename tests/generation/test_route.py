@@ -14,7 +14,6 @@ import torch
 import transformers
 
 from hf_paged import PagedEngine, Route, last_route
-from hf_paged.batching.factory import find_rectangles
 from hf_paged.kernels import cpp
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
@@ -53,7 +52,6 @@ def test_a_packed_engine(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_engine_that_runs_row_by_row_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    find_rectangles()
     model = models.build("llama")
     model.model.norm.register_forward_hook(lambda *args: None)  # type: ignore[union-attr]
     why = "there are forward hooks on model.norm [troubleshooting.md#hooks]"

@@ -66,6 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=obstacle))
 
 
+ASKED = pytest.StashKey[list[str]]()  # the missing rooms that a test asked for
+
+
 def _missing_room(text: str) -> str | None:
     """The reason for a skip if an error's text names a room of hf_paged that is taken away."""
     from hf_paged.rooms import ROOMS, is_installed
@@ -97,10 +100,11 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
     """Skips a test that asks for a room which `tests.support.alone` has taken away."""
     try:
         yield
-    except ImportError as error:
-        if (reason := _missing_room(str(error))) is None:
+    except (Exception, pytest.fail.Exception) as error:
+        reason = _missing_room(str(error)) if isinstance(error, ImportError) else None
+        if reason is None and not item.stash.get(ASKED, []):
             raise
-        pytest.skip(reason)
+        pytest.skip(reason or f"needs the room {item.stash[ASKED][0]}")
 
 
 @pytest.fixture
@@ -148,7 +152,7 @@ def asked_rectangles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     if "hf_paged" in sys.modules and "without_rooms" not in request.fixturenames:
         from tests.support.rooms import ask_for_rectangles
 
-        ask_for_rectangles(monkeypatch.setattr)
+        request.node.stash[ASKED] = ask_for_rectangles(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

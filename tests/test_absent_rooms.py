@@ -63,4 +63,4 @@ def test_rectangles(caplog: pytest.LogCaptureFixture) -> None:
     assert "needs `hf_paged.rectangles`" in warning and "[troubleshooting.md#rooms]" in warning
     assert paged.equal(model.generate(ids, **options))
     with pytest.raises(rooms.RoomMissingError, match=r"needs `hf_paged.rectangles`"):
-        PagedEngine(model).generate(ids.tolist(), {"max_new_tokens": 5})
+        PagedEngine(model, {"capture": False}).add_request(ids[0].tolist())

@@ -1,4 +1,4 @@
-"""The layouts of rectangles, and their checks: short steps on random tokens, or on a call's prompts,
+"""The layouts of rectangles, and their checks: short steps on random tokens or on a call's prompts,
 compared with plain forwards (`model.trial`). `capability` decides which checks run."""
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_paged.kernels import cpp
-from hf_paged.rooms import ROOMS, RoomMissingError, is_installed, room
+from hf_paged.rooms import ROOMS, is_installed, room
 
 needs_all_rooms = pytest.mark.skipif(
     not all(map(is_installed, ROOMS)), reason="looks at all rooms, and some are taken away"
@@ -29,16 +29,20 @@ def fix_prices(replace: Callable[[Any, str, Any], None] = setattr) -> None:
         replace(Speculator, "computed", lambda self, num_tokens, seconds: None)
 
 
-def ask_for_rectangles(replace: Callable[[Any, str, Any], None] = setattr) -> None:
-    """From now on, if the room `rectangles` is taken away, a model or a call that needs it raises:
-    its test is then skipped, in place of running on transformers' own loop."""
+def ask_for_rectangles(replace: Callable[[Any, str, Any], None] = setattr) -> list[str]:
+    """From now on, if the room `rectangles` is taken away, a model or a call that needs it raises,
+    in place of running on transformers' own loop, and lengthens the returned list: its test is then
+    skipped."""
+    asked = list[str]()
     if is_installed("rectangles"):
-        return
+        return asked
     from hf_paged.generation import candidate
     from hf_paged.model import capability
 
-    def fail(model: Any, message: str) -> None:
-        raise RoomMissingError(message)
+    def fail(*_: Any) -> None:
+        asked.append("rectangles")
+        room("rectangles", "this test")
 
     replace(candidate, "warn_once", fail)
-    replace(capability, "room_if_installed", lambda name: room(name, "this test"))
+    replace(capability, "room_if_installed", fail)
+    return asked

@@ -1,1 +1,1 @@
-"""Executes scheduled steps: packed or rectangular forwards of the current model."""
+"""Executes scheduled steps: forwards of the current model."""

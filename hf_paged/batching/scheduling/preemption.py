@@ -93,6 +93,7 @@ class Preemption:
     cost_model: CostModel | None = None  # for mode "auto"; learns from times of prefills and swaps
     # returns the first process's value: processes must schedule alike, but measure different times
     agree: Callable[[int], int] = int
+    num_preemptions: int = 0
     num_swaps: int = 0  # how often a request was swapped out
     # hashes of the prefixes at whose ends the prefills of running requests will stop; the
     # scheduler clears the set before each step

@@ -401,6 +401,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, keep_kv: bool = True) -> None:
         request.num_preemptions += 1
+        self.preemption.num_preemptions += 1
         for sequence in request.open_sequences:
             if not sequence.num_to_compute:
                 sequence.logits_length = sequence.num_tokens

@@ -187,10 +187,12 @@ def rows_of(
 
 def take_turns(case: Case, turns: int, warm_ups: int) -> dict[str, list[Turn | str]]:
     """What the arms return for the numbers of the turns: every other turn goes backwards. Warm-up
-    turns have numbers below 0, and their results are left out."""
+    turns have numbers below 0, and their results are left out; all but the first end within half of
+    the time."""
     found: dict[str, list[Turn | str]] = {name: [] for name in case.arms}
     fewest = turns if case.fewest is None else case.fewest
     spent: dict[str, float] = {}  # seconds of each arm's last turn
+    half = (time.perf_counter() + case.until) / 2
     numbers = range(case.first - warm_ups, case.first + turns)
     for turn in tqdm(numbers, desc=case.name, disable=None):
         count = turn - case.first
@@ -200,12 +202,11 @@ def take_turns(case: Case, turns: int, warm_ups: int) -> dict[str, list[Turn | s
             for name, mine in found.items()
             if not (mine and (name in case.once or isinstance(mine[-1], str)))
         ]
-        seconds = sum(spent.get(name, 0.0) for name in running)
-        planned = time.perf_counter() + seconds
+        planned = time.perf_counter() + sum(spent.get(name, 0.0) for name in running)
         if count > 0 and (planned > case.end or (count >= fewest and planned > case.until)):
             break
-        if count < 0 and spent and planned + seconds > case.end:
-            continue  # one warm-up turn is enough if there is time for one turn more
+        if count < 0 and spent and planned > half:
+            continue  # of slow arms one warm-up turn is enough
         for name in running[:: -1 if turn % 2 else 1]:
             spent[name], result = clocked(functools.partial(case.arms[name], number))
             if count >= 0:

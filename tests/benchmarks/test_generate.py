@@ -164,7 +164,7 @@ def test_a_slow_turn_ends_a_case_that_the_minutes_have_no_second_one_for():
     assert len(runner.take_turns(case, 3, 1)["ours"]) == 3
     calls.clear()
     case = runner.Case("warm", runner.each(lambda turn, _: calls.append(("", turn)) or 0.0, ["a"]))
-    runner.take_turns(case._replace(end=0.0), 2, 5)
+    runner.take_turns(case._replace(until=0.0, end=0.0), 2, 5)
     assert [turn for _, turn in calls] == [-5, 0]
 
 

@@ -13,22 +13,26 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:  # types of the core alone
     import torch
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from .batching.arguments import Assistance
     from .batching.engine_core import EngineCore
     from .batching.prompt_forms import Prompt
+    from .cache.kv_blocks import KVBlocks
     from .config import PagedConfig
     from .generation.candidate import Candidate
     from .seams import Adapters, MakeDrafter, MakeRecorder, MakeTier, StorageFactory
+    from .step import StepMetadata
 
 Part = TypeVar("Part")
 
 ROOMS = (
     "adapters",
     "grammar",
+    "latent",
     "native",
+    "own_attention",
     "ranks",
     "ray",
     "speculation",
@@ -213,6 +217,34 @@ class NativeRoom(Protocol):
 
     def destroy_kept_managers(self) -> None:
         """Destroys the managers that are kept for models' next sessions."""
+
+
+class LatentRoom(Protocol):
+    """`hf_paged.latent`."""
+
+    def wrap_expansions(self, modules: Iterable[nn.Module]) -> None:
+        """Makes layers among `modules` that expand keys and values from latents return
+        `handles.LatentTensor`s, until `unwrap_expansions`."""
+
+    def unwrap_expansions(self) -> None:
+        """Undoes every `wrap_expansions`."""
+
+    def can_absorb(self, module: nn.Module) -> bool:
+        """Whether attention can read the layer's latents without expanding them."""
+
+
+class OwnAttentionRoom(Protocol):
+    """`hf_paged.own_attention`."""
+
+    def with_key_len(self, step: StepMetadata) -> StepMetadata:
+        """Returns a packed step with the `key_len` that a model's own attention code sees. Raises
+        `NotPackable` if the step has a window, and `NotCapturable` if it cannot be recorded."""
+
+    def row_tensors(
+        self, step: StepMetadata, blocks: KVBlocks, dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns what a layer's `update` returns in such a step: keys and values `(1, heads,
+        key_len, dim)` of these nominal dtypes, whose operations are deferred."""
 
 
 class SpeculationRoom(Protocol):

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import compat, forks
 from ..compiled import is_compiled, is_switched
+from ..rooms import LatentRoom, room_if_installed
 from ..switches import Switches, Switching
 from ..topics import Topic
 
@@ -98,6 +99,20 @@ def use_paged_attention(
     """Returns a context in which attention layers that read these configs (see
     `switchable_configs`) call our attention function."""
     return _switches.switched(configs)
+
+
+def switch_attention(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    """As `use_paged_attention`, for the attention layers among all `modules` of a model, with the
+    room `latent` if it is installed and they have latents."""
+    latent: LatentRoom | None = room_if_installed("latent") if have_latents(modules) else None
+    if latent is not None:
+        latent.wrap_expansions(modules)
+    return use_paged_attention(switchable_configs(modules))
+
+
+def have_latents(modules: Iterable[nn.Module]) -> bool:
+    """Whether classes of `modules` expand keys and values from latents (MLA)."""
+    return any("expand_kv" in vars(type(module)) for module in modules)
 
 
 def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:

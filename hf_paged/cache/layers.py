@@ -12,11 +12,12 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import cache_utils
 
+from ..rooms import OwnAttentionRoom, room
 from ..step import NotPackable, StepMetadata
 from . import gradients
 from .block_pool import OutOfBlocksError
 from .gradients import GraphStates, is_transformed
-from .handles import PagedTensor, RowTensor
+from .handles import PagedTensor
 from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
 from .reading import read_rows
@@ -92,9 +93,8 @@ class PagedLayer(cache_utils.DynamicLayer):
             return self._extend_graph(step, blocks, key_states, value_states)
         self.graph_states = None
         if step.key_len is not None:
-            row_keys = RowTensor(step, blocks, blocks.keys, keys.dtype)
-            row_values = RowTensor(step, blocks, blocks.values, values.dtype)
-            return row_keys, row_values
+            own_attention: OwnAttentionRoom = room("own_attention", "a model's own attention code")
+            return own_attention.row_tensors(step, blocks, (keys.dtype, values.dtype))
         if context_len == 0:
             return self._new_handles(step, blocks, signature, keys, values)
         return self._cached_handles(step, blocks, is_decode=keys.shape[2] == 1)

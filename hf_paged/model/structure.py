@@ -12,8 +12,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.utils import GenerationMixin
 
-from .. import compat
-from ..attention.switch import NAME, calls_interface, foreign_attention, switchable_configs
+from .. import compat, rooms
+from ..attention.switch import (
+    NAME,
+    calls_interface,
+    foreign_attention,
+    have_latents,
+    switchable_configs,
+)
 from ..cache.layers import EMPTY_LAYERS, PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
 from ..cache.paged_cache import PagedCache
 from ..topics import Topic
@@ -115,6 +121,12 @@ def _code_reasons(
     config = model.config.get_text_config(decoder=True)
     is_configured = compat.attention_of(config) == NAME
     must_switch = is_packed and not has_own_attention and not is_configured
+    needed_rooms = {"latent": have_latents(modules), "own_attention": has_own_attention}
+    for name in needed_rooms:
+        if is_packed and needed_rooms[name] and not rooms.is_installed(name):
+            yield Topic.MODEL_CODE(
+                f"its attention needs `hf_paged.{name}`, which this installation lacks"
+            )
     if must_switch and not switchable_configs(modules):
         yield Topic.MODEL_CODE("its attention layers have no `config` that selects their function")
     # users' attention functions must get the same calls and rows as in plain `generate`

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache.handles import DeferredTensor, RowTensor
+from ..attention import backends
+from ..attention.backends.reference import AttentionCall, paired_blocks
+from ..cache.kv_blocks import KVBlocks
 from ..kernels import quantized
 from ..step import NotCapturable, NotPackable, StepMetadata, row_groups
-from . import backends
-from .backends.reference import AttentionCall, paired_blocks
+from .rows import DeferredTensor, RowTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_HIDING_BIAS = -1e4  # a bias of at most this hides a key
@@ -37,6 +38,15 @@ def with_key_len(step: StepMetadata) -> StepMetadata:
     if step.query_len != 1:
         raise NotCapturable("the model's own attention code would get several queries of a row")
     return dataclasses.replace(step, key_len=step.block_tables.shape[1] * step.block_size)
+
+
+def row_tensors(
+    step: StepMetadata, blocks: KVBlocks, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Tensor, Tensor]:
+    """Returns a layer's keys and values for a step of `with_key_len`, with these nominal dtypes."""
+    key_dtype, value_dtype = dtypes
+    keys = RowTensor(step, blocks, blocks.keys, key_dtype)
+    return keys, RowTensor(step, blocks, blocks.values, value_dtype)
 
 
 def defer(*names: str) -> Callable[[Function], Function]:

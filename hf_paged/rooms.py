@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # types of the core alone
     from transformers import PreTrainedModel
 
     from .batching.arguments import Assistance
+    from .batching.decoding.base import Decoding, LoopInputs
     from .batching.engine_core import EngineCore
     from .batching.prompt_forms import Prompt
     from .cache.kv_blocks import KVBlocks
@@ -29,6 +30,7 @@ Part = TypeVar("Part")
 
 ROOMS = (
     "adapters",
+    "beams",
     "grammar",
     "latent",
     "native",
@@ -153,6 +155,14 @@ class AdaptersRoom(Protocol):
 
     def make_adapters(self, model: Any, cache: Any, make_runner: Any, blocks: Any) -> Adapters:
         """Makes the adapters of a new loop."""
+
+
+class BeamsRoom(Protocol):
+    """`hf_paged.beams`."""
+
+    BeamDecoding: Callable[[PreTrainedModel, LoopInputs], Decoding]
+    """Makes the decoding of a batch of prompts by beam search. Raises `ValueError` for
+    `low_memory`."""
 
 
 class TiersRoom(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import compat
+from .. import compat, rooms
 from ..attention.masks import unpadded_columns
 from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.prepare import LoopCall
@@ -23,7 +23,6 @@ from ..model.own_loop import mismatched_rows
 from ..model.rope import find_length_rope
 from ..model.sharding import is_sharded
 from ..model.structure import is_stock, overridden
-from ..rooms import SpeculationRoom, room
 from ..topics import Topic
 from .call import Call, first_rows
 
@@ -103,7 +102,7 @@ class Candidate:
             )
         if self.assistance is not None:
             option = option_for_drafts(self.config, self.assistance.model)
-            speculation: SpeculationRoom = room("speculation", f"`{option}`")
+            speculation: rooms.SpeculationRoom = rooms.room("speculation", f"`{option}`")
             yield from speculation.reasons_against_call(self, self.assistance)
 
     def _reasons_against_options(self) -> Iterator[str]:
@@ -118,6 +117,9 @@ class Candidate:
             mismatch = mismatched_rows(model_kwargs, len(self.inputs.input_ids))
         return _true_reasons(
             {
+                Topic.OPTIONS("`num_beams` needs `hf_paged.beams`, which is not installed"): (
+                    self.uses_beams and not rooms.is_installed("beams")
+                ),
                 Topic.MODEL_CODE(f"it overrides `{override}`"): override is not None,
                 # if `generate` was called without its decorators
                 Topic.OPTIONS("gradients are recorded"): torch.is_grad_enabled(),

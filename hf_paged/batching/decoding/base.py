@@ -208,6 +208,7 @@ class Decoding:
     the decoding is unusable, unless `SampleDecoding.rewind` can undo the step."""
 
     max_length: int  # tokens, including the prompt
+    has_beams = False  # whether tokens are final only at the end, and steps return parents
     can_split = False  # whether the rows can advance independently
     has_ended_streamer = False
     is_streamed = False
@@ -274,6 +275,11 @@ class Decoding:
             # in one statement: an interrupt between two would duplicate the tokens
             self._ids, self._new_tokens = ids, []
         return self._ids
+
+    def final(self) -> tuple[Tensor, list[float] | None]:
+        """Returns the token ids of the returned sequences `(n, length)`, prompts included, and with
+        beams also the sequences' scores."""
+        return self.input_ids, None
 
     def _expand_to_all_rows(self, values: Tensor) -> Tensor:
         """Expands `(open rows, vocab)` float32 values to `(num_rows, vocab)`. Ended rows get ones,

@@ -1,5 +1,6 @@
 """transformers' `_beam_search`, with and without sampling, suspended between two forwards. It takes
-logits and returns the parents and tokens of beams, whose blocks the ledger permutes."""
+logits and returns the parents and tokens of beams, whose blocks the ledger permutes. Implements
+`rooms.BeamsRoom`; imports no other room."""
 
 from __future__ import annotations
 
@@ -13,11 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-from ... import compat
-from ...model.structure import is_stock
-from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
-from .returned import explain_criteria_error, explain_scores_error
-from .scores import are_row_wise, top_tokens, values_at
+from . import compat
+from .batching.decoding.base import (
+    Alternatives,
+    Decoding,
+    LoopInputs,
+    SampledTokens,
+    stop_string_hits,
+)
+from .batching.decoding.returned import explain_criteria_error, explain_scores_error
+from .batching.decoding.scores import are_row_wise, top_tokens, values_at
+from .model.structure import is_stock
 
 _NEVER = -1.0e9  # transformers' penalty on the score of a beam that must not be chosen
 
@@ -68,6 +75,8 @@ class BeamDecoding(Decoding):
     num_beams + beam` is a running beam. Once the result of a prompt is final, the prompt's rows
     leave `open_rows`, unless the caller's code or the model's own search methods may read the
     batch, or a dict is returned. Raises `ValueError` for `low_memory`."""
+
+    has_beams = True
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
         config: Any = inputs.generation_config
@@ -139,6 +148,10 @@ class BeamDecoding(Decoding):
         num_return_sequences, ...)`."""
         num_returned = self.config.num_return_sequences
         return values[:, :num_returned].flatten(0, 1)
+
+    def final(self) -> tuple[Tensor, list[float] | None]:
+        scores: list[float] = self.select_returned(self.beam_scores).tolist()
+        return self.select_returned(self.sequences), scores
 
     def result(self, cache: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
         """Returns the output of transformers' loop; `cache` is the cache in the output."""

@@ -121,9 +121,10 @@ class ExpandedTensor(LatentTensor):
     def attend_packed(
         self, query: Tensor, value: Tensor, step: StepMetadata, features: tuple[Any, ...]
     ) -> Tensor:
-        """Leading rows with few queries absorb the expansion, if `absorb` can. For the other rows,
-        all latents, including cached ones, are expanded into temporary blocks of keys and values.
-        Raises `NotCapturable` if latents of a recorded step must be expanded."""
+        """As `LatentTensor.attend_packed`. Leading rows with few queries absorb the expansion, if
+        `absorb` can. For the other rows, all latents, including cached ones, are expanded into
+        temporary blocks of keys and values. Raises `NotCapturable` if latents of a recorded step
+        must be expanded."""
         if not self.pairs_with(value):
             raise NotPackable("keys and values come from different latents")
         short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
@@ -213,11 +214,9 @@ def wrap_expansions(modules: Iterable[nn.Module]) -> None:
     code, by functions that return `ExpandedTensor`s for handles whose tokens are all in blocks, if
     the layer `can_absorb` and gradients are disabled. `unwrap_expansions` undoes this."""
     classes = {type(module) for module in modules}
-    for cls in classes:
+    for cls in classes - _wrapped.keys():
         original = vars(cls).get("expand_kv")
-        if cls in _wrapped or original is None:
-            continue
-        if is_from_transformers(original):
+        if original is not None and is_from_transformers(original):
             _wrapped[cls], cls.expand_kv = original, _wrap(original)
 
 

@@ -109,7 +109,7 @@ def _paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     # queries, blocks and a function to apply to the output, if the call can run in place
-    in_place: tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor] | None] | None = None
+    in_place: Any = None
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
     is_latent = isinstance(key, LatentTensor)
     if (is_pair or is_latent) and key.step.columns is None:

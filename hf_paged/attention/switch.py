@@ -93,21 +93,14 @@ def forget_when_unused(register: Callable[[], None] | None) -> None:
         _forget_unused()
 
 
-def use_paged_attention(
-    configs: Iterable[PreTrainedConfig],
-) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which attention layers that read these configs (see
-    `switchable_configs`) call our attention function."""
-    return _switches.switched(configs)
-
-
 def switch_attention(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
-    """As `use_paged_attention`, for the attention layers among all `modules` of a model, with the
-    room `latent` if it is installed and they have latents."""
-    latent: LatentRoom | None = room_if_installed("latent") if have_latents(modules) else None
-    if latent is not None:
+    """Returns a context in which attention layers that read the `switchable_configs` of a model's
+    `modules` call our attention function. Layers with latents let it read these if the room
+    `latent` is installed."""
+    latent: LatentRoom | None = room_if_installed("latent")
+    if latent is not None and have_latents(modules):
         latent.wrap_expansions(modules)
-    return use_paged_attention(switchable_configs(modules))
+    return _switches.switched(switchable_configs(modules))
 
 
 def have_latents(modules: Iterable[nn.Module]) -> bool:

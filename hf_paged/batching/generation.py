@@ -435,7 +435,7 @@ class RequestState(Generation):
     ) -> tuple[list[SequenceResult], Exception | None]:
         """Returns the results of the sequences, and an error if beam search finished no sequence or
         the tokenizer raised. `reason` as in `result`."""
-        decoding = self.decoding
+        decoding, ids, scores = self.decoding, self.decoding.input_ids, None
         if decoding.has_beams:
             if not decoding.is_done:  # no beam is final
                 return [
@@ -448,7 +448,7 @@ class RequestState(Generation):
                 )
                 return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam
             reason = "error"  # of beams that could not end although others did
-        ids, scores = decoding.final()
+            ids, scores = decoding.final()
         results: list[SequenceResult] = []
         failure: Exception | None = None
         ends = zip(decoding.lengths, decoding.finish_reasons)

@@ -114,5 +114,6 @@ class Pauses:
         """In a forked child: drops the pauses of other threads, which do not exist there."""
         self._ended = threading.Condition(self.lock)
         thread_id = threading.get_ident()
-        pauses = [pause for pause in self._open_pauses() if thread_id in pause.thread_ids]
-        self._pauses = [weakref.ref(pause) for pause in pauses]
+        for pause in self._open_pauses():
+            if thread_id not in pause.thread_ids:
+                pause.thread_ids.clear()

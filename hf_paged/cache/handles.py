@@ -57,9 +57,11 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             _refuse_writes(func, args, kwargs)
-        read = operator.methodcaller("read")
-        args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
-        return func(*args, **kwargs)
+        if args and isinstance(args[0], LazyTensor):
+            result = args[0].symbolic(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return _call_on_dense(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         name = type(self).__name__
@@ -122,9 +124,7 @@ class ReadOnlyTensor(LazyTensor):
         if func in MEMORY_READERS or not are_lazy:
             # other subclasses (quantized weights) and functions that access memory get ordinary
             # tensors
-            read = operator.methodcaller("read")
-            args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
-            result = func(*args, **kwargs)
+            result = _call_on_dense(func, args, kwargs)
             if func in _RETURN_ARRAYS:
                 result.setflags(write=False)
             return result
@@ -299,20 +299,14 @@ class LatentTensor(LazyTensor):
 
     step: StepMetadata
 
-    def absorb(
-        self, query: Tensor, value: Tensor
-    ) -> tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor]] | None:
-        """Returns an equivalent attention of these keys and `value` over latents: its queries, its
-        blocks, and the function that maps its output; `None` if there is none."""
-        raise NotImplementedError
+    absorb: Callable[[Tensor, Tensor], Any]
+    """Takes queries and values. Returns an equivalent attention over latents: its queries, its
+    blocks, and the function that maps its output; `None` if there is none."""
 
-    def attend_packed(
-        self, query: Tensor, value: Tensor, step: StepMetadata, features: tuple[Any, ...]
-    ) -> Tensor:
-        """Computes the attention of a packed step over these keys and `value`, `(T, heads,
-        value_dim)`, for queries `(1, heads, T, key_dim)`. `features`: scale, softcap and sinks of
-        the call. Raises `NotPackable` if `value` comes from other latents."""
-        raise NotImplementedError
+    attend_packed: Callable[..., Tensor]
+    """Takes queries `(1, heads, T, key_dim)`, values, a packed step, and a tuple of scale, softcap
+    and sinks. Returns the attention over these keys, `(T, heads, value_dim)`. Raises `NotPackable`
+    if the values come from other latents."""
 
 
 class Handles:
@@ -409,6 +403,11 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
         else:
             value = kwargs.get(argument.name)
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _call_on_dense(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map_only(LazyTensor, operator.methodcaller("read"), (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from .gradients import GraphStates, is_transformed
 from .handles import PagedTensor
 from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
-from .reading import read_rows
+from .reading import read_pair
 from .store import StoreSignature, store_signature
 from .waits import Shortage
 
@@ -198,10 +198,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Returns handles to all visible K/V; in a decode, dense tensors if `should_gather`."""
         if self.should_gather and is_decode:
-            key_dtype, value_dtype = blocks.dtypes
-            dense_keys = read_rows(step, blocks, blocks.keys, key_dtype)
-            dense_values = read_rows(step, blocks, blocks.values, value_dtype)
-            return dense_keys, dense_values
+            return read_pair(step, blocks)
         track = self.group.rows.track
         reader = self if is_decode else None
         cached_keys = track(PagedTensor(step, blocks, False))

@@ -35,7 +35,7 @@ from ..model.own_loop import cache_parts
 from ..model.sharding import is_sharded
 from ..model.wrappers import adapters_for
 from ..plan import StepPlan
-from ..rooms import BeamsRoom, room
+from ..rooms import room
 from ..switches import NOTHING
 from ..topics import Topic
 from .call import Call, caches_in
@@ -108,8 +108,7 @@ class BatchCall(Candidate):
         memory = self.cache.memory
         decoding: Decoding
         if self.uses_beams:
-            beams: BeamsRoom = room("beams", "`num_beams`")
-            decoding = beams.BeamDecoding(self.model, self.inputs)
+            decoding = room("beams", "`num_beams`").BeamDecoding(self.model, self.inputs)
         else:
             decoding = SampleDecoding(self.inputs, self.streamer)
         # whether prefix caching can save more time than fingerprinting the weights takes

@@ -109,7 +109,10 @@ class Candidate:
         model = self.model
         config = self.config
         model_kwargs = self.model_kwargs
-        override = overridden(model, compat.BEAM_SEARCH) if self.uses_beams else None
+        override = no_beams = None
+        if self.uses_beams:
+            override = overridden(model, compat.BEAM_SEARCH)
+            no_beams = rooms.missing("beams", "`num_beams`")
         returns_internals = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
@@ -117,9 +120,7 @@ class Candidate:
             mismatch = mismatched_rows(model_kwargs, len(self.inputs.input_ids))
         return _true_reasons(
             {
-                Topic.OPTIONS("`num_beams` needs `hf_paged.beams`, which is not installed"): (
-                    self.uses_beams and not rooms.is_installed("beams")
-                ),
+                Topic.OPTIONS(str(no_beams)): no_beams is not None,
                 Topic.MODEL_CODE(f"it overrides `{override}`"): override is not None,
                 # if `generate` was called without its decorators
                 Topic.OPTIONS("gradients are recorded"): torch.is_grad_enabled(),

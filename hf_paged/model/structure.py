@@ -122,11 +122,10 @@ def _code_reasons(
     is_configured = compat.attention_of(config) == NAME
     must_switch = is_packed and not has_own_attention and not is_configured
     needed_rooms = {"latent": have_latents(modules), "own_attention": has_own_attention}
-    for name in needed_rooms:
-        if is_packed and needed_rooms[name] and not rooms.is_installed(name):
-            yield Topic.MODEL_CODE(
-                f"its attention needs `hf_paged.{name}`, which this installation lacks"
-            )
+    for name, is_needed in needed_rooms.items():
+        message = rooms.missing(name, "its attention") if is_packed and is_needed else None
+        if message:
+            yield Topic.MODEL_CODE(message)
     if must_switch and not switchable_configs(modules):
         yield Topic.MODEL_CODE("its attention layers have no `config` that selects their function")
     # users' attention functions must get the same calls and rows as in plain `generate`

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,6 @@ from torch import Tensor
 from ..cache.handles import MEMORY_READERS, LazyTensor, make_without_memory
 from ..cache.kv_blocks import KVBlocks
 from ..step import NotPackable, StepMetadata
-
-DeferredT = TypeVar("DeferredT", bound="DeferredTensor")
 
 NOT_READABLE = "the model's code reads packed keys, values or scores, which only attention can read"
 
@@ -29,10 +27,17 @@ class DeferredTensor(LazyTensor):
     kind: torch.dtype
     arguments: dict[str, Any]  # of the constructor
 
-    def replace(self: DeferredT, **changes: Any) -> DeferredT:
+    @classmethod
+    def make(cls, sizes: tuple[int, ...], device: torch.device, **arguments: Any) -> Any:
+        """Makes a tensor with the constructor's `arguments`, `dtype` among them, as attributes."""
+        kind = arguments["dtype"]
+        tensor = make_without_memory(cls, sizes, dtype=kind, device=device)
+        vars(tensor).update(arguments, sizes=sizes, kind=kind, arguments=arguments)
+        return tensor
+
+    def replace(self, **changes: Any) -> Any:
         """Returns a tensor with the same constructor arguments except `changes`."""
-        arguments: dict[str, Any] = {**self.arguments, **changes}
-        return type(self)(**arguments)
+        return type(self)(**{**self.arguments, **changes})
 
     def dense(self) -> Tensor:
         raise NotPackable(NOT_READABLE)
@@ -94,23 +99,17 @@ class RowTensor(DeferredTensor):
         dtype: torch.dtype,
         ndim: int = 4,
         is_transposed: bool = False,
-    ) -> RowTensor:
+    ) -> Any:
         _, heads, _, dim = blocks.shape
         axes = (dim, step.key_len) if is_transposed else (step.key_len, dim)
         shape = (1, heads, *axes)[4 - ndim :]
-        handle = make_without_memory(cls, shape, dtype=dtype, device=blocks.device)
-        handle.step = step
-        handle.layer = layer
-        handle.blocks = blocks
-        handle.is_transposed = is_transposed
-        handle.sizes = shape
-        handle.kind = dtype
-        handle.arguments = {
-            "step": step,
-            "layer": layer,
-            "blocks": blocks,
-            "dtype": dtype,
-            "ndim": ndim,
-            "is_transposed": is_transposed,
-        }
-        return handle
+        return cls.make(
+            shape,
+            blocks.device,
+            step=step,
+            layer=layer,
+            blocks=blocks,
+            dtype=dtype,
+            ndim=ndim,
+            is_transposed=is_transposed,
+        )

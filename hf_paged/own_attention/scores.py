@@ -93,20 +93,18 @@ class Scores(DeferredTensor):
         ndim: int,
         terms: dict[str, Any],
         is_softmax: bool = False,
-    ) -> Scores:
+    ) -> Any:
         shape = (1, *query.shape[:2], key.step.key_len)[4 - ndim :]
-        scores = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=query.device)
-        scores.query, scores.key, scores.sizes, scores.kind = query, key, shape, dtype
-        scores.terms, scores.is_softmax = terms, is_softmax
-        scores.arguments = {
-            "query": query,
-            "key": key,
-            "dtype": dtype,
-            "ndim": ndim,
-            "terms": terms,
-            "is_softmax": is_softmax,
-        }
-        return scores
+        return cls.make(
+            shape,
+            query.device,
+            query=query,
+            key=key,
+            dtype=dtype,
+            ndim=ndim,
+            terms=terms,
+            is_softmax=is_softmax,
+        )
 
     def add_bias(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:
@@ -159,23 +157,17 @@ def _convert(
     args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
-    is_one_dtype = len(args) == 1 and isinstance(args[0], torch.dtype)
-    is_copy = False
-    if is_one_dtype and not kwargs:
-        dtype = args[0]
-    else:
-        empty = torch.empty(0, dtype=x.kind, device=x.device)
-        converted = function(empty, *args, **kwargs)
-        if not isinstance(converted, Tensor) or converted.device != x.device:
-            raise NotPackable(
-                f"`{function.__name__}` moves packed keys, values or scores to another device, or"
-                " returns no tensor"
-            )
-        dtype = converted.dtype
-        is_copy = converted is not empty
+    empty = torch.empty(0, dtype=x.kind, device=x.device)
+    converted = function(empty, *args, **kwargs)
+    if not isinstance(converted, Tensor) or converted.device != x.device:
+        raise NotPackable(
+            f"`{function.__name__}` moves packed keys, values or scores to another device, or"
+            " returns no tensor"
+        )
+    dtype = converted.dtype
     if not dtype.is_floating_point:
         raise NotPackable(f"packed keys, values or scores are converted to {dtype}")
-    if dtype is x.kind and not is_copy:
+    if converted is empty:
         return x
     if isinstance(x, Scores):
         return x.replace(dtype=dtype, terms=x.terms.copy())
@@ -248,9 +240,7 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
             f"a tensor of shape {sizes} is multiplied by packed keys or values of shape"
             f" {right.sizes}"
         )
-    query = left
-    if ndim != 3:
-        query = left.view(sizes[1:])
+    query = left.view(sizes[-3:])
     return Scores(query, right, left.dtype, ndim, {"scale": 1.0, "bias": None})
 
 

@@ -24,7 +24,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from .. import compat
 from ..attention import backends
 from ..attention.backends.reference import AttentionCall
-from ..attention.switch import foreign_attention, have_latents, switchable_configs
+from ..attention.switch import foreign_attention, switchable_configs
 from ..cache.groups import GroupSpec
 from ..cache.kv_blocks import KVBlocks
 from ..cache.stand_ins import spec_of
@@ -164,8 +164,7 @@ def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
     """Whether the layers of `blocks` store the latents of multi-head latent attention as keys, and
     the rotary keys as values."""
     latent: LatentRoom | None = room_if_installed("latent")
-    layers = [module for module in model.modules() if have_latents([module])]
-    if latent is None or not any(map(latent.can_absorb, layers)):
+    if latent is None or not any(map(latent.can_absorb, model.modules())):
         return False
     shapes = [(layer.keys.shape, layer.values.shape) for layer in blocks]
     return all(keys[1] == 1 and keys[3] != values[3] for keys, values in shapes)

@@ -276,11 +276,6 @@ class Decoding:
             self._ids, self._new_tokens = ids, []
         return self._ids
 
-    def final(self) -> tuple[Tensor, list[float] | None]:
-        """Returns the token ids of the returned sequences `(n, length)`, prompts included, and with
-        beams also the sequences' scores."""
-        return self.input_ids, None
-
     def _expand_to_all_rows(self, values: Tensor) -> Tensor:
         """Expands `(open rows, vocab)` float32 values to `(num_rows, vocab)`. Ended rows get ones,
         which are valid as logits and as probabilities."""

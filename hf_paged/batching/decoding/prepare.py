@@ -25,7 +25,7 @@ from ...config import shown
 from ...model.forwards import compute_device
 from ...model.structure import is_stock
 from ...model.wrappers import use_adapter
-from ...rooms import BeamsRoom, room
+from ...rooms import room
 from ...threads import step_lock
 from ..arguments import (
     RequestOptions,
@@ -216,8 +216,7 @@ def request_decoding(
                 "a streamer does not work with beam search, whose tokens are final only at the end:"
                 " leave the streamer out"
             )
-        beams: BeamsRoom = room("beams", "`num_beams`")
-        decoding = beams.BeamDecoding(model, inputs)
+        decoding = room("beams", "`num_beams`").BeamDecoding(model, inputs)
     return decoding, None if has_only_ids else call
 
 

@@ -105,8 +105,7 @@ class Pauses:
 
     def _open_pauses(self) -> list[Pause]:
         """Returns the pauses that have not ended, and forgets the others."""
-        living = [pause for ref in self._pauses if (pause := ref()) is not None]
-        pauses = [pause for pause in living if pause.thread_ids]
+        pauses = [pause for ref in self._pauses if (pause := ref()) and pause.thread_ids]
         self._pauses = [weakref.ref(pause) for pause in pauses]
         return pauses
 

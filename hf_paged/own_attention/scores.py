@@ -154,10 +154,10 @@ def _convert(
     if kwargs and not isinstance(x, DeferredTensor):
         raise NotPackable(f"`{function.__name__}` takes options beside a packed tensor's dtype")
     # `type_as` takes a tensor, possibly a deferred one
-    args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)
+    args = tuple(_empty(other) if isinstance(other, DeferredTensor) else other for other in args)
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
-    empty = torch.empty(0, dtype=x.kind, device=x.device)
+    empty = _empty(x)
     converted = function(empty, *args, **kwargs)
     if not isinstance(converted, Tensor) or converted.device != x.device:
         raise NotPackable(
@@ -172,6 +172,10 @@ def _convert(
     if isinstance(x, Scores):
         return x.replace(dtype=dtype, terms=x.terms.copy())
     return x.replace(dtype=dtype)
+
+
+def _empty(x: DeferredTensor) -> Tensor:
+    return torch.empty(0, dtype=x.kind, device=x.device)
 
 
 @defer("dropout")
@@ -232,9 +236,8 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
         )
     if isinstance(left, Scores):
         return _attend(left, right)
-    kv_heads = right.blocks.shape[1]
     has_all_tokens = sizes[-2] == right.step.num_tokens
-    has_groups = sizes[-3] % kv_heads == 0
+    has_groups = sizes[-3] % right.blocks.shape[1] == 0
     if not right.is_transposed or not has_all_tokens or not has_groups:
         raise NotPackable(
             f"a tensor of shape {sizes} is multiplied by packed keys or values of shape"

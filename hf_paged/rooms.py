@@ -12,8 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:  # types of the core alone
-    import torch
-    from torch import nn
+    from torch import Tensor, nn
     from transformers import PreTrainedModel
 
     from .batching.arguments import Assistance
@@ -21,7 +20,6 @@ if TYPE_CHECKING:  # types of the core alone
     from .batching.execution.prompts import Prompts
     from .batching.execution.runner import Runner
     from .batching.generation import RequestState
-    from .batching.prompt_forms import Prompt
     from .cache.block_manager import BlockManager
     from .cache.paged_cache import PagedCache
     from .config import PagedConfig
@@ -36,13 +34,17 @@ if TYPE_CHECKING:  # types of the core alone
         Recorder,
         StorageFactory,
     )
+    from .step import StepMetadata
 
 Part = TypeVar("Part")
 
 ROOMS = (
     "adapters",
+    "beams",
     "grammar",
+    "latent",
     "native",
+    "own_attention",
     "ranks",
     "ray",
     "rectangles",
@@ -52,6 +54,9 @@ ROOMS = (
     "tools",
     "virtual",
 )
+
+
+NOT_INSTALLED = "which this installation of hf_paged lacks"
 
 
 class RoomMissingError(ImportError):
@@ -76,18 +81,31 @@ def room(name: str, option: str) -> Any:
 def require(name: str, option: str) -> None:
     """Raises [`RoomMissingError`] if the room with this name, which `option` needs, is not
     installed."""
-    assert name in ROOMS
-    if not is_installed(name):
+    message = missing(name, option)
+    if message is not None:
         raise RoomMissingError(
-            f"{option} needs `{__package__}.{name}`, which this installation of hf_paged lacks:"
-            " install all of hf_paged, or do not use this feature",
+            f"{message}: install all of hf_paged, or do not use this feature",
             name=f"{__package__}.{name}",
         )
+
+
+def missing(name: str, option: str) -> str | None:
+    """Returns a message, with `NOT_INSTALLED`, if the room with this name, which `option` needs, is
+    not installed."""
+    assert name in ROOMS
+    return None if is_installed(name) else f"{option} needs `{__package__}.{name}`, {NOT_INSTALLED}"
 
 
 def room_if_installed(name: str) -> Any | None:
     """Returns the module of the room with this name; `None` if the room is not installed."""
     return room(name, "") if is_installed(name) else None
+
+
+def picture(name: str, instance: object) -> str | None:
+    """Returns the text or HTML of an object, from the function with this name of the room `tools`;
+    `None` without the room."""
+    tools = room_if_installed("tools")
+    return tools and getattr(tools, name)(instance)
 
 
 class OnDemand(Generic[Part]):
@@ -148,11 +166,9 @@ class AdaptersRoom(Protocol):
         """Whether the model has an activated LoRA (aLoRA). Then `check_served` depends on which
         adapters are active, so that it may raise although it has passed before."""
 
-    def resolve_adapter(
-        self, model: nn.Module, name: str | None, takes_ids: bool
-    ) -> ResolvedAdapter:
-        """Returns the adapter that a request's option `adapter` names. `takes_ids`: whether the
-        prompt consists of token ids alone. Raises `ValueError` if the adapter cannot be served."""
+    resolve_adapter: Callable[..., ResolvedAdapter]
+    """Takes a model, the option `adapter` of a request, and whether the prompt consists of token
+    ids alone. Raises `ValueError` if the adapter cannot be served."""
 
     def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
         """A context for a forward of `model` with the adapter of this name."""
@@ -162,8 +178,9 @@ class AdaptersRoom(Protocol):
         running call. The context's value is the list of these names; `None` if the call
         has none."""
 
-    def make_adapters(self, model: Any, cache: Any, make_runner: Any, blocks: Any) -> Adapters:
-        """Makes the adapters of a new loop."""
+    make_adapters: Callable[..., Adapters]
+    """Takes a model, a cache, `make_runner` and a block manager; makes the adapters of a new
+    loop."""
 
 
 class TiersRoom(Protocol):
@@ -175,17 +192,10 @@ class TiersRoom(Protocol):
         """Creates the folder of `config.prefix_tiers`, if it is set and missing. Raises `OSError`
         if the folder cannot be used."""
 
-    def save(
-        self,
-        core: EngineCore,
-        prompt: Prompt,
-        tokenizer: Any,
-        compute: Callable[[list[int]], tuple[Hashable, ...]],
-        path: Any,
-    ) -> int:
-        """Writes the full blocks of a prompt to a file and returns the number of tokens in them.
-        `compute` takes the prompt's token ids, computes their blocks, and returns the blocks'
-        namespace."""
+    save: Callable[..., int]
+    """Takes an `EngineCore`, a `Prompt`, a tokenizer, a function and a path. Writes the full blocks
+    of the prompt to a file and returns the number of tokens in them. The function takes the
+    prompt's token ids, computes their blocks, and returns the blocks' namespace."""
 
     def load(self, core: EngineCore, path: Any) -> int:
         """Loads into the prefix cache the blocks in a file that `save` wrote. Returns the number of
@@ -197,24 +207,10 @@ class VirtualRoom(Protocol):
 
     make_storage: StorageFactory
 
-    def fit_blocks(
-        self, config: PagedConfig, model_config: Any, device: torch.device
-    ) -> PagedConfig:
-        """Returns the config with the smallest block size, not below the given one, that fills
-        whole pages. Raises `ValueError` if pages cannot be mapped or are too large."""
-
-
-class ToolsRoom(Protocol):
-    """`hf_paged.tools`: text, HTML for notebooks, and plots. `plot_*` raise `ImportError` if
-    matplotlib is not installed."""
-
-    engine_html: Callable[[Any], str]  # takes an engine
-    cache_html: Callable[[Any], str]  # takes a `PagedCache`
-    stats_text: Callable[[Any], str]  # takes a `MemoryStats`
-    stats_html: Callable[[Any], str]
-    plot_engine: Callable[[Any, Any], Any]  # takes an engine, and axes
-    plot_cache: Callable[[Any, Any], Any]
-    plot_intervals: Callable[..., Any]
+    fit_blocks: Callable[..., PagedConfig]
+    """Takes a config, a model's config and a device. Returns the config with the smallest block
+    size, not below the given one, that fills whole pages. Raises `ValueError` if pages cannot be
+    mapped or are too large."""
 
 
 class NativeRoom(Protocol):
@@ -253,6 +249,33 @@ class RectanglesRoom(Protocol):
         self, model: PreTrainedModel, cache: PagedCache, layout: Layout, recorder: Recorder | None
     ) -> tuple[BlockManager, Runner]:
         """As `batching.factory.make_runner`."""
+
+
+class LatentRoom(Protocol):
+    """`hf_paged.latent`."""
+
+    wrap_expansions: Callable[[Iterable[nn.Module]], None]
+    """Makes layers among these modules that expand keys and values from latents return
+    `handles.LatentTensor`s, until `unwrap_expansions`."""
+
+    unwrap_expansions: Callable[[], None]
+    """Undoes every `wrap_expansions`."""
+
+    can_absorb: Callable[[nn.Module], bool]
+    """Whether attention can read the layer's latents without expanding them."""
+
+
+class OwnAttentionRoom(Protocol):
+    """`hf_paged.own_attention`."""
+
+    with_key_len: Callable[[StepMetadata], StepMetadata]
+    """Returns a packed step with the `key_len` that a model's own attention code sees. Raises
+    `NotPackable` if the step has a window, and `NotCapturable` if it cannot be recorded."""
+
+    row_tensors: Callable[..., tuple[Tensor, Tensor]]
+    """Takes such a step, a layer's `KVBlocks` and a pair of nominal dtypes. Returns what the
+    layer's `update` returns: keys and values `(1, heads, key_len, dim)`, whose operations are
+    deferred."""
 
 
 class SpeculationRoom(Protocol):

@@ -3,6 +3,7 @@ model changed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -66,9 +67,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=obstacle))
 
 
-ASKED = pytest.StashKey[list[str]]()  # the missing rooms that a test asked for
-
-
 def _missing_room(text: str) -> str | None:
     """The reason for a skip if an error's text names a room of hf_paged that is taken away."""
     from hf_paged.rooms import ROOMS, is_installed
@@ -97,14 +95,43 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Skips a test that asks for a room which `tests.support.alone` has taken away."""
+    """Skips a test that asks for a room which `tests.support.alone` has taken away and fails, with
+    the room's error or because a call took another route."""
+    asked_for = list[str]()
+    with _noting_missing_rooms(asked_for):
+        try:
+            yield
+        except ImportError as error:
+            if (reason := _missing_room(str(error))) is None:
+                raise
+            pytest.skip(reason)
+        except (Exception, pytest.fail.Exception):
+            if not asked_for:
+                raise
+            pytest.skip(f"needs the room {asked_for[0]}")
+
+
+@contextlib.contextmanager
+def _noting_missing_rooms(names: list[str]) -> Iterator[None]:
+    """If rooms are taken away, adds the names of those that a test asks for to `names`."""
+    from hf_paged import rooms
+
+    if all(map(rooms.is_installed, rooms.ROOMS)):
+        yield
+        return
+    missing = rooms.missing
+
+    def noted(name: str, option: str) -> str | None:
+        message = missing(name, option)
+        if message is not None:
+            names.append(name)
+        return message
+
+    rooms.missing = noted
     try:
         yield
-    except (Exception, pytest.fail.Exception) as error:
-        reason = _missing_room(str(error)) if isinstance(error, ImportError) else None
-        if reason is None and not item.stash.get(ASKED, []):
-            raise
-        pytest.skip(reason or f"needs the room {item.stash[ASKED][0]}")
+    finally:
+        rooms.missing = missing
 
 
 @pytest.fixture
@@ -144,15 +171,6 @@ def fixed_prices(monkeypatch: pytest.MonkeyPatch) -> None:
         from tests.support.rooms import fix_prices
 
         fix_prices(monkeypatch.setattr)
-
-
-@pytest.fixture(autouse=True)
-def asked_rectangles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test whose model needs the room `rectangles` asks for it."""
-    if "hf_paged" in sys.modules and "without_rooms" not in request.fixturenames:
-        from tests.support.rooms import ask_for_rectangles
-
-        request.node.stash[ASKED] = ask_for_rectangles(monkeypatch.setattr)
 
 
 @pytest.fixture(autouse=True)

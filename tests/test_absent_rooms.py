@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import torch
+from transformers import BloomForCausalLM
 from transformers.generation.continuous_batching import ContinuousMixin
 
 import hf_paged
 from hf_paged import PagedCache, PagedEngine, last_route, rooms
 from tests.support import models
+from tests.support.architecture_configs import tiny_model
 from tests.support.forwards import build
 
 
@@ -64,3 +67,12 @@ def test_rectangles(caplog: pytest.LogCaptureFixture) -> None:
     assert paged.equal(model.generate(ids, **options))
     with pytest.raises(rooms.RoomMissingError, match=r"needs `hf_paged.rectangles`"):
         PagedEngine(model, {"capture": False}).add_request(ids[0].tolist())
+
+
+def test_models_with_their_own_attention_code_are_not_packed() -> None:
+    model = tiny_model(BloomForCausalLM)
+    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]]), "max_new_tokens": 6}
+    expected = model.generate(**inputs)
+    assert torch.equal(model.generate(**inputs, **models.UNRECORDED), expected)
+    route = hf_paged.last_route(model)
+    assert route is not None and "needs `hf_paged.own_attention`" in route.reason

@@ -13,12 +13,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from .. import compat
-from ..cache.handles import LazyTensor, PagedTensor
+from ..cache.handles import LatentTensor, LazyTensor, PagedTensor
 from ..cache.kv_blocks import KVBlocks
 from ..step import NotCapturable, NotPackable, StepMetadata
 from . import backends, switch
 from .backends.reference import AttentionCall, paired_blocks
-from .latent import ExpandedTensor, attend_packed
 from .masks import (
     PagedMask,
     in_table_coordinates,
@@ -110,9 +109,9 @@ def _paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     # queries, blocks and a function to apply to the output, if the call can run in place
-    in_place: tuple[Tensor, KVBlocks, Callable[[Tensor], Tensor] | None] | None = None
+    in_place: Any = None
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
-    is_latent = isinstance(key, ExpandedTensor)
+    is_latent = isinstance(key, LatentTensor)
     if (is_pair or is_latent) and key.step.columns is None:
         return _attend_packed_step(module, query, key, value, mask, kwargs), None
     if is_latent:
@@ -154,7 +153,7 @@ _untraced = torch.compiler.disable(_paged_attention)
 def _attend_packed_step(
     module: nn.Module,
     query: Tensor,
-    key: PagedTensor | ExpandedTensor,
+    key: PagedTensor | LatentTensor,
     value: Tensor,
     mask: Tensor | None,
     kwargs: dict[str, Any],
@@ -175,10 +174,8 @@ def _attend_packed_step(
             f" {step.num_tokens} tokens"
         )
     masked_step = step.plan(packed_step, mask)
-    if isinstance(key, ExpandedTensor):
-        if not key.pairs_with(value):
-            raise NotPackable("keys and values come from different latents")
-        return attend_packed(query, key, value, masked_step, features[:3]).unsqueeze_(0)
+    if isinstance(key, LatentTensor):
+        return key.attend_packed(query, value, masked_step, features[:3]).unsqueeze_(0)
     assert isinstance(value, PagedTensor)
     fresh = None
     if masked_step.query_len != 1:

@@ -102,27 +102,12 @@ class PagedMask(LazyTensor):
         mask.pattern = pattern
         return mask
 
-    @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
-        if isinstance(args[0], PagedMask):
-            sliced = args[0].symbolic(func, args, kwargs)
-            if sliced is not NotImplemented:
-                return sliced
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
     def symbolic(self, func: Any, args: Any, kwargs: Any) -> Any:
         aten = torch.ops.aten
+        sliced = None
         if func in (aten.alias.default, aten.slice.Tensor) and not kwargs:
             sliced = self._slice(*args[1:])
-            if sliced is not None:
-                return sliced
-        return NotImplemented
+        return NotImplemented if sliced is None else sliced
 
     def _slice(
         self,

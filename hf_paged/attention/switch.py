@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import compat, forks
 from ..compiled import is_compiled, is_switched
+from ..rooms import LatentRoom, room_if_installed
 from ..switches import Switches, Switching
 from ..topics import Topic
 
@@ -92,12 +93,19 @@ def forget_when_unused(register: Callable[[], None] | None) -> None:
         _forget_unused()
 
 
-def use_paged_attention(
-    configs: Iterable[PreTrainedConfig],
-) -> contextlib.AbstractContextManager[None]:
-    """Returns a context in which attention layers that read these configs (see
-    `switchable_configs`) call our attention function."""
-    return _switches.switched(configs)
+def switch_attention(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which attention layers that read the `switchable_configs` of a model's
+    `modules` call our attention function. Layers with latents let it read these if the room
+    `latent` is installed."""
+    latent: LatentRoom | None = room_if_installed("latent")
+    if latent is not None and have_latents(modules):
+        latent.wrap_expansions(modules)
+    return _switches.switched(switchable_configs(modules))
+
+
+def have_latents(modules: Iterable[nn.Module]) -> bool:
+    """Whether classes of `modules` expand keys and values from latents (MLA)."""
+    return any("expand_kv" in vars(type(module)) for module in modules)
 
 
 def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:

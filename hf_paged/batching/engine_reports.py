@@ -98,8 +98,7 @@ class EngineReports:
         """Plots `block_map`: free, used and cached blocks, and how many sequences share each block.
         Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800
         pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
-        tools: rooms.ToolsRoom = rooms.room("tools", "`plot_memory`")
-        return tools.plot_engine(self, ax)
+        return rooms.room("tools", "`plot_memory`").plot_engine(self, ax)
 
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = 40) -> Any:
         """Plots when requests were in the batch, over `unit` (`"steps"` or `"seconds"`); `ax` and
@@ -109,15 +108,14 @@ class EngineReports:
         accepted tokens. Covers only the last 4096 closed `timeline.intervals()`, and the last 4096
         `timeline.verifications()`. Raises `ValueError` for another unit, or for `max_requests`
         below 1."""
-        tools: rooms.ToolsRoom = rooms.room("tools", "`plot_timeline`")
+        tools = rooms.room("tools", "`plot_timeline`")
         with self._core.lock:
             intervals = self.timeline.intervals()
             verifications = self.timeline.verifications()
         return tools.plot_intervals(intervals, unit, ax, max_requests, verifications)
 
     def _repr_html_(self) -> str | None:
-        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
-        return None if tools is None else tools.engine_html(self)
+        return rooms.picture("engine_html", self)
 
     def __repr__(self) -> str:
         stats = self.stats()

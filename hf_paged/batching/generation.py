@@ -27,7 +27,6 @@ from ..step import numbers_on
 from ..threads import step_lock
 from .arguments import Assistance, RequestOptions, as_whole, check_streamed_rows
 from .decoding.base import Draft
-from .decoding.beam import BeamDecoding
 from .decoding.prepare import LoopCall, request_decoding
 from .decoding.sample import SampleDecoding
 from .decoding.scores import PromptLogprobs
@@ -328,9 +327,7 @@ class RequestState(Generation):
         if not self.reports_tokens:
             return []
         token_rows = (
-            []
-            if isinstance(self.decoding, BeamDecoding)
-            else [sequence.token_ids for sequence in result.sequences]
+            [] if self.decoding.has_beams else [sequence.token_ids for sequence in result.sequences]
         )
         num_reported = self._last_report[0] - self._prompt_length
         tokens_by_position = [
@@ -439,7 +436,7 @@ class RequestState(Generation):
         """Returns the results of the sequences, and an error if beam search finished no sequence or
         the tokenizer raised. `reason` as in `result`."""
         decoding, ids, scores = self.decoding, self.decoding.input_ids, None
-        if isinstance(decoding, BeamDecoding):
+        if decoding.has_beams:
             if not decoding.is_done:  # no beam is final
                 return [
                     SequenceResult([], reason or "cancelled") for _ in decoding.finish_reasons
@@ -451,8 +448,7 @@ class RequestState(Generation):
                 )
                 return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam
             reason = "error"  # of beams that could not end although others did
-            scores = decoding.select_returned(decoding.beam_scores).tolist()
-            ids = decoding.select_returned(decoding.sequences)
+            ids, scores = decoding.final()
         results: list[SequenceResult] = []
         failure: Exception | None = None
         ends = zip(decoding.lengths, decoding.finish_reasons)

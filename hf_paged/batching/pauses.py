@@ -105,8 +105,7 @@ class Pauses:
 
     def _open_pauses(self) -> list[Pause]:
         """Returns the pauses that have not ended, and forgets the others."""
-        living = [pause for ref in self._pauses if (pause := ref()) is not None]
-        pauses = [pause for pause in living if pause.thread_ids]
+        pauses = [pause for ref in self._pauses if (pause := ref()) and pause.thread_ids]
         self._pauses = [weakref.ref(pause) for pause in pauses]
         return pauses
 
@@ -114,5 +113,6 @@ class Pauses:
         """In a forked child: drops the pauses of other threads, which do not exist there."""
         self._ended = threading.Condition(self.lock)
         thread_id = threading.get_ident()
-        pauses = [pause for pause in self._open_pauses() if thread_id in pause.thread_ids]
-        self._pauses = [weakref.ref(pause) for pause in pauses]
+        for pause in self._open_pauses():
+            if thread_id not in pause.thread_ids:
+                pause.thread_ids.clear()

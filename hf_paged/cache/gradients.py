@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from ..step import StepMetadata
 from .handles import READ_ONLY
 from .kv_blocks import KVBlocks
-from .reading import read_rows
+from .reading import read_pair
 
 
 class GraphStates(NamedTuple):
@@ -63,20 +63,17 @@ def extend(
 ) -> GraphStates:
     """Returns the states of `past`, if any, followed by the step's new K/V `(batch, heads, n,
     dim)`, rounded as `blocks` store them."""
-    query_len = key_states.shape[2]
     new_states = [key_states, value_states]
     if not blocks.is_exact:  # gradients pass through the rounding
-        stored = []
-        for tensor, dtype in blocks.pair:
-            visible = read_rows(step, blocks, tensor, dtype)
-            stored.append(visible[:, :, -query_len:])
-        pairs = zip(stored, new_states)
-        new_states = [rounded + (states - states.detach()) for rounded, states in pairs]
+        pairs = zip(read_pair(step, blocks), new_states)
+        new_states = [
+            stored[:, :, -states.shape[2] :] + (states - states.detach())
+            for stored, states in pairs
+        ]
     if past is not None:
         pairs = zip(past[:2], new_states)
         new_states = [torch.cat(pair, dim=2) for pair in pairs]
-    all_keys, all_values = new_states
-    return GraphStates.of(all_keys, all_values)
+    return GraphStates.of(*new_states)
 
 
 def visible_states(
@@ -90,14 +87,8 @@ def visible_states(
     num_missing = num_visible - keys.shape[2]
     if not num_missing:
         return keys, values
-    past = []
-    for tensor, dtype in blocks.pair:
-        visible = read_rows(step, blocks, tensor, dtype)
-        past.append(visible[:, :, :num_missing])
-    past_keys, past_values = past
-    keys = torch.cat([past_keys, keys], dim=2)
-    values = torch.cat([past_values, values], dim=2)
-    return keys, values
+    past_keys, past_values = (past[:, :, :num_missing] for past in read_pair(step, blocks))
+    return torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2)
 
 
 def is_transformed(states: Tensor) -> bool:

@@ -3,11 +3,10 @@ them. `attention` implements the functions that read the blocks in place."""
 
 from __future__ import annotations
 
-import inspect
 import operator
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,14 +17,11 @@ from ..step import KeysReadError, NotPackable, StepMetadata
 from .kv_blocks import KVBlocks
 from .reading import gather, read_rows
 
-DeferredT = TypeVar("DeferredT", bound="DeferredTensor")
-
 READ_ONLY = (
     "keys and values of a paged cache cannot be written to in place, since other rows and prefixes"
     " may share their blocks: store changed copies (`cache.layers[i].keys.clone()`) in an empty"
     " cache with `update(keys, values, i)`, or pass a `DynamicCache`"
 )
-NOT_READABLE = "the model's code reads packed keys, values or scores, which only attention can read"
 
 
 class LazyTensor(Tensor):
@@ -55,9 +51,11 @@ class LazyTensor(Tensor):
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             _refuse_writes(func, args, kwargs)
-        read = operator.methodcaller("read")
-        args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
-        return func(*args, **kwargs)
+        if args and isinstance(args[0], LazyTensor):
+            result = args[0].symbolic(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
+        return _call_on_dense(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         name = type(self).__name__
@@ -110,12 +108,10 @@ class ReadOnlyTensor(LazyTensor):
                 " clones that require gradients in an empty cache with `update(keys, values, i)`"
             )
         are_lazy = all(issubclass(kind, LazyTensor) for kind in types)
-        if func in _MEMORY_READERS or not are_lazy:
+        if func in MEMORY_READERS or not are_lazy:
             # other subclasses (quantized weights) and functions that access memory get ordinary
             # tensors
-            read = operator.methodcaller("read")
-            args, kwargs = tree_map_only(LazyTensor, read, (args, kwargs))
-            result = func(*args, **kwargs)
+            result = _call_on_dense(func, args, kwargs)
             if func in _RETURN_ARRAYS:
                 result.setflags(write=False)
             return result
@@ -136,7 +132,7 @@ class ViewTensor(ReadOnlyTensor):
 
     @staticmethod
     def __new__(cls, view: Tensor) -> ViewTensor:
-        tensor = _make_without_memory(
+        tensor = make_without_memory(
             cls,
             view.shape,
             strides=view.stride(),
@@ -198,7 +194,7 @@ class PagedTensor(ReadOnlyTensor):
             strides = (heads * length * dim, length * dim, dim, 1)
             dtype = layer.dtypes[is_value]
         device = blocks.device
-        handle = _make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
+        handle = make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
         handle.step = step
         handle.layer = layer
         handle.blocks = blocks
@@ -286,6 +282,21 @@ class PagedTensor(ReadOnlyTensor):
         return True
 
 
+class LatentTensor(LazyTensor):
+    """Keys or values that attention may compute from latents (`hf_paged.latent`)."""
+
+    step: StepMetadata
+
+    absorb: Callable[[Tensor, Tensor], Any]
+    """Takes queries and values. Returns an equivalent attention over latents: its queries, its
+    blocks, and the function that maps its output; `None` if there is none."""
+
+    attend_packed: Callable[..., Tensor]
+    """Takes queries `(1, heads, T, key_dim)`, values, a packed step, and a tuple of scale, softcap
+    and sinks. Returns the attention over these keys, `(T, heads, value_dim)`. Raises `NotPackable`
+    if the values come from other latents."""
+
+
 class Handles:
     """Weak references to the live handles of a cache. The memory also holds this object: if only a
     garbage cycle with the cache held it, Python would clear the references before calling the
@@ -321,97 +332,6 @@ class Handles:
         self._refs.clear()
 
 
-class DeferredTensor(LazyTensor):
-    """A tensor of a packed step, whose values only our attention can read. `functions`, by the name
-    of a torch function, defer its calls until attention runs; other reads raise [`NotPackable`]."""
-
-    functions: ClassVar[dict[str, Callable[..., Any]]] = {}
-    # shape and dtype, for our own code: torch's attributes are slower
-    sizes: tuple[int, ...]
-    kind: torch.dtype
-    arguments: dict[str, Any]  # of the constructor
-
-    def replace(self: DeferredT, **changes: Any) -> DeferredT:
-        """Returns a tensor with the same constructor arguments except `changes`."""
-        arguments: dict[str, Any] = {**self.arguments, **changes}
-        return type(self)(**arguments)
-
-    def dense(self) -> Tensor:
-        raise NotPackable(NOT_READABLE)
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.__name__
-        if name != "__get__":  # which reads shape, dtype and other attributes
-            functions = cls.functions
-            function = functions.get(name) or functions.get(name.strip("_"))
-            if function is not None:
-                kwargs = kwargs or {}
-                try:
-                    return function(func, *args, **kwargs)
-                except TypeError as error:
-                    if _accepts(function, func, *args, **kwargs):
-                        raise
-                    raise NotPackable(
-                        f"the arguments of `{name}` on packed keys, values or scores are not"
-                        " supported"
-                    ) from error
-            if func in _MEMORY_READERS:
-                raise NotPackable(NOT_READABLE)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
-
-
-def _accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
-    """Whether the function's parameters allow these arguments."""
-    try:
-        inspect.signature(function).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
-
-
-class RowTensor(DeferredTensor):
-    """Keys or values of a packed step, in the shape that a model's own attention code expects:
-    `(1, heads, key_len, dim)`, possibly without the first axis or with the last two transposed.
-    Each query sees the keys and values of its own row."""
-
-    step: StepMetadata
-    layer: KVBlocks
-    blocks: Tensor
-    is_transposed: bool
-
-    @staticmethod
-    def __new__(
-        cls,
-        step: StepMetadata,
-        layer: KVBlocks,
-        blocks: Tensor,
-        dtype: torch.dtype,
-        ndim: int = 4,
-        is_transposed: bool = False,
-    ) -> RowTensor:
-        _, heads, _, dim = blocks.shape
-        axes = (dim, step.key_len) if is_transposed else (step.key_len, dim)
-        shape = (1, heads, *axes)[4 - ndim :]
-        handle = _make_without_memory(cls, shape, dtype=dtype, device=blocks.device)
-        handle.step = step
-        handle.layer = layer
-        handle.blocks = blocks
-        handle.is_transposed = is_transposed
-        handle.sizes = shape
-        handle.kind = dtype
-        handle.arguments = {
-            "step": step,
-            "layer": layer,
-            "blocks": blocks,
-            "dtype": dtype,
-            "ndim": ndim,
-            "is_transposed": is_transposed,
-        }
-        return handle
-
-
 # Operations whose stride arguments assume a contiguous tensor.
 _READS_STRIDES = {
     torch.ops.aten.as_strided.default,
@@ -419,7 +339,7 @@ _READS_STRIDES = {
 }
 
 # Functions that torch does not dispatch, since they access a tensor's memory, which handles lack.
-_MEMORY_READERS = {
+MEMORY_READERS = {
     Tensor.__array__,
     Tensor.__cuda_array_interface__.__get__,
     Tensor.__dlpack__,
@@ -452,7 +372,7 @@ _CHANGE_NO_VALUES = {
 }
 
 
-def _make_without_memory(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
+def make_without_memory(cls: type[Tensor], *args: Any, **kwargs: Any) -> Any:
     """Returns a tensor of a subclass, without memory. Native code that asks for its address
     (`torch.utils.dlpack.to_dlpack`, extensions) gets an error instead of the address 0."""
     tensor = Tensor._make_wrapper_subclass(cls, *args, **kwargs)
@@ -471,6 +391,11 @@ def written_tensors(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
         else:
             value = kwargs.get(argument.name)
         yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _call_on_dense(func: Any, args: Any, kwargs: Any) -> Any:
+    args, kwargs = tree_map_only(LazyTensor, operator.methodcaller("read"), (args, kwargs))
+    return func(*args, **kwargs)
 
 
 def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:

@@ -3,6 +3,7 @@ decide how many blocks there are, and which tokens they hold."""
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -55,7 +56,6 @@ class KVBlocks:
         # the prepared call of the C++ kernel, reused while tensors have the same layouts
         self.attention: cpp_attention.Attention | None = None
         self._store: Store | None = None
-        self._latents: KVBlocks | None = None
         # attributes, not properties, since each growth of a pool sums them over all layers
         self.num_blocks = self.keys.shape[0]
         self.block_bytes = 0
@@ -145,14 +145,12 @@ class KVBlocks:
             values = blocks.values.to(self.values)
             self.keys[block_ids], self.values[block_ids] = keys, values
 
-    @property
+    @functools.cached_property
     def latents(self) -> KVBlocks:
         """For keys and values stored side by side: the same blocks, with the joined tensor as both
         `keys` and `values`."""
-        if self._latents is None:
-            (tile,) = self.tiles
-            self._latents = KVBlocks(self.data, tile, tile, self.dtypes)
-        return self._latents
+        (tile,) = self.tiles
+        return KVBlocks(self.data, tile, tile, self.dtypes)
 
     @property
     def plain_token_bytes(self) -> int:

@@ -12,14 +12,15 @@ from packaging.version import Version
 from torch import Tensor
 from transformers import cache_utils
 
+from ..rooms import OwnAttentionRoom, room
 from ..step import NotPackable, StepMetadata
 from . import gradients
 from .block_pool import OutOfBlocksError
 from .gradients import GraphStates, is_transformed
-from .handles import PagedTensor, RowTensor
+from .handles import PagedTensor
 from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
-from .reading import read_rows
+from .reading import read_pair
 from .store import StoreSignature, store_signature
 from .waits import Shortage
 
@@ -92,9 +93,8 @@ class PagedLayer(cache_utils.DynamicLayer):
             return self._extend_graph(step, blocks, key_states, value_states)
         self.graph_states = None
         if step.key_len is not None:
-            row_keys = RowTensor(step, blocks, blocks.keys, keys.dtype)
-            row_values = RowTensor(step, blocks, blocks.values, values.dtype)
-            return row_keys, row_values
+            own_attention: OwnAttentionRoom = room("own_attention", "a model's own attention code")
+            return own_attention.row_tensors(step, blocks, (keys.dtype, values.dtype))
         if context_len == 0:
             return self._new_handles(step, blocks, signature, keys, values)
         return self._cached_handles(step, blocks, is_decode=keys.shape[2] == 1)
@@ -198,10 +198,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Returns handles to all visible K/V; in a decode, dense tensors if `should_gather`."""
         if self.should_gather and is_decode:
-            key_dtype, value_dtype = blocks.dtypes
-            dense_keys = read_rows(step, blocks, blocks.keys, key_dtype)
-            dense_values = read_rows(step, blocks, blocks.values, value_dtype)
-            return dense_keys, dense_values
+            return read_pair(step, blocks)
         track = self.group.rows.track
         reader = self if is_decode else None
         cached_keys = track(PagedTensor(step, blocks, False))

@@ -79,12 +79,10 @@ class MemoryStats:
     block_sizes: dict[str, Choice] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
-        return f"MemoryStats({vars(self)})" if tools is None else tools.stats_text(self)
+        return rooms.picture("stats_text", self) or f"MemoryStats({vars(self)})"
 
     def _repr_html_(self) -> str | None:
-        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
-        return None if tools is None else tools.stats_html(self)
+        return rooms.picture("stats_html", self)
 
 
 def stats_of(memory: PagedMemory) -> MemoryStats:

@@ -402,12 +402,10 @@ class PagedCache(DynamicCache):
         """Plots the blocks of the memory behind this cache, as a matplotlib `Figure`; `ax` and
         errors as in [`PagedEngine.plot_memory`].
         """
-        tools: rooms.ToolsRoom = rooms.room("tools", "`plot_memory`")
-        return tools.plot_cache(self, ax)
+        return rooms.room("tools", "`plot_memory`").plot_cache(self, ax)
 
     def _repr_html_(self) -> str | None:
-        tools: rooms.ToolsRoom | None = rooms.room_if_installed("tools")
-        return None if tools is None else tools.cache_html(self)
+        return rooms.picture("cache_html", self)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pool, tables and refcounts agree."""

@@ -89,6 +89,12 @@ def read_rows(
     return view.to(dtype)
 
 
+def read_pair(step: StepMetadata, layer: KVBlocks) -> tuple[Tensor, Tensor]:
+    """Returns the keys and the values of a layer, as `read_rows` does."""
+    keys, values = (read_rows(step, layer, blocks, dtype) for blocks, dtype in layer.pair)
+    return keys, values
+
+
 def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
     """Gathers the `step.columns` of every row into one contiguous tensor `(batch, heads,
     len(columns), dim)`, with zeros for padding. `blocks`: keys or values of one layer,

@@ -4,7 +4,7 @@ storage a config selects. Pools allocate block ids."""
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -67,9 +67,10 @@ class BlockStorage:
     @property
     def nbytes(self) -> int:
         """Allocated bytes, of used and unused blocks."""
-        layers = self.layers.values()
-        tensors = (tensor for layer in layers for tensor in layer.data)
-        return sum(tensor.nbytes for tensor in tensors)
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> Iterator[Tensor]:
+        return (tensor for layer in self.layers.values() for tensor in layer.data)
 
     def reserve(self, reservation: Reservation, drops: bool) -> None:
         """Sets the sizes of layers that are allocated or grown from now on. With `drops`, which is
@@ -191,9 +192,7 @@ class BlockStorage:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, for each pair, reading all
         sources before writing."""
-        layers = self.layers.values()
-        tensors = (tensor for layer in layers for tensor in layer.data)
-        self._copier.copy(tensors, copies)
+        self._copier.copy(self._tensors(), copies)
 
 
 def storage_of(

@@ -16,7 +16,6 @@ import torch
 from .. import compat
 from ..batching.arguments import Assistance
 from ..batching.decoding.base import Decoding
-from ..batching.decoding.beam import BeamDecoding
 from ..batching.decoding.prepare import LoopCall
 from ..batching.decoding.sample import SampleDecoding
 from ..batching.factory import UNLIMITED, batch_invariant_error, empty_cache, make_loop
@@ -36,6 +35,7 @@ from ..model.own_loop import cache_parts
 from ..model.sharding import is_sharded
 from ..model.wrappers import adapters_for
 from ..plan import StepPlan
+from ..rooms import room
 from ..switches import NOTHING
 from ..topics import Topic
 from .call import Call, caches_in
@@ -108,7 +108,7 @@ class BatchCall(Candidate):
         memory = self.cache.memory
         decoding: Decoding
         if self.uses_beams:
-            decoding = BeamDecoding(self.model, self.inputs)
+            decoding = room("beams", "`num_beams`").BeamDecoding(self.model, self.inputs)
         else:
             decoding = SampleDecoding(self.inputs, self.streamer)
         # whether prefix caching can save more time than fingerprinting the weights takes

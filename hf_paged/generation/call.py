@@ -15,14 +15,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from .. import compat
 from ..attention.backends import unsupported_reasons
-from ..attention.latent import wrap_expansions
 from ..attention.masks import PagedMask, mask_observer
-from ..attention.switch import (
-    compiled_layers,
-    foreign_attention,
-    switchable_configs,
-    use_paged_attention,
-)
+from ..attention.switch import compiled_layers, foreign_attention, switch_attention
 from ..batching.decoding.prepare import capturing
 from ..batching.execution.prompts import copy_nested_dicts
 from ..cache.idle import end_use
@@ -248,8 +242,7 @@ class Call:
         self.stack.enter_context(running_eagerly(compiled_layers(modules)))
         if not self.reads_in_place:
             return
-        wrap_expansions(modules)
-        self.stack.enter_context(use_paged_attention(switchable_configs(modules)))
+        self.stack.enter_context(switch_attention(modules))
         self.own_code_reason = foreign_attention(modules)
         if self.own_code_reason:
             return  # the model's own code may attend to padding, so padding must be stored

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import compat
+from .. import compat, rooms
 from ..attention.masks import unpadded_columns
 from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.base import StopChecker
@@ -26,7 +26,6 @@ from ..model.registry import warn_once
 from ..model.rope import find_length_rope
 from ..model.sharding import is_sharded
 from ..model.structure import is_stock, overridden
-from ..rooms import RoomMissingError, SpeculationRoom, room
 from ..topics import Topic
 from .call import Call, first_rows
 
@@ -110,7 +109,7 @@ class Candidate:
             )
         if self.assistance is not None:
             option = option_for_drafts(self.config, self.assistance.model)
-            speculation: SpeculationRoom = room("speculation", f"`{option}`")
+            speculation: rooms.SpeculationRoom = rooms.room("speculation", f"`{option}`")
             yield from speculation.reasons_against_call(self, self.assistance)
 
     def _runs_callers_code(self, num_rows: int) -> bool:
@@ -122,7 +121,10 @@ class Candidate:
         model = self.model
         config = self.config
         model_kwargs = self.model_kwargs
-        override = overridden(model, compat.BEAM_SEARCH) if self.uses_beams else None
+        override = no_beams = None
+        if self.uses_beams:
+            override = overridden(model, compat.BEAM_SEARCH)
+            no_beams = rooms.missing("beams", "`num_beams`")
         returns_internals = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
@@ -130,6 +132,7 @@ class Candidate:
             mismatch = mismatched_rows(model_kwargs, len(self.inputs.input_ids))
         return true_reasons(
             {
+                Topic.OPTIONS(str(no_beams)): no_beams is not None,
                 Topic.MODEL_CODE(f"it overrides `{override}`"): override is not None,
                 # if `generate` was called without its decorators
                 Topic.OPTIONS("gradients are recorded"): torch.is_grad_enabled(),
@@ -194,7 +197,7 @@ class Candidate:
         and logs a warning."""
         try:
             rectangles = find_rectangles()
-        except RoomMissingError as error:
+        except rooms.RoomMissingError as error:
             missing = f"{reason}; {Topic.ROOMS(str(error))}"
             warn_once(self.model, f"runs in transformers' own loop: {missing}")
             yield missing

@@ -19,7 +19,6 @@ from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks, rooms
 from ..attention import interface
-from ..attention.latent import unwrap_expansions
 from ..attention.switch import NAME
 from ..batching.arguments import (
     as_list,
@@ -475,4 +474,6 @@ def uninstall() -> None:
                 setattr(owner, name, original)
         compat.allow_cache_implementation(NAME, False)
         interface.forget()
-        unwrap_expansions()
+        latent: rooms.LatentRoom | None = rooms.room_if_installed("latent")
+        if latent is not None:
+            latent.unwrap_expansions()

@@ -242,9 +242,9 @@ def _verdict_key(
 def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
     with _lock:
         verdicts = _verdicts.setdefault(model, {})
-        while key not in verdicts and len(verdicts) >= _MAX_VERDICTS:
-            del verdicts[next(iter(verdicts))]
         verdicts[key] = verdict
+        if len(verdicts) > _MAX_VERDICTS:
+            del verdicts[next(iter(verdicts))]
 
 
 def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:

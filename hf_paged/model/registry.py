@@ -23,7 +23,7 @@ from ..cache.storage import fit_blocks
 from ..config import AUTO, PagedConfig, shown
 from ..interrupts import guarded
 from ..kernels.costs import find_costs
-from ..rooms import room
+from ..rooms import NOT_INSTALLED, room
 from ..step import ReadCounters
 from ..topics import Topic
 from .forwards import compute_device
@@ -84,6 +84,8 @@ def route_of(
     reasons = sorted(slowed_by)
     if any(c.gathered_decodes for c in counters):
         reasons.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
+    if NOT_INSTALLED in reason:
+        reasons.append(reason)
     reads_in_place = any(c.in_place for c in counters) and not any(c.gathered for c in counters)
     return Route(
         road,

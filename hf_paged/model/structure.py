@@ -12,8 +12,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.generation.utils import GenerationMixin
 
-from .. import compat
-from ..attention.switch import NAME, calls_interface, foreign_attention, switchable_configs
+from .. import compat, rooms
+from ..attention.switch import (
+    NAME,
+    calls_interface,
+    foreign_attention,
+    have_latents,
+    switchable_configs,
+)
 from ..cache.layers import EMPTY_LAYERS, PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
 from ..cache.paged_cache import PagedCache
 from ..topics import Topic
@@ -115,6 +121,11 @@ def _code_reasons(
     config = model.config.get_text_config(decoder=True)
     is_configured = compat.attention_of(config) == NAME
     must_switch = is_packed and not has_own_attention and not is_configured
+    needed_rooms = {"latent": have_latents(modules), "own_attention": has_own_attention}
+    for name, is_needed in needed_rooms.items():
+        message = rooms.missing(name, "its attention") if is_packed and is_needed else None
+        if message:
+            yield Topic.MODEL_CODE(message)
     if must_switch and not switchable_configs(modules):
         yield Topic.MODEL_CODE("its attention layers have no `config` that selects their function")
     # users' attention functions must get the same calls and rows as in plain `generate`

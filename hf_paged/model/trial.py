@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .. import compat
-from ..attention.latent import wrap_expansions
-from ..attention.switch import compiled_layers, switchable_configs, use_paged_attention
+from ..attention.switch import compiled_layers, switch_attention
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import is_out_of_memory
 from ..cache.memory import PagedMemory, autocast_dtype
@@ -107,8 +106,7 @@ class Trial:
         modules = list(model.modules())
         attention = NOTHING
         if by_engine:
-            wrap_expansions(modules)
-            attention = use_paged_attention(switchable_configs(modules))
+            attention = switch_attention(modules)
         with (
             torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
             torch.no_grad(),

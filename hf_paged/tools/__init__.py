@@ -1,4 +1,4 @@
-"""Tools beside generation: pictures of the memory and of requests (`rooms.ToolsRoom`), the
+"""Tools beside generation: text, HTML and plots of the memory and of requests, the
 inspection of models without their weights, metrics, and `transformers serve` on the engine, for
 which this room imports the rooms `native` and `grammar`."""
 

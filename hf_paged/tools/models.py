@@ -24,13 +24,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from .. import compat
 from ..attention import backends
 from ..attention.backends.reference import AttentionCall
-from ..attention.latent import can_absorb
 from ..attention.switch import foreign_attention, switchable_configs
 from ..cache.groups import GroupSpec
 from ..cache.kv_blocks import KVBlocks
 from ..cache.stand_ins import spec_of
 from ..model.registry import Route, last_route
 from ..model.trial import first_line
+from ..rooms import LatentRoom, room_if_installed
 from ..step import StepMetadata
 
 MAX_RUN_BYTES = 4 << 30  # limit on the weights of a model that runs on the CPU to find shapes
@@ -163,10 +163,8 @@ def measure_blocks(
 def stores_latents(model: PreTrainedModel, blocks: list[KVBlocks]) -> bool:
     """Whether the layers of `blocks` store the latents of multi-head latent attention as keys, and
     the rotary keys as values."""
-    has_latents = any(
-        "expand_kv" in vars(type(module)) and can_absorb(module) for module in model.modules()
-    )
-    if not has_latents:
+    latent: LatentRoom | None = room_if_installed("latent")
+    if latent is None or not any(map(latent.can_absorb, model.modules())):
         return False
     shapes = [(layer.keys.shape, layer.values.shape) for layer in blocks]
     return all(keys[1] == 1 and keys[3] != values[3] for keys, values in shapes)

@@ -17,7 +17,6 @@ from hf_paged.kernels.triton import cascade
 from hf_paged.tape import graph_keys, shared_prefixes
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.graph_keys import GraphKey as Key
-from tests.attention import test_latent
 from tests.batching.test_runner import SIZE, Row, assert_close, tokens
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
@@ -28,6 +27,7 @@ from tests.support.graph_helpers import (
     results,
     use_fake_graphs,
 )
+from tests.support.latents import build_deepseek
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
@@ -336,7 +336,7 @@ def test_a_model_whose_chunks_cannot_be_recorded(
     """Steps with many queries expand all latents and are not recorded; decodes and steps of few
     queries still are."""
     caplog.set_level(logging.INFO, "hf_paged")
-    model = test_latent.build()
+    model = build_deepseek()
     jobs: list[Any] = [
         (
             prompts(number, seed=number)[0],

@@ -33,8 +33,8 @@ from hf_paged.attention.switch import (
     NAME,
     eager_features,
     model_attention,
+    switch_attention,
     switchable_configs,
-    use_paged_attention,
 )
 from hf_paged.cache.handles import PagedTensor
 
@@ -70,7 +70,7 @@ def token_ids(*shape: int) -> torch.Tensor:
 
 
 def switched(model: Any) -> Any:
-    return use_paged_attention(switchable_configs(model.modules()))
+    return switch_attention(list(model.modules()))
 
 
 PAGED = {"cache_implementation": "paged"}
@@ -245,6 +245,6 @@ def test_masks_without_a_pattern_are_those_of_the_model(implementation: str) -> 
     given = (config, torch.zeros(1, 6, 32), torch.ones(1, 6))
     options = {"past_key_values": None, "or_mask_function": overlay}
     expected = create_causal_mask(*given, **options)
-    with use_paged_attention([config]):
+    with switched(LlamaForCausalLM(config)):
         found = create_causal_mask(*given, **options)
     assert type(found) is torch.Tensor and torch.equal(found, expected)

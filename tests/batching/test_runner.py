@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_paged.attention.switch import switchable_configs, use_paged_attention
+from hf_paged.attention.switch import switch_attention
 from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.batching.factory import find_recorder
 from hf_paged.cache.block_pool import BlockPool, BlockTable
@@ -65,7 +65,7 @@ class Bench:
         self.groups = [group.blocks for group in self.cache.groups.values()]
 
     def run(self, items: list[tuple[Any, int]]) -> torch.Tensor:
-        with torch.no_grad(), use_paged_attention(switchable_configs(self.model.modules())):
+        with torch.no_grad(), switch_attention(list(self.model.modules())):
             logits = self.runner.run(StepPlan.of(items))
         for row, query_len in items:
             row.num_computed_tokens += query_len

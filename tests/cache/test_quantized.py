@@ -20,7 +20,6 @@ from hf_paged import PagedCache, PagedConfig, PagedEngine, last_route, memory_st
 from hf_paged.cache import reading
 from hf_paged.kernels import cpp, quantized
 from hf_paged.rooms import is_installed
-from tests.attention.test_latent import build as build_deepseek
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import (
@@ -31,6 +30,7 @@ from tests.support.engine_helpers import (
     prompts,
     tokens_of,
 )
+from tests.support.latents import build_deepseek
 from tests.support.quantized import round_caches, round_states
 
 pytestmark = pytest.mark.skipif(

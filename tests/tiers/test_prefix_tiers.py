@@ -30,10 +30,10 @@ from hf_paged import PagedConfig, PagedEngine
 from hf_paged.model import registry
 from hf_paged.tiers import block_files
 from hf_paged.tiers import store as tiers
-from tests.attention import test_latent
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all, tokens_of
+from tests.support.latents import build_deepseek
 from tests.support.missing import forbidden
 from tests.test_forks import holds_in_child
 from tests.tiers.test_block_files import (
@@ -47,7 +47,7 @@ SIZE = models.BLOCK_SIZE
 
 
 def build(name: str) -> Any:
-    return test_latent.build() if name == "mla" else models.build(name)
+    return build_deepseek() if name == "mla" else models.build(name)
 
 
 def config(path: Any, **others: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...cache.handles import PagedTensor, RowTensor
+from ...cache.handles import PagedTensor
 from ...cache.kv_blocks import KVBlocks
 from ...kernels import quantized
 from ...step import StepMetadata, row_groups
@@ -80,7 +80,7 @@ class AttentionCall(NamedTuple):
         return torch.cat(outputs)
 
 
-def paired_blocks(key: PagedTensor | RowTensor, value: PagedTensor | RowTensor) -> KVBlocks:
+def paired_blocks(key: PagedTensor, value: PagedTensor) -> KVBlocks:
     """Returns the blocks of keys and values: those of their layer, or new `KVBlocks` if the model
     combines keys and values of different layers, or if the pool grew after the model got one of the
     handles."""

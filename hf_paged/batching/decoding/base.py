@@ -208,6 +208,7 @@ class Decoding:
     the decoding is unusable, unless `SampleDecoding.rewind` can undo the step."""
 
     max_length: int  # tokens, including the prompt
+    has_beams = False  # whether tokens are final only at the end, and steps return parents
     can_split = False  # whether the rows can advance independently
     has_ended_streamer = False
     is_streamed = False

@@ -25,6 +25,7 @@ from ...config import shown
 from ...model.forwards import compute_device
 from ...model.structure import is_stock
 from ...model.wrappers import use_adapter
+from ...rooms import room
 from ...threads import step_lock
 from ..arguments import (
     RequestOptions,
@@ -39,8 +40,7 @@ from ..arguments import (
     is_saved_config,
     option_for_drafts,
 )
-from .base import LoopInputs
-from .beam import BeamDecoding
+from .base import Decoding, LoopInputs
 from .sample import SampleDecoding
 from .stop_strings import StopStrings
 from .vocabulary import check_vocabulary
@@ -162,7 +162,7 @@ def request_decoding(
     generation_config: GenerationConfig | Mapping[str, Any] | None,
     options: RequestOptions,
     tokenizer: Any = None,
-) -> tuple[SampleDecoding | BeamDecoding, LoopCall | None]:
+) -> tuple[Decoding, LoopCall | None]:
     """Prepares the decoding of one prompt with the model's own methods; the decoding sends only new
     tokens to the streamer. Also returns the captured loop call for a model with an encoder or a
     prompt with inputs besides token ids, and otherwise `None`. Raises `ValueError` for an empty
@@ -207,7 +207,7 @@ def request_decoding(
     prepare = _prepare_request_call if has_only_ids else _capture_request_call
     call = prepare(model, input_ids, keywords, options, tokenizer)
     inputs = call.inputs(generator, options.return_logprobs, num_alternatives)
-    decoding: SampleDecoding | BeamDecoding
+    decoding: Decoding
     if call.method == compat.SAMPLE:
         decoding = SampleDecoding(inputs, options.streamer)
     else:
@@ -216,7 +216,7 @@ def request_decoding(
                 "a streamer does not work with beam search, whose tokens are final only at the end:"
                 " leave the streamer out"
             )
-        decoding = BeamDecoding(model, inputs)
+        decoding = room("beams", "`num_beams`").BeamDecoding(model, inputs)
     return decoding, None if has_only_ids else call
 
 

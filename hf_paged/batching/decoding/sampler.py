@@ -22,7 +22,6 @@ from .base import (
     SampledTokens,
     join_rows,
 )
-from .beam import BeamDecoding
 from .sample import SampleDecoding
 from .scores import (
     alternatives,
@@ -212,7 +211,7 @@ def _try_choose(
     decodings."""
     decoding, rows = ready[indices[0]]
     try:
-        if isinstance(decoding, BeamDecoding):
+        if decoding.has_beams:
             results[indices[0]] = decoding.step(rows.take())
         else:
             decodings, parts = zip(*[ready[index] for index in indices])

@@ -1,5 +1,5 @@
 """Finds the stop strings of an engine's requests in the text of a row's last tokens. `sample.py`
-and `beam.py` decide when."""
+and `beams` decide when."""
 
 from __future__ import annotations
 

@@ -70,11 +70,10 @@ def _check_ids(
 def _num_with_extra(model: PreTrainedModel) -> int:
     """Returns `num_embeddings` plus the number of rows of an additional embedding, such as Idefics
     has for its placeholders."""
-    try:
-        table = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        return sys.maxsize
-    return num_embeddings(model) + getattr(table, "num_additional_embeddings", 0)
+    size = num_embeddings(model)
+    if size < sys.maxsize:
+        size += getattr(model.get_input_embeddings(), "num_additional_embeddings", 0)
+    return size
 
 
 def _num_embeddings_of(model: Any, getter: str) -> int | None:

@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...attention.backends import unsupported_reasons
-from ...attention.latent import wrap_expansions
 from ...attention.masks import mask_observer
-from ...attention.switch import compiled_layers, switchable_configs, use_paged_attention
+from ...attention.switch import compiled_layers, switch_attention
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...compiled import running_eagerly
 from ...interrupts import restoring
@@ -249,12 +248,10 @@ class Executor:
         switches = self._switches  # read once, since `begin` of another thread may reset it
         if switches is None:
             modules = list(self.model.modules())
-            switched_modules = modules if self._switches_attention else []
-            wrap_expansions(switched_modules)
             eager_context = running_eagerly(compiled_layers(modules))
             with eager_context:
                 self.runner.choose_products(modules)
-            attention_context = use_paged_attention(switchable_configs(switched_modules))
+            attention_context = switch_attention(modules if self._switches_attention else [])
             switches = self._switches = eager_context, attention_context
         eager_context, attention_context = switches
         reset_tokens = (mask_observer.set(None), unsupported_reasons.set(self.slowed_by))

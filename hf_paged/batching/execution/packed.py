@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ... import compat
-from ...attention.eager import with_key_len
 from ...attention.switch import calls_interface
 from ...cache.paged_cache import PagedCache
 from ...cache.sequence_blocks import UNCACHED
@@ -28,7 +27,7 @@ from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...model.structure import structural_reason
 from ...plan import StepPlan
-from ...rooms import TapeRoom, room
+from ...rooms import OwnAttentionRoom, TapeRoom, room
 from ...seams import ForwardContext, Processes, Recorder
 from ...step import StepMetadata, numbers_on, to_device
 from ...switches import NOTHING
@@ -113,10 +112,12 @@ class PackedRunner(Runner):
         self._takes_positions = "position_ids" in parameters
         self._cache_name = compat.cache_name(self.model)
         if state is None:
-            # whether the model's own code computes attention, without the attention interface
-            self._has_own_attention = not calls_interface(self.model.modules())
+            # the room for models whose own code computes attention, without the attention interface
+            self._own_attention: OwnAttentionRoom | None = None
+            if not calls_interface(self.model.modules()):
+                self._own_attention = room("own_attention", "a model's own attention code")
         if state is not None and self.recorder is not None:
-            self.recorder.begin(state, self._has_own_attention)
+            self.recorder.begin(state, self._own_attention is not None)
 
     def go_idle(self) -> None:
         self._state = None  # it holds the weights
@@ -384,8 +385,8 @@ class PackedRunner(Runner):
             token_ids = token_ids.view(len(unpacked_plan), -1)
             cache, mask = self._borrow(unpacked_plan, token_ids.shape[1])
             arguments["attention_mask"] = mask
-        elif self._has_own_attention:
-            steps = [with_key_len(step) for step in steps]
+        elif self._own_attention is not None:
+            steps = [self._own_attention.with_key_len(step) for step in steps]
             width = max(step.key_len or 0 for step in steps)
             arguments["attention_mask"] = token_ids.new_ones(1, width)
         num_tokens = token_ids.numel()

@@ -15,9 +15,8 @@ from transformers import BloomForCausalLM
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
 from hf_paged import kernels, last_route
-from hf_paged.attention import eager
-from hf_paged.attention.eager import with_key_len
-from hf_paged.cache.handles import RowTensor
+from hf_paged.attention import backends
+from hf_paged.own_attention import row_tensors, with_key_len
 from hf_paged.step import Lengths, NotCapturable, NotPackable, StepMetadata
 from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built
 from tests.support import models
@@ -115,7 +114,7 @@ WORDS = [beta_0, falcon, biased_mask, boolean_mask, gptj, in_place, copies_in_pl
 def packed(case: Case) -> tuple[Built, Mine]:
     built = Built(case)
     step = with_key_len(built.step)
-    sides = (RowTensor(step, built.kv_blocks, x, case.dtype) for x in built.blocks)
+    sides = row_tensors(step, built.kv_blocks, (case.dtype, case.dtype))
     positions = torch.cat([torch.arange(context, context + query) for context, query in case.rows])
     return built, Mine(built.queries, *sides, positions)
 
@@ -212,7 +211,7 @@ def test_a_type_error_of_the_backends_is_not_hidden(
         raise TypeError("a fault of ours")
 
     _, mine = packed(Case(MIXED, heads=4, kv_heads=4))
-    monkeypatch.setattr(eager.backends, "attend", fail)
+    monkeypatch.setattr(backends, "attend", fail)
     with pytest.raises(RuntimeError, match="a fault of ours"):
         attend(mine)
 

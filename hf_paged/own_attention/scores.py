@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..cache.handles import DeferredTensor, RowTensor
+from ..attention import backends
+from ..attention.backends.reference import AttentionCall, paired_blocks
+from ..cache.kv_blocks import KVBlocks
 from ..kernels import quantized
 from ..step import NotCapturable, NotPackable, StepMetadata, row_groups
-from . import backends
-from .backends.reference import AttentionCall, paired_blocks
+from .rows import DeferredTensor, RowTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_HIDING_BIAS = -1e4  # a bias of at most this hides a key
@@ -37,6 +38,15 @@ def with_key_len(step: StepMetadata) -> StepMetadata:
     if step.query_len != 1:
         raise NotCapturable("the model's own attention code would get several queries of a row")
     return dataclasses.replace(step, key_len=step.block_tables.shape[1] * step.block_size)
+
+
+def row_tensors(
+    step: StepMetadata, blocks: KVBlocks, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Tensor, Tensor]:
+    """Returns a layer's keys and values for a step of `with_key_len`, with these nominal dtypes."""
+    key_dtype, value_dtype = dtypes
+    keys = RowTensor(step, blocks, blocks.keys, key_dtype)
+    return keys, RowTensor(step, blocks, blocks.values, value_dtype)
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
@@ -83,20 +93,18 @@ class Scores(DeferredTensor):
         ndim: int,
         terms: dict[str, Any],
         is_softmax: bool = False,
-    ) -> Scores:
+    ) -> Any:
         shape = (1, *query.shape[:2], key.step.key_len)[4 - ndim :]
-        scores = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=query.device)
-        scores.query, scores.key, scores.sizes, scores.kind = query, key, shape, dtype
-        scores.terms, scores.is_softmax = terms, is_softmax
-        scores.arguments = {
-            "query": query,
-            "key": key,
-            "dtype": dtype,
-            "ndim": ndim,
-            "terms": terms,
-            "is_softmax": is_softmax,
-        }
-        return scores
+        return cls.make(
+            shape,
+            query.device,
+            query=query,
+            key=key,
+            dtype=dtype,
+            ndim=ndim,
+            terms=terms,
+            is_softmax=is_softmax,
+        )
 
     def add_bias(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:
@@ -146,30 +154,28 @@ def _convert(
     if kwargs and not isinstance(x, DeferredTensor):
         raise NotPackable(f"`{function.__name__}` takes options beside a packed tensor's dtype")
     # `type_as` takes a tensor, possibly a deferred one
-    args = tuple(other.kind if isinstance(other, DeferredTensor) else other for other in args)
+    args = tuple(_empty(other) if isinstance(other, DeferredTensor) else other for other in args)
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
-    is_one_dtype = len(args) == 1 and isinstance(args[0], torch.dtype)
-    is_copy = False
-    if is_one_dtype and not kwargs:
-        dtype = args[0]
-    else:
-        empty = torch.empty(0, dtype=x.kind, device=x.device)
-        converted = function(empty, *args, **kwargs)
-        if not isinstance(converted, Tensor) or converted.device != x.device:
-            raise NotPackable(
-                f"`{function.__name__}` moves packed keys, values or scores to another device, or"
-                " returns no tensor"
-            )
-        dtype = converted.dtype
-        is_copy = converted is not empty
+    empty = _empty(x)
+    converted = function(empty, *args, **kwargs)
+    if not isinstance(converted, Tensor) or converted.device != x.device:
+        raise NotPackable(
+            f"`{function.__name__}` moves packed keys, values or scores to another device, or"
+            " returns no tensor"
+        )
+    dtype = converted.dtype
     if not dtype.is_floating_point:
         raise NotPackable(f"packed keys, values or scores are converted to {dtype}")
-    if dtype is x.kind and not is_copy:
+    if converted is empty:
         return x
     if isinstance(x, Scores):
         return x.replace(dtype=dtype, terms=x.terms.copy())
     return x.replace(dtype=dtype)
+
+
+def _empty(x: DeferredTensor) -> Tensor:
+    return torch.empty(0, dtype=x.kind, device=x.device)
 
 
 @defer("dropout")
@@ -230,17 +236,14 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
         )
     if isinstance(left, Scores):
         return _attend(left, right)
-    kv_heads = right.blocks.shape[1]
     has_all_tokens = sizes[-2] == right.step.num_tokens
-    has_groups = sizes[-3] % kv_heads == 0
+    has_groups = sizes[-3] % right.blocks.shape[1] == 0
     if not right.is_transposed or not has_all_tokens or not has_groups:
         raise NotPackable(
             f"a tensor of shape {sizes} is multiplied by packed keys or values of shape"
             f" {right.sizes}"
         )
-    query = left
-    if ndim != 3:
-        query = left.view(sizes[1:])
+    query = left.view(sizes[-3:])
     return Scores(query, right, left.dtype, ndim, {"scale": 1.0, "bias": None})
 
 

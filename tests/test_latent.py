@@ -10,43 +10,15 @@ import accelerate
 import pytest
 import torch
 from torch import nn
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import hf_paged
-from hf_paged.attention.latent import ExpandedTensor, wrap_expansions
-from hf_paged.attention.switch import switchable_configs, use_paged_attention
+from hf_paged.attention.switch import switch_attention
+from hf_paged.latent import ExpandedTensor
 from tests.support import models
+from tests.support.latents import build_deepseek
 
 OPTIONS = {"max_new_tokens": 10, "do_sample": False}
-CONFIG: dict[str, Any] = {
-    "vocab_size": models.VOCAB_SIZE,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "pad_token_id": models.PAD,
-    "eos_token_id": None,
-}
-
-
-def build() -> DeepseekV3ForCausalLM:
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**CONFIG)).eval()
-    models.init_weights(model, 0)
-    model.generation_config.pad_token_id, model.generation_config.eos_token_id = models.PAD, None
-    return model
 
 
 def scale_forward(model: Any) -> None:
@@ -97,7 +69,7 @@ def restored() -> Iterator[None]:
 def test_code_of_the_users_own_is_not_left_out(
     change: Callable[[Any], None], calls_before: int
 ) -> None:
-    model, inputs = build(), models.padded_prompt("llama")
+    model, inputs = build_deepseek(), models.padded_prompt("llama")
     for _ in range(calls_before):
         before = model.generate(**inputs, **OPTIONS, **models.PAGED)
         assert hf_paged.last_route(model).latent
@@ -110,7 +82,7 @@ def test_code_of_the_users_own_is_not_left_out(
 
 def test_uninstall_leaves_what_others_put_there() -> None:
     own = DeepseekV3Attention.expand_kv
-    model, inputs = build(), models.padded_prompt("llama")
+    model, inputs = build_deepseek(), models.padded_prompt("llama")
     model.generate(**inputs, **OPTIONS, **models.PAGED)
     assert DeepseekV3Attention.expand_kv is not own
     hf_paged.uninstall()
@@ -125,7 +97,7 @@ def test_uninstall_leaves_what_others_put_there() -> None:
 
 
 def test_uninstall_after_others_deleted_the_expansion() -> None:
-    model = build()
+    model = build_deepseek()
     model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
     del DeepseekV3Attention.expand_kv
     hf_paged.uninstall()
@@ -135,7 +107,7 @@ def test_uninstall_after_others_deleted_the_expansion() -> None:
 @pytest.mark.parametrize("num_queries", [16, 17])
 def test_many_queries_are_not_projected(num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of a prompt after cached tokens reads expanded latents."""
-    model = build()
+    model = build_deepseek()
     ids = models.token_ids(2, 5 + num_queries)
     with torch.no_grad():
         expected = model(ids).logits[:, -1]
@@ -149,8 +121,7 @@ def test_many_queries_are_not_projected(num_queries: int, monkeypatch: pytest.Mo
     monkeypatch.setattr(ExpandedTensor, "absorb", observed)
     modules = list(model.modules())
     cache = hf_paged.PagedCache(model.config)
-    wrap_expansions(modules)
-    with torch.no_grad(), use_paged_attention(switchable_configs(modules)):
+    with torch.no_grad(), switch_attention(modules):
         model(ids[:, :5], past_key_values=cache)
         logits = model(ids[:, 5:], past_key_values=cache).logits[:, -1]
     assert query_lens == ([16, 16] if num_queries == 16 else [])

@@ -1,5 +1,6 @@
 """transformers' `_beam_search`, with and without sampling, suspended between two forwards. It takes
-logits and returns the parents and tokens of beams, whose blocks the ledger permutes."""
+logits and returns the parents and tokens of beams, whose blocks the ledger permutes. The core
+calls `BeamDecoding`; imports no other room."""
 
 from __future__ import annotations
 
@@ -13,11 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
-from ... import compat
-from ...model.structure import is_stock
-from .base import Alternatives, Decoding, LoopInputs, SampledTokens, stop_string_hits
-from .returned import explain_criteria_error, explain_scores_error
-from .scores import are_row_wise, top_tokens, values_at
+from . import compat
+from .batching.decoding.base import (
+    Alternatives,
+    Decoding,
+    LoopInputs,
+    SampledTokens,
+    stop_string_hits,
+)
+from .batching.decoding.returned import explain_criteria_error, explain_scores_error
+from .batching.decoding.scores import are_row_wise, top_tokens, values_at
+from .model.structure import is_stock
 
 _NEVER = -1.0e9  # transformers' penalty on the score of a beam that must not be chosen
 
@@ -52,15 +59,14 @@ def _seeded_overload(func: Any) -> Any:
     arguments; `None` if there is none, or if the operation is not random."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return None
-    names = {argument.name for argument in func._schema.arguments}
-    names.add("generator")
+    names = {"generator", *_argument_names(func)}
     packet = func.overloadpacket
-    for overload_name in packet.overloads():
-        overload = getattr(packet, overload_name)
-        overload_names = {argument.name for argument in overload._schema.arguments}
-        if overload_names == names:
-            return overload
-    return None
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return next((overload for overload in overloads if _argument_names(overload) == names), None)
+
+
+def _argument_names(func: Any) -> set[str]:
+    return {argument.name for argument in func._schema.arguments}
 
 
 class BeamDecoding(Decoding):
@@ -68,6 +74,8 @@ class BeamDecoding(Decoding):
     num_beams + beam` is a running beam. Once the result of a prompt is final, the prompt's rows
     leave `open_rows`, unless the caller's code or the model's own search methods may read the
     batch, or a dict is returned. Raises `ValueError` for `low_memory`."""
+
+    has_beams = True
 
     def __init__(self, model: PreTrainedModel, inputs: LoopInputs):
         config: Any = inputs.generation_config
@@ -83,9 +91,7 @@ class BeamDecoding(Decoding):
         self.prompt_length = self.length
         eos = compat.special_token(config, "eos")
         pad = compat.special_token(config, "pad")
-        num_eos = 0
-        if eos is not None:
-            num_eos = len(eos)
+        num_eos = 0 if eos is None else len(eos)
         self.beams_to_keep = max(2, 1 + num_eos) * num_beams
         is_row_wise = are_row_wise(self.logits_processor, self.num_rows)
         self._is_row_wise = is_row_wise and not self.stop_checker.callers_criteria
@@ -100,9 +106,7 @@ class BeamDecoding(Decoding):
             tuple[dict[tuple[int, int], tuple[float, float]], list[Alternatives]]
         ] = []
         # running beams and, in `sequences`, finished ones, [prompts, beams, max_length]
-        fill_id = -1
-        if eos is not None:
-            fill_id = int(pad or eos[0])
+        fill_id = -1 if eos is None else int(pad or eos[0])
         shape = (num_prompts, num_beams)
         self.running_sequences = torch.full(
             (*shape, self.max_length),
@@ -141,6 +145,11 @@ class BeamDecoding(Decoding):
         num_return_sequences, ...)`."""
         num_returned = self.config.num_return_sequences
         return values[:, :num_returned].flatten(0, 1)
+
+    def final(self) -> tuple[Tensor, list[float]]:
+        """Returns the token ids of the returned sequences, `(n, max_length)`, and their scores."""
+        scores: list[float] = self.select_returned(self.beam_scores).tolist()
+        return self.select_returned(self.sequences), scores
 
     def result(self, cache: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
         """Returns the output of transformers' loop; `cache` is the cache in the output."""

@@ -1,5 +1,6 @@
 """Multi-head latent attention (MLA) on blocks of latents. For rows with few queries, the queries
-are projected into the latent space; for other rows, the latents are expanded to keys and values."""
+are projected into the latent space; for other rows, the latents are expanded to keys and values.
+Implements `rooms.LatentRoom`; imports no other room."""
 
 from __future__ import annotations
 
@@ -13,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from ..cache.handles import READ_ONLY, LazyTensor, PagedTensor
-from ..cache.kv_blocks import KVBlocks
-from ..kernels import quantized
-from ..step import NotCapturable, StepMetadata
-from . import backends
-from .backends.reference import AttentionCall
-from .switch import is_from_transformers
+from .attention import backends
+from .attention.backends.reference import AttentionCall
+from .attention.switch import is_from_transformers
+from .cache.handles import READ_ONLY, LatentTensor, PagedTensor
+from .cache.kv_blocks import KVBlocks
+from .kernels import quantized
+from .step import NotCapturable, NotPackable, StepMetadata
 
 MAX_ABSORBED_QUERIES = 16
 """Rows of a packed step with at most this many queries absorb the expansion into the queries. For a
@@ -40,13 +41,12 @@ class Expansion:
         return self.expand(self.latent, self.rotary)
 
 
-class ExpandedTensor(LazyTensor):
+class ExpandedTensor(LatentTensor):
     """Keys or values `(batch, heads, length, dim)` that an MLA layer would expand from its latents.
     For rows with few queries, our attention function instead applies the expansion to queries and
     outputs ("absorption", DeepSeek-V2, arXiv 2405.04434, section 2.1.2).
     """
 
-    step: StepMetadata
     expansion: Expansion
     index: int
 
@@ -118,54 +118,47 @@ class ExpandedTensor(LazyTensor):
 
         return query, layer.latents, expand
 
-
-# Packed steps
-
-
-def attend_packed(
-    query: Tensor,
-    key: ExpandedTensor,
-    value: Tensor,
-    step: StepMetadata,
-    features: Any,
-) -> Tensor:
-    """Computes the attention of a packed step, `(T, heads, value_dim)`, for queries `(1, heads, T,
-    key_dim)`. Leading rows with few queries absorb the expansion, if `absorb` can. For the other
-    rows, all latents, including cached ones, are expanded into temporary blocks of keys and values.
-    Raises `NotCapturable` if latents of a recorded step must be expanded. `features`: scale,
-    softcap and sinks of the call."""
-    short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
-    num_absorbed = 0
-    outputs = []
-    if short_rows is not None:
-        absorbed = key.absorb(query[:, :, : short_rows.num_tokens], value)
-        if absorbed is None:
-            long_rows = step
-        else:
-            absorbed_query, latent_blocks, expand = absorbed
-            num_absorbed = short_rows.num_tokens
-            short_query = absorbed_query[0].transpose(0, 1)
-            call = AttentionCall(short_query, latent_blocks, short_rows, *features)
-            output = backends.attend(call).unsqueeze(0)
-            outputs.append(expand(output)[0])
-    if long_rows is not None:
-        expansion = key.expansion
-        rows, block_ids = long_rows.plan(_expanded_tables)
-        dense_latents = []
-        for source in (expansion.latent, expansion.rotary):
-            latents = quantized.read(source.blocks, block_ids, source.dtype)
-            dense_latents.append(latents.flatten(0, 2)[None, None])
-        expanded = []
-        for expanded_heads in expansion.expand(*dense_latents):
-            expanded_heads = expanded_heads[0].contiguous().unflatten(1, (-1, step.block_size))
-            expanded.append(expanded_heads.transpose(0, 1))  # (blocks, heads, block_size, dim)
-        long_query = query[0, :, num_absorbed:].transpose(0, 1)
-        expanded_blocks = KVBlocks(tuple(expanded), *expanded)
-        call = AttentionCall(long_query, expanded_blocks, rows, *features)
-        outputs.append(backends.attend(call))
-    if len(outputs) == 1:
-        return outputs[0]
-    return torch.cat(outputs)
+    def attend_packed(
+        self, query: Tensor, value: Tensor, step: StepMetadata, features: tuple[Any, ...]
+    ) -> Tensor:
+        """As `LatentTensor.attend_packed`. Leading rows with few queries absorb the expansion, if
+        `absorb` can. For the other rows, all latents, including cached ones, are expanded into
+        temporary blocks of keys and values. Raises `NotCapturable` if latents of a recorded step
+        must be expanded."""
+        if not self.pairs_with(value):
+            raise NotPackable("keys and values come from different latents")
+        short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
+        num_absorbed = 0
+        outputs = []
+        if short_rows is not None:
+            absorbed = self.absorb(query[:, :, : short_rows.num_tokens], value)
+            if absorbed is None:
+                long_rows = step
+            else:
+                absorbed_query, latent_blocks, expand = absorbed
+                num_absorbed = short_rows.num_tokens
+                short_query = absorbed_query[0].transpose(0, 1)
+                call = AttentionCall(short_query, latent_blocks, short_rows, *features)
+                output = backends.attend(call).unsqueeze(0)
+                outputs.append(expand(output)[0])
+        if long_rows is not None:
+            expansion = self.expansion
+            rows, block_ids = long_rows.plan(_expanded_tables)
+            dense_latents = []
+            for source in (expansion.latent, expansion.rotary):
+                latents = quantized.read(source.blocks, block_ids, source.dtype)
+                dense_latents.append(latents.flatten(0, 2)[None, None])
+            expanded = []
+            for expanded_heads in expansion.expand(*dense_latents):
+                expanded_heads = expanded_heads[0].contiguous().unflatten(1, (-1, step.block_size))
+                expanded.append(expanded_heads.transpose(0, 1))  # (blocks, heads, block_size, dim)
+            long_query = query[0, :, num_absorbed:].transpose(0, 1)
+            expanded_blocks = KVBlocks(tuple(expanded), *expanded)
+            call = AttentionCall(long_query, expanded_blocks, rows, *features)
+            outputs.append(backends.attend(call))
+        if len(outputs) == 1:
+            return outputs[0]
+        return torch.cat(outputs)
 
 
 def _expanded_tables(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
@@ -221,11 +214,9 @@ def wrap_expansions(modules: Iterable[nn.Module]) -> None:
     code, by functions that return `ExpandedTensor`s for handles whose tokens are all in blocks, if
     the layer `can_absorb` and gradients are disabled. `unwrap_expansions` undoes this."""
     classes = {type(module) for module in modules}
-    for cls in classes:
+    for cls in classes - _wrapped.keys():
         original = vars(cls).get("expand_kv")
-        if cls in _wrapped or original is None:
-            continue
-        if is_from_transformers(original):
+        if original is not None and is_from_transformers(original):
             _wrapped[cls], cls.expand_kv = original, _wrap(original)
 
 

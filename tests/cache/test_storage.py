@@ -112,6 +112,7 @@ def test_a_process_forks_however_much_its_pools_have_reserved() -> None:
         pools[0].keys[0] += 1
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses outlive their memory on Linux")
 def test_layers_return_to_the_addresses_that_they_were_released_from() -> None:
     def make(num_blocks: int, dtype: torch.dtype = torch.float32) -> list[KVBlocks]:
         storage.pool.grow(num_blocks - storage.pool.num_blocks)
@@ -131,8 +132,7 @@ def test_layers_return_to_the_addresses_that_they_were_released_from() -> None:
         release()
         assert [*storage.released.values()] == first
         assert make(num_blocks) == first and not storage.released
-        zeros = [bool((layer.keys[1:-1] == 0).all()) for layer in first]
-        assert all(zeros) == (sys.platform == "linux")
+        assert not any(layer.keys[1:-1].any() for layer in first), "the memory is new"
     for num_blocks, dtype in ((101, torch.float32), (101, torch.bfloat16)):
         release()
         second = make(num_blocks, dtype)

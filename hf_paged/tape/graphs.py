@@ -181,7 +181,8 @@ class StepGraphs:
         for key, step in list(self._graphs.items()):  # `begin` may clear them in another thread
             if not step.discard():
                 self._graphs.pop(key, None)
-        self._outputs.discard()
+        if not (self._graphs and self._outputs.discard()):
+            self._outputs.clear()
 
     def run(
         self,
@@ -453,10 +454,8 @@ class StepGraphs:
         return self._context.ranges(keys, tokens.num_decodes, len(tokens.token_ids))
 
     def _released_blocks(self) -> list[weakref.ref[KVBlocks]]:
-        blocks: list[weakref.ref[KVBlocks]] = []
-        for group in self._groups:
-            blocks += map(weakref.ref, group.storage.released.values())
-        return blocks
+        layers = (layer for group in self._groups for layer in group.storage.released.values())
+        return [*map(weakref.ref, layers)]
 
     def _has_blocks(self) -> bool:
         """Whether the running step has blocks to read, if the model has any. Drops all graphs if a

@@ -361,9 +361,10 @@ class StaticOutputs:
     def clear(self) -> None:
         self._buffers.clear()
 
-    def discard(self) -> None:
-        """Gives the memory of the buffers back until the next replay, if possible."""
-        discard(list(self._buffers.values()))
+    def discard(self) -> bool:
+        """Gives the memory of the buffers back until the next replay; returns whether that was
+        possible."""
+        return discard(list(self._buffers.values()))
 
     def like(self, logits: Tensor) -> Tensor:
         """Returns a buffer with the shape `(n, vocab_size)`, dtype and device of `logits`."""

@@ -344,10 +344,11 @@ class PagedConfig:
             all requests without a salt share blocks.
         idle_release_seconds (`float`, *optional*, defaults to 60):
             Seconds without a call after which the pool's memory is returned to the system, together
-            with cached prefixes and recorded steps. The next call allocates again and generates the
-            same tokens. 0: after each call, or once an engine has no unfinished request, for
-            example when training follows each rollout. `None`: only with `hf_paged.free(model)` or
-            `engine.free()`. Blocks that a caller's cache holds keep the pool alive.
+            with cached prefixes and, unless the model is on the CPU under Linux, recorded steps.
+            The next call allocates again and generates the same tokens. 0: after each call, or once
+            an engine has no unfinished request, for example when training follows each rollout.
+            `None`: only with `hf_paged.free(model)` or `engine.free()`. Blocks that a caller's
+            cache holds keep the pool alive.
         speculation (`str`, *optional*):
             `"ngram"`: if a row's last tokens have occurred before, in its text or in the output of
             other requests with its `cache_salt`, drafts the tokens that followed them and verifies

@@ -215,8 +215,8 @@ class Recorder(Protocol):
         """Returns the part that launches steps before their input tokens are on the host; `None` if
         replays run on the host."""
 
-    def clear(self) -> None:
-        """Drops all recordings: their addresses are no longer valid, or their memory is needed."""
+    def release(self) -> None:
+        """Frees the memory of recordings, like groups before; keeps those that stay valid."""
 
 
 class RunAhead(Protocol):
@@ -254,6 +254,7 @@ class Storage(Protocol):
 
     pool: BlockPool  # allocates the ids; its `BlockSelector` may be the storage's
     layers: dict[int, Any]  # `KVBlocks` of the layers made so far, by index
+    released: dict[int, Any]  # layers without memory, which `make` returns again if they fit
 
     @property
     def block_bytes(self) -> int:
@@ -285,8 +286,7 @@ class Storage(Protocol):
         drop smaller layers, which is allowed only while no block is used or cached."""
 
     def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Returns one block, on the meta device, of a layer with K/V like these, `(batch, heads, n,
-        dim)`."""
+        """Returns one block, on the meta device, for K/V `(batch, heads, n, dim)` like these."""
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """Allocates layer `index` for K/V like these, and returns its blocks. If memory runs out,
@@ -305,7 +305,7 @@ class Storage(Protocol):
         All sources are read before any target is written."""
 
     def clear(self) -> None:
-        """Frees all memory. Allowed only while no table holds a block."""
+        """Frees all memory; may move layers to `released`. No table may hold a block."""
 
 
 StorageFactory = Callable[["PagedConfig", "GroupSpec", int, Callable[[], None]], Storage]

@@ -7,8 +7,10 @@ import ctypes
 import functools
 import mmap
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -159,19 +161,52 @@ def reserved_tensor(size: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def discard(tensors: Iterable[torch.Tensor]) -> bool:
+    """Gives the system the memory of the whole storages of these tensors, which stay at their
+    addresses. Their content is lost; the next write takes memory again. Returns whether that was
+    possible, and leaves the system nothing to count: not on devices and outside Linux, nor if
+    addresses are limited (`ulimit -v`) or charged as memory (`vm.overcommit_memory=2`). Memory that
+    shares a page with other objects, less than two pages per tensor, stays."""
+    madvise = _libc_function("madvise")
+    is_on_linux = sys.platform == "linux" and madvise is not None
+    if not is_on_linux or address_limit() is not None or _charges_addresses():
+        return False
+    page = mmap.PAGESIZE
+    for tensor in tensors:
+        if not tensor.is_cpu:
+            return False
+        storage = tensor.untyped_storage()
+        start = -(-storage.data_ptr() // page) * page
+        size = (storage.data_ptr() + storage.nbytes() - start) // page * page
+        if size > 0:
+            address = ctypes.c_void_p(start)
+            num_bytes = ctypes.c_size_t(size)
+            if madvise(address, num_bytes, mmap.MADV_DONTNEED):  # locked in memory, for instance
+                return False
+    return True
+
+
+def _charges_addresses() -> bool:
+    """Whether Linux charges private addresses that can be written to as if they were used."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
+    except OSError:  # unreadable: assume Linux's default
+        return False
+
+
 def trim() -> None:
     """Gives the system the freed host memory that glibc still holds. (It unmaps large tensors when
     they are freed, but keeps the memory of small ones.) Does nothing with other C libraries."""
-    malloc_trim = _malloc_trim()
+    malloc_trim = _libc_function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 @functools.cache
-def _malloc_trim() -> Any:
+def _libc_function(name: str) -> Any:
     try:
-        return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):  # not glibc
+        return getattr(ctypes.CDLL(None), name)
+    except (AttributeError, OSError, TypeError):  # Windows, or another C library
         return None
 
 

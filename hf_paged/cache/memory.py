@@ -359,16 +359,17 @@ class PagedMemory:
         unused = [group for group in groups if not group.pool.num_used and group.occupied_bytes]
         if not unused:
             return False
-        self._released_peak_bytes = self.peak_bytes
-        for group in unused:
-            group.release()
-        self._clear_recorders()
-        budget.update_charge(self)
+        self._release(unused)
         return True
 
-    def _clear_recorders(self) -> None:
+    def _release(self, groups: Iterable[GroupMemory]) -> None:
+        """Frees the memory of these groups, and that of recorded steps."""
+        self._released_peak_bytes = self.peak_bytes
+        for group in groups:
+            group.release()
         for recorder in self.recorders.values():
-            recorder.clear()
+            recorder.release()
+        budget.update_charge(self)
 
     def drop_recorders(self) -> None:
         """Drops the recorders. Called when no engine or model will run steps on this memory any
@@ -414,17 +415,15 @@ class PagedMemory:
         self.waste = share_of_unused_slots(self.groups.values())
 
     def release(self) -> bool:
-        """Frees all memory (on a device: to PyTorch's allocator), cached blocks and recorded steps,
-        unless a table holds a block; returns whether it did. May be called at any time from any
-        thread, since running sequences hold blocks. The next write allocates the layers again."""
+        """Frees all memory (on a device: to PyTorch's allocator) and cached blocks, unless a table
+        holds a block; returns whether it did. May be called at any time from any thread, since
+        running sequences hold blocks. The next write allocates the layers again, if possible at
+        their old addresses (`Storage.released`): if so, recorded steps stay valid."""
         with self.lock:
             if self.is_used:
                 return False
-            self._released_peak_bytes, self._fraction_limit = self.peak_bytes, None
-            for group in self.groups.values():
-                group.release()
-            self._clear_recorders()
-            budget.update_charge(self)
+            self._release(self.groups.values())
+            self._fraction_limit = None
         trim()
         return True
 

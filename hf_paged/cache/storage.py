@@ -17,7 +17,7 @@ from ..interrupts import is_interrupt
 from ..seams import Storage
 from .block_pool import BlockPool
 from .copies import BlockCopier
-from .free_memory import Reservation
+from .free_memory import Reservation, discard
 from .groups import FULL_ATTENTION, GroupSpec
 from .kv_blocks import KVBlocks, sizes_of
 
@@ -46,6 +46,7 @@ class BlockStorage:
         self.spec = spec
         self.kv_dtype = kv_dtype
         self.layers: dict[int, KVBlocks] = {}
+        self.released: dict[int, KVBlocks] = {}
         self._reservation: Reservation | None = None
         self._copier = BlockCopier()
 
@@ -165,7 +166,7 @@ class BlockStorage:
         num_reserved = self._num_reserved(block_bytes, keys.device)
         min_blocks = self.pool.num_blocks
         num_blocks = num_expected = max(min_blocks, num_reserved)
-        layer: KVBlocks | None = None
+        layer = self._take_released(index, num_blocks, keys, values)
         while layer is None:
             try:
                 layer = self._allocate(num_blocks, keys, values)
@@ -183,9 +184,24 @@ class BlockStorage:
         self.layers[index] = layer
         return layer
 
+    def _take_released(
+        self, index: int, num_blocks: int, keys: Tensor, values: Tensor
+    ) -> KVBlocks | None:
+        """Returns layer `index` of `released` if it fits these K/V and has at least `num_blocks`
+        blocks; otherwise frees its addresses and returns `None`."""
+        layer = self.released.pop(index, None)
+        if layer is None or layer.num_blocks < num_blocks or not layer.fits(keys, values):
+            return None
+        return layer
+
     def clear(self) -> None:
-        """Frees all memory. No table may hold a block."""
-        self.layers = {}
+        """Frees all memory. Layers whose memory can be given back without their addresses move to
+        `released`. No table may hold a block."""
+        released = dict(self.released)
+        for index, layer in self.layers.items():
+            if layer.rows is None and discard(layer.data):
+                released[index] = layer
+        self.layers, self.released = {}, released
         if self._reservation is not None:
             self._reservation.reset()
 

@@ -52,7 +52,9 @@ class StateStorage:
 
     def __init__(self, pool: BlockPool) -> None:
         self.block_bytes = 0
-        self.layers: dict[int, Any] = {}  # always empty: states are not in blocks
+        # always empty: states are not in blocks
+        self.layers: dict[int, Any] = {}
+        self.released: dict[int, Any] = {}
         self.pool = pool
         # by slot: a function that returns the holder (`None` once it is gone), and the row
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..cache.free_memory import discard
 from ..kernels.cpp.attention import FLOAT_NUMBERS
 
 DTYPE_NUMBERS = {**FLOAT_NUMBERS, torch.int64: 3}
@@ -145,6 +146,11 @@ class Arena:
         base = -(-self._memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
         self._addresses = {buffer_id: base + offset for buffer_id, offset in offsets.items()}
         self._addresses |= buffers.fixed_addresses
+
+    def discard(self) -> bool:
+        """Gives the memory back until the next replay; returns whether that was possible. The
+        arena then contains zeros, as before the first replay."""
+        return discard([self._memory])
 
     def address(self, ref: TensorRef) -> int:
         if ref.buffer_id is None:

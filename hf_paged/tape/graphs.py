@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..attention.backends import unsupported_reasons
 from ..attention.switch import model_attention
 from ..batching.execution.buckets import bucket, chunk_bucket
 from ..batching.execution.inputs import Bounds, PackedTokens
@@ -36,7 +35,6 @@ from ..seams import ForwardContext, RecordedContext
 from ..step import KeysReadError
 from ..switches import NOTHING
 from ..timing import timed
-from ..topics import Topic
 from .checks import Checks
 from .graph_keys import MAX_CHUNK_TOKENS, GraphKey, Prefixes, key_of
 from .inputs import StaticInputs, StaticOutputs
@@ -53,7 +51,7 @@ from .recorders import (
 )
 from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
-from .torch_options import active_mode, torch_options
+from .torch_options import must_run_eagerly, torch_options
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +172,16 @@ class StepGraphs:
         self._graphs.clear()
         self._outputs.clear()
 
+    def release(self) -> None:
+        """As `Recorder.release`: keeps recorded steps if all of their blocks were released."""
+        if self._released_blocks() != self._blocks:
+            self.clear()
+        for key, step in list(self._graphs.items()):  # `begin` may clear them in another thread
+            if not step.discard():
+                self._graphs.pop(key, None)
+        if not (self._graphs and self._outputs.discard()):
+            self._outputs.clear()
+
     def run(
         self,
         tokens: PackedTokens,
@@ -198,12 +206,11 @@ class StepGraphs:
             return None
         if not self._is_recordable(tokens, context):
             return None
-        if self._must_run_eagerly():
+        if must_run_eagerly(self._untracked_reason):
             return None
         # the lock keeps other threads from moving blocks until the replay is launched
         with self._lock:
-            self._drop_stale_graphs()
-            if self._groups and not self._blocks:
+            if not self._has_blocks():
                 return None
             self._forward = forward
             self._context = context
@@ -241,20 +248,6 @@ class StepGraphs:
         from .rectangles import RectangleReplays
 
         return RectangleReplays(model, cache, self)
-
-    def _must_run_eagerly(self) -> bool:
-        """Whether a replay would bypass an active mode, or might miss changes of the model. If so,
-        adds the reason to the call's `unsupported_reasons`."""
-        mode = active_mode()
-        reason = self._untracked_reason
-        if mode is not None:
-            reason = f"a replay would bypass the active `{mode}`"
-        if reason is None:
-            return False
-        reasons = unsupported_reasons.get()
-        if reasons is not None:
-            reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
-        return True
 
     def _is_recordable(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
         """Whether steps like this are recorded: those of decodes that all get logits and, on a GPU
@@ -459,16 +452,22 @@ class StepGraphs:
         keys = recorded_context.keys
         return self._context.ranges(keys, tokens.num_decodes, len(tokens.token_ids))
 
-    def _drop_stale_graphs(self) -> None:
-        """Drops all graphs if a layer's blocks were replaced or added, as happens when the pool
-        grows or is rebuilt."""
+    def _released_blocks(self) -> list[weakref.ref[KVBlocks]]:
+        layers = (layer for group in self._groups for layer in group.storage.released.values())
+        return [*map(weakref.ref, layers)]
+
+    def _has_blocks(self) -> bool:
+        """Whether the running step has blocks to read, if the model has any. Drops all graphs if a
+        layer's blocks were replaced or added, as happens when the pool grows or is rebuilt, but not
+        while the same blocks are released."""
         blocks: list[weakref.ref[KVBlocks]] = []
         for group in self._groups:
             blocks += map(weakref.ref, group.storage.layers.values())
-        if blocks != self._blocks:
+        if blocks != self._blocks and (blocks or self._released_blocks() != self._blocks):
             self._graphs.clear()
             self._blocks = blocks
             self._shared_prefixes = SharedPrefixes(self._model, self._groups)
+        return bool(blocks) or not self._groups
 
 
 def _run_forward(

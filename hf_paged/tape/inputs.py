@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..batching.execution.buckets import power_of_two
 from ..batching.execution.inputs import Bounds, PackedTokens, write_changed_rows
+from ..cache.free_memory import discard
 from ..cache.group_memory import GroupMemory
 from ..kernels.triton.cascade import SharedPrefix
 from ..step import Cascade, Lengths, StepMetadata
@@ -360,6 +361,11 @@ class StaticOutputs:
 
     def clear(self) -> None:
         self._buffers.clear()
+
+    def discard(self) -> bool:
+        """Gives the memory of the buffers back until the next replay; returns whether that was
+        possible."""
+        return discard(list(self._buffers.values()))
 
     def like(self, logits: Tensor) -> Tensor:
         """Returns a buffer with the shape `(n, vocab_size)`, dtype and device of `logits`."""

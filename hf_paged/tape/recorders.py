@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..attention.backends import cpp
+from ..cache.free_memory import discard
 from ..interrupts import restoring
 from ..kernels import forced_backend, uses_triton
 from ..model.trial import first_line, significant_difference
@@ -79,6 +80,16 @@ class RecordedStep:
     logits: Tensor  # (number of logit rows, vocab_size)
     graph: Graph
     context: RecordedContext | None
+
+    def discard(self) -> bool:
+        """Gives memory back until the next replay: that of intermediate values, logits and states.
+        Returns whether that was possible, and the rest is small: not for a CUDA graph, nor with a
+        context, which keeps an adapter's weights."""
+        if not isinstance(self.graph, Tape) or self.context is not None:
+            return False
+        states = self.inputs.states
+        has_discarded_states = states is None or states.discard()
+        return has_discarded_states and discard([self.logits]) and self.graph.discard()
 
 
 def graph_backend(device: torch.device) -> GraphBackend | None:

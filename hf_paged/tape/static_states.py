@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache.free_memory import discard
 from ..rectangles.states import set_state_tensors, state_tensors
 
 
@@ -48,6 +49,13 @@ class StaticStates:
         self._resident_layers = [weakref.ref(layer) for layer in layers]
         self._resident_states = views
         set_state_tensors(layers, views)
+
+    def discard(self) -> bool:
+        """Gives the memory of the buffers back until the next step, whose states are copied to
+        them; returns whether that was possible."""
+        self._move_out()
+        self._resident_states = []
+        return discard(self.buffers)
 
     def _views_like(self, states: Sequence[Tensor]) -> list[Tensor]:
         return [buffer[: len(state)] for buffer, state in zip(self.buffers, states, strict=True)]

@@ -70,6 +70,10 @@ class Tape:
         for run in self._runs:
             run()
 
+    def discard(self) -> bool:
+        """As `Arena.discard`."""
+        return self._arena.discard()
+
     # -- entries ----------------------------------------------------------------------------------
 
     def _add_kernels(self, calls: list[PackedCall]) -> None:

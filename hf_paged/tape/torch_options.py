@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
+from ..attention.backends import unsupported_reasons
+from ..topics import Topic
+
 # Global options of torch that decide which kernels a forward launches: attributes of `torch`, and
 # functions that return an option. The settings per backend and operation reflect the options that
 # they inherit and the legacy options (`set_float32_matmul_precision`, `allow_tf32`). The legacy
@@ -61,3 +64,18 @@ def active_mode() -> str | None:
             if mode_type is not DeviceContext:
                 return mode_type.__name__
     return None
+
+
+def must_run_eagerly(untracked_reason: str | None) -> bool:
+    """Whether a replay would bypass an active mode, or might miss changes of the model, for this
+    reason. If so, adds the reason to the call's `unsupported_reasons`."""
+    mode = active_mode()
+    reason = untracked_reason
+    if mode is not None:
+        reason = f"a replay would bypass the active `{mode}`"
+    if reason is None:
+        return False
+    reasons = unsupported_reasons.get()
+    if reasons is not None:
+        reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
+    return True

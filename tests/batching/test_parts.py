@@ -107,6 +107,7 @@ class HalfStorage:
     def __init__(self, config: Any, spec: Any, block_size: int, before_move: Any) -> None:
         self.pool = BlockPool()
         self.layers: dict[int, KVBlocks] = {}
+        self.released: dict[int, KVBlocks] = {}
         self.block_size = block_size
 
     @property

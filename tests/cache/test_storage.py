@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +13,11 @@ import torch
 
 import hf_paged
 from hf_paged.cache import free_memory, kv_blocks
+from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.free_memory import Reservation, free_bytes
 from hf_paged.cache.groups import FULL_ATTENTION, GroupSpec
 from hf_paged.cache.kv_blocks import KVBlocks
+from hf_paged.cache.storage import BlockStorage
 from hf_paged.config import MIN_BLOCK_SIZE
 from hf_paged.kernels import quantized
 from tests.support import models
@@ -106,6 +110,50 @@ def test_a_process_forks_however_much_its_pools_have_reserved() -> None:
     assert holds_in_child(lambda: all(bool((pool.keys[-1] == 7).all()) for pool in pools))
     with torch.inference_mode():
         pools[0].keys[0] += 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="addresses outlive their memory on Linux")
+def test_layers_return_to_the_addresses_that_they_were_released_from() -> None:
+    def make(num_blocks: int, dtype: torch.dtype = torch.float32) -> list[KVBlocks]:
+        storage.pool.grow(num_blocks - storage.pool.num_blocks)
+        keys = torch.empty(1, 2, 0, 64, dtype=dtype)
+        return [storage.make(index, keys, keys) for index in range(2)]
+
+    def release() -> None:
+        for tensor in (tensor for layer in storage.layers.values() for tensor in layer.data):
+            tensor.fill_(7)
+        storage.pool.shrink()
+        storage.clear()
+        assert not (storage.layers or storage.nbytes or storage.num_rows or storage.block_bytes)
+
+    storage = BlockStorage(16, BlockPool())
+    first = make(100)
+    for num_blocks in (100, 1):
+        release()
+        assert [*storage.released.values()] == first
+        assert make(num_blocks) == first and not storage.released
+        assert not any(layer.keys[1:-1].any() for layer in first), "the memory is new"
+    for num_blocks, dtype in ((101, torch.float32), (101, torch.bfloat16)):
+        release()
+        second = make(num_blocks, dtype)
+        assert not any(layer in first for layer in second) and not storage.released
+        first = second
+
+
+def test_only_whole_pages_of_host_memory_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = torch.full((1 << 20,), 7, dtype=torch.uint8)
+    is_on_linux = sys.platform == "linux"
+    assert free_memory.discard([tensor[5:9]]) == is_on_linux, "the whole storage"
+    page = mmap.PAGESIZE
+    assert bool((tensor[page:-page] == 0).all()) == is_on_linux
+    assert tensor.count_nonzero() < 2 * page or not is_on_linux
+    small = torch.full((9,), 7)
+    assert free_memory.discard([small]) == is_on_linux and bool((small == 7).all())
+    assert not free_memory.discard([torch.empty(1 << 20, device="meta")])
+    for name, value in (("address_limit", 1 << 46), ("_charges_addresses", True)):
+        with monkeypatch.context() as patch:
+            patch.setattr(free_memory, name, lambda value=value: value)
+            assert not free_memory.discard([tensor])
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])

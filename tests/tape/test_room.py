@@ -72,8 +72,8 @@ def test_an_engine_takes_another_recorder() -> None:
         def run_ahead(self, memory: Any, scheduler: Any) -> None:
             return None
 
-        def clear(self) -> None:
-            asked.append("clear")
+        def release(self) -> None:
+            asked.append("release")
 
     assert num_replays() > 0
     assert num_replays(EngineParts(recorder=lambda model, cache: Never())) == 0

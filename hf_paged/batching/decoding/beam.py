@@ -194,7 +194,8 @@ class BeamDecoding(Decoding):
             )
         )
         self.length += 1
-        self._ids = self.running_sequences[:, :, : self.length].flatten(0, 1).contiguous()
+        # a view, as in transformers: a processor may write to the ids
+        self._ids = self.running_sequences[:, :, : self.length].flatten(0, 1)
         # [prompts, 1]: transformers' estimate of whether a running beam can beat a finished one
         self.may_improve = compat.check_early_stop(
             self.model,

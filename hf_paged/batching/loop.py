@@ -254,10 +254,11 @@ class StepLoop:
                 self.executor.commit(span, runs_user_code=True)
             if runs_foreign_code:
                 self.executor.mark_unverified()
-            logits = map(_LOGITS, ready)
-            results += sample_step(list(zip(decodings, logits)), fetch)
-            # a caller's code may choose any id, and the model's head may have more rows than its
-            # embedding
+            if runs_callers_code:
+                results += self.executor.sample(ready, fetch)
+            else:
+                results += sample_step(list(zip(decodings, map(_LOGITS, ready))), fetch)
+            # a caller's code may choose any id, and the head may be wider than the embedding
             must_check_ids = runs_callers_code or (
                 bool(ready) and ready[0][1].logits.shape[-1] > self.executor.num_embeddings
             )

@@ -11,7 +11,9 @@ import torch
 from .. import compat
 from ..attention.masks import unpadded_columns
 from ..batching.arguments import Assistance, option_for_drafts
+from ..batching.decoding.base import StopChecker
 from ..batching.decoding.prepare import LoopCall
+from ..batching.decoding.scores import are_row_wise
 from ..batching.execution.prompt_inputs import uncommon_names
 from ..batching.execution.prompts import Prompts, prompts_of
 from ..batching.factory import choose_layout, make_runner
@@ -99,12 +101,21 @@ class Candidate:
                     Topic.ADAPTERS("`adapter_names` needs one name per prompt"): (
                         len(self.adapter_names) not in (num_rows, num_rows // self.call.repeats)
                     ),
+                    Topic.ADAPTERS(
+                        "`guidance_scale`, or a processor or criterion of the caller, may run the"
+                        " model, and the rows have different adapters"
+                    ): len(set(self.adapter_names)) > 1 and self._runs_callers_code(num_rows),
                 }
             )
         if self.assistance is not None:
             option = option_for_drafts(self.config, self.assistance.model)
             speculation: SpeculationRoom = room("speculation", f"`{option}`")
             yield from speculation.reasons_against_call(self, self.assistance)
+
+    def _runs_callers_code(self, num_rows: int) -> bool:
+        """Whether the loop runs processors or criteria that may run the model."""
+        has_criteria = bool(StopChecker(self.inputs.stopping_criteria).callers_criteria)
+        return has_criteria or not are_row_wise(self.inputs.logits_processor, num_rows)
 
     def _reasons_against_options(self) -> Iterator[str]:
         model = self.model

@@ -30,7 +30,8 @@ from ...step import NotPackable
 from ...switches import NOTHING
 from ...threads import step_lock
 from ...topics import Topic
-from ..decoding.base import Fetch, LogitRows
+from ..decoding.base import Fetch, LogitRows, Result
+from ..decoding.sampler import sample_step
 from ..decoding.vocabulary import num_embeddings
 from ..generation import Generation
 from ..request import Sequence
@@ -328,6 +329,30 @@ class Executor:
         shared_forward = NOTHING if self._processes is None else self._processes.forward()
         with self._autocast_context(), shared_forward:
             return forward(*arguments)
+
+    def sample(
+        self, ready: list[tuple[Generation, LogitRows]], fetch: Fetch | None = None
+    ) -> list[Result]:
+        """Like `sample_step`. If the rows of a decoding that runs a caller's code all have one
+        adapter, the code runs with this adapter, since it may run the model, as guidance does; then
+        the decoding is sampled alone, under `lock`."""
+        results: dict[int, Result] = {}
+        for index, (generation, logits) in enumerate(ready):
+            adapter, *others = {request.adapter for request in generation.requests}
+            is_alone = generation.decoding.runs_callers_code and not others
+            if adapter is None or not is_alone:
+                continue
+            try:
+                with self.lock, self.adapters().using(adapter):
+                    (results[index],) = sample_step([(generation.decoding, logits)])
+            except Exception as error:  # of the adapter, which is gone or merged
+                results[index] = error
+        remaining = [index for index in range(len(ready)) if index not in results]
+        steps = [(ready[index][0].decoding, ready[index][1]) for index in remaining]
+        if results:
+            fetch = None
+        results.update(zip(remaining, sample_step(steps, fetch)))
+        return [results[index] for index in range(len(ready))]
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
         """Returns a function that copies the tokens of these rows to the host and meanwhile tries

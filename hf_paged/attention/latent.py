@@ -15,6 +15,7 @@ from torch.nn.modules import module as torch_module
 
 from ..cache.handles import READ_ONLY, LazyTensor, PagedTensor
 from ..cache.kv_blocks import KVBlocks
+from ..forks import lazy_property
 from ..kernels import quantized
 from ..step import NotCapturable, StepMetadata
 from . import backends
@@ -35,7 +36,7 @@ class Expansion:
     rotary: PagedTensor  # rotary keys, (batch, 1, length, rope_dim)
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # the layer's own code
 
-    @functools.cached_property
+    @lazy_property
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         return self.expand(self.latent, self.rotary)
 

@@ -116,8 +116,6 @@ class BeamDecoding(Decoding):
         )
         prompt_ids = inputs.input_ids.unflatten(0, shape)
         self.running_sequences[:, :, : self.length] = prompt_ids
-        # a view, as in transformers: a processor may write to the ids
-        self._ids = self.running_sequences[:, :, : self.length].flatten(0, 1)
         self.sequences = self.running_sequences.clone()
         # the beams of a prompt are equal at first, so only the first one is a candidate
         self.running_scores = torch.zeros(shape, dtype=torch.float32, device=device)
@@ -205,6 +203,7 @@ class BeamDecoding(Decoding):
             )
         )
         self.length += 1
+        # a view, as in transformers: a processor may write to the ids
         self._ids = self.running_sequences[:, :, : self.length].flatten(0, 1)
         # [prompts, 1]: transformers' estimate of whether a running beam can beat a finished one
         self.may_improve = compat.check_early_stop(

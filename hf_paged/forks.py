@@ -9,9 +9,12 @@ import logging
 import os
 import threading
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
 
 from .topics import Topic
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,25 @@ def rlock() -> threading.RLock:
     new_lock = threading.RLock()
     _locks.add(new_lock)
     return new_lock
+
+
+class lazy_property(Generic[T]):
+    """A property that is computed when an instance first reads it, and is then an attribute of that
+    instance. Like the `cached_property` of functools since Python 3.12; earlier ones compute under
+    one lock for all instances, which stays held in a child process if another thread held it."""
+
+    def __init__(self, compute: Callable[[Any], T]) -> None:
+        self._compute = compute
+        self.__doc__ = compute.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> T:
+        if instance is None:  # read from the class, as documentation tools do
+            return self  # type: ignore[return-value]
+        value = instance.__dict__[self._name] = self._compute(instance)
+        return value
 
 
 def notify_in_child(listener: Any) -> None:

@@ -19,6 +19,7 @@ from .attention.backends.reference import AttentionCall
 from .attention.switch import is_from_transformers
 from .cache.handles import READ_ONLY, LatentTensor, PagedTensor
 from .cache.kv_blocks import KVBlocks
+from .forks import lazy_property
 from .kernels import quantized
 from .step import NotCapturable, NotPackable, StepMetadata
 
@@ -36,7 +37,7 @@ class Expansion:
     rotary: PagedTensor  # rotary keys, (batch, 1, length, rope_dim)
     expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # the layer's own code
 
-    @functools.cached_property
+    @lazy_property
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         return self.expand(self.latent, self.rotary)
 

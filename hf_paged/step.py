@@ -9,7 +9,6 @@ row whose leading blocks were freed (sliding window) counts from its first remai
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from .forks import lazy_property
 
 Plan = TypeVar("Plan")
 
@@ -209,7 +210,7 @@ class StepMetadata:
     def num_tokens(self) -> int:
         return self.query_start[-1]
 
-    @functools.cached_property
+    @lazy_property
     def max_query_len(self) -> int:
         """The largest number of queries of a row."""
         pairs = itertools.pairwise(self.query_start)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import LogitsProcessor
 
 from hf_paged import PagedEngine
 from tests.support import models
@@ -77,6 +78,27 @@ def test_processors(name: str) -> None:
     options |= {"early_stopping": True, "max_new_tokens": 12, **PROCESSED[name]}
     inputs = models.padded_prompt("llama")
     assert assert_paged_is_plain(models.get("llama"), inputs, options).road == "engine"
+
+
+class Overwrites(LogitsProcessor):
+    """Replaces the last token of each row."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        input_ids[:, -1] = 7
+        return scores
+
+
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"num_beams": 2, "do_sample": True}])
+def test_a_processor_that_writes_to_the_ids(mode: dict[str, Any]) -> None:
+    options = {"max_new_tokens": 6, "logits_processor": [Overwrites()], **mode}
+    inputs = models.padded_prompt("llama")
+    prompts = inputs["input_ids"].clone()
+    sequences = []
+    for paged in ({}, models.PAGED):
+        given = {**inputs, "input_ids": prompts.clone()}  # greedy search writes to the prompts
+        torch.manual_seed(0)
+        sequences.append(models.get("llama").generate(**given, **options, **paged))
+    assert torch.equal(*sequences) and (sequences[1][:, prompts.shape[1] : -1] == 7).all()
 
 
 DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

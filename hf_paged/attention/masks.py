@@ -4,7 +4,6 @@ of a step. Kernels decide how to apply them."""
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -20,6 +19,7 @@ from transformers.masking_utils import (
 )
 
 from ..cache.handles import LazyTensor
+from ..forks import lazy_property
 from ..step import NotCapturable, NotPackable, StepMetadata
 
 # The function that `interface.paged_mask` calls with every symbolic mask, so that a call learns
@@ -146,7 +146,7 @@ class PagedMask(LazyTensor):
         mask: Tensor = self.resolve(implementation, **_NO_SKIP)
         return mask.expand(self.shape)
 
-    @functools.cached_property
+    @lazy_property
     def visible_columns(self) -> Columns | None:
         """The columns of the padded batch that the 2D padding mask shows; `None` if
         `unpadded_columns` returns `None`."""

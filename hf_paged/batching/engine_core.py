@@ -23,6 +23,7 @@ from ..cache.block_pool import OutOfBlocksError
 from ..cache.idle import begin_use, end_use
 from ..cache.waits import Shortage
 from ..config import PagedConfig
+from ..forks import lazy_property
 from ..interrupts import guarded, is_interrupt, register_for_cleanup, restoring
 from ..model.sharding import lead
 from ..model.wrappers import adapters_for
@@ -68,7 +69,7 @@ class EngineCore(EngineLoop):
         forks.notify_in_child(self)
         register_for_cleanup(self)
 
-    @functools.cached_property
+    @lazy_property
     def grammars(self) -> Grammars:
         compiler: Grammars = room("grammar", "`schema`, `regex` or `grammar`").GrammarCompiler()
         return compiler

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from ..forks import lazy_property
+
 Method = Callable[..., Any]
 
 
@@ -25,7 +27,7 @@ class Invocation:
         """Runs the original method, or another function, with the arguments."""
         return (function or self.original)(self.model, *self.args, **self.kwargs)
 
-    @functools.cached_property
+    @lazy_property
     def bound(self) -> inspect.BoundArguments:
         return inspect.signature(self.original).bind(self.model, *self.args, **self.kwargs)
 

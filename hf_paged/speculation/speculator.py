@@ -3,7 +3,6 @@ each step. The loop runs the steps."""
 
 from __future__ import annotations
 
-import functools
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterator
@@ -30,6 +29,7 @@ from ..cache.memory import PagedMemory
 from ..cache.prefix_index import namespace_digest
 from ..cache.sequence_blocks import UNCACHED
 from ..config import PagedConfig
+from ..forks import lazy_property
 from ..generation.candidate import Candidate
 from ..interrupts import is_interrupt
 from ..model.capability import Capability
@@ -166,7 +166,7 @@ class Speculator:
         self.rows[generation] = source
         return drafts_first_token, namespace
 
-    @functools.cached_property
+    @lazy_property
     def _heads(self) -> MtpHeads:
         assert isinstance(self._runner, PackedRunner)
         return MtpHeads(self._runner, self._scheduler)

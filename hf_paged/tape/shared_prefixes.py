@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from .. import compat
 from ..batching.execution.inputs import PackedTokens
 from ..cache.group_memory import GroupMemory
 from ..cache.kv_blocks import KVBlocks
+from ..forks import lazy_property
 from ..kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
 from .graph_keys import Prefixes
 
@@ -45,7 +45,7 @@ class SharedPrefixes:
             shared.append(plan_cascade(group_tables, lengths, memory.block_size, costs, window))
         return tuple(shared) if any(shared) else ()
 
-    @functools.cached_property
+    @lazy_property
     def costs(self) -> list[CascadeCosts]:
         """The costs of each layer group."""
         model: Any = self.model()

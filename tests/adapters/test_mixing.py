@@ -217,6 +217,36 @@ def test_adapter_names_with_several_sequences() -> None:
     hf_paged.check_integrity(model.get_base_model())
 
 
+@pytest.mark.parametrize("from_folders", [False, True], ids=["own", "folders"])
+@pytest.mark.parametrize("mode", ["greedy", "beams"])
+def test_code_of_a_request_runs_the_model_with_its_adapter(
+    mode: str, from_folders: bool, tmp_path: Path
+) -> None:
+    """Guidance runs the model beside each step."""
+    model, texts = many(2), prompts(9, 12, 7)
+    names, options = ["a0", "a1", "__base__"], {**MODES[mode], "guidance_scale": 1.4}
+    options |= {"max_new_tokens": 6}
+    expected = [lone_with(model, name, prompt, options) for name, prompt in zip(names, texts)]
+    if from_folders:
+        names, model = [*saved(model, tmp_path), "__base__"], models.build("llama")
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        for result, lone, name in zip(
+            engine.generate(texts, options, adapter=names), expected, names
+        ):
+            assert_same_as_lone(lone, result, options, name)
+        assert_drained(engine)
+
+
+@pytest.mark.parametrize("name", ["a0", "__base__"])
+def test_code_of_a_call_runs_the_model_with_the_adapters_of_its_rows(name: str) -> None:
+    model, inputs = many(2), models.padded_prompt("llama", (9, 4, 12))
+    for names, road in ((["a1", "__base__", name], "hf_loop"), ([name] * 3, "engine")):
+        options = {"guidance_scale": 1.4, "max_new_tokens": 6, "adapter_names": names}
+        expected = model.generate(**inputs, **options)
+        assert torch.equal(expected, model.generate(**inputs, **options, **models.PAGED))
+        assert hf_paged.last_route(model).road == road
+
+
 # -- rows that draft -----------------------------------------------------------------------------
 
 

@@ -3,7 +3,6 @@ which the prefix cache knows their tokens. Runs no forward, and reads no cache."
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import marshal
 from collections.abc import Hashable
@@ -16,6 +15,7 @@ from transformers import PreTrainedConfig
 
 from ... import compat
 from ...cache.prefix_index import MARSHAL_VERSION
+from ...forks import lazy_property
 from ...model.own_loop import padding_mask
 
 # inputs without content: options, caches, and those with one value per token
@@ -84,7 +84,7 @@ class PromptInputs:
             return 0
         return int(outputs[0].shape[1])
 
-    @functools.cached_property
+    @lazy_property
     def axes(self) -> list[list[list[int]] | None]:
         """Each row's positions, by axis and token; `None` for a row with positions 0, 1, 2, ... on
         all axes."""

@@ -177,7 +177,7 @@ def random_number_drawn(output: Any, processor: Any) -> None:
 
 
 def other_batch_shown(output: Any, processor: Any) -> None:
-    processor.batches[1][0, 0] += 1
+    processor.seen[1][0, 0] += 1
 
 
 def raises(output: Any, processor: Any) -> None:

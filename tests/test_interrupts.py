@@ -36,10 +36,9 @@ from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.ledger import Ledger
 from hf_paged.switches import Switches
 from tests.support import models
-from tests.support.checks import model_state
 from tests.support.interrupts import interrupt_calls, interrupt_often
 from tests.support.rooms import needs_all_rooms, records_on_cpu
-from tests.support.scenarios import MODES, Case, Engine, Generate
+from tests.support.scenarios import CASES, MODES, Case, Engine, Generate
 
 OURS = str(Path(hf_paged.__file__).parent)
 GREEDY = MODES["greedy"]
@@ -86,42 +85,8 @@ def run_traced(case: Case, n: int) -> tuple[bool, int]:
         sys.settrace(before)
 
 
-CASES = {
-    "generate": lambda: Generate(models.build("llama"), "greedy"),
-    "beams": lambda: Generate(models.build("llama"), "beams"),
-    "encoder-decoder": lambda: Generate(models.build("t5"), "beams"),
-    "engine.generate": lambda: Engine(models.build("llama"), "generate"),
-    "engine.step": lambda: Engine(models.build("llama"), "steps"),
-    "swap": lambda: Engine(models.build("llama"), "steps", num_blocks=9, preemption="swap"),
-    "recompute": lambda: Engine(
-        models.build("llama"), "steps", num_blocks=9, preemption="recompute"
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> None:
-    case = CASES[name]()
-    case.run()
-    case.check()
-    before = model_state(case.model)
-    interrupted, num_lines = run_traced(case, 0)
-    case.check()
-    assert not interrupted and num_lines > 1000
-    points = 12
-    num_interrupted = 0
-    for point in range(points):
-        num_interrupted += run_traced(
-            case, 1 + (num_lines * (2 * point + 1) + 7 * point) // (2 * points)
-        )[0]
-        assert model_state(case.model) == before, f"point {point}"
-        case.check()
-    assert num_interrupted > points // 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["generate", "engine.generate", "engine.step"])
+@pytest.mark.parametrize("name", ["generate, greedy", "engine.generate", "engine.step"])
 def test_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_back(
     name: str,
 ) -> None:
@@ -594,7 +559,12 @@ def test_no_signal_handler_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         for module in (signal, _signal):
             patch.setattr(module, "signal", lambda *arguments: numbers.append(arguments))
-        for name in ("generate", "beams", "encoder-decoder", "engine.step", "swap"):
+        for name in (
+            "generate, greedy",
+            "generate, encoder-decoder, beams",
+            "engine.step",
+            "engine.step, swap",
+        ):
             case = CASES[name]()
             case.run()
             case.check()

@@ -19,6 +19,7 @@ from tests.support.engine_helpers import (
     assert_same_as_lone,
     lone_run,
     prompts,
+    run_all,
 )
 
 GREEDY = MODES["greedy"]
@@ -364,13 +365,7 @@ def test_beams_without_finite_scores_end_in_an_error(value: float) -> None:
     with PagedEngine(model, {"block_size": 8}) as engine:
         engine.add_request(one, BEAMS, request_id="bad", logits_processor=[spoil])
         engine.add_request(other, BEAMS, request_id="good")
-        results: dict[str, Any] = {}
-        while engine.has_unfinished:
-            results |= {
-                output.request_id: output.result
-                for output in engine.step()
-                if output.result is not None
-            }
+        results = run_all(engine)
         assert_drained(engine)
     error, reason = results["bad"].error, results["bad"].finish_reason
     assert isinstance(error, RuntimeError) and reason == "error"

@@ -36,6 +36,7 @@ from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.ledger import Ledger
 from hf_paged.switches import Switches
 from tests.support import models
+from tests.support.engine_helpers import run_all
 from tests.support.interrupts import interrupt_calls, interrupt_often
 from tests.support.rooms import needs_all_rooms, records_on_cpu
 from tests.support.scenarios import CASES, MODES, Case, Engine, Generate
@@ -131,11 +132,6 @@ class Signals(LogitsProcessor):
         return scores
 
 
-def finish(engine: PagedEngine, results: dict[str, Any]) -> None:
-    while engine.has_unfinished:
-        results.update((o.request_id, o.result) for o in engine.step() if o.result is not None)
-
-
 def test_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -> None:
     model, results = models.build("llama"), {}
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -144,8 +140,8 @@ def test_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -> None:
             own = {"logits_processor": [Signals(3)]} if number == 1 else {}
             engine.add_request(prompt, GREEDY, request_id=str(number), **own)
         with pytest.raises(KeyboardInterrupt):
-            finish(engine, results)
-        finish(engine, results)
+            run_all(engine, results)
+        run_all(engine, results)
         engine.check_integrity()
         assert engine.stats().used_blocks == 0
     assert "KeyboardInterrupt" in str(results["1"].error)
@@ -179,9 +175,9 @@ def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_no
             engine.add_request(prompt, own, request_id=str(number))
         monkeypatch.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            finish(engine, results)
+            run_all(engine, results)
         monkeypatch.undo()
-        finish(engine, results)
+        run_all(engine, results)
         engine.check_integrity()
         assert engine.stats().used_blocks == 0
     errors = [name for name in results if results[name].error is not None]
@@ -541,7 +537,7 @@ def test_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None:
                     (o.request_id, o.result) for o in engine.step() if o.result is not None
                 )
                 engine.cancel("own")
-        finish(engine, results)
+        run_all(engine, results)
         engine.check_integrity()
         assert engine.stats().used_blocks == 0
     assert not streamer.goes_on_waiting
@@ -673,7 +669,7 @@ def test_an_error_of_a_handler_is_raised_where_tokens_of_several_kinds_are_broug
         monkeypatch.setattr(sampler, "_fetch", fetch)
         with pytest.raises(TimedOut):
             engine.step()
-        finish(engine, results)
+        run_all(engine, results)
         engine.check_integrity()
     assert results["greedy"].token_ids == expected[0].token_ids
     assert "TimedOut" in str(results["sampled"].error)

@@ -943,31 +943,3 @@ def test_every_block_size(block_size: int | str) -> None:
     paged = {"cache_implementation": "paged", "cache_config": {"block_size": block_size}}
     actual = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, **paged)
     assert_same(expected, actual, f"block size {block_size}")
-
-
-def test_install_and_uninstall_can_be_repeated() -> None:
-    model, inputs = models.get("llama"), models.prompt("llama")
-    expected = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
-    try:
-        hf_paged.uninstall()
-        hf_paged.uninstall()
-        assert_same(
-            expected,
-            model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS),
-            "uninstalled",
-        )
-    finally:
-        hf_paged.install()
-        hf_paged.install()
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    assert_same(expected, model.generate(**inputs, **options, **models.PAGED), "installed again")
-
-
-def test_free_gives_every_byte_back_and_the_next_call_works() -> None:
-    model, inputs = models.build("llama"), models.prompt("llama")
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    expected = model.generate(**inputs, **options)
-    assert_same(expected, model.generate(**inputs, **options, **models.PAGED), "first")
-    hf_paged.free(model)
-    assert hf_paged.memory_stats(model).used_blocks == 0
-    assert_same(expected, model.generate(**inputs, **options, **models.PAGED), "after free")

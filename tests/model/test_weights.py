@@ -18,6 +18,7 @@ import hf_paged
 from hf_paged import PagedEngine
 from hf_paged.model import weights as weights_module
 from tests.support import models
+from tests.support.engine_helpers import run_all
 from tests.test_weights import data_add, value_projection
 
 PROMPT = models.token_ids(1, 34)[0].tolist()
@@ -35,14 +36,9 @@ def plain(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
 
 
 def finish(engine: PagedEngine) -> dict[str, Any]:
-    """Steps until no request is unfinished; results by id."""
-    results = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.result is not None:
-                assert output.result.error is None, output.result.error
-                results[output.request_id] = output.result
-    engine.check_integrity()
+    """The results of all unfinished requests, by id."""
+    results = run_all(engine)
+    assert all(result.error is None for result in results.values())
     return results
 
 

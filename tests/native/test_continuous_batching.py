@@ -408,6 +408,19 @@ def test_a_request_that_never_fits_ends_alone(model: Any) -> None:
 
 
 @pytest.mark.slow
+def test_few_blocks_preempt(model: Any) -> None:
+    config = ContinuousBatchingConfig(num_blocks=6, page_size=8, cpu_offload_space=1.0)
+    for sample in (False, True):
+        options = GenerationConfig(max_new_tokens=16, do_sample=sample)
+        torch.manual_seed(0)
+        outputs = model.generate_batch(PROMPTS * 2, options, config)
+        assert all(output.error is None for output in outputs.values())
+        if not sample:
+            for prompt, output in zip(PROMPTS * 2, outputs.values()):
+                assert output.generated_tokens == plain(model, prompt, options)
+
+
+@pytest.mark.slow
 def test_ids_in_use_and_managers_that_have_stopped_are_refused(model: Any) -> None:
     manager = model.init_continuous_batching(LONG)
     manager.start()

@@ -428,6 +428,10 @@ def test_a_call_that_cannot_fit_says_what_is_missing(name: str, mode: str) -> No
     assert_same_tokens(expected, model.generate(**inputs, **options, **models.PAGED), "with room")
 
 
+def test_out_of_blocks_is_a_runtime_error() -> None:
+    assert issubclass(hf_paged.OutOfBlocksError, RuntimeError)
+
+
 @pytest.mark.slow_cases("*-beams", "t5-samples")
 @pytest.mark.parametrize("mode", BUDGET_MODES)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])

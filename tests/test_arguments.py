@@ -19,6 +19,7 @@ from tests.support.engine_helpers import (
     assert_same_as_lone,
     lone_run,
     prompts,
+    run_all,
 )
 
 GREEDY = MODES["greedy"]
@@ -154,23 +155,6 @@ def test_options_beside_the_config_are_hinted_at() -> None:
     )
 
 
-def test_what_is_no_model() -> None:
-    with pytest.raises(ValueError) as caught:
-        PagedEngine("some/path")
-    assert (
-        str(caught.value)
-        == "`model` is 'some/path': call `PagedEngine.from_pretrained('some/path')`, or pass a"
-        " loaded model"
-    )
-    with pytest.raises(ValueError) as caught:
-        PagedEngine(models.get("llama").model)
-    assert (
-        str(caught.value)
-        == "`model` is of type LlamaModel, which cannot generate: pass the model with its head, a"
-        " `...ForCausalLM`"
-    )
-
-
 # -- arguments of `generate` ---------------------------------------------------------------------
 
 IDS = torch.tensor([[5, 6, 7], [8, 9, 10]])
@@ -192,13 +176,6 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"streamer": [STREAMER, 5]},
         "`streamer` is 5: it must have the methods `put` and `end`",
     ),
-    "streamer of one row": (
-        {"streamer": STREAMER},
-        (
-            "`streamer` is of type TextStreamer, which takes one row, and there are 2: pass a list"
-            " of streamers, one per row"
-        ),
-    ),
     "streamer of one sample": (
         {
             "inputs": IDS[:1],
@@ -217,13 +194,6 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "beams in a config": (
         {"generation_config": GenerationConfig(num_beams=2.0)},
         "`num_beams` is 2.0: it must be a whole number of at least 1",
-    ),
-    "a dict for a config": (
-        {"generation_config": {"max_length": 3}},
-        (
-            "`generation_config` is {'max_length': 3}: pass a `GenerationConfig`, or the options as"
-            " keyword arguments"
-        ),
     ),
     "length as text": (
         {"max_new_tokens": "3"},
@@ -395,13 +365,7 @@ def test_beams_without_finite_scores_end_in_an_error(value: float) -> None:
     with PagedEngine(model, {"block_size": 8}) as engine:
         engine.add_request(one, BEAMS, request_id="bad", logits_processor=[spoil])
         engine.add_request(other, BEAMS, request_id="good")
-        results: dict[str, Any] = {}
-        while engine.has_unfinished:
-            results |= {
-                output.request_id: output.result
-                for output in engine.step()
-                if output.result is not None
-            }
+        results = run_all(engine)
         assert_drained(engine)
     error, reason = results["bad"].error, results["bad"].finish_reason
     assert isinstance(error, RuntimeError) and reason == "error"

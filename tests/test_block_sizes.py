@@ -222,14 +222,6 @@ def test_where_others_need_the_same_blocks_it_is_the_default(
 
 
 @pytest.mark.slow
-def test_a_number_of_blocks_has_no_size() -> None:
-    with pytest.raises(
-        ValueError, match=r"`num_blocks` is 7: .*`block_size` 'auto'.*`memory_fraction`.*budget"
-    ):
-        hf_paged.PagedConfig(block_size="auto", num_blocks=7)
-
-
-@pytest.mark.slow
 def test_a_limit_in_bytes_holds_over_groups_of_other_sizes() -> None:
     model = models.get("gemma3")
     hf_paged.free(model)

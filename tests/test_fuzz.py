@@ -177,7 +177,7 @@ def random_number_drawn(output: Any, processor: Any) -> None:
 
 
 def other_batch_shown(output: Any, processor: Any) -> None:
-    processor.batches[1][0, 0] += 1
+    processor.seen[1][0, 0] += 1
 
 
 def raises(output: Any, processor: Any) -> None:
@@ -203,66 +203,62 @@ WRONGS: dict[Callable[[Any, Any], None], str] = {
 }
 
 
+@pytest.fixture
+def after_each_call(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., None]], None]:
+    """Sets what is called after each generate with its model, inputs, options, paged, output."""
+
+    def wrap(after: Callable[..., None]) -> None:
+        right = fuzz.generate
+
+        def generate(*call: Any) -> Any:
+            output = right(*call)
+            after(*call, output)
+            return output
+
+        monkeypatch.setattr(fuzz, "generate", generate)
+
+    return wrap
+
+
 @pytest.mark.parametrize("case", [PLAIN, BEAMS], ids=["sample", "beams"])
 @pytest.mark.parametrize("wrong", WRONGS, ids=lambda function: function.__name__)
 def test_a_wrong_result_is_caught(
-    wrong: Callable[[Any, Any], None], case: Case, monkeypatch: pytest.MonkeyPatch
+    wrong: Callable[[Any, Any], None], case: Case, after_each_call: Any
 ) -> None:
-    right = fuzz.generate
-
-    def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:
-        output = right(model, inputs, options, paged)
+    def change(model: Any, inputs: Any, options: Any, paged: bool, output: Any) -> None:
         if paged:
             wrong(output, options["logits_processor"][0])
-        return output
 
-    monkeypatch.setattr(fuzz, "generate", generate)
+    after_each_call(change)
     with pytest.raises(AssertionError, match=WRONGS[wrong]):
         fuzz.run_case(case)
 
 
 @pytest.mark.slow
-def test_blocks_that_stay_in_use_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, held = fuzz.generate, []
-
-    def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:
-        output = right(model, inputs, options, paged)
-        held.append(output.past_key_values)
-        return output
-
-    monkeypatch.setattr(fuzz, "generate", generate)
+def test_blocks_that_stay_in_use_are_caught(after_each_call: Any) -> None:
+    held = []
+    after_each_call(lambda *call: held.append(call[-1].past_key_values))
     with pytest.raises(AssertionError, match="blocks are still in use"):
         fuzz.run_case(PLAIN)
 
 
-def test_a_model_left_changed_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = fuzz.generate
-
-    def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:
-        output = right(model, inputs, options, paged)
-        model.train(paged)
-        return output
-
-    monkeypatch.setattr(fuzz, "generate", generate)
+def test_a_model_left_changed_is_caught(after_each_call: Any) -> None:
+    after_each_call(lambda model, inputs, options, paged, output: model.train(paged))
     with pytest.raises(AssertionError, match="the model is not as it was"):
         fuzz.run_case(PLAIN)
 
 
 @pytest.mark.parametrize("case", [PLAIN, BEAMS], ids=["sample", "beams"])
-def test_what_comes_after_a_row_s_end_is_not_compared(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right, changed = fuzz.generate, []
+def test_what_comes_after_a_row_s_end_is_not_compared(case: Case, after_each_call: Any) -> None:
+    changed: list[int] = []
 
-    def generate(model: Any, inputs: Any, options: Any, paged: bool) -> Any:
-        output = right(model, inputs, options, paged)
+    def change(model: Any, inputs: Any, options: Any, paged: bool, output: Any) -> None:
         rows = fuzz.OpenRows(case, output, inputs["input_ids"].shape[1])
         for step, scores in enumerate(output.scores if paged else ()):
             ended = sorted({*range(len(scores))} - {*rows.at(step)})
             scores[ended] = float("nan")
             changed.extend(ended)
-        return output
 
-    monkeypatch.setattr(fuzz, "generate", generate)
+    after_each_call(change)
     fuzz.run_case(case)
     assert changed

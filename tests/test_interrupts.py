@@ -36,10 +36,10 @@ from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.ledger import Ledger
 from hf_paged.switches import Switches
 from tests.support import models
-from tests.support.checks import model_state
+from tests.support.engine_helpers import run_all
 from tests.support.interrupts import interrupt_calls, interrupt_often
 from tests.support.rooms import needs_all_rooms, records_on_cpu
-from tests.support.scenarios import MODES, Case, Engine, Generate
+from tests.support.scenarios import CASES, MODES, Case, Engine, Generate
 
 OURS = str(Path(hf_paged.__file__).parent)
 GREEDY = MODES["greedy"]
@@ -86,42 +86,8 @@ def run_traced(case: Case, n: int) -> tuple[bool, int]:
         sys.settrace(before)
 
 
-CASES = {
-    "generate": lambda: Generate(models.build("llama"), "greedy"),
-    "beams": lambda: Generate(models.build("llama"), "beams"),
-    "encoder-decoder": lambda: Generate(models.build("t5"), "beams"),
-    "engine.generate": lambda: Engine(models.build("llama"), "generate"),
-    "engine.step": lambda: Engine(models.build("llama"), "steps"),
-    "swap": lambda: Engine(models.build("llama"), "steps", num_blocks=9, preemption="swap"),
-    "recompute": lambda: Engine(
-        models.build("llama"), "steps", num_blocks=9, preemption="recompute"
-    ),
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_an_interrupt_at_any_line_leaves_everything_whole(name: str) -> None:
-    case = CASES[name]()
-    case.run()
-    case.check()
-    before = model_state(case.model)
-    interrupted, num_lines = run_traced(case, 0)
-    case.check()
-    assert not interrupted and num_lines > 1000
-    points = 12
-    num_interrupted = 0
-    for point in range(points):
-        num_interrupted += run_traced(
-            case, 1 + (num_lines * (2 * point + 1) + 7 * point) // (2 * points)
-        )[0]
-        assert model_state(case.model) == before, f"point {point}"
-        case.check()
-    assert num_interrupted > points // 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["generate", "engine.generate", "engine.step"])
+@pytest.mark.parametrize("name", ["generate, greedy", "engine.generate", "engine.step"])
 def test_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_back(
     name: str,
 ) -> None:
@@ -166,11 +132,6 @@ class Signals(LogitsProcessor):
         return scores
 
 
-def finish(engine: PagedEngine, results: dict[str, Any]) -> None:
-    while engine.has_unfinished:
-        results.update((o.request_id, o.result) for o in engine.step() if o.result is not None)
-
-
 def test_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -> None:
     model, results = models.build("llama"), {}
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
@@ -179,8 +140,8 @@ def test_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -> None:
             own = {"logits_processor": [Signals(3)]} if number == 1 else {}
             engine.add_request(prompt, GREEDY, request_id=str(number), **own)
         with pytest.raises(KeyboardInterrupt):
-            finish(engine, results)
-        finish(engine, results)
+            run_all(engine, results)
+        run_all(engine, results)
         engine.check_integrity()
         assert engine.stats().used_blocks == 0
     assert "KeyboardInterrupt" in str(results["1"].error)
@@ -214,9 +175,9 @@ def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_no
             engine.add_request(prompt, own, request_id=str(number))
         monkeypatch.setattr(owner, place, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            finish(engine, results)
+            run_all(engine, results)
         monkeypatch.undo()
-        finish(engine, results)
+        run_all(engine, results)
         engine.check_integrity()
         assert engine.stats().used_blocks == 0
     errors = [name for name in results if results[name].error is not None]
@@ -576,7 +537,7 @@ def test_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None:
                     (o.request_id, o.result) for o in engine.step() if o.result is not None
                 )
                 engine.cancel("own")
-        finish(engine, results)
+        run_all(engine, results)
         engine.check_integrity()
         assert engine.stats().used_blocks == 0
     assert not streamer.goes_on_waiting
@@ -594,7 +555,12 @@ def test_no_signal_handler_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         for module in (signal, _signal):
             patch.setattr(module, "signal", lambda *arguments: numbers.append(arguments))
-        for name in ("generate", "beams", "encoder-decoder", "engine.step", "swap"):
+        for name in (
+            "generate, greedy",
+            "generate, encoder-decoder, beams",
+            "engine.step",
+            "engine.step, swap",
+        ):
             case = CASES[name]()
             case.run()
             case.check()
@@ -703,7 +669,7 @@ def test_an_error_of_a_handler_is_raised_where_tokens_of_several_kinds_are_broug
         monkeypatch.setattr(sampler, "_fetch", fetch)
         with pytest.raises(TimedOut):
             engine.step()
-        finish(engine, results)
+        run_all(engine, results)
         engine.check_integrity()
     assert results["greedy"].token_ids == expected[0].token_ids
     assert "TimedOut" in str(results["sampled"].error)

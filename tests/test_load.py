@@ -38,6 +38,8 @@ def test_adapters_beams_and_preemption(number: int, preemption: str) -> None:
     seen = played(small_run(number, preemption), 150)
     assert seen["finished"] > 10 and seen["beams"] and seen["samples"] and seen["cancelled"]
     assert seen["swaps" if preemption == "swap" else "recomputes"] > 5, seen
+    events = ("chunks", "mixed steps", "prefix-hit tokens", "preempted beams")
+    assert all(seen[event] for event in events), seen
 
 
 @pytest.mark.slow

@@ -188,35 +188,15 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
         TypeError,
         ("`PrefixTiers` has no option `path`", "disk_path"),
     ),
-    "block size 0": (
-        lambda: PagedConfig(block_size=0),
-        ValueError,
-        ("`block_size` is 0", "power of two from 4 to 256"),
-    ),
-    "block size 13": (
-        lambda: PagedConfig(block_size=13),
-        ValueError,
-        ("`block_size` is 13", "'auto', or a power of two"),
-    ),
     "block size as text": (
         lambda: PagedConfig(block_size="big"),
         ValueError,
         ("`block_size` is 'big'", "'auto'"),
     ),
-    "negative blocks": (
-        lambda: PagedConfig(num_blocks=-1),
-        ValueError,
-        ("`num_blocks` is -1", "at least 1"),
-    ),
     "dtype of torch": (
         lambda: PagedConfig(kv_dtype=torch.int8),  # type: ignore[arg-type]
         ValueError,
         ("`kv_dtype` is torch.int8", "'int8', 'fp8_e4m3', 'fp8_e5m2'"),
-    ),
-    "percent of memory": (
-        lambda: PagedConfig(memory_fraction=90),
-        ValueError,
-        ("`memory_fraction` is 90", "above 0 and at most 1"),
     ),
     "typo in a value": (
         lambda: PagedConfig(storage="virtal"),

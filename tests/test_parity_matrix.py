@@ -27,10 +27,8 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
     LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
-    StoppingCriteriaList,
     TextIteratorStreamer,
 )
 from transformers.cache_utils import Cache
@@ -142,213 +140,13 @@ FREQUENT_ENDS = list(range(20, 36))
 
 ALL = (*models.NAMES, *models.HYBRID)
 Option = Callable[[Run], Any]
+Inputs = Callable[[Run], dict[str, torch.Tensor]]
 OPTIONS: dict[str, Option] = {}
-MODELS_OF: dict[str, Sequence[str]] = {}
-# Options whose K/V are not in the model's pool: no cache at all, or a cache of the user.
-NO_POOL: set[str] = set()
-# Options that run on the model loaded with eager attention.
-EAGER: set[str] = set()
 
 
-def option(
-    models_of: Sequence[str] = ALL, pool: bool = True, eager: bool = False
-) -> Callable[[Option], Option]:
-    def register(function: Option) -> Option:
-        name = function.__name__
-        OPTIONS[name] = function
-        MODELS_OF[name] = models_of
-        if not pool:
-            NO_POOL.add(name)
-        if eager:
-            EAGER.add(name)
-        return function
-
-    return register
-
-
-@option()
-def greedy(run: Run) -> Any:
-    return run.generate(run.prompt(), do_sample=False)
-
-
-@option()
-def greedy_one_row(run: Run) -> Any:
-    return run.generate(run.prompt(batch_size=1), do_sample=False)
-
-
-@option()
-def greedy_long(run: Run) -> Any:
-    return run.generate(run.prompt(batch_size=2, length=70), do_sample=False, max_new_tokens=24)
-
-
-@option()
-def greedy_block_edges(run: Run) -> Any:
-    lengths = (models.BLOCK_SIZE - 1, models.BLOCK_SIZE, models.BLOCK_SIZE + 1)
-    return [
-        run.generate(run.prompt(1, length), do_sample=False, max_new_tokens=9) for length in lengths
-    ]
-
-
-@option()
-def greedy_eos_list(run: Run) -> Any:
-    return run.generate(run.prompt(), do_sample=False, eos_token_id=list(end_tokens(run.name)))
-
-
-@option()
-def sample(run: Run) -> Any:
-    return run.generate(run.prompt(), **run.sampling)
-
-
-@option()
-def sample_eos(run: Run) -> Any:
-    return run.generate(run.prompt(), eos_token_id=FREQUENT_ENDS, **run.sampling)
-
-
-@option()
-def beams(run: Run) -> Any:
-    return run.generate(run.prompt(), num_beams=4, do_sample=False)
-
-
-@option()
-def beams_eos(run: Run) -> Any:
-    return run.generate(run.prompt(), num_beams=4, do_sample=False, eos_token_id=FREQUENT_ENDS)
-
-
-@option()
-def beams_early_stopping(run: Run) -> Any:
-    options = {"num_beams": 3, "do_sample": False, "eos_token_id": FREQUENT_ENDS}
-    return [
-        run.generate(run.prompt(2), **options, early_stopping=True, length_penalty=0.5),
-        run.generate(run.prompt(2), **options, early_stopping="never", length_penalty=2.0),
-    ]
-
-
-@option()
-def beams_long(run: Run) -> Any:
-    return run.generate(run.prompt(2, 45), num_beams=4, do_sample=False, max_new_tokens=24)
-
-
-@option()
-def beam_sample(run: Run) -> Any:
-    return run.generate(run.prompt(), num_beams=4, eos_token_id=FREQUENT_ENDS, **run.sampling)
-
-
-@option()
-def return_sequences_sample(run: Run) -> Any:
-    return run.generate(run.prompt(), num_return_sequences=3, **run.sampling)
-
-
-@option()
-def return_sequences_eos(run: Run) -> Any:
-    return run.generate(
-        run.prompt(2), num_return_sequences=4, eos_token_id=FREQUENT_ENDS, **run.sampling
-    )
-
-
-@option()
-def return_sequences_beams(run: Run) -> Any:
-    return run.generate(run.prompt(), num_beams=4, num_return_sequences=3, do_sample=False)
-
-
-# Prompts and text of few words, so that n-grams repeat and some drafts are accepted.
-FEW_WORDS = {"suppress_tokens": [0, *range(8, models.VOCAB_SIZE)], "max_new_tokens": 20}
-
-
-def repetitive_prompt(run: Run) -> dict[str, torch.Tensor]:
-    inputs = run.prompt(1, 40)
-    if "input_ids" in inputs:
-        inputs["input_ids"] = 4 + inputs["input_ids"] % 4
-    return inputs
-
-
-@option()
-def prompt_lookup(run: Run) -> Any:
-    return run.generate(
-        repetitive_prompt(run), prompt_lookup_num_tokens=3, do_sample=False, **FEW_WORDS
-    )
-
-
-@option()
-def prompt_lookup_sample(run: Run) -> Any:
-    options = {
-        "prompt_lookup_num_tokens": 3,
-        "max_matching_ngram_size": 1,
-        **FEW_WORDS,
-        **run.sampling,
-    }
-    return run.generate(repetitive_prompt(run), **options)
-
-
-@option()
-def assistant_model(run: Run) -> Any:
-    return run.generate(
-        run.prompt(1), assistant_model=run.assistant(), do_sample=False, max_new_tokens=20
-    )
-
-
-@option()
-def assistant_model_sample(run: Run) -> Any:
-    return run.generate(
-        run.prompt(1), assistant_model=run.assistant(), max_new_tokens=20, **run.sampling
-    )
-
-
-@option()
-def assistant_model_padded(run: Run) -> Any:
-    inputs = {key: value[1:2] for key, value in models.padded_prompt(run.name).items()}
-    return run.generate(inputs, assistant_model=run.assistant(), do_sample=False)
-
-
-@option()
-def left_padding(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name), do_sample=False)
-
-
-@option()
-def left_padding_over_blocks(run: Run) -> Any:
-    """Whole blocks of padding in front of some rows."""
-    return run.generate(models.padded_prompt(run.name, (40, 3, 17, 8)), do_sample=False)
-
-
-@option()
-def left_padding_eos(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name), eos_token_id=FREQUENT_ENDS, do_sample=False)
-
-
-@option()
-def left_padding_sample(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name), **run.sampling)
-
-
-@option()
-def left_padding_beams(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name), num_beams=4, do_sample=False)
-
-
-@option()
-def left_padding_return_sequences(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name), num_return_sequences=3, **run.sampling)
-
-
-@option(models.ENCODER_DECODER)
-def decoder_prompt(run: Run) -> Any:
-    """A ragged decoder prompt with an encoder input without padding."""
-    ids = models.token_ids(3, 11, seed=5)
-    mask = torch.ones_like(ids)
-    mask[1, :6] = 0
-    ids = ids.masked_fill(mask == 0, models.PAD)
-    return run.generate(
-        {**run.prompt(), "decoder_input_ids": ids, "decoder_attention_mask": mask}, do_sample=False
-    )
-
-
-@option(models.ENCODER_DECODER)
-def encoder_outputs(run: Run) -> Any:
-    inputs = run.prompt()
-    with torch.no_grad():
-        encoded = run.model.get_encoder()(**inputs)
-    rest = {"attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
-    return run.generate({"encoder_outputs": encoded, **rest}, num_beams=2, do_sample=False)
+def option(function: Option) -> Option:
+    OPTIONS[function.__name__] = function
+    return function
 
 
 class RowBudgets(StoppingCriteria):
@@ -371,85 +169,18 @@ class RowBudgets(StoppingCriteria):
         return self.done.clone()
 
 
-@option()
-def stopping_criteria(run: Run) -> Any:
-    criteria = RowBudgets()
-    output = run.generate(
-        run.prompt(), stopping_criteria=StoppingCriteriaList([criteria]), do_sample=False
-    )
-    return output, criteria.seen
-
-
-@option()
-def stopping_criteria_eos(run: Run) -> Any:
-    criteria = RowBudgets()
-    options = {"stopping_criteria": StoppingCriteriaList([criteria]), "eos_token_id": FREQUENT_ENDS}
-    return run.generate(
-        run.prompt(), num_return_sequences=2, **options, **run.sampling
-    ), criteria.seen
-
-
-@option()
-def stopping_criteria_beams(run: Run) -> Any:
-    criteria = RowBudgets()
-    options = {
-        "stopping_criteria": StoppingCriteriaList([criteria]),
-        "num_beams": 3,
-        "do_sample": False,
-    }
-    return run.generate(run.prompt(), **options), criteria.seen
-
-
-def stop_strings_for(name: str) -> list[str]:
-    """A token of the first row's text, and a string that starts and ends inside two tokens of the
-    second row's."""
-    first, second, _ = greedy_tokens(name).tolist()
-    decode = models.tokenizer().decode
-    return [decode(first[2:3]), decode(second[3:5])[1:]]
-
-
-@option()
-def stop_strings(run: Run) -> Any:
-    strings = stop_strings_for(run.name)
-    return run.generate(
-        run.prompt(), stop_strings=strings, tokenizer=models.tokenizer(), do_sample=False
-    )
-
-
-@option()
-def stop_strings_eos(run: Run) -> Any:
-    options = {"stop_strings": stop_strings_for(run.name), "tokenizer": models.tokenizer()}
-    return run.generate(run.prompt(), eos_token_id=FREQUENT_ENDS, do_sample=False, **options)
-
-
 class Allowed:
     """`prefix_allowed_tokens_fn` whose answer depends on the row and on its last token; records its
     calls."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[int, list[int]]] = []
+        self.seen: list[tuple[int, list[int]]] = []
 
     def __call__(self, batch_id: int, input_ids: torch.Tensor) -> list[int]:
-        self.calls.append((batch_id, input_ids.tolist()))
+        self.seen.append((batch_id, input_ids.tolist()))
         words = models.VOCAB_SIZE - models.FIRST_WORD
         start = 7 * int(input_ids[-1]) + 5 * batch_id
         return [models.FIRST_WORD + (start + k) % words for k in range(6)]
-
-
-@option()
-def prefix_allowed_tokens(run: Run) -> Any:
-    allowed = Allowed()
-    return run.generate(
-        run.prompt(), prefix_allowed_tokens_fn=allowed, do_sample=False
-    ), allowed.calls
-
-
-@option()
-def prefix_allowed_tokens_beams(run: Run) -> Any:
-    allowed = Allowed()
-    return run.generate(
-        run.prompt(), prefix_allowed_tokens_fn=allowed, num_beams=3, do_sample=False
-    ), allowed.calls
 
 
 class RowBias(LogitsProcessor):
@@ -458,247 +189,253 @@ class RowBias(LogitsProcessor):
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(7)
         self.bias = 2 * torch.randn(5, models.VOCAB_SIZE, generator=generator)
-        self.batches: list[torch.Tensor] = []
+        self.seen: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         assert scores.shape == (input_ids.shape[0], models.VOCAB_SIZE), (
             f"{input_ids.shape=} {scores.shape=}"
         )
-        if self.batches:
-            before = self.batches[-1]
+        if self.seen:
+            before = self.seen[-1]
             assert input_ids.shape == (before.shape[0], before.shape[1] + 1), (
                 f"{before.shape} then {input_ids.shape}"
             )
-        self.batches.append(input_ids.clone())
+        self.seen.append(input_ids.clone())
         rows = (torch.arange(input_ids.shape[0]) + input_ids.shape[1]) % len(self.bias)
         return scores + self.bias[rows]
-
-
-@option()
-def custom_processor(run: Run) -> Any:
-    """Rows that ended also stay in the batch that a processor sees, in their place."""
-    processor = RowBias()
-    inputs = models.padded_prompt(run.name)
-    options = {"eos_token_id": FREQUENT_ENDS, "do_sample": False}
-    output = run.generate(inputs, logits_processor=LogitsProcessorList([processor]), **options)
-    width = processor.batches[0].shape[1]
-    for batch in processor.batches:
-        assert torch.equal(batch[:, :width], processor.batches[0]), (
-            "the prompt moved inside the batch"
-        )
-    return output, processor.batches
-
-
-@option()
-def custom_processor_beams(run: Run) -> Any:
-    processor = RowBias()
-    options = {"num_beams": 3, "num_return_sequences": 2, "do_sample": False}
-    return run.generate(
-        run.prompt(2), logits_processor=LogitsProcessorList([processor]), **options
-    ), processor.batches
-
-
-@option()
-def custom_processor_return_sequences(run: Run) -> Any:
-    processor = RowBias()
-    options = {"num_return_sequences": 3, "eos_token_id": FREQUENT_ENDS, **run.sampling}
-    return run.generate(
-        run.prompt(2), logits_processor=LogitsProcessorList([processor]), **options
-    ), processor.batches
 
 
 class Recorder(BaseStreamer):
     """Records every call of a streamer, in order."""
 
     def __init__(self) -> None:
-        self.calls: list[Any] = []
+        self.seen: list[Any] = []
 
     def put(self, value: torch.Tensor) -> None:
-        self.calls.append((tuple(value.shape), value.tolist()))
+        self.seen.append((tuple(value.shape), value.tolist()))
 
     def end(self) -> None:
-        self.calls.append("end")
+        self.seen.append("end")
 
 
-@option()
-def streamer(run: Run) -> Any:
-    recorder = Recorder()
-    return run.generate(run.prompt(1), streamer=recorder, do_sample=False), recorder.calls
+WATCHERS: dict[str, Callable[[], Any]] = {
+    "logits_processor": RowBias,
+    "prefix_allowed_tokens_fn": Allowed,
+    "stopping_criteria": RowBudgets,
+    "streamer": Recorder,
+}
+"""Code of callers by the argument that takes it; what it has `seen` is compared, too."""
 
 
-@option()
-def streamer_batch(run: Run) -> Any:
-    recorder = Recorder()
-    options = {"eos_token_id": list(end_tokens(run.name)), "do_sample": False}
-    return run.generate(run.prompt(), streamer=recorder, **options), recorder.calls
+def call(
+    inputs: Inputs = Run.prompt, draws: bool = False, watcher: str = "", **arguments: Any
+) -> Option:
+    """An option that is one call of `generate`, which draws samples or not. Arguments that are
+    functions give the value for a run."""
+
+    def function(run: Run) -> Any:
+        given = run.sampling if draws else {"do_sample": False}
+        for name, value in arguments.items():
+            given[name] = value(run) if callable(value) else copy.deepcopy(value)
+        if not watcher:
+            return run.generate(inputs(run), **given)
+        watching = WATCHERS[watcher]()
+        is_listed = watcher in ("logits_processor", "stopping_criteria")
+        given[watcher] = [watching] if is_listed else watching
+        return run.generate(inputs(run), **given), watching.seen
+
+    return function
 
 
-@option()
-def streamer_assistant(run: Run) -> Any:
-    recorder = Recorder()
-    options = {"assistant_model": run.assistant(), "do_sample": False}
-    return run.generate(run.prompt(1), streamer=recorder, **options), recorder.calls
+def each_of(*options: Option) -> Option:
+    return lambda run: [option(run) for option in options]
 
 
-@option()
+def rows(batch_size: int, length: int = 13) -> Inputs:
+    return lambda run: run.prompt(batch_size, length)
+
+
+def padded(run: Run) -> dict[str, torch.Tensor]:
+    return models.padded_prompt(run.name)
+
+
+def padded_to(*lengths: int) -> Inputs:
+    return lambda run: models.padded_prompt(run.name, lengths)
+
+
+def one_padded_row(run: Run) -> dict[str, torch.Tensor]:
+    return {key: value[1:2] for key, value in padded(run).items()}
+
+
+def repetitive(run: Run) -> dict[str, torch.Tensor]:
+    inputs = run.prompt(1, 40)
+    if "input_ids" in inputs:
+        inputs["input_ids"] = 4 + inputs["input_ids"] % 4
+    return inputs
+
+
+def embedded(inputs: Inputs, has_ids: bool = False) -> Inputs:
+    """The embeddings of the token ids, in place of these or beside them."""
+
+    def made(run: Run) -> dict[str, torch.Tensor]:
+        given = inputs(run)
+        ids = given["input_ids"] if has_ids else given.pop("input_ids")
+        return {"inputs_embeds": run.model.get_input_embeddings()(ids).detach(), **given}
+
+    return made
+
+
+def with_decoder_prompt(run: Run) -> dict[str, torch.Tensor]:
+    """A ragged decoder prompt with an encoder input without padding."""
+    ids = models.token_ids(3, 11, seed=5)
+    mask = torch.ones_like(ids)
+    mask[1, :6] = 0
+    ids = ids.masked_fill(mask == 0, models.PAD)
+    return {**run.prompt(), "decoder_input_ids": ids, "decoder_attention_mask": mask}
+
+
+def encoded(run: Run) -> dict[str, Any]:
+    inputs = run.prompt()
+    with torch.no_grad():
+        outputs = run.model.get_encoder()(**inputs)
+    rest = {"attention_mask": inputs["attention_mask"]} if "attention_mask" in inputs else {}
+    return {"encoder_outputs": outputs, **rest}
+
+
+def two_ends(run: Run) -> list[int]:
+    return list(end_tokens(run.name))
+
+
+def length_of_nine_more(run: Run) -> int:
+    return models.prompt_width(run.name, run.prompt()) + 9
+
+
+def stops(run: Run) -> list[str]:
+    """A token of the first row's text, and a string that starts and ends inside two tokens of the
+    second row's."""
+    first, second, _ = greedy_tokens(run.name).tolist()
+    decode = models.tokenizer().decode
+    return [decode(first[2:3]), decode(second[3:5])[1:]]
+
+
+ENDS = {"eos_token_id": FREQUENT_ENDS}
+# Prompts and text of few words, so that n-grams repeat and some drafts are accepted.
+FEW_WORDS = {"suppress_tokens": [0, *range(8, models.VOCAB_SIZE)], "max_new_tokens": 20}
+LOOKUP = {"prompt_lookup_num_tokens": 3, **FEW_WORDS}
+ASSISTED = {"assistant_model": Run.assistant}
+STOPS = {"stop_strings": stops, "tokenizer": lambda run: models.tokenizer()}
+RETURNED = {"return_dict_in_generate": True}
+DICT = {**RETURNED, "output_scores": True, "output_logits": True}
+STATES = {**RETURNED, "output_hidden_states": True, "output_attentions": True}
+GUIDED = {"guidance_scale": 1.5}
+NEGATIVE = models.token_ids(3, 6, seed=3)
+EDGES = (models.BLOCK_SIZE - 1, models.BLOCK_SIZE, models.BLOCK_SIZE + 1)
+EARLY = {"num_beams": 3, **ENDS}
+
+OPTIONS |= {
+    "greedy": call(),
+    "greedy_one_row": call(rows(1)),
+    "greedy_long": call(rows(2, 70), max_new_tokens=24),
+    "greedy_block_edges": each_of(*(call(rows(1, n), max_new_tokens=9) for n in EDGES)),
+    "greedy_eos_list": call(eos_token_id=two_ends),
+    "sample": call(draws=True),
+    "sample_eos": call(draws=True, **ENDS),
+    "beams": call(num_beams=4),
+    "beams_eos": call(num_beams=4, **ENDS),
+    "beams_early_stopping": each_of(
+        call(rows(2), **EARLY, early_stopping=True, length_penalty=0.5),
+        call(rows(2), **EARLY, early_stopping="never", length_penalty=2.0),
+    ),
+    "beams_long": call(rows(2, 45), num_beams=4, max_new_tokens=24),
+    "beam_sample": call(draws=True, num_beams=4, **ENDS),
+    "return_sequences_sample": call(draws=True, num_return_sequences=3),
+    "return_sequences_eos": call(rows(2), draws=True, num_return_sequences=4, **ENDS),
+    "return_sequences_beams": call(num_beams=4, num_return_sequences=3),
+    "prompt_lookup": call(repetitive, **LOOKUP),
+    "prompt_lookup_sample": call(repetitive, draws=True, max_matching_ngram_size=1, **LOOKUP),
+    "assistant_model": call(rows(1), **ASSISTED, max_new_tokens=20),
+    "assistant_model_sample": call(rows(1), draws=True, **ASSISTED, max_new_tokens=20),
+    "assistant_model_padded": call(one_padded_row, **ASSISTED),
+    "left_padding": call(padded),
+    # whole blocks of padding in front of some rows
+    "left_padding_over_blocks": call(padded_to(40, 3, 17, 8)),
+    "left_padding_eos": call(padded, **ENDS),
+    "left_padding_sample": call(padded, draws=True),
+    "left_padding_beams": call(padded, num_beams=4),
+    "left_padding_return_sequences": call(padded, draws=True, num_return_sequences=3),
+    "decoder_prompt": call(with_decoder_prompt),
+    "encoder_outputs": call(encoded, num_beams=2),
+    "stopping_criteria": call(watcher="stopping_criteria"),
+    "stopping_criteria_eos": call(
+        draws=True, watcher="stopping_criteria", num_return_sequences=2, **ENDS
+    ),
+    "stopping_criteria_beams": call(watcher="stopping_criteria", num_beams=3),
+    "stop_strings": call(**STOPS),
+    "stop_strings_eos": call(**STOPS, **ENDS),
+    "prefix_allowed_tokens": call(watcher="prefix_allowed_tokens_fn"),
+    "prefix_allowed_tokens_beams": call(watcher="prefix_allowed_tokens_fn", num_beams=3),
+    "custom_processor_beams": call(
+        rows(2), watcher="logits_processor", num_beams=3, num_return_sequences=2
+    ),
+    "custom_processor_return_sequences": call(
+        rows(2), draws=True, watcher="logits_processor", num_return_sequences=3, **ENDS
+    ),
+    "streamer": call(rows(1), watcher="streamer"),
+    "streamer_batch": call(watcher="streamer", eos_token_id=two_ends),
+    "streamer_assistant": call(rows(1), watcher="streamer", **ASSISTED),
+    "dict_greedy": call(eos_token_id=two_ends, **DICT),
+    "dict_sample": call(
+        draws=True, num_return_sequences=2, top_k=20, repetition_penalty=1.3, **ENDS, **DICT
+    ),
+    "dict_padded": call(padded, **ENDS, **DICT),
+    "dict_beams": call(num_beams=4, num_return_sequences=2, **DICT),
+    "dict_beam_sample": call(draws=True, num_beams=3, **DICT),
+    "dict_assistant": call(rows(1), **ASSISTED, **DICT),
+    "output_states": call(padded, **STATES),
+    "output_states_beams": call(rows(2), num_beams=3, **STATES),
+    # without attentions the model keeps its default attention
+    "output_hidden_states": call(**RETURNED, output_hidden_states=True),
+    "eager_model": call(padded, num_beams=2),
+    "max_length": call(max_length=length_of_nine_more),
+    "max_length_beams": call(max_length=length_of_nine_more, num_beams=3),
+    # a limit that is never reached, and one that ends the call after one token
+    "max_time": each_of(*(call(max_time=limit) for limit in (600.0, 1e-9))),
+    "guidance_scale": call(**GUIDED),
+    "guidance_scale_negative_prompt": call(
+        **GUIDED,
+        negative_prompt_ids=NEGATIVE,
+        negative_prompt_attention_mask=torch.ones_like(NEGATIVE),
+    ),
+    "inputs_embeds": call(embedded(padded)),
+    "inputs_embeds_beams": call(embedded(Run.prompt), num_beams=3),
+    "inputs_embeds_and_ids": call(
+        embedded(Run.prompt, has_ids=True), draws=True, num_return_sequences=2
+    ),
+    "use_cache_false": call(padded, use_cache=False),
+    "use_cache_false_beams": call(use_cache=False, num_beams=3),
+    "prefill_chunk_size": call(padded_to(21, 4, 13), prefill_chunk_size=5),
+    "prefill_chunk_size_beams": call(rows(2, 21), prefill_chunk_size=8, num_beams=3),
+}
+
+
+@option
+def custom_processor(run: Run) -> Any:
+    """Rows that ended also stay in the batch that a processor sees, in their place."""
+    output, batches = call(padded, watcher="logits_processor", **ENDS)(run)
+    width = batches[0].shape[1]
+    for batch in batches:
+        assert torch.equal(batch[:, :width], batches[0]), "the prompt moved inside the batch"
+    return output, batches
+
+
+@option
 def streamer_text(run: Run) -> Any:
     text = TextIteratorStreamer(models.tokenizer(), skip_prompt=True, timeout=10)
     output = run.generate(run.prompt(1), streamer=text, do_sample=False)
     return output, list(text)
 
 
-DICT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-
-
-@option()
-def dict_greedy(run: Run) -> Any:
-    return run.generate(
-        run.prompt(), do_sample=False, eos_token_id=list(end_tokens(run.name)), **DICT
-    )
-
-
-@option()
-def dict_sample(run: Run) -> Any:
-    options = {
-        "top_k": 20,
-        "repetition_penalty": 1.3,
-        "eos_token_id": FREQUENT_ENDS,
-        **run.sampling,
-    }
-    return run.generate(run.prompt(), num_return_sequences=2, **options, **DICT)
-
-
-@option()
-def dict_padded(run: Run) -> Any:
-    return run.generate(
-        models.padded_prompt(run.name), do_sample=False, eos_token_id=FREQUENT_ENDS, **DICT
-    )
-
-
-@option()
-def dict_beams(run: Run) -> Any:
-    return run.generate(run.prompt(), num_beams=4, num_return_sequences=2, do_sample=False, **DICT)
-
-
-@option()
-def dict_beam_sample(run: Run) -> Any:
-    return run.generate(run.prompt(), num_beams=3, **run.sampling, **DICT)
-
-
-@option()
-def dict_assistant(run: Run) -> Any:
-    return run.generate(run.prompt(1), assistant_model=run.assistant(), do_sample=False, **DICT)
-
-
-STATES = {"return_dict_in_generate": True, "output_hidden_states": True, "output_attentions": True}
-
-
-@option(eager=True)
-def output_states(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name), do_sample=False, **STATES)
-
-
-@option(eager=True)
-def output_states_beams(run: Run) -> Any:
-    return run.generate(run.prompt(2), num_beams=3, do_sample=False, **STATES)
-
-
-@option()
-def output_hidden_states(run: Run) -> Any:
-    """Without attentions the model keeps its default attention."""
-    options = {"return_dict_in_generate": True, "output_hidden_states": True, "do_sample": False}
-    return run.generate(run.prompt(), **options)
-
-
-@option(eager=True)
-def eager_model(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name), num_beams=2, do_sample=False)
-
-
-@option()
-def max_length(run: Run) -> Any:
-    inputs = run.prompt()
-    return run.generate(
-        inputs, max_length=models.prompt_width(run.name, inputs) + 9, do_sample=False
-    )
-
-
-@option()
-def max_length_beams(run: Run) -> Any:
-    inputs = run.prompt()
-    return run.generate(
-        inputs, max_length=models.prompt_width(run.name, inputs) + 9, num_beams=3, do_sample=False
-    )
-
-
-@option()
-def max_time(run: Run) -> Any:
-    """A limit that is never reached, and one that ends the call after one token."""
-    return [run.generate(run.prompt(), max_time=limit, do_sample=False) for limit in (600.0, 1e-9)]
-
-
-@option()
-def guidance_scale(run: Run) -> Any:
-    return run.generate(run.prompt(), guidance_scale=1.5, do_sample=False)
-
-
-@option()
-def guidance_scale_negative_prompt(run: Run) -> Any:
-    negative = models.token_ids(3, 6, seed=3)
-    options = {
-        "negative_prompt_ids": negative,
-        "negative_prompt_attention_mask": torch.ones_like(negative),
-    }
-    return run.generate(run.prompt(), guidance_scale=1.5, do_sample=False, **options)
-
-
-TEXT = tuple(name for name in models.NAMES if name != "whisper")  # audio has no input embeddings
-
-
-@option(TEXT)
-def inputs_embeds(run: Run) -> Any:
-    inputs = models.padded_prompt(run.name)
-    embeds = run.model.get_input_embeddings()(inputs.pop("input_ids")).detach()
-    return run.generate({"inputs_embeds": embeds, **inputs}, do_sample=False)
-
-
-@option(TEXT)
-def inputs_embeds_beams(run: Run) -> Any:
-    inputs = run.prompt()
-    embeds = run.model.get_input_embeddings()(inputs.pop("input_ids")).detach()
-    return run.generate({"inputs_embeds": embeds, **inputs}, num_beams=3, do_sample=False)
-
-
-@option(TEXT)
-def inputs_embeds_and_ids(run: Run) -> Any:
-    inputs = run.prompt()
-    embeds = run.model.get_input_embeddings()(inputs["input_ids"]).detach()
-    return run.generate({"inputs_embeds": embeds, **inputs}, num_return_sequences=2, **run.sampling)
-
-
-@option(pool=False)
-def use_cache_false(run: Run) -> Any:
-    return run.generate(models.padded_prompt(run.name), use_cache=False, do_sample=False)
-
-
-@option(pool=False)
-def use_cache_false_beams(run: Run) -> Any:
-    return run.generate(run.prompt(), use_cache=False, num_beams=3, do_sample=False)
-
-
-@option()
-def prefill_chunk_size(run: Run) -> Any:
-    return run.generate(
-        models.padded_prompt(run.name, (21, 4, 13)), prefill_chunk_size=5, do_sample=False
-    )
-
-
-@option()
-def prefill_chunk_size_beams(run: Run) -> Any:
-    return run.generate(run.prompt(2, 21), prefill_chunk_size=8, num_beams=3, do_sample=False)
-
-
-@option()
+@option
 def custom_generate(run: Run) -> Any:
     def loop(model: PreTrainedModel, input_ids: torch.Tensor, **arguments: Any) -> Any:
         return type(model)._sample(model, input_ids, **arguments)
@@ -706,7 +443,7 @@ def custom_generate(run: Run) -> Any:
     return run.generate(run.prompt(), custom_generate=loop, do_sample=False)
 
 
-@option()
+@option
 def returned_cache_continues(run: Run) -> Any:
     """The cache in a returned dict has contents, and a second call continues from it."""
     inputs = run.prompt()
@@ -731,7 +468,7 @@ def returned_cache_continues(run: Run) -> Any:
     return first.sequences, held, contents, second
 
 
-@option(pool=False)
+@option
 def passed_cache_continues(run: Run) -> Any:
     """Three turns of a conversation of ragged rows over one cache of the user."""
     inputs = models.padded_prompt(run.name)
@@ -756,7 +493,7 @@ def passed_cache_continues(run: Run) -> Any:
     return turns
 
 
-@option(pool=False)
+@option
 def passed_cache_beams(run: Run) -> Any:
     """Beams reorder a cache that the user passed."""
     cache = run.new_cache()
@@ -781,7 +518,7 @@ def step_inputs(run: Run, encoded: Any, tokens: torch.Tensor, cache: Cache) -> d
     return {"input_ids": tokens, "past_key_values": cache, "use_cache": True}
 
 
-@option(pool=False)
+@option
 @torch.no_grad()
 def token_by_token(run: Run) -> Any:
     """`model(...)` with a cache, no generate: a prompt, single tokens, then several tokens at
@@ -802,7 +539,7 @@ def token_by_token(run: Run) -> Any:
     return logits, cache.get_seq_length()
 
 
-@option(models.NAMES, pool=False)  # plain cannot repeat states
+@option
 @torch.no_grad()
 def cache_operations(run: Run) -> Any:
     """Operations of beam search, assisted decoding and users on a cache between two steps."""
@@ -892,19 +629,22 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 }
 
 
-def processor_option(arguments: dict[str, Any]) -> Option:
-    def function(run: Run) -> Any:
-        sampling = run.sampling if arguments.get("do_sample") else {}
-        return run.generate(
-            run.prompt(), **{"do_sample": False, **sampling, **copy.deepcopy(arguments)}
-        )
-
-    return function
-
-
-for _name, _arguments in PROCESSORS.items():
-    OPTIONS[_name] = processor_option(_arguments)
-    MODELS_OF[_name] = ALL
+OPTIONS |= {
+    name: call(draws=given.get("do_sample", False), **given) for name, given in PROCESSORS.items()
+}
+TEXT = tuple(name for name in models.NAMES if name != "whisper")  # audio has no input embeddings
+MODELS_OF: dict[str, Sequence[str]] = {
+    **dict.fromkeys(("decoder_prompt", "encoder_outputs"), models.ENCODER_DECODER),
+    **dict.fromkeys(("inputs_embeds", "inputs_embeds_beams", "inputs_embeds_and_ids"), TEXT),
+    "cache_operations": models.NAMES,  # plain cannot repeat states
+}
+# Options whose K/V are not in the model's pool: no cache at all, or a cache of the user.
+NO_POOL = {
+    *("use_cache_false", "use_cache_false_beams", "token_by_token", "cache_operations"),
+    *("passed_cache_continues", "passed_cache_beams"),
+}
+# Options that run on the model loaded with eager attention.
+EAGER = {"output_states", "output_states_beams", "eager_model"}
 
 # Options that plain `generate` refuses, determined by running it.
 REFUSED = {
@@ -1048,7 +788,7 @@ def assert_same_scores(
         assert_same_tensor(left[open_rows], right[open_rows], f"{where}[{step}]")
 
 
-CELLS = [(name, cell) for cell in OPTIONS for name in MODELS_OF[cell]]
+CELLS = [(name, cell) for cell in OPTIONS for name in MODELS_OF.get(cell, ALL)]
 WHOLE = ("llama", "gpt_oss", "qwen3_next", "t5")
 """ Models whose every cell is in a plain run: packed steps; experts, windows and sinks; states
 beside keys and values; cross attention and position biases. Of the others each option runs on one,
@@ -1057,7 +797,7 @@ in turn; all other cells are slow.
 
 
 def is_fast(name: str, cell: str) -> bool:
-    others = [other for other in MODELS_OF[cell] if other not in WHOLE]
+    others = [other for other in MODELS_OF.get(cell, ALL) if other not in WHOLE]
     return name in WHOLE or name == others[list(OPTIONS).index(cell) % len(others)]
 
 
@@ -1203,31 +943,3 @@ def test_every_block_size(block_size: int | str) -> None:
     paged = {"cache_implementation": "paged", "cache_config": {"block_size": block_size}}
     actual = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS, **paged)
     assert_same(expected, actual, f"block size {block_size}")
-
-
-def test_install_and_uninstall_can_be_repeated() -> None:
-    model, inputs = models.get("llama"), models.prompt("llama")
-    expected = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
-    try:
-        hf_paged.uninstall()
-        hf_paged.uninstall()
-        assert_same(
-            expected,
-            model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS),
-            "uninstalled",
-        )
-    finally:
-        hf_paged.install()
-        hf_paged.install()
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    assert_same(expected, model.generate(**inputs, **options, **models.PAGED), "installed again")
-
-
-def test_free_gives_every_byte_back_and_the_next_call_works() -> None:
-    model, inputs = models.build("llama"), models.prompt("llama")
-    options = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
-    expected = model.generate(**inputs, **options)
-    assert_same(expected, model.generate(**inputs, **options, **models.PAGED), "first")
-    hf_paged.free(model)
-    assert hf_paged.memory_stats(model).used_blocks == 0
-    assert_same(expected, model.generate(**inputs, **options, **models.PAGED), "after free")

@@ -13,27 +13,7 @@ from tests.support.engine_helpers import assert_drained, assert_same_as_lone, pr
 from tests.support.peft_models import lone_with, lora_model, many, saved
 from tests.test_faults import OnPurpose
 
-BEAMS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14, "num_beams": 3}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 14}
-
-
-@pytest.mark.slow
-def test_a_step_of_two_adapters_that_computes_no_sequence_to_the_end() -> None:
-    """Readmitted beams are computed once up to where they agree, which is no beam's end; here for
-    two adapters."""
-    model, texts, adapters = lora_model(), prompts(20, 25, 18), ("first", "second", "first")
-    with PagedEngine(
-        model, PagedConfig(block_size=8, num_blocks=12, preemption="recompute")
-    ) as engine:
-        for i, (prompt, adapter) in enumerate(zip(texts, adapters)):
-            engine.add_request(prompt, BEAMS, request_id=str(i), adapter=adapter)
-        results = run_all(engine)
-        assert engine.stats().num_preemptions > 0
-        assert_drained(engine)
-    for i, (prompt, adapter) in enumerate(zip(texts, adapters)):
-        assert_same_as_lone(
-            lone_with(model, adapter, prompt, BEAMS), results[str(i)], BEAMS, f"{i}, {adapter}"
-        )
 
 
 def test_a_request_whose_adapter_is_deleted_fails_alone() -> None:

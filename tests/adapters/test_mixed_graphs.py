@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +16,7 @@ from hf_paged.kernels.triton import cascade
 from hf_paged.tape import graph_keys, shared_prefixes
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.graph_keys import GraphKey as Key
-from tests.batching.test_runner import SIZE, Row, assert_close, tokens
+from tests.batching.test_runner import SIZE, Row, assert_close, check_random_schedule, tokens
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, prompts
 from tests.support.graph_helpers import (
@@ -89,35 +88,14 @@ def test_which_graph_serves_which_step() -> None:
 def test_random_schedules_give_plain_logits(
     name: str, kernel: str, graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts in chunks beside decodes, rows that join and leave, windows that free blocks."""
     layers = {"layer_types": ["sliding_attention", "full_attention"]} if name == "gemma3" else {}
     model = models.build(name, num_hidden_layers=2 if layers else 1, **layers)
-    bench, draw = CapturedBench(model, graphs), random.Random(0)
+    bench = CapturedBench(model, graphs)
     bench.run([Row(tokens(9, 99), bench).take(9)])
     if kernel == "triton":
         _use_triton(monkeypatch)
     bench.begin()
-    rows: list[Row] = []
-    lengths: dict[Row, int] = {}
-    for step in range(24 if kernel == "cpp" else 10):
-        if len(rows) < 6:
-            rows.append(Row(tokens(90, step), bench))
-            lengths[rows[-1]] = draw.choice([1, 6, SIZE, 19, 33])
-        if step % 4 == 3:
-            rows.pop(draw.randrange(len(rows))).free()
-        decodes = [
-            row for row in rows if row.num_computed_tokens >= lengths[row] and draw.random() < 0.8
-        ]
-        items = [row.take(1) for row in decodes]
-        for row in rows:
-            if left := max(0, lengths[row] - row.num_computed_tokens):
-                items.append(row.take(draw.randint(1, left), known=lengths[row]))
-        if items:
-            logits = bench.run(items)
-            ready = [row for row, _ in items if row.num_computed_tokens == len(row.token_ids)]
-            assert logits.shape == (len(ready), models.VOCAB_SIZE)
-            if ready:
-                assert_close(logits, [bench.plain(row) for row in ready])
+    check_random_schedule(bench, num_steps=24 if kernel == "cpp" else 10)
     assert any(sizes.num_chunks for sizes in sizes_of(bench))
     assert bench.runner.num_captured_steps == graphs.num_replays > (10 if kernel == "cpp" else 2)
 

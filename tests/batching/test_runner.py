@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -99,28 +100,36 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_schedules_give_plain_logits(name: str, layout: str) -> None:
-    """Prompts in chunks beside decodes, rows that join and leave, windows that free blocks."""
     unpacked_at, can_mix_lengths = LAYOUTS[layout]
-    bench, draw = Bench(models.build(name), can_mix_lengths), random.Random(0)
-    rows: list[Row] = []
-    prompts: dict[Row, int] = {}
-    for step in range(12):
+    bench = Bench(models.build(name), can_mix_lengths)
+
+    def unpack(step: int) -> None:
         if step == unpacked_at:
             assert bench.runner.unpack("on purpose") and not bench.runner.unpack("on purpose")
-        if len(rows) < 5:
-            rows.append(Row(tokens(80, step), bench))
+
+    check_random_schedule(bench, num_steps=12, before=unpack)
+
+
+def check_random_schedule(
+    bench: Bench, num_steps: int, before: Callable[[int], object] = lambda step: None
+) -> None:
+    """Prompts in chunks beside decodes, rows that join and leave, windows that free blocks."""
+    draw, rows = random.Random(0), list[Row]()
+    prompts: dict[Row, int] = {}
+    for step in range(num_steps):
+        before(step)
+        if len(rows) < 6:
+            rows.append(Row(tokens(90, step), bench))
             prompts[rows[-1]] = draw.choice([1, 6, SIZE, 19, 33])
         if step % 4 == 3:
-            gone = rows.pop(draw.randrange(len(rows)))
-            gone.free()
+            rows.pop(draw.randrange(len(rows))).free()
         decodes = [
             row for row in rows if row.num_computed_tokens >= prompts[row] and draw.random() < 0.8
         ]
-        chunks = [row for row in rows if row.num_computed_tokens < prompts[row]]
         items = [row.take(1) for row in decodes]
-        for row in chunks:
-            left = prompts[row] - row.num_computed_tokens
-            items.append(row.take(draw.randint(1, left), known=prompts[row]))
+        for row in rows:
+            if left := max(0, prompts[row] - row.num_computed_tokens):
+                items.append(row.take(draw.randint(1, left), known=prompts[row]))
         if items:
             logits = bench.run(items)
             ready = [row for row, _ in items if row.num_computed_tokens == len(row.token_ids)]

@@ -4,10 +4,6 @@ calls."""
 from __future__ import annotations
 
 import copy
-import gc
-import inspect
-import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,7 +19,6 @@ from transformers import (
     PreTrainedModel,
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    TextIteratorStreamer,
     pipeline,
 )
 
@@ -140,43 +135,6 @@ def timeless(metrics: dict[str, float]) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize("name", ["t5", "bart"])
-def test_seq2seq_trainer_predicts_with_generate(name: str, num_beams: int, tmp_path: Path) -> None:
-    """Predict, train two steps, predict: the second prediction must come from the new weights."""
-    results: dict[bool, list[Any]] = {}
-    for paged in (False, True):
-        model = models.build(name)
-        if paged:
-            model.generation_config.cache_implementation = "paged"
-        trainer = seq2seq_trainer(model, tmp_path, num_beams)
-        before = trainer.predict(trainer.eval_dataset)
-        scores = trainer.evaluate()
-        trainer.train()
-        after = trainer.predict(trainer.eval_dataset)
-        results[paged] = [
-            before.predictions,
-            timeless(scores),
-            after.predictions,
-            timeless(after.metrics),
-        ]
-        if paged:
-            assert_used_pool(model)
-    plain, paged_ = results[False], results[True]
-    assert_same_tokens(
-        torch.tensor(plain[0]), torch.tensor(paged_[0]), "predictions before training"
-    )
-    assert plain[1] == pytest.approx(paged_[1])
-    assert_same_tokens(
-        torch.tensor(plain[2]), torch.tensor(paged_[2]), "predictions after training"
-    )
-    assert plain[3] == pytest.approx(paged_[3])
-    assert not torch.equal(torch.tensor(plain[0]), torch.tensor(plain[2])), (
-        "training changed nothing: the test is void"
-    )
-
-
-@pytest.mark.slow
 def test_seq2seq_trainer_with_a_generation_config_argument(tmp_path: Path) -> None:
     predictions = []
     for config in ({}, {"cache_implementation": "paged", "cache_config": {"block_size": 8}}):
@@ -188,22 +146,6 @@ def test_seq2seq_trainer_with_a_generation_config_argument(tmp_path: Path) -> No
         predictions.append(torch.tensor(trainer.predict(trainer.eval_dataset).predictions))
     assert_same_tokens(*predictions)
     assert_used_pool(model)
-
-
-def test_seq2seq_trainer_runs_a_decoder_on_the_engine(tmp_path: Path) -> None:
-    """The trainer hands `generate` the labels, too; transformers' own preparation of inputs drops
-    them."""
-    predictions, pairs = [], Pairs()
-    pairs.labels = pairs.inputs
-    for paged in (False, True):
-        model = models.build("llama")
-        if paged:
-            model.generation_config.cache_implementation = "paged"
-        trainer = seq2seq_trainer(model, tmp_path, num_beams=1)
-        predictions.append(torch.tensor(trainer.predict(pairs).predictions))
-    assert_same_tokens(*predictions)
-    assert_used_pool(model)
-    assert hf_paged.last_route(model).road == "engine"
 
 
 @pytest.mark.slow
@@ -243,106 +185,10 @@ def test_training_step_after_a_paged_call_has_the_same_gradients() -> None:
         torch.testing.assert_close(actual, expected, atol=0, rtol=0)
 
 
-def test_weights_changed_between_calls() -> None:
-    """No K/V of a call are used in the next one with other weights."""
-    model, inputs = models.build("llama"), models.prompt("llama")
-    model.generate(**inputs, **GREEDY, **models.PAGED)
-    with torch.no_grad():
-        model.model.layers[0].self_attn.k_proj.weight.data.mul_(-1.3)
-    expected = model.generate(**inputs, **GREEDY)
-    assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **models.PAGED))
-
-
 # ------------------------------------------------------------------------------------------- PEFT
 
 
-@pytest.mark.slow_cases("beams")
-@pytest.mark.parametrize("mode", [GREEDY, BEAMS], ids=["greedy", "beams"])
-def test_peft_lora(mode: dict[str, Any]) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
-    )
-    model = peft.get_peft_model(models.build("llama"), config).eval()
-    inputs = models.padded_prompt("llama")
-    expected = model.generate(**inputs, **mode)
-    assert_same_tokens(
-        expected, model.generate(**inputs, **mode, **models.PAGED), "with the adapter"
-    )
-    assert_used_pool(model.get_base_model())
-    with model.disable_adapter():
-        bare = model.generate(**inputs, **mode)
-        assert not torch.equal(bare, expected), "the adapter changes nothing: the test is void"
-        assert_same_tokens(
-            bare, model.generate(**inputs, **mode, **models.PAGED), "without the adapter"
-        )
-
-
-def test_peft_adapter_names() -> None:
-    """Each row with its own adapter: `adapter_names` must keep as many entries as the forward has
-    rows."""
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False
-    )
-    model = peft.get_peft_model(models.build("llama"), config, adapter_name="first")
-    model.add_adapter("second", config)
-    model.eval()
-    inputs = models.padded_prompt("llama")
-    names = ["first", "__base__", "second"]
-    expected = model.generate(**inputs, adapter_names=names, **GREEDY)
-    assert_same_tokens(
-        expected, model.generate(**inputs, adapter_names=names, **GREEDY, **models.PAGED)
-    )
-
-
 # ---------------------------------------------------------------------------------------- compile
-
-
-def compiled_module(model: PreTrainedModel) -> Any:
-    return torch.compile(model, backend="eager")
-
-
-def compiled_forward(model: PreTrainedModel) -> Any:
-    model.forward = torch.compile(model.forward, backend="eager")
-    return model
-
-
-def compiled_in_place(model: PreTrainedModel) -> Any:
-    model.compile(backend="eager")
-    return model
-
-
-def compiled_layers(model: PreTrainedModel) -> Any:
-    for layer in model.get_decoder().layers:
-        layer.compile(backend="eager")
-    return model
-
-
-COMPILED = (compiled_forward, compiled_in_place, compiled_layers)
-
-
-@pytest.mark.slow_cases("compiled_module")
-@pytest.mark.parametrize(
-    "wrap",
-    [compiled_module, *(pytest.param(wrap, marks=pytest.mark.slow) for wrap in COMPILED)],
-)
-def test_torch_compile(wrap: Callable[[PreTrainedModel], Any]) -> None:
-    inputs = models.padded_prompt("llama")
-    options = {"do_sample": False, "max_new_tokens": 3}
-    torch._dynamo.reset()
-    model = models.build("llama", num_hidden_layers=1)
-    expected = model.generate(**inputs, **options)
-    wrapped = wrap(model)
-    assert_same_tokens(expected, wrapped.generate(**inputs, **options), "compiled, plain")
-    assert_same_tokens(
-        expected, wrapped.generate(**inputs, **options, **models.PAGED), "compiled, paged"
-    )
-    assert hf_paged.last_route(model).road == "engine"
-    assert_same_tokens(expected, wrapped.generate(**inputs, **options), "compiled, plain again")
-    gc.collect()  # tracing leaves reference cycles that hold objects of the traced call
-    assert_used_pool(model)
-    torch._dynamo.reset()
 
 
 # -------------------------------------------------------------------------------------- the model
@@ -421,16 +267,6 @@ def test_saved_files_are_the_same_with_a_pool(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.slow
-def test_a_model_goes_away_with_its_pool() -> None:
-    model = models.build("llama")
-    model.generate(**models.prompt("llama"), **GREEDY, **models.PAGED)
-    gone = weakref.ref(model)
-    del model
-    gc.collect()
-    assert gone() is None, "something keeps the model alive"
-
-
 # ---------------------------------------------------------------------------------------- threads
 
 
@@ -495,58 +331,6 @@ def test_threads_on_one_model(name: str, kinds: str) -> None:
     assert_used_pool(model)
 
 
-def test_a_thread_that_fails_does_not_harm_the_other() -> None:
-    model, inputs = models.get("llama"), models.padded_prompt("llama")
-    expected = model.generate(**inputs, **BEAMS)
-    before = attention_implementations(model)
-
-    class Fails(LogitsProcessor):
-        calls = 0
-
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            if self.calls == 5:
-                raise InterruptedError("on purpose")
-            return scores
-
-    def failing() -> int:
-        failures = 0
-        for _ in range(REPEATS):
-            try:
-                model.generate(
-                    **inputs,
-                    **GREEDY,
-                    **models.PAGED,
-                    logits_processor=LogitsProcessorList([Fails()]),
-                )
-            except InterruptedError:
-                failures += 1
-        return failures
-
-    failures, outputs = in_threads(failing, repeat(model, inputs, {**BEAMS, **models.PAGED}))
-    assert failures == REPEATS
-    for output in outputs:
-        assert_same_tokens(expected, output)
-    assert attention_implementations(model) == before
-    assert_used_pool(model)
-
-
-def test_streamer_in_a_thread() -> None:
-    """The pattern of chat demos: generate in a thread, read the streamer here."""
-    model, inputs = models.get("llama"), models.prompt("llama", batch_size=1)
-    texts = []
-    for backend in ({}, models.PAGED):
-        streamer = TextIteratorStreamer(models.tokenizer(), skip_prompt=True, timeout=60)
-        thread = threading.Thread(
-            target=model.generate, kwargs={**inputs, **GREEDY, **backend, "streamer": streamer}
-        )
-        thread.start()
-        texts.append(list(streamer))
-        thread.join(60)
-    assert texts[0] == texts[1]
-    assert "".join(texts[0])
-
-
 # ---------------------------------------------------------------------------------------- nesting
 
 
@@ -591,18 +375,3 @@ def test_generate_inside_a_processor(outer: dict[str, Any], inner: str, paged: s
     assert attention_implementations(model) == before
     hf_paged.check_integrity(model)
     assert hf_paged.memory_stats(model).used_blocks == 0
-
-
-def test_generate_without_its_no_grad_is_where_transformers_has_it() -> None:
-    """Callers take `generate` out of its decorators to differentiate through the logits of new
-    tokens."""
-    model = models.get("llama")
-    output = inspect.unwrap(type(model).generate)(
-        model,
-        models.token_ids(1, 5),
-        max_new_tokens=2,
-        do_sample=False,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    assert all(logits.requires_grad for logits in output.logits)

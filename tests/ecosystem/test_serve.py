@@ -221,15 +221,8 @@ BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tok
 MALFORMED = [
     {"messages": None},
     {"messages": "text"},
-    {"messages": []},
     {"nonsense": 1},
-    {"temperature": "hot"},
-    {"max_tokens": -3},
     {"max_tokens": 10**9},  # more blocks than there are
-    {"stop": 5},
-    {"seed": "a"},
-    {"seed": 2**70},
-    {"logit_bias": {"99999": 5}},
     {"model": "another"},
 ]
 
@@ -351,16 +344,6 @@ def test_choices_and_logprobs_of_the_openai_client(server: Server) -> None:
     assert len(server.chat(PROMPTS[0], extra_body=config).choices) == 2
     with pytest.raises(openai.BadRequestError, match=r"`presence_penalty` is 0\.5"):
         server.chat(PROMPTS[0], presence_penalty=0.5)
-
-
-def test_tenants_of_the_openai_client_share_no_prefix(server: Server) -> None:
-    def hits(**options: Any) -> float:
-        before = server.metrics()["hf_paged_prefix_cache_hit_tokens_total"]
-        server.answer("a question that tenants have in common " * 2, **options)
-        return server.metrics()["hf_paged_prefix_cache_hit_tokens_total"] - before
-
-    salts = [{"extra_headers": {"x-cache-salt": name}} for name in ("one", "one", "two")]
-    assert [hits(**salt) > 0 for salt in salts] == [False, True, False]
 
 
 def test_many_at_once_get_what_each_gets_alone(server: Server) -> None:

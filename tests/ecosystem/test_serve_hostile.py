@@ -245,14 +245,9 @@ def test_stop_strings_up_to_the_limit_make_no_table(
         )
 
 
+# more of them in tests/tools/test_openai_fields.py
 REFUSED = {
     "beams": {"generation_config": json.dumps({"num_beams": 100}), "max_tokens": 10**9},
-    "bad words": {"generation_config": json.dumps({"bad_words_ids": [[5, 6]] * 100_000})},
-    "a template": {
-        "chat_template_kwargs": {"chat_template": "{% for i in range(9) %}x{% endfor %}"}
-    },
-    "padding": {"chat_template_kwargs": {"padding": "max_length", "max_length": 10**9}},
-    "a deep config": {"generation_config": "[" * 100_000},
     "deep tools": {"tools": json.loads("[" * 400 + "]" * 400)},
 }
 

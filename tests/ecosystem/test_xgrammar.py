@@ -22,6 +22,7 @@ import hf_paged
 from hf_paged.batching.arguments import RequestOptions
 from hf_paged.grammar import GrammarCompiler
 from tests.support import models
+from tests.support.engine_helpers import run_all
 from tests.support.models import BOS, EOS, PAD, get, token_ids
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": EOS}
@@ -84,12 +85,7 @@ def test_as_plain_and_as_asked(name: str, mode: str, kind: str) -> None:
         alone = [result.token_ids for result in engine.generate(others, GREEDY)]
         ids = [engine.add_request(other, GREEDY) for other in others]
         engine.add_request(prompt[0], options, seed=7, request_id="r", **{kind: value})
-        results = {}
-        while engine.has_unfinished:
-            results |= {
-                out.request_id: out.result for out in engine.step() if out.result is not None
-            }
-        engine.check_integrity()
+        results = run_all(engine)
     assert [results[each].token_ids for each in ids] == alone
     result = results["r"]
     assert result.error is None
@@ -117,11 +113,7 @@ def test_preempted_requests_go_on(preemption: str) -> None:
                 engine.add_request(prompt, options, seed=i, **asked)
                 for i, prompt in enumerate(prompts)
             ]
-            results = {}
-            while engine.has_unfinished:
-                results |= {
-                    out.request_id: out.result for out in engine.step() if out.result is not None
-                }
+            results = run_all(engine)
             assert bool(engine.stats().num_preemptions) == bool(config)
         runs.append([[sequence.token_ids for sequence in results[name].sequences] for name in ids])
     assert runs[0] == runs[1]

@@ -18,7 +18,8 @@ import hf_paged
 from hf_paged import PagedEngine
 from hf_paged.model import weights as weights_module
 from tests.support import models
-from tests.test_weights import data_add, layer_replaced, value_projection
+from tests.support.engine_helpers import run_all
+from tests.test_weights import data_add, value_projection
 
 PROMPT = models.token_ids(1, 34)[0].tolist()
 OTHER = models.token_ids(1, 21, seed=9)[0].tolist()
@@ -35,14 +36,9 @@ def plain(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
 
 
 def finish(engine: PagedEngine) -> dict[str, Any]:
-    """Steps until no request is unfinished; results by id."""
-    results = {}
-    while engine.has_unfinished:
-        for output in engine.step():
-            if output.result is not None:
-                assert output.result.error is None, output.result.error
-                results[output.request_id] = output.result
-    engine.check_integrity()
+    """The results of all unfinished requests, by id."""
+    results = run_all(engine)
+    assert all(result.error is None for result in results.values())
     return results
 
 
@@ -62,18 +58,6 @@ def expect(engine: PagedEngine, model: Any, hits: int) -> list[int]:
 # ------------------------------------------------------------------------------- kinds of changes
 
 
-def one_element(model: PreTrainedModel) -> None:
-    model.get_decoder().embed_tokens.weight.data[PROMPT[3], 7] = 9.0
-
-
-def fused_adamw(model: PreTrainedModel) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-2, fused=True)
-    ids = models.token_ids(2, 16, seed=50)
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def by_numpy(model: PreTrainedModel) -> None:
     value_projection(model).detach().numpy()[:] *= -1.0
 
@@ -87,15 +71,7 @@ def attention_of_another_model(model: PreTrainedModel) -> None:
     model.get_decoder().layers[1] = models.build("llama", seed=5).get_decoder().layers[1]
 
 
-CHANGES = [
-    data_add,
-    one_element,
-    fused_adamw,
-    by_numpy,
-    other_weights,
-    layer_replaced,
-    attention_of_another_model,
-]
+CHANGES = [data_add, by_numpy, other_weights, attention_of_another_model]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -115,21 +91,18 @@ def test_a_change_while_a_request_is_unfinished(
         finish(engine)
 
 
-@pytest.mark.parametrize("change", [data_add, one_element])
-def test_a_change_between_two_calls_of_generate(
-    change: Callable[[PreTrainedModel], None],
-) -> None:
+def test_a_change_between_two_calls_of_generate() -> None:
     """Fill, change, the same prompt, directly; then with a call in between that hits nothing."""
     model, inputs = models.build("llama"), {"input_ids": torch.tensor([PROMPT] * 4)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     before = model.generate(**inputs, **greedy())
     assert torch.equal(model.generate(**inputs, **greedy(), **models.PAGED), before)
-    change(model)
+    data_add(model)
     found = model.generate(**inputs, **greedy(), **models.PAGED)
     assert torch.equal(found, model.generate(**inputs, **greedy())) and not torch.equal(
         found, before
     )
-    change(model := models.build("llama"))
+    data_add(model := models.build("llama"))
     other = {
         "input_ids": torch.tensor([OTHER] * 5),
         "attention_mask": torch.ones(5, len(OTHER), dtype=torch.long),

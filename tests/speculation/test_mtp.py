@@ -160,10 +160,7 @@ def texts(*lengths: int, seed: int = 0) -> list[list[int]]:
 
 
 def padded(*lengths: int) -> dict[str, torch.Tensor]:
-    rows, longest = texts(*lengths), max(lengths)
-    ids = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
-    mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
-    return {"input_ids": ids, "attention_mask": mask}
+    return models.left_padded(texts(*lengths))
 
 
 class Watch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -14,12 +14,12 @@ from transformers import LogitsProcessor, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine, RequestResult, compat
+from hf_paged import EngineStats, PagedConfig, PagedEngine, RequestResult, compat
 from hf_paged.batching.decoding.base import Draft
 from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Sequence
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.speculation.assistant import Assistant, AssistantRow
+from hf_paged.speculation.assistant import AssistantRow
 from hf_paged.speculation.sources import (
     MAX_DRAFT_TOKENS,
     MAX_INDEX_NGRAMS,
@@ -35,6 +35,7 @@ from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
     MODES,
+    Asked,
     assert_drained,
     assert_same_as_lone,
     lone_run,
@@ -174,28 +175,6 @@ def test_a_cache_that_is_returned_holds_what_plain_holds() -> None:
     )
 
 
-def test_one_sampled_row_draws_as_transformers_does() -> None:
-    """The model's own loop serves it: prompt lookup draws all positions at once there."""
-    model, inputs = models.get("llama"), models.prompt("llama", 1, 30)
-    options = {"do_sample": True, "max_new_tokens": 20, "prompt_lookup_num_tokens": 3}
-    torch.manual_seed(0)
-    expected = model.generate(**inputs, **options)
-    torch.manual_seed(0)
-    assert torch.equal(model.generate(**inputs, **options, **models.PAGED), expected)
-
-
-def test_calls_that_cannot_be_assisted() -> None:
-    model, inputs = models.get("llama"), models.prompt("llama", 2)
-    with pytest.raises(ValueError, match="batch_size = 1"):  # scores of rows that advance together
-        model.generate(
-            **inputs, **GREEDY, **models.PAGED, prompt_lookup_num_tokens=3, output_scores=True,
-            return_dict_in_generate=True,
-        )  # fmt: skip
-    with pytest.raises(ValueError, match="Invalid max_matching_ngram_size"):
-        model.generate(**inputs, **GREEDY, **models.PAGED, prompt_lookup_num_tokens=-1)
-    hf_paged.check_integrity(model)
-
-
 @pytest.mark.slow
 def test_threads_that_speculate_share_a_loop() -> None:
     model = models.get("llama")
@@ -229,60 +208,64 @@ def test_threads_that_speculate_share_a_loop() -> None:
     "config", [{}, {"num_blocks": 30, "preemption": "swap"}, {"max_num_batched_tokens": 12}]
 )
 def test_requests_of_all_kinds_in_one_batch(config: dict[str, Any]) -> None:
+    assert check_all_kinds(models.get("llama"), **config).num_accepted_tokens > 0
+
+
+def check_all_kinds(model: Any, **config: Any) -> EngineStats:
     """Requests of a single row get drafts, also if sampled with a seed, penalised or ended in the
     middle of a draft."""
-    model, texts = models.get("llama"), repeating(5, 7, 4, 6, 3, 5, 8, 6, 4, 7, 5)
+    texts = repeating(5, 7, 4, 6, 3, 5, 8, 6, 4, 7, 5)
     with PagedEngine(model, PagedConfig(**{**NGRAM, **config})) as engine:
-        for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
-            engine.add_request(prompt, options, request_id=mode, seed=seed)
-        results = run_all(engine)
-        assert_drained(engine)
-        assert engine.stats().num_accepted_tokens > 0
-    for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), texts)):
-        assert_same_as_lone(lone_run(model, prompt, options, seed), results[mode], options, mode)
-        assert not results[mode].num_draft_tokens or mode in ONE_ROW
+        asked = Asked(engine)
+        for seed, ((mode, options), text) in enumerate(zip(MODES.items(), texts)):
+            asked.add(mode, text, options, seed)
+        for mode, result in asked.check().items():
+            assert not result.num_draft_tokens or mode in ONE_ROW
+        return engine.stats()
 
 
 @pytest.mark.slow_cases(but=["llama"])
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_accept_lengths(name: str) -> None:
     """Also past a window, and with requests that lose their blocks in mid-draft."""
-    check_accept_lengths(name, num_rounds=2, num_blocks=None)
-    check_accept_lengths(name, num_rounds=1, num_blocks=26)
+    check_accept_lengths(models.get(name), prompts(3, 12, 7, 20), (None, None, 26))
 
 
 @pytest.mark.full
 @pytest.mark.slow
 def test_ten_thousand_random_accept_lengths() -> None:
-    assert (
-        sum(
-            check_accept_lengths("llama", num_rounds=4, num_blocks=n, seed=n)
-            for n in range(24, 140)
-        )
-        > 10_000
-    )
+    model, count = models.get("llama"), 0
+    for n in range(24, 140):
+        count += len(check_accept_lengths(model, prompts(3, 12, 7, 20, seed=n), [n] * 4, seed=n))
+    assert count > 10_000
 
 
-def check_accept_lengths(name: str, num_rounds: int, num_blocks: int | None, seed: int = 0) -> int:
-    """Returns the number of drafts."""
-    model, count = models.get(name), 0
-    texts = prompts(3, 12, 7, 20, seed=seed)
+def check_accept_lengths(
+    model: Any,
+    texts: list[list[int]],
+    budgets: Iterable[int | None],
+    seed: int = 0,
+    beside: dict[str, Any] | None = None,
+) -> list[tuple[int, int]]:
+    """Runs requests that draft once with each number of blocks, `beside` a row of these options;
+    returns how many tokens of each draft were right and accepted."""
+    seen = []
     full = [text + lone_run(model, text, GREEDY)[0] for text in texts]
-    for turn in range(num_rounds):
+    for turn, num_blocks in enumerate(budgets):
         config = PagedConfig(
             **NGRAM, num_blocks=num_blocks, preemption=("swap", "recompute")[turn % 2]
         )
         with PagedEngine(model, config) as engine:
             ids = [engine.add_request(text, GREEDY) for text in texts]
             oracles = with_oracles(engine, full, seed=seed + 10 * turn)
-            results = run_all(engine)
-            assert_drained(engine)
+            asked = Asked(engine, texts[1:2] if beside else (), beside or {})
+            results = asked.check()
         for request_id, text, whole, oracle in zip(ids, texts, full, oracles):
-            assert results[request_id].token_ids == whole[len(text) :], name
+            assert results[request_id].token_ids == whole[len(text) :], turn
             assert all(accepted <= expected for expected, accepted in oracle.seen)
             assert num_blocks or any(accepted for _, accepted in oracle.seen)
-            count += len(oracle.seen)
-    return count
+            seen += oracle.seen
+    return seen
 
 
 def test_rejected_tokens_are_never_served_from_the_prefix_cache() -> None:
@@ -586,26 +569,6 @@ def test_an_assistant_that_fails_ends_its_requests_alone() -> None:
         assert_drained(engine)
     assert isinstance(results[first].error, RuntimeError)
     assert results[second].token_ids == lone_run(model, texts[1], GREEDY)[0]
-
-
-def test_an_interrupt_while_an_assistant_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (text,) = models.get("llama"), prompts(9)
-    calls = iter(range(100))
-    original = Assistant._allocate
-
-    def append(self: Assistant, row: Any, count: int) -> bool:
-        if next(calls) == 4:
-            raise KeyboardInterrupt
-        return original(self, row, count)
-
-    monkeypatch.setattr(Assistant, "_allocate", append)
-    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        name = engine.add_request(text, GREEDY, assistant_model=models.get_assistant("llama"))
-        with pytest.raises(KeyboardInterrupt):
-            run_all(engine)
-        engine.check_integrity()
-        assert run_all(engine)[name].token_ids == lone_run(model, text, GREEDY)[0]
-        assert_drained(engine)
 
 
 def test_what_an_engine_cannot_assist_says_so() -> None:

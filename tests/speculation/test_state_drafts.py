@@ -13,13 +13,17 @@ from hf_paged import PagedConfig, PagedEngine
 from hf_paged.speculation import sources as speculation
 from hf_paged.speculation.sources import StepCosts
 from tests.rectangles.test_state_snapshots import CLASSES, NEVER, STATELESS, text
-from tests.speculation.test_speculation import GREEDY, NGRAM, ONE_ROW, repeating, with_oracles
+from tests.speculation.test_speculation import (
+    GREEDY,
+    NGRAM,
+    check_accept_lengths,
+    check_all_kinds,
+    repeating,
+)
+from tests.support import models
 from tests.support.engine_helpers import (
-    MODES,
-    assert_drained,
-    assert_same_as_lone,
+    Asked,
     lone_run,
-    run_all,
 )
 from tests.support.forwards import build
 
@@ -41,45 +45,15 @@ def slow(*names: str) -> list[Any]:
 )
 def test_random_accept_lengths(name: str) -> None:
     """Some rows continue beside others' drafts; some lose their blocks in mid-draft."""
-    model: Any = build(name)
     texts = [text(length, seed) for seed, length in enumerate((3, 12, 7, 20))]
-    full = [prompt + lone_run(model, prompt, GREEDY)[0] for prompt in texts]
-    num_accepted = 0
-    for turn, num_blocks in enumerate((None, 34, 30)):
-        config = PagedConfig(
-            **NGRAM, num_blocks=num_blocks, preemption=("swap", "recompute")[turn % 2]
-        )
-        with PagedEngine(model, config) as engine:
-            ids = [engine.add_request(prompt, GREEDY) for prompt in texts]
-            oracles = with_oracles(engine, full, seed=turn)
-            plain = engine.add_request(texts[1], {**GREEDY, "num_beams": 2})
-            results: dict[Any, Any] = {}
-            while engine.has_unfinished:
-                results.update(
-                    {output.request_id: output.result for output in engine.step() if output.result}
-                )
-                hf_paged.check_integrity(model)
-            assert_drained(engine)
-            num_accepted += engine.stats().num_accepted_tokens
-        for request_id, prompt, whole, oracle in zip(ids, texts, full, oracles):
-            assert results[request_id].token_ids == whole[len(prompt) :], (name, turn)
-            assert all(accepted <= expected for expected, accepted in oracle.seen)
-        assert results[plain].token_ids == lone_run(model, texts[1], {**GREEDY, "num_beams": 2})[0]
-    assert num_accepted > 30
+    beams = {**GREEDY, "num_beams": 2}
+    seen = check_accept_lengths(build(name), texts, (None, 34, 30), beside=beams)
+    assert sum(accepted for _, accepted in seen) > 30
 
 
 @pytest.mark.parametrize("name", slow("Qwen3NextForCausalLM", "BambaForCausalLM"))
 def test_requests_of_all_kinds_in_one_batch(name: str) -> None:
-    model, prompts = build(name), repeating(5, 7, 4, 6, 3, 5, 8, 6, 4, 7, 5)
-    with PagedEngine(model, PagedConfig(**NGRAM)) as engine:
-        for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), prompts)):
-            engine.add_request(prompt, options, request_id=mode, seed=seed)
-        results = run_all(engine)
-        assert_drained(engine)
-        assert engine.stats().num_draft_tokens > 0
-    for seed, ((mode, options), prompt) in enumerate(zip(MODES.items(), prompts)):
-        assert_same_as_lone(lone_run(model, prompt, options, seed), results[mode], options, mode)
-        assert not results[mode].num_draft_tokens or mode in ONE_ROW
+    assert check_all_kinds(build(name)).num_draft_tokens > 0
 
 
 @pytest.mark.slow_cases("Lfm2ForCausalLM")
@@ -93,13 +67,7 @@ def test_generate_speculates_by_ngrams(name: str) -> None:
     }
     for rows in ([list(range(4, 150))], repeating(9, 5, 7)):
         # what the first one has behind any token
-        width = max(map(len, rows))
-        inputs = {
-            "input_ids": torch.tensor([[0] * (width - len(row)) + row for row in rows]),
-            "attention_mask": torch.tensor(
-                [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-            ),
-        }
+        inputs = models.left_padded(rows)
         expected = model.generate(**inputs, **GREEDY)
         for _ in range(2):
             assert torch.equal(model.generate(**inputs, **GREEDY, **paged), expected)
@@ -114,12 +82,8 @@ def test_an_assistant_proposes_for_a_model_with_states() -> None:
     assistant: Any = build("LlamaForCausalLM")
     prompts = [text(6, 1), text(11, 2)]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        ids = [engine.add_request(prompt, GREEDY, assistant_model=assistant) for prompt in prompts]
-        results = run_all(engine)
+        Asked(engine, prompts, GREEDY, assistant_model=assistant).check()
         assert engine.stats().num_draft_tokens > 0
-        assert_drained(engine)
-    for request_id, prompt in zip(ids, prompts):
-        assert results[request_id].token_ids == lone_run(model, prompt, GREEDY)[0]
 
 
 @pytest.mark.slow

@@ -27,7 +27,14 @@ from transformers import (
 from tests.support import models
 from tests.support.models import Options, Rows
 from tests.support.user_code import Criterion, Processor
-from tests.test_parity_matrix import FREQUENT_ENDS, Allowed, Recorder, RowBias, RowBudgets
+from tests.test_parity_matrix import (
+    FREQUENT_ENDS,
+    WATCHERS,
+    Allowed,
+    Recorder,
+    RowBias,
+    RowBudgets,
+)
 
 GREEDY_STEPS = 12  # length of the plain text that end tokens and stop strings come from
 # tokens: around block edges and beyond the window of 8
@@ -268,8 +275,7 @@ class Extras:
         given = self.arguments
         objects = [*given.get("logits_processor", ()), *given.get("stopping_criteria", ())]
         objects += [given.get("streamer"), given.get("prefix_allowed_tokens_fn")]
-        kinds = {RowBias: "batches", RowBudgets: "seen", Recorder: "calls", Allowed: "calls"}
-        return [getattr(thing, kinds[type(thing)]) for thing in objects if type(thing) in kinds]
+        return [thing.seen for thing in objects if type(thing) in WATCHERS.values()]
 
 
 def arguments(case: Case, width: int, greedy: Rows) -> Extras:

@@ -37,7 +37,7 @@ import hf_paged
 from benchmarks.workers import Lost
 from hf_paged import PagedEngine, PrefixTiers
 from hf_paged.cache.free_memory import trim
-from tests.batching.test_invariance import count_chunks
+from hf_paged.plan import StepPlan
 from tests.support import load_cases, models, tools
 from tests.support.engine_helpers import assert_drained
 from tests.support.load_cases import KINDS, Difference, Run, User, Wanted
@@ -149,6 +149,22 @@ class Client(User):
         if again:
             self.step()
             self.add_any(request_id)
+
+
+def count_chunks(engine: PagedEngine, seen: collections.Counter[str]) -> None:
+    """Counts chunks of prompts that do not reach the prompt's end."""
+    if engine._core.loop is None:
+        return
+    runner = engine._core.loop.executor.runner
+    run = runner.run
+
+    def counted(plan: StepPlan, adapter: str | None) -> Any:
+        columns = zip(plan.counts, plan.num_logits)
+        seen["chunks"] += sum(count > 1 and not num_logits for count, num_logits in columns)
+        seen["mixed steps"] += plan.counts[0] == 1 and plan.counts[-1] > 1
+        return run(plan, adapter)
+
+    runner.run = counted  # type: ignore[method-assign]
 
 
 # ------------------------------------------------------------------------------------ the command

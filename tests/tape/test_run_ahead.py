@@ -4,7 +4,6 @@ useless."""
 from __future__ import annotations
 
 import collections
-import functools
 import logging
 from typing import Any
 
@@ -23,12 +22,9 @@ from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.kernels import cpp
 from hf_paged.tape.run_ahead import GraphRunAhead, LaunchedStep
-from tests.batching import test_invariance
-from tests.batching.test_invariance import Schedule
 from tests.batching.test_runner import SIZE
 from tests.support import models
 from tests.support.engine_helpers import (
-    MANY_ENDS,
     MODES,
     assert_drained,
     assert_same_as_lone,
@@ -115,32 +111,20 @@ def test_generate_gives_plain_tokens(
         assert len(graphs.graphs) == count, "graphs are kept between calls"
 
 
-MANY = (pytest.mark.slow, pytest.mark.full)
-
-
-@pytest.mark.slow_cases("few")
-@pytest.mark.parametrize(
-    "counts",
-    [
-        pytest.param({"llama": 6, "gemma3": 3, "mistral": 1}, id="few"),
-        pytest.param({"llama": 25, "gemma3": 25, "mistral": 10}, id="many", marks=MANY),
-    ],
-)
-def test_random_schedules(
-    counts: dict[str, int], seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral"])
+def test_random_requests(name: str, seen: collections.Counter[str]) -> None:
     """Rows join, leave, are cancelled, preempted and swapped while steps are in flight."""
-    # rows are preempted
-    few = {name: budgets[1:4] for name, budgets in test_invariance.BUDGETS.items()}
-    options = [{**GREEDY, "max_new_tokens": number} for number in (25, 6, 40)]
-    options[2]["eos_token_id"] = MANY_ENDS
-    expected = functools.cache(test_invariance.expected.__wrapped__)
-    for name, value in (("BUDGETS", few), ("OPTIONS", options), ("expected", expected)):
-        monkeypatch.setattr(test_invariance, name, value)
-    for name, count in counts.items():
-        for seed in range(count):
-            Schedule(name, seed).run(seen)
-    assert all(seen[x] for x in ("used", "in part", "joined", "swaps", "recomputes")), seen
+    from tests.support import load  # which needs PEFT
+
+    num_blocks = load.KINDS[name].budget[1]
+    for preemption in ("recompute", "swap"):
+        config = PagedConfig(block_size=SIZE, num_blocks=num_blocks, preemption=preemption)
+        run = load.Run(3, 0, name, lora=False, config=config, in_flight=12, captured=True)
+        events, failure = load.play(run, 150, 24)
+        assert not failure, failure
+        assert events["swaps" if preemption == "swap" else "recomputes"], events
+    assert all(seen[x] for x in ("used", "in part", "joined")), seen
 
 
 class Rewrites(StoppingCriteria):

@@ -170,7 +170,6 @@ class AdapterPages:
             self._pool.keep(block_id, self._on_evict_block)
         return True
 
-
     def _evict_adapter_of(self, block_id: int) -> None:
         """Drops the adapter of a block that the pool has evicted. The adapter has no holders, since
         the block was cached."""

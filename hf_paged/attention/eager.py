@@ -85,10 +85,10 @@ class Scores(DeferredTensor):
         is_softmax: bool = False,
     ) -> Scores:
         shape = (1, *query.shape[:2], key.step.key_len)[4 - ndim :]
-        scores = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=query.device)
-        scores.query, scores.key, scores.sizes, scores.kind = query, key, shape, dtype
-        scores.terms, scores.is_softmax = terms, is_softmax
-        scores.arguments = {
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=query.device)
+        self.query, self.key, self.sizes, self.kind = query, key, shape, dtype
+        self.terms, self.is_softmax = terms, is_softmax
+        self.arguments = {
             "query": query,
             "key": key,
             "dtype": dtype,
@@ -96,7 +96,7 @@ class Scores(DeferredTensor):
             "terms": terms,
             "is_softmax": is_softmax,
         }
-        return scores
+        return self
 
     def add_bias(self, bias: Tensor | None) -> Scores:
         if self.is_softmax:

@@ -258,7 +258,7 @@ class EngineLoop:
         if can_reuse and self.config.prefix_caching:
             keys = prompts.keys(model.config)
         state.request.limit_positions(self.layout.max_positions, prompts.position_shift(0))
-        prompts.assign(state.request, 0, keys, can_begin_after_text)
+        state.request.set_inputs(prompts, 0, keys, can_begin_after_text)
 
     def _prepare_rows(self, state: RequestState, prompts: Prompts) -> None:
         """Prepares a prompt with inputs for rectangles. Raises as `prepare`."""
@@ -271,7 +271,7 @@ class EngineLoop:
         prompts.set_join_keys(self._capability.join_requirements(prompts))
         max_positions = self._capability.max_positions(prompts)
         state.request.limit_positions(max_positions, prompts.position_shift(0))
-        prompts.assign(state.request, 0, None, False)
+        state.request.set_inputs(prompts, 0, None)
 
     def _inputs_error(self, reason: str) -> ServedByGenerateError:
         return ServedByGenerateError(

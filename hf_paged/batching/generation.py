@@ -8,7 +8,7 @@ import functools
 import itertools
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -483,14 +483,12 @@ def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
     model_kwargs = call.arguments["model_kwargs"]
     unexpanded = call.unexpanded or (call.arguments["input_ids"], model_kwargs)
     prompts = prompts_of(unexpanded, model_kwargs, model.config.is_encoder_decoder)
+    input_ids, inputs = prompts.input_ids, prompts.model_kwargs
     if (num_prompts := len(prompts.paddings)) > 1:  # a model's own `generate` may repeat a prompt
         tensors = tensors_of((prompts.input_ids, prompts.model_kwargs))
         if any(
             len(tensor) == num_prompts and bool((tensor != tensor[:1]).any()) for tensor in tensors
         ):
             raise ValueError(f"`inputs` hold {num_prompts} prompts: pass the inputs of one prompt")
-        prompts.model_kwargs = first_row(prompts)
-        prompts.input_ids = prompts.input_ids[:1]
-        prompts.position_ids = prompts.model_kwargs.get("position_ids")
-    prompts.paddings = [0]
-    return prompts
+        input_ids, inputs = input_ids[:1], first_row(prompts)
+    return replace(prompts, input_ids=input_ids, model_kwargs=inputs, paddings=[0])

@@ -149,7 +149,7 @@ class ViewTensor(ReadOnlyTensor):
 
     @staticmethod
     def __new__(cls, view: Tensor) -> ViewTensor:
-        tensor = _make_without_memory(
+        self = _make_without_memory(
             cls,
             view.shape,
             strides=view.stride(),
@@ -157,8 +157,8 @@ class ViewTensor(ReadOnlyTensor):
             dtype=view.dtype,
             device=view.device,
         )
-        tensor.view_of_dense = view
-        return tensor
+        self.view_of_dense = view
+        return self
 
     def dense(self) -> Tensor:
         return self.view_of_dense
@@ -211,15 +211,15 @@ class PagedTensor(ReadOnlyTensor):
             strides = (heads * length * dim, length * dim, dim, 1)
             dtype = layer.dtypes[is_value]
         device = blocks.device
-        handle = _make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
-        handle.step = step
-        handle.layer = layer
-        handle.blocks = blocks
-        handle.fresh = fresh
-        handle.reader = reader
-        handle.has_read_only_views = has_read_only_views
-        handle._dense = None
-        return handle
+        self = _make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
+        self.step = step
+        self.layer = layer
+        self.blocks = blocks
+        self.fresh = fresh
+        self.reader = reader
+        self.has_read_only_views = has_read_only_views
+        self._dense = None
+        return self
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises
@@ -412,14 +412,14 @@ class RowTensor(DeferredTensor):
         _, heads, _, dim = blocks.shape
         axes = (dim, step.key_len) if is_transposed else (step.key_len, dim)
         shape = (1, heads, *axes)[4 - ndim :]
-        handle = _make_without_memory(cls, shape, dtype=dtype, device=blocks.device)
-        handle.step = step
-        handle.layer = layer
-        handle.blocks = blocks
-        handle.is_transposed = is_transposed
-        handle.sizes = shape
-        handle.kind = dtype
-        handle.arguments = {
+        self = _make_without_memory(cls, shape, dtype=dtype, device=blocks.device)
+        self.step = step
+        self.layer = layer
+        self.blocks = blocks
+        self.is_transposed = is_transposed
+        self.sizes = shape
+        self.kind = dtype
+        self.arguments = {
             "step": step,
             "layer": layer,
             "blocks": blocks,
@@ -427,7 +427,7 @@ class RowTensor(DeferredTensor):
             "ndim": ndim,
             "is_transposed": is_transposed,
         }
-        return handle
+        return self
 
 
 # Operations whose stride arguments assume a contiguous tensor.

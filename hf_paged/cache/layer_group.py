@@ -47,6 +47,24 @@ class LayerGroup:
         self.expected_paddings: tuple[tuple[int, ...], int] | None = None
         self.forget_steps()
 
+    def expect_padding(self, paddings: tuple[int, ...], length: int) -> None:
+        """If the rows have not begun: sets the paddings that they begin with if their first step
+        has `length` positions."""
+        if not self.paddings:
+            self.expected_paddings = paddings, length
+
+    def set_rows(self, paddings: tuple[int, ...], length: int) -> None:
+        """Called after the tables have changed: the rows now hold `length` positions each."""
+        self.paddings, self.length = paddings, length
+        self.forget_steps()
+
+    def select(self, sources: list[int]) -> None:
+        """Called after the tables have changed: row `i` now is the former row `sources[i]`."""
+        paddings = self.paddings
+        if paddings:
+            paddings = tuple(paddings[source] for source in sources)
+        self.set_rows(paddings, self.length)
+
     def forget_steps(self) -> None:
         """Drops cached steps, because the tables have changed."""
         self._step: StepMetadata | None = None
@@ -166,7 +184,7 @@ class LayerGroup:
                 self.rows.free()
             for group in groups:
                 if not group.length:
-                    group.expected_paddings = (paddings, length)
+                    group.expect_padding(paddings, length)
 
     @guarded
     def _make_writable(

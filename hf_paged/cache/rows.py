@@ -30,14 +30,16 @@ class CacheRows:
         specs: Iterable[GroupSpec],
         counters: ReadCounters,
         is_borrowed: bool = False,
+        sequences: Iterable[SequenceBlocks] = (),
+        num_operations: int = 0,
     ) -> None:
         self.memory = memory
         self.specs = tuple(specs)
         self.counters = counters
         self.is_borrowed = is_borrowed
         self.manager = memory.manager(self.specs)
-        self.num_operations = 0
-        self.sequences: list[SequenceBlocks] = []
+        self.num_operations = num_operations
+        self.sequences = list(sequences)
         # weak, since the groups refer to their rows: a cycle would delay `__del__`
         self.groups: weakref.WeakValueDictionary[GroupSpec, LayerGroup] = (
             weakref.WeakValueDictionary()
@@ -104,9 +106,7 @@ class CacheRows:
                 if row >= len(sources) or sources[row] != row:
                     self.manager.free(sequence)
             for group in self.groups.values():
-                if group.paddings:
-                    group.paddings = tuple(group.paddings[source] for source in sources)
-                group.forget_steps()
+                group.select(sources)
             self.memory.note_progress()
 
     @guarded
@@ -146,14 +146,14 @@ class CacheRows:
         """Returns rows over the same blocks: forks or, if borrowed, the same sequences. Deep copies
         of the groups then attach themselves to the copied rows."""
         counters = copy.deepcopy(self.counters, memo)
-        copied_rows = CacheRows(self.memory, self.specs, counters, self.is_borrowed)
-        memo[id(self)] = copied_rows
-        copied_rows.num_operations = self.num_operations
         with self.memory.changing():
-            if self.is_borrowed:
-                copied_rows.sequences = list(self.sequences)
-            else:
-                copied_rows.sequences = [self.manager.fork(sequence) for sequence in self.sequences]
+            sequences = self.sequences
+            if not self.is_borrowed:
+                sequences = [self.manager.fork(sequence) for sequence in sequences]
+            copied_rows = CacheRows(
+                self.memory, self.specs, counters, self.is_borrowed, sequences, self.num_operations
+            )
+        memo[id(self)] = copied_rows
         for group in self.groups.values():
             # the blocks are now shared: layers that still write in this step must first copy them
             group.forget_steps()

@@ -276,7 +276,7 @@ def rows_check(trial: Trial) -> str | None:
     first, second, third = plain_logits
     second_logits = second[[least_padded, least_padded, most_padded]]
     expected = torch.cat([first, second_logits, third[[least_padded]]])
-    trial.dtypes |= {getattr(layer, "dtype", None) for layer in plain_cache.layers}
+    trial.dtypes.update(getattr(layer, "dtype", None) for layer in plain_cache.layers)
     return trial.difference(expected, computed, how=how, reference="the whole batch")
 
 
@@ -295,7 +295,6 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         lengths, the first row then computes one token more. `can_join`: whether they share
         forwards."""
         for single in (first, second):
-            single.join_key = None
             single.set_join_keys(verdict if can_join else None)
         runner = TrialRunner(trial, TOGETHER)
         (first_row,) = runner.add_prompts(first, new_tokens)
@@ -331,10 +330,12 @@ def _single_row(prompts: Any, width: int, sign: int) -> Any:
             return x[:, :width]
         return x
 
-    single.model_kwargs = map_tensors(cut_and_sign, first_row(single))
-    single.input_ids = single.input_ids[:1]
-    single.paddings = single.paddings[:1]
-    return single
+    return dataclasses.replace(
+        single,
+        input_ids=single.input_ids[:1],
+        model_kwargs=map_tensors(cut_and_sign, first_row(single)),
+        paddings=single.paddings[:1],
+    )
 
 
 def positions_check(trial: Trial) -> int | None:

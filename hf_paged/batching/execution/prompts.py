@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +21,12 @@ from ...attention.observers import LookAhead, observing_attention
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
-from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
+from ...cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 from ...model.own_loop import cache_parts, map_tensors, next_logits, tensors_of
 from ...model.structure import is_stock
 from ...model.trial import stock_cache
 from ..request import Request, RowsError, Sequence
-from .prompt_inputs import PromptInputs, PromptKeys, is_plain_value
+from .prompt_inputs import PromptInputs, is_plain_value
 from .rectangle import Rectangle
 
 
@@ -63,9 +63,10 @@ class Prompts(PromptInputs):
     merge_key: Hashable | None = None
 
     def set_join_keys(self, requirements: tuple[bool, bool] | None) -> None:
-        """Sets `join_key` if rows can join others and, if the prompts can also share a forward,
-        `merge_key`. `requirements`: whether joined rows must have equal lengths, and equal encoder
-        lengths; `None`: rows cannot join (`Capability.join_requirements`)."""
+        """Sets `join_key`, to `None` unless rows can join others, and `merge_key` if the prompts
+        can also share a forward. `requirements`: whether joined rows must have equal lengths, and
+        equal encoder lengths; `None`: rows cannot join (`Capability.join_requirements`)."""
+        self.join_key = None
         shapes: list[Hashable] = []
         options: list[Any] = []
         has_media = False
@@ -255,25 +256,6 @@ class Prompts(PromptInputs):
             return logits, None
         return logits, observer.look_ahead_mask()
 
-    def assign(
-        self,
-        request: Request,
-        row: int,
-        keys: list[PromptKeys] | None,
-        can_begin_after_text: bool = False,
-    ) -> None:
-        """Makes a row the prompt of a request. Without `keys` the request does not use the prefix
-        cache. `can_begin_after_text`: whether the model's own forward can begin after the text
-        before the first placeholder, which may then be shared with any other prompt."""
-        request.inputs, request.num_encoder_tokens = (self, row), self.num_encoder_tokens
-        if keys is None or request.namespace is UNCACHED:
-            request.namespace = UNCACHED
-        else:
-            request.keys, request.num_content, num_text = keys[row]
-            request.num_text = num_text if can_begin_after_text else 0
-            if not request.num_text:
-                request.namespace = (request.namespace, self.names)
-
     def prepare_positions(self, model: Any) -> None:
         """Sets `position_ids` to those that the model's own preparation returns or, if it returns
         none, to the columns, which the model then uses as positions. Does nothing for a model that
@@ -335,7 +317,7 @@ def prompts_of(
     if isinstance(mask, Tensor) and mask.shape == (len(ids), prompts.length):
         paddings = (mask.cumsum(-1) == 0).sum(-1)
         is_empty = paddings == prompts.length
-        prompts.paddings = torch.where(is_empty, 0, paddings).tolist()
+        prompts = replace(prompts, paddings=torch.where(is_empty, 0, paddings).tolist())
     return prompts
 
 

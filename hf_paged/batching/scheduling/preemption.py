@@ -218,19 +218,13 @@ class Preemption:
             return self.admit(request, max_chunk_tokens, num_reserved_blocks, is_alone)
         if is_restorable:
             self._restore(request)
-        if request.num_encoder_tokens and not self._take_encoder_blocks(request):
-            self.reset(request)
-            return False
-        num_tokens = request.sequences[0].num_tokens
-        if not request.num_preemptions and num_tokens == num_prompt_tokens:
-            computed = (sequence.num_computed_tokens for sequence in request.sequences)
-            request.num_hit_tokens = sum(computed)
+        if request.num_encoder_tokens:
+            assert self.encoder_blocks is not None
+            if not request.take_encoder_blocks(self.encoder_blocks):
+                self.reset(request)
+                return False
+        request.record_hits()
         return True
-
-    def _take_encoder_blocks(self, request: Request) -> bool:
-        assert self.encoder_blocks is not None
-        request.encoded = self.encoder_blocks.new()
-        return self.encoder_blocks.append(request.encoded, request.num_encoder_tokens)
 
     def _num_encoder_blocks(self, request: Request) -> int:
         if self.encoder_blocks is None:
@@ -258,10 +252,10 @@ class Preemption:
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
         shared tokens. If there are several rows, as after a preemption, and not all of their common
-        prefix is cached, the first row computes the prefix for all (`num_before_fork`). The common
-        prefix is the prompt if the prompt is replayed, or has inputs besides token ids and all rows
-        are longer. Without such inputs, if rows can be chunked, the common prefix is the full
-        blocks of tokens that are equal in all rows."""
+        prefix is cached, the first row computes the prefix for all (`Request.num_before_fork`). The
+        common prefix is the prompt if the prompt is replayed, or has inputs besides token ids and
+        all rows are longer. Without such inputs, if rows can be chunked, the common prefix is the
+        full blocks of tokens that are equal in all rows."""
         manager = self.blocks
         size = manager.block_size
         rows = request.open_sequences
@@ -320,21 +314,14 @@ class Preemption:
     def _match(self, sequence: Sequence, keys: list[Hashable]) -> None:
         """Attaches a row to the longest reusable cached prefix of `keys`, and sets its stops."""
         request = sequence.request
-        sequence.blocks = self.blocks.new()
-        sequence.num_computed_tokens = 0
+        sequence.begin(self.blocks)
         if self.replays_prompt(request):
             return
         if request.drafts_first_token:
             # the last prompt token has a separate step, before which a step must compute a token
             keys = keys[:-1]
         min_saved = 0 if self.can_chunk else FORWARD_TOKENS
-        min_matched = max(request.num_content, min_saved)
-        namespace = request.namespace
-        num_matched = self.blocks.match(sequence.blocks, keys, namespace, min_matched)
-        if not num_matched and request.num_text:
-            text_keys = keys[: request.num_text + 1]
-            num_matched = self.blocks.match(sequence.blocks, text_keys, namespace)
-        sequence.num_computed_tokens = num_matched
+        sequence.attach_prefix(self.blocks, keys, max(request.num_content, min_saved))
         sequence.blocks.stops = self._stops(sequence)
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
@@ -362,23 +349,6 @@ class Preemption:
             if stop - previous >= min_distance:
                 stops.append(stop)
         return tuple(stops)
-
-    def num_before_fork(self, request: Request, sequence: Sequence) -> int:
-        """Returns how many tokens a sequence of a request with `num_shared_tokens` may compute now:
-        for the first row, the number of missing shared tokens; for the others, 0. Once no shared
-        token is missing, forks the first row's blocks for the others, and returns the number of the
-        first row's remaining tokens."""
-        rows = request.open_sequences
-        num_shared = request.num_shared_tokens
-        if sequence is not rows[0]:
-            return 0
-        if sequence.num_computed_tokens < num_shared:
-            return num_shared - sequence.num_computed_tokens
-        for row in rows[1:]:
-            row.blocks = self.blocks.fork(sequence.blocks)
-            row.num_computed_tokens = num_shared
-        request.num_shared_tokens = 0
-        return sequence.num_to_compute
 
     def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute
@@ -450,21 +420,16 @@ class Preemption:
         (`weights_update`); a failed step that admitted the request, may have advanced its states,
         or left bookkeeping half changed (`StepLoop.recover`); the end of a row whose swapped blocks
         a returned cache needs."""
-        for sequence in request.sequences:
-            self._free(sequence)
-        self._free_encoder_blocks(request)
-        request.num_shared_tokens = 0
+        request.free(self.blocks, self.encoder_blocks)
 
     def end_sequence(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its blocks, in the pool and on the host. The prefix cache may
         keep full blocks that are in the pool."""
         if sequence.swapped is None:
             self._register(sequence)
-        sequence.is_finished = True
-        self.blocks.end(sequence.blocks)
-        self._free(sequence)
+        sequence.end(self.blocks)
         if not sequence.request.open_sequences:
-            self._free_encoder_blocks(sequence.request)
+            sequence.request.free_encoder_blocks(self.encoder_blocks)
 
     def _register(self, sequence: Sequence) -> None:
         sequence.blocks.stops = ()  # no snapshot at a stop: no later step would copy the state
@@ -474,14 +439,3 @@ class Preemption:
             sequence.num_computed_tokens,
             sequence.request.namespace,
         )
-
-    def _free_encoder_blocks(self, request: Request) -> None:
-        if self.encoder_blocks is not None:
-            self.encoder_blocks.free(request.encoded)
-        request.encoded = NO_BLOCKS
-
-    def _free(self, sequence: Sequence) -> None:
-        for blocks in (sequence.blocks, sequence.before_draft):
-            self.blocks.free(blocks)
-        sequence.blocks = sequence.before_draft = NO_BLOCKS
-        sequence.num_computed_tokens, sequence.swapped = 0, None

@@ -99,8 +99,7 @@ class RequestQueue:
         """Queues a new request."""
         if request.adapter_bytes:
             self.adapters()  # makes the loop's `Adapters`; each step then calls its `prefetch`
-        arrival = self._num_arrivals
-        request.sort_key = (arrival + request.priority * self.arrivals_per_priority, arrival)
+        request.arrive(self._num_arrivals, self.arrivals_per_priority)
         self._num_arrivals += 1
         self.enqueue(request)
 
@@ -128,9 +127,7 @@ class RequestQueue:
             self.adapters().release(request)
 
     def end_row(self, request: Request) -> None:
-        """Updates the counts of open rows after a row of the request has ended while others
-        continue."""
-        request.num_open_rows -= 1
+        """Updates `num_rows` after a row of the request has ended while others continue."""
         if request.status is Status.RUNNING:
             self.num_rows -= 1
 

@@ -226,8 +226,8 @@ class Scheduler:
         num_scheduled = len(scheduled.decodes) + len(scheduled.drafted)
         if budget.num_reserved < 0:
             open_rows = (row for running in self.queue.running for row in running.open_sequences)
-            budget.num_reserved = sum(row.num_to_compute == 1 for row in open_rows)
-            budget.num_reserved -= num_scheduled
+            num_decodes = sum(row.num_to_compute == 1 for row in open_rows)
+            budget.num_reserved = num_decodes - num_scheduled
         limit = budget.num_tokens
         if num_scheduled or budget.num_reserved:
             limit = min(budget.num_tokens - budget.num_reserved, budget.num_chunk_tokens)
@@ -251,7 +251,7 @@ class Scheduler:
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
-            count = min(count, self.preemption.num_before_fork(request, sequence))
+            count = min(count, request.num_before_fork(sequence, self.blocks))
         if count > 1:
             count = self.preemption.limit_tokens(request, sequence, count)
         if not is_whole:
@@ -261,7 +261,7 @@ class Scheduler:
         if count <= 0:
             return 0
         if sequence.blocks is NO_BLOCKS:
-            sequence.blocks = self.blocks.new()
+            sequence.begin(self.blocks)
         num_computed = sequence.num_computed_tokens
         self.blocks.register(sequence.blocks, sequence.keys, num_computed, request.namespace)
         is_unchunked = is_whole or not self._can_chunk
@@ -401,10 +401,7 @@ class Scheduler:
         self.timeline.record_waiting(request)
 
     def _preempt(self, request: Request, keep_kv: bool = True) -> None:
-        request.num_preemptions += 1
-        for sequence in request.open_sequences:
-            if not sequence.num_to_compute:
-                sequence.logits_length = sequence.num_tokens
+        request.record_preemption()
         self._scheduled.preempted.append(request)
         self._requeue(request, keep_kv)
 
@@ -452,9 +449,7 @@ class Scheduler:
         for sequence in plan.sequences:
             is_running = sequence.request.status is Status.RUNNING
             if is_running and sequence.blocks is not NO_BLOCKS:
-                self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
-                self.blocks.free(sequence.before_draft)
-                sequence.draft, sequence.before_draft = [], NO_BLOCKS
+                sequence.undo_step(self.blocks)
 
     def recover(self, requests: Collection[Request]) -> None:
         """Called after an exception that may have left bookkeeping partly changed: resets the queue
@@ -469,8 +464,6 @@ class Scheduler:
             for sequence in request.sequences:
                 sequence.draft = []
             if request in requests and not request.is_finished:
-                num_finished = sum(row.is_finished for row in request.sequences)
-                request.num_open_rows = request.num_rows - num_finished
                 self._enqueue(request)
 
     def finish_sequence(self, sequence: Sequence) -> None:

@@ -155,12 +155,12 @@ class Sequence:
         self.logits_length = parent.logits_length
 
     def free(self, block_manager: BlockManager) -> None:
-        """Frees the blocks, in the pool and on the host, so that all tokens must be computed
-        again."""
+        """Frees the blocks, in the pool and on the host, and drops the draft, so that all tokens
+        must be computed again."""
         for blocks in (self.blocks, self.before_draft):
             block_manager.free(blocks)
         self.blocks = self.before_draft = NO_BLOCKS
-        self.num_computed_tokens, self.swapped = 0, None
+        self.num_computed_tokens, self.swapped, self.draft = 0, None, []
 
     def end(self, block_manager: BlockManager) -> None:
         """Marks the sequence as finished, records its length for `block_size="auto"`, and frees its
@@ -313,10 +313,6 @@ class Request:
         self.namespace = namespace
         return True
 
-    def arrive(self, arrival: int, arrivals_per_priority: float) -> None:
-        """Sets its place in the queue, as the arrival of this number."""
-        self.sort_key = (arrival + self.priority * arrivals_per_priority, arrival)
-
     def record_hits(self) -> None:
         """Called after an admission: if it is the first one, and the rows have no new tokens yet,
         records how many tokens were cached."""
@@ -396,21 +392,14 @@ class Request:
         self.num_shared_tokens = 0
         return sequence.num_to_compute
 
-    def take_encoder_blocks(self, encoder_blocks: BlockManager) -> bool:
-        """Allocates the blocks of the encoder output; returns whether enough were free."""
-        self.encoded = encoder_blocks.new()
-        return encoder_blocks.append(self.encoded, self.num_encoder_tokens)
-
-    def free_encoder_blocks(self, encoder_blocks: BlockManager | None) -> None:
+    def free(self, block_manager: BlockManager, encoder_blocks: BlockManager | None) -> None:
+        """Frees all blocks, in the pool and on the host: unless the request has ended, it must be
+        recomputed."""
+        for sequence in self.sequences:
+            sequence.free(block_manager)
         if encoder_blocks is not None:
             encoder_blocks.free(self.encoded)
         self.encoded = NO_BLOCKS
-
-    def free(self, block_manager: BlockManager, encoder_blocks: BlockManager | None) -> None:
-        """Frees all blocks, in the pool and on the host, so that the request is recomputed."""
-        for sequence in self.sequences:
-            sequence.free(block_manager)
-        self.free_encoder_blocks(encoder_blocks)
         self.num_shared_tokens = 0
 
     def permute(self, block_manager: BlockManager, parents: list[int], tokens: list[int]) -> None:

@@ -229,7 +229,8 @@ class PagedCache(DynamicCache):
         """Sets the number of leading padding positions of each row, which are not stored, for a
         first prefill of `length` positions. A prefill of another shape ignores them."""
         for group in self.groups.values():
-            group.expect_padding(paddings, length)
+            if not group.paddings:
+                group.clear((paddings, length))
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
         """Makes each layer, when it is next allocated or grown, take its memory in one allocation

@@ -90,8 +90,8 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
         return None
-    call.route_name, call.reason = "engine", batch.layout.reason
-    call.route_fields.update(
+    call.use_engine(
+        batch.layout.reason,
         is_packed=batch.layout.unsupported_reason is None,
         prefills_shared=call.repeats > 1,
     )

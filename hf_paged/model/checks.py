@@ -330,11 +330,9 @@ def _single_row(prompts: Any, width: int, sign: int) -> Any:
             return x[:, :width]
         return x
 
+    inputs = map_tensors(cut_and_sign, first_row(single))
     return dataclasses.replace(
-        single,
-        input_ids=single.input_ids[:1],
-        model_kwargs=map_tensors(cut_and_sign, first_row(single)),
-        paddings=single.paddings[:1],
+        single, input_ids=single.input_ids[:1], model_kwargs=inputs, paddings=single.paddings[:1]
     )
 
 

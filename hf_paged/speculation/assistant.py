@@ -329,7 +329,7 @@ class AssistantRow(Source):
 
     def clear(self) -> None:
         """Drops all tokens, which `copy_target` copies again."""
-        self.sequence.token_ids, self.sequence.draft, self.num_target_tokens = [], [], 0
+        self.sequence.token_ids, self.num_target_tokens = [], 0
 
     def copy_target(self, token_ids: list[int]) -> int:
         """Replaces the tokens by those of the target, and drops the draft. Returns how many leading

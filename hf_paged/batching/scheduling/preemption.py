@@ -220,7 +220,8 @@ class Preemption:
             self._restore(request)
         if request.num_encoder_tokens:
             assert self.encoder_blocks is not None
-            if not request.take_encoder_blocks(self.encoder_blocks):
+            request.encoded = self.encoder_blocks.new()
+            if not self.encoder_blocks.append(request.encoded, request.num_encoder_tokens):
                 self.reset(request)
                 return False
         request.record_hits()
@@ -429,7 +430,7 @@ class Preemption:
             self._register(sequence)
         sequence.end(self.blocks)
         if not sequence.request.open_sequences:
-            sequence.request.free_encoder_blocks(self.encoder_blocks)
+            sequence.request.free(self.blocks, self.encoder_blocks)
 
     def _register(self, sequence: Sequence) -> None:
         sequence.blocks.stops = ()  # no snapshot at a stop: no later step would copy the state

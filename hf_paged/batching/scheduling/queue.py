@@ -99,7 +99,8 @@ class RequestQueue:
         """Queues a new request."""
         if request.adapter_bytes:
             self.adapters()  # makes the loop's `Adapters`; each step then calls its `prefetch`
-        request.arrive(self._num_arrivals, self.arrivals_per_priority)
+        arrival = self._num_arrivals
+        request.sort_key = (arrival + request.priority * self.arrivals_per_priority, arrival)
         self._num_arrivals += 1
         self.enqueue(request)
 

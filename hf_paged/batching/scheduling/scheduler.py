@@ -461,8 +461,6 @@ class Scheduler:
         self._scheduled = Scheduled()
         for request in requests_to_reset:
             self.preemption.reset(request)
-            for sequence in request.sequences:
-                sequence.draft = []
             if request in requests and not request.is_finished:
                 self._enqueue(request)
 

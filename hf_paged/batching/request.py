@@ -71,7 +71,9 @@ class Sequence:
         """Gives the sequence empty tables, with nothing computed. Does not free earlier blocks."""
         self.blocks, self.num_computed_tokens = block_manager.new(), 0
 
-    def attach_prefix(self, block_manager: BlockManager, keys: list[Any], min_tokens: int) -> None:
+    def attach_prefix(
+        self, block_manager: BlockManager, keys: list[Hashable], min_tokens: int
+    ) -> None:
         """Attaches the longest reusable cached prefix of `keys`, if it has at least `min_tokens`
         tokens or ends before the prompt's content, to the sequence's empty tables."""
         request = self.request

@@ -50,7 +50,7 @@ class Caller:
     sampling_since: float | None = None
     is_late: bool = False  # whether its last sampling took longer than a step waits for it
 
-    def fail(self, error: Exception | None) -> None:
+    def fail(self, error: Exception) -> None:
         """Records the error that ended its generation, unless there is an earlier one."""
         self.error = self.error or error
 
@@ -161,7 +161,7 @@ class SharedLoop:
         while self.loop.unreported:
             generation = self.loop.unreported.popleft()
             caller = self._callers.get(generation.parent or generation)
-            if caller is not None:  # otherwise it has left
+            if caller is not None and generation.error is not None:  # `None`: it has left
                 caller.fail(generation.error)
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
@@ -236,17 +236,12 @@ class SharedLoop:
         return bool(callers) and (stepper is not None or self._shortage is None)
 
     @property
-    def _waiting(self) -> list[Caller]:
-        """The callers that wait for logits."""
-        return [caller for caller in self._callers.values() if caller.sampling_since is None]
-
-    @property
     def _first_with_kept_blocks(self) -> Generation | None:
         """The first generation that waits for logits and holds blocks of ended rows."""
-        for caller in self._waiting:
-            generation = caller.generation
-            if any(part.kept_blocks for part in generation.parts or [generation]):
-                return generation
+        for generation, caller in list(self._callers.items()):
+            if caller.sampling_since is None:
+                if any(part.kept_blocks for part in generation.parts or [generation]):
+                    return generation
         return None
 
     def _step(self) -> None:
@@ -304,9 +299,9 @@ class SharedLoop:
             for generation, _ in caller.ready + caller.sampling
         }
         for generation, caller in self._callers.items():
-            parts = [generation, *generation.parts]
-            errors = (part.error for part in parts if part.error is not None)
-            caller.fail(next(errors, None))
+            for part in (generation, *generation.parts):
+                if part.error is not None:
+                    caller.fail(part.error)
         self.loop.recover(
             generation
             for generation in self.loop.ledger.generations()
@@ -315,8 +310,10 @@ class SharedLoop:
 
     def _wake_next_stepper(self) -> None:
         """Wakes a caller that waits for logits, so that its thread takes the next step."""
-        for caller in self._waiting[:1]:
-            caller.wake.notify()
+        for caller in self._callers.values():
+            if caller.sampling_since is None:
+                caller.wake.notify()
+                return
 
     def _leave(self, generation: Generation) -> None:
         """Removes a caller, and drops its generation, now or after the current step."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import compat
@@ -154,7 +154,7 @@ def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
 class _LengthOnly(DynamicCache):
     """A cache that reports `length` tokens, but holds none."""
 
-    def __init__(self, config: Any, length: int) -> None:
+    def __init__(self, config: PreTrainedConfig, length: int) -> None:
         super().__init__(config=config)
         self.length = length
 

@@ -315,6 +315,7 @@ class AssistantRow(Source):
         ids = decoding.input_ids
         self.strategy, self.processors = assistant.make_strategy_and_processors(decoding)
         self.do_sample = bool(config.do_sample)
+        self.generator = decoding.generator
         self.device = ids.device
         eos_tokens = compat.special_token(config, "eos")
         self.eos_ids = set() if eos_tokens is None else set(eos_tokens.flatten().tolist())

@@ -326,11 +326,13 @@ class CandidateSource(Source):
         max_tokens: int,
         device: torch.device,
         is_sampled: bool,
+        generator: torch.Generator | None,
     ) -> None:
         self.strategy = strategy
         self.max_tokens = max_tokens
         self._device = device
         self._is_sampled = is_sampled
+        self.generator = generator
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)

@@ -190,34 +190,32 @@ class Scheduler:
                     budget.num_tokens -= 1
                     budget.num_reserved -= 1
                     continue
-                if not self._continue_row(request, sequence, budget):
+                if not self._continue_row(request, sequence, num_to_compute, budget):
                     return budget.num_tokens
         if decodes or scheduled.drafted:
             return min(budget.num_tokens, budget.num_chunk_tokens)
         return budget.num_tokens
 
-    def _continue_row(self, request: Request, sequence: Sequence, budget: Budget) -> bool:
+    def _continue_row(
+        self, request: Request, sequence: Sequence, num_to_compute: int, budget: Budget
+    ) -> bool:
         """Schedules tokens of a running sequence that has a draft, needs a block or has several
         tokens to compute. Returns whether later sequences may get tokens."""
-        scheduled = self._scheduled
-        if sequence.num_to_compute == 1:
+        if num_to_compute == 1:
             if budget.num_tokens <= 0:
                 return False
             budget.num_reserved -= 1
             if sequence.draft:
                 num_drafted = sequence.append_draft(self.blocks, budget.num_draft_tokens)
                 if num_drafted:
-                    scheduled.drafted.append((sequence, 1 + num_drafted))
-                    budget.num_draft_tokens -= num_drafted
-                    budget.num_tokens -= 1 + num_drafted
+                    self._scheduled.drafted.append((sequence, 1 + num_drafted))
+                    budget.take_draft(num_drafted)
                     return True
             limit = budget.num_tokens
         else:
             limit = self._chunk_limit(request, budget)
         count = self._schedule_tokens(request, sequence, limit)
-        budget.num_tokens -= count
-        if count > 1:
-            budget.num_chunk_tokens -= count
+        budget.take(count)
         return request.status is Status.RUNNING
 
     def _chunk_limit(self, request: Request, budget: Budget) -> int:

@@ -130,7 +130,7 @@ class Sequence:
 
     def undo_step(self, block_manager: BlockManager) -> None:
         """Drops the slots of the tokens that a failed step should have computed, and the draft.
-        A state may have advanced: its sequence must be recomputed."""
+        Restores no state."""
         block_manager.truncate(self.blocks, self.num_computed_tokens)
         block_manager.free(self.before_draft)
         self.draft, self.before_draft = [], NO_BLOCKS
@@ -235,7 +235,6 @@ class Request:
     # ends
     admitted_at: float | None = None
     num_prompt_tokens: int = field(init=False)  # initial length of its shortest sequence
-
     # while its rows are recomputed: number of tokens that the first row computes for all of them
     num_shared_tokens: int = 0
     num_preemptions: int = 0

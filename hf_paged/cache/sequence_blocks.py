@@ -59,7 +59,7 @@ class SequenceBlocks(_WithWeakRefs):
             self.node, self.num_registered = None, 0
 
     def unregister(self) -> None:
-        """Forgets its nodes, which the index has dropped or will drop, and its capacity."""
+        """Forgets its nodes in the prefix index and its capacity."""
         self.node, self.num_registered, self.capacity = None, 0, 0
 
     def __del__(self) -> None:

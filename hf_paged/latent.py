@@ -61,16 +61,16 @@ class ExpandedTensor(LatentTensor):
         value_dim = module.v_head_dim
         dims = (nope + module.qk_rope_head_dim, value_dim)
         heads = module.kv_b_proj.weight.shape[0] // (nope + value_dim)
-        tensor = Tensor._make_wrapper_subclass(
+        self = Tensor._make_wrapper_subclass(
             cls,
             (batch, heads, length, dims[index]),
             dtype=latent.dtype,
             device=latent.device,
         )
-        tensor.step = latent.step
-        tensor.expansion = expansion
-        tensor.index = index
-        return tensor
+        self.step = latent.step
+        self.expansion = expansion
+        self.index = index
+        return self
 
     def dense(self) -> Tensor:
         """Returns the expanded keys or values, contiguous."""

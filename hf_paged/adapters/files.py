@@ -251,6 +251,16 @@ class _Loading:
     thread: threading.Thread | None = None
     weights: dict[nn.Module, LoraWeights] | None = None
 
+    def start(self, model: nn.Module, file: AdapterFile) -> bool:
+        """Starts the thread; returns whether it can be started."""
+
+        def load() -> None:
+            with contextlib.suppress(AdapterError):
+                self.weights = load_adapter(model, file)
+
+        self.thread = start(load, f"hf_paged adapter {Path(file.path).name}")
+        return self.thread is not None
+
 
 class AdapterStore:
     """The loaded weights of adapters in folders. Resident weights are on the model's devices until
@@ -309,16 +319,9 @@ class AdapterStore:
             if is_loaded or file in self._loading:
                 continue
             loading = _Loading()
-            name = f"hf_paged adapter {Path(file.path).name}"
-            load = functools.partial(self._load, file, loading)
-            loading.thread = start(load, name)
-            if loading.thread is None:  # no thread can be started: `get` loads the adapter
+            if not loading.start(self._model, file):  # `get` loads the adapter
                 return
             self._loading[file] = loading
-
-    def _load(self, file: AdapterFile, loading: _Loading) -> None:
-        with contextlib.suppress(AdapterError):
-            loading.weights = load_adapter(self._model, file)
 
     def forget(self, file: AdapterFile) -> None:
         """Drops the resident weights of an adapter."""

@@ -23,6 +23,19 @@ class _ResidentAdapter:
     holders: set[Any] = field(default_factory=set)  # requests
     was_admitted: bool = False  # whether a request with it was admitted
 
+    def hold(self, block_ids: list[int], block_manager: BlockManager, group_index: int) -> None:
+        """Puts its blocks, which are already acquired, into a table of the group, so that a recount
+        finds them."""
+        self.block_ids = block_ids
+        self.sequence = block_manager.new()
+        table = self.sequence.tables[group_index]
+        table.append(len(block_ids) * table.block_size, block_ids)
+
+    def release(self, block_manager: BlockManager) -> None:
+        """Releases its blocks, which are cached from now on."""
+        block_manager.free(self.sequence)
+        self.sequence = NO_BLOCKS
+
 
 class AdapterPages:
     """Reserves for each adapter, in the first pool of keys and values, as many blocks as its
@@ -76,8 +89,9 @@ class AdapterPages:
             resident = _ResidentAdapter(num_bytes)
         if not resident.holders:
             if resident.block_ids is not None:
+                assert self._group_index is not None
                 self._pool.acquire(resident.block_ids)
-                self._hold(resident, resident.block_ids)
+                resident.hold(resident.block_ids, self._block_manager, self._group_index)
             elif not self._allocate(adapter, resident):
                 return False
         self._adapters[adapter] = resident
@@ -110,8 +124,7 @@ class AdapterPages:
             # refuse every other adapter as long as this one stayed.
             self._drop(adapter)
             return
-        self._block_manager.free(resident.sequence)
-        resident.sequence = NO_BLOCKS
+        resident.release(self._block_manager)
 
     def recover(self) -> None:
         """Drops all adapters, including pinned ones, after an exception that may have left one
@@ -122,7 +135,7 @@ class AdapterPages:
             self._pool.drop_all(self._on_evict_block)
         for adapter, resident in dropped.items():
             for table in resident.sequence.tables:
-                table.block_ids = []
+                table.abandon()
             if resident.was_admitted:
                 self._report_eviction(adapter)
 
@@ -149,20 +162,12 @@ class AdapterPages:
         taken_ids = self._block_manager.take(needs)
         if taken_ids is None:
             return False
-        resident.block_ids = taken_ids[self._group_index]
-        self._hold(resident, resident.block_ids)
-        for block_id in resident.block_ids:
+        block_ids = taken_ids[self._group_index]
+        resident.hold(block_ids, self._block_manager, self._group_index)
+        for block_id in block_ids:
             self._adapter_by_block[block_id] = adapter
             self._pool.keep(block_id, self._on_evict_block)
         return True
-
-    def _hold(self, resident: _ResidentAdapter, block_ids: list[int]) -> None:
-        """Puts blocks that are already acquired into a table, so that a recount finds them."""
-        assert self._group_index is not None
-        resident.sequence = self._block_manager.new()
-        table = resident.sequence.tables[self._group_index]
-        table.block_ids = list(block_ids)
-        table.num_tokens = len(block_ids) * table.block_size
 
     def _evict_adapter_of(self, block_id: int) -> None:
         """Drops the adapter of a block that the pool has evicted. The adapter has no holders, since

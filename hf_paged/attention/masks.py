@@ -97,10 +97,10 @@ class PagedMask(LazyTensor):
         if model_attention == "sdpa":
             dtype = torch.bool
         device = arguments.get("device", "cpu")
-        mask = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        mask.arguments, mask.model_attention, mask._resolved = arguments, model_attention, {}
-        mask.pattern = pattern
-        return mask
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        self.arguments, self.model_attention, self._resolved = arguments, model_attention, {}
+        self.pattern = pattern
+        return self
 
     def symbolic(self, func: Any, args: Any, kwargs: Any) -> Any:
         aten = torch.ops.aten

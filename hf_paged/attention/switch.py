@@ -35,6 +35,11 @@ class _SwitchedName(str):
 
     original: str
 
+    def __new__(cls, original: str) -> _SwitchedName:
+        self = super().__new__(cls, NAME)
+        self.original = original
+        return self
+
     def __eq__(self, other: object) -> bool:
         is_ours = str.__eq__(self, other) is True
         return is_ours or self.original == other
@@ -51,9 +56,7 @@ class _SwitchedName(str):
 @functools.cache
 def _switched_name(original: str) -> _SwitchedName:
     """Returns the same object for the same name, so that the config is equal in every step."""
-    name = _SwitchedName(NAME)
-    name.original = original
-    return name
+    return _SwitchedName(original)
 
 
 _register: Callable[[], None] | None = None

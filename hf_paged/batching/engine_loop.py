@@ -260,7 +260,7 @@ class EngineLoop:
         if can_reuse and self.config.prefix_caching:
             keys = prompts.keys(model.config)
         state.request.limit_positions(self.layout.max_positions, prompts.position_shift(0))
-        prompts.assign(state.request, 0, keys, can_begin_after_text)
+        state.request.set_inputs(prompts, 0, keys, can_begin_after_text)
 
     def _inputs_error(self, reason: str) -> ServedByGenerateError:
         return ServedByGenerateError(

@@ -41,10 +41,10 @@ def empty_cache(model: PreTrainedModel, memory: PagedMemory) -> PagedCache:
     """Returns an empty paged cache with the layers of the cache that `generate` would build. For an
     encoder-decoder model, it has a `cross` cache for the keys and values of the encoder's
     output."""
-    cache = PagedCache.from_empty(stock_cache(model), memory)
+    cross = None
     if model.config.is_encoder_decoder:
-        cache.cross = PagedCache.from_empty(stock_cache(model), memory, "cross")
-    return cache
+        cross = PagedCache.from_empty(stock_cache(model), memory, "cross")
+    return PagedCache.from_empty(stock_cache(model), memory, cross=cross)
 
 
 def make_loop(

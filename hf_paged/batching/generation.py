@@ -8,7 +8,7 @@ import functools
 import itertools
 import time
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,8 +98,14 @@ class Generation:
         and logits to the parts."""
         parts = []
         for row, decoding in enumerate(self.decoding.split()):
-            part = Generation(decoding, [self.rows[row]], self.keep_blocks, self.assistance)
-            part.parent, part.is_closed = self, decoding.is_done
+            part = Generation(
+                decoding,
+                [self.rows[row]],
+                self.keep_blocks,
+                self.assistance,
+                is_closed=decoding.is_done,
+                parent=self,
+            )
             if row in self.kept_blocks:
                 part.kept_blocks[0] = self.kept_blocks[row]
             if row in self._logits and not part.is_closed:
@@ -229,40 +235,38 @@ class RequestState(Generation):
         # has an encoder
         self._prompt_length = decoding.length
         tokens = decoding.input_ids[0].tolist()
-        namespace = (adapter.namespace, options.cache_salt)
         prompts = None if call is None else _prompts_of(model, call)
         # number of prompt positions passed as embeddings, which have no token ids
         num_embedded = 0 if prompts is None else prompts.length - len(tokens)
-        sequences = [Sequence([0] * num_embedded + tokens)]
-        max_num_tokens = decoding.max_length + num_embedded
+        prompt_logprobs = None
+        if options.prompt_logprobs:
+            prompt_logprobs = PromptLogprobs(tokens, int(options.top_logprobs))
+        callers_criteria = options.stopping_criteria or ()
         self.request = Request(
             options.request_id,
-            sequences,
-            max_num_tokens,
+            [Sequence([0] * num_embedded + tokens)],
+            decoding.max_length + num_embedded,
             decoding.num_rows,
             priority,
-            namespace,
+            # for log-probabilities, the whole prompt must be computed
+            UNCACHED if options.prompt_logprobs else (adapter.namespace, options.cache_salt),
             adapter.key,
             adapter.num_bytes,
+            inputs=None if prompts is None else (prompts, 0),
+            time_criteria=[
+                criterion
+                for criterion in decoding.stopping_criteria
+                if type(criterion) is MaxTimeCriteria and criterion not in callers_criteria
+            ],
+            prompt_logprobs=prompt_logprobs,
         )
-        if options.prompt_logprobs:
-            self.request.prompt_logprobs = PromptLogprobs(tokens, int(options.top_logprobs))
-            self.request.namespace = UNCACHED  # the whole prompt must be computed
         self._prepare = prepare if call is not None else None
-        if prompts is not None:
-            self.request.inputs = prompts, 0
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.assistance = Assistance(
             options.assistant_model, tokenizer, options.assistant_tokenizer
         )
         self.request_id, self.output_queue = options.request_id, output_queue
         self.reports_tokens = reports_tokens  # if false, only the result is reported
-        callers_criteria = options.stopping_criteria or ()
-        self.request.time_criteria = [
-            criterion
-            for criterion in decoding.stopping_criteria
-            if type(criterion) is MaxTimeCriteria and criterion not in callers_criteria
-        ]
         self._streamer, self._tokenizer = options.streamer, tokenizer
         self._added_at = time.perf_counter()
         self._first_token_seconds: float | None = None  # as in `Timings.first_token`
@@ -479,14 +483,12 @@ def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
     model_kwargs = call.arguments["model_kwargs"]
     unexpanded = call.unexpanded or (call.arguments["input_ids"], model_kwargs)
     prompts = prompts_of(unexpanded, model_kwargs, model.config.is_encoder_decoder)
+    input_ids, inputs = prompts.input_ids, prompts.model_kwargs
     if (num_prompts := len(prompts.paddings)) > 1:  # a model's own `generate` may repeat a prompt
         tensors = tensors_of((prompts.input_ids, prompts.model_kwargs))
         if any(
             len(tensor) == num_prompts and bool((tensor != tensor[:1]).any()) for tensor in tensors
         ):
             raise ValueError(f"`inputs` hold {num_prompts} prompts: pass the inputs of one prompt")
-        prompts.model_kwargs = first_row(prompts)
-        prompts.input_ids = prompts.input_ids[:1]
-        prompts.position_ids = prompts.model_kwargs.get("position_ids")
-    prompts.paddings = [0]
-    return prompts
+        input_ids, inputs = input_ids[:1], first_row(prompts)
+    return replace(prompts, input_ids=input_ids, model_kwargs=inputs, paddings=[0])

@@ -208,7 +208,7 @@ class Ledger:
                 num_draft_tokens=num_draft_tokens,
                 num_accepted_tokens=len(accepted),
             )
-        sequence.token_ids += accepted
+        sequence.token_ids.extend(accepted)
         self.num_generated_tokens += len(accepted)
         generation.decoding.draft = None
 

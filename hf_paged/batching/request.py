@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -66,6 +67,22 @@ class Sequence:
         inputs besides token ids."""
         return self.request.inputs is not None and self.num_computed_tokens <= self.request.num_text
 
+    def begin(self, block_manager: BlockManager) -> None:
+        """Gives the sequence empty tables, with nothing computed. Does not free earlier blocks."""
+        self.blocks, self.num_computed_tokens = block_manager.new(), 0
+
+    def attach_prefix(
+        self, block_manager: BlockManager, keys: list[Hashable], min_tokens: int
+    ) -> None:
+        """Attaches the longest reusable cached prefix of `keys`, if it has at least `min_tokens`
+        tokens or ends before the prompt's content, to the sequence's empty tables."""
+        request = self.request
+        num_matched = block_manager.match(self.blocks, keys, request.namespace, min_tokens)
+        if not num_matched and request.num_text:
+            text_keys = keys[: request.num_text + 1]
+            num_matched = block_manager.match(self.blocks, text_keys, request.namespace)
+        self.num_computed_tokens = num_matched
+
     def append_draft(self, block_manager: BlockManager, limit: int) -> int:
         """Shortens the draft to `limit` tokens, allocates slots for the last token and the draft,
         and returns the draft's length. If too few blocks are free, drops the draft, since drafts
@@ -106,15 +123,53 @@ class Sequence:
         block_manager.free(unused_blocks)
         self.draft = []
 
-    def fork_from(self, parent: Sequence, block_manager: BlockManager) -> None:
-        """Copies the tokens and counts of `parent`, and forks its blocks. Does not free this
-        sequence's earlier blocks."""
+    def truncate(self, block_manager: BlockManager, num_computed: int) -> None:
+        """Drops the K and V of the tokens from `num_computed` on, which must be computed again."""
+        block_manager.truncate(self.blocks, num_computed)
+        self.num_computed_tokens = num_computed
+
+    def undo_step(self, block_manager: BlockManager) -> None:
+        """Drops the slots of the tokens that a failed step should have computed, and the draft.
+        Restores no state."""
+        block_manager.truncate(self.blocks, self.num_computed_tokens)
+        block_manager.free(self.before_draft)
+        self.draft, self.before_draft = [], NO_BLOCKS
+
+    def record_logits(self) -> None:
+        """Called before a preemption: if all tokens are computed, records that the sequence has
+        logits at its length."""
+        if not self.num_to_compute:
+            self.logits_length = self.num_tokens
+
+    def share_blocks(self, parent: Sequence, block_manager: BlockManager) -> None:
+        """Forks the blocks of `parent`, as far as they are computed. Does not free this sequence's
+        earlier blocks."""
         self.blocks = NO_BLOCKS
         if parent.blocks is not NO_BLOCKS:
             self.blocks = block_manager.fork(parent.blocks)
-        self.token_ids, self.swapped = list(parent.token_ids), parent.swapped
         self.num_computed_tokens = parent.num_computed_tokens
+
+    def fork_from(self, parent: Sequence, block_manager: BlockManager) -> None:
+        """Copies the tokens and counts of `parent`, and forks its blocks. Does not free this
+        sequence's earlier blocks."""
+        self.share_blocks(parent, block_manager)
+        self.token_ids, self.swapped = list(parent.token_ids), parent.swapped
         self.logits_length = parent.logits_length
+
+    def free(self, block_manager: BlockManager) -> None:
+        """Frees the blocks, in the pool and on the host, and drops the draft, so that all tokens
+        must be computed again."""
+        for blocks in (self.blocks, self.before_draft):
+            block_manager.free(blocks)
+        self.blocks = self.before_draft = NO_BLOCKS
+        self.num_computed_tokens, self.swapped, self.draft = 0, None, []
+
+    def end(self, block_manager: BlockManager) -> None:
+        """Marks the sequence as finished, records its length for `block_size="auto"`, and frees its
+        blocks."""
+        self.is_finished = True
+        block_manager.end(self.blocks)
+        self.free(block_manager)
 
     def __repr__(self) -> str:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
@@ -180,7 +235,6 @@ class Request:
     # ends
     admitted_at: float | None = None
     num_prompt_tokens: int = field(init=False)  # initial length of its shortest sequence
-    num_open_rows: int = field(init=False)  # unfinished sequences, including those not forked yet
     # while its rows are recomputed: number of tokens that the first row computes for all of them
     num_shared_tokens: int = 0
     num_preemptions: int = 0
@@ -198,7 +252,7 @@ class Request:
     def __post_init__(self) -> None:
         sequences, self.sequences = self.sequences, []
         self.adopt(sequences)
-        self.num_rows = self.num_open_rows = max(self.num_rows, len(sequences))
+        self.num_rows = max(self.num_rows, len(sequences))
         self.num_prompt_tokens = min(len(sequence.token_ids) for sequence in sequences)
 
     def adopt(self, sequences: Iterable[Sequence]) -> None:
@@ -206,6 +260,26 @@ class Request:
         for sequence in sequences:
             sequence.request, sequence.index = self, len(self.sequences)
             self.sequences.append(sequence)
+
+    def set_inputs(
+        self,
+        prompts: Any,
+        row: int,
+        keys: Items[tuple[list[Hashable], int, int]] | None,
+        can_begin_after_text: bool = False,
+    ) -> None:
+        """Makes a row of `Prompts` the request's prompt. Without `keys`, by row, the request does
+        not use the prefix cache. `can_begin_after_text`: whether the model's own forward can begin
+        after the text before the first placeholder, which may then be shared with any other
+        prompt."""
+        self.inputs, self.num_encoder_tokens = (prompts, row), prompts.num_encoder_tokens
+        if keys is None or self.namespace is UNCACHED:
+            self.namespace = UNCACHED
+            return
+        self.keys, self.num_content, num_text = keys[row]
+        self.num_text = num_text if can_begin_after_text else 0
+        if not self.num_text:
+            self.namespace = (self.namespace, prompts.names)
 
     def limit_positions(self, num_positions: int | None, shift: int = 0) -> None:
         """Limits the sequences to the `num_positions` of the model's table (`None`: no limit). The
@@ -240,6 +314,20 @@ class Request:
         self.namespace = namespace
         return True
 
+    def record_hits(self) -> None:
+        """Called after an admission: if it is the first one, and the rows have no new tokens yet,
+        records how many tokens were cached."""
+        num_tokens = self.sequences[0].num_tokens
+        if not self.num_preemptions and num_tokens == self.num_prompt_tokens:
+            computed = (sequence.num_computed_tokens for sequence in self.sequences)
+            self.num_hit_tokens = sum(computed)
+
+    def record_preemption(self) -> None:
+        """Counts a preemption, and records which rows have logits."""
+        self.num_preemptions += 1
+        for sequence in self.open_sequences:
+            sequence.record_logits()
+
     def start_clocks(self, now: float) -> None:
         """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""
         for criterion in self.time_criteria:
@@ -257,6 +345,11 @@ class Request:
     @property
     def open_sequences(self) -> list[Sequence]:
         return [sequence for sequence in self.sequences if not sequence.is_finished]
+
+    @property
+    def num_open_rows(self) -> int:
+        """Number of unfinished sequences, including those not forked yet."""
+        return self.num_rows - sum(sequence.is_finished for sequence in self.sequences)
 
     @property
     def is_swapped(self) -> bool:
@@ -283,6 +376,29 @@ class Request:
         for fork in forks:
             fork.fork_from(self.sequences[0], block_manager)
         self.adopt(forks)
+
+    def num_before_fork(self, sequence: Sequence, block_manager: BlockManager) -> int:
+        """Returns how many tokens a sequence may compute now if there are `num_shared_tokens`: for
+        the first open row, the number of missing shared tokens; for the others, 0. Once no shared
+        token is missing, forks the first row's blocks for the others, and returns the number of the
+        first row's remaining tokens."""
+        first_row, *other_rows = self.open_sequences
+        if sequence is not first_row:
+            return 0
+        num_missing = self.num_shared_tokens - sequence.num_computed_tokens
+        if num_missing > 0:
+            return num_missing
+        for row in other_rows:
+            row.share_blocks(sequence, block_manager)
+        self.num_shared_tokens = 0
+        return sequence.num_to_compute
+
+    def free(self, block_manager: BlockManager) -> None:
+        """Frees the blocks of all sequences, in the pool and on the host: unless the request has
+        ended, it must be recomputed."""
+        for sequence in self.sequences:
+            sequence.free(block_manager)
+        self.num_shared_tokens = 0
 
     def permute(self, block_manager: BlockManager, parents: list[int], tokens: list[int]) -> None:
         """Makes each unfinished sequence `i` a fork of sequence `parents[i]`, unless `i` is its own

@@ -20,7 +20,7 @@ from ..cache.memory import PagedMemory
 from ..cache.waits import Shortage, claims_waiting
 from ..interrupts import register_for_cleanup, restoring
 from ..threads import wait
-from .decoding.base import Fetch
+from .decoding.base import Fetch, LogitRows
 from .execution.executor import StableSpan
 from .generation import Generation
 from .ledger import Ready
@@ -49,6 +49,28 @@ class Caller:
     # them
     sampling_since: float | None = None
     is_late: bool = False  # whether its last sampling took longer than a step waits for it
+
+    def fail(self, error: Exception) -> None:
+        """Records the error that ended its generation, unless there is an earlier one."""
+        self.error = self.error or error
+
+    def give(self, generation: Generation, logits: LogitRows, now: float) -> None:
+        """Gives it logits that are ready `now`."""
+        self.ready.append((generation, logits))
+        if self.sampling_since is None:
+            self.sampling_since = now
+
+    def take(self) -> Ready:
+        """Called in its thread: takes the logits that are ready, to sample them."""
+        self.sampling, self.ready, self.sampling_since = self.ready, [], time.perf_counter()
+        return self.sampling
+
+    def end_sampling(self, now: float, patience: float) -> None:
+        """Called in its thread: the logits that it took last are sampled `now`. It was late if that
+        took more than `patience` seconds."""
+        if self.sampling_since is not None:
+            self.is_late = now - self.sampling_since > patience
+        self.sampling, self.sampling_since = [], None
 
 
 class SharedLoop:
@@ -139,8 +161,8 @@ class SharedLoop:
         while self.loop.unreported:
             generation = self.loop.unreported.popleft()
             caller = self._callers.get(generation.parent or generation)
-            if caller is not None:  # otherwise it has left
-                caller.error = caller.error or generation.error
+            if caller is not None and generation.error is not None:  # `None`: it has left
+                caller.fail(generation.error)
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
         """Copies tokens to the host. If this caller is the only one and no step is in progress,
@@ -160,21 +182,13 @@ class SharedLoop:
         steps if no other thread does. Raises the error that ended the caller's generation."""
         now = time.perf_counter()
         with self._lock:
-            if caller.sampling_since is not None:
-                caller.is_late = now - caller.sampling_since > self._patience
-                caller.sampling_since = None
-            caller.sampling = []
+            caller.end_sampling(now, self._patience)
         while True:
             with self._lock:
                 if caller.error is not None:
                     raise caller.error
                 if caller.ready:
-                    caller.sampling, caller.ready, caller.sampling_since = (
-                        caller.ready,
-                        [],
-                        time.perf_counter(),
-                    )
-                    return caller.sampling
+                    return caller.take()
                 delay = self._seconds_until_step()
                 should_step = self._stepper is None and delay <= 0
                 if should_step:
@@ -222,17 +236,12 @@ class SharedLoop:
         return bool(callers) and (stepper is not None or self._shortage is None)
 
     @property
-    def _waiting(self) -> list[Caller]:
-        """The callers that wait for logits."""
-        return [caller for caller in self._callers.values() if caller.sampling_since is None]
-
-    @property
     def _first_with_kept_blocks(self) -> Generation | None:
         """The first generation that waits for logits and holds blocks of ended rows."""
-        for caller in self._waiting:
-            generation = caller.generation
-            if any(part.kept_blocks for part in generation.parts or [generation]):
-                return generation
+        for generation, caller in list(self._callers.items()):
+            if caller.sampling_since is None:
+                if any(part.kept_blocks for part in generation.parts or [generation]):
+                    return generation
         return None
 
     def _step(self) -> None:
@@ -273,9 +282,7 @@ class SharedLoop:
             for generation, logits in ready:
                 ready_caller = self._callers.get(generation.parent or generation)
                 if ready_caller is not None:
-                    ready_caller.ready.append((generation, logits))
-                    if ready_caller.sampling_since is None:
-                        ready_caller.sampling_since = now
+                    ready_caller.give(generation, logits, now)
             for caller in self._callers.values():
                 if caller.ready or caller.error is not None:
                     caller.wake.notify()
@@ -292,9 +299,9 @@ class SharedLoop:
             for generation, _ in caller.ready + caller.sampling
         }
         for generation, caller in self._callers.items():
-            parts = [generation, *generation.parts]
-            errors = (part.error for part in parts if part.error is not None)
-            caller.error = caller.error or next(errors, None)
+            for part in (generation, *generation.parts):
+                if part.error is not None:
+                    caller.fail(part.error)
         self.loop.recover(
             generation
             for generation in self.loop.ledger.generations()
@@ -303,8 +310,10 @@ class SharedLoop:
 
     def _wake_next_stepper(self) -> None:
         """Wakes a caller that waits for logits, so that its thread takes the next step."""
-        for caller in self._waiting[:1]:
-            caller.wake.notify()
+        for caller in self._callers.values():
+            if caller.sampling_since is None:
+                caller.wake.notify()
+                return
 
     def _leave(self, generation: Generation) -> None:
         """Removes a caller, and drops its generation, now or after the current step."""

@@ -156,7 +156,7 @@ class RequestStream:
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                span.is_open = span.is_committed = False  # the failed step has closed the span
+                span.reset()  # the failed step has closed it
                 logger.warning(
                     Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
                     error,

@@ -308,21 +308,13 @@ class BlockManager:
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """Removes all tokens from `num_tokens` on; restores no states. Raises `ValueError`, and
         changes nothing, if the new end lies in blocks that left the window."""
-        for table in blocks.tables:
-            table.check_truncate(num_tokens)
-        for table in blocks.tables:
-            table.truncate(num_tokens)
-        blocks.capacity = min(blocks.capacity, num_tokens)
-        if blocks.num_registered * self.node_size > num_tokens:
-            blocks.node, blocks.num_registered = None, 0
+        blocks.truncate(num_tokens, self.node_size)
 
     def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
         """Returns a sequence with the same tokens, which shares their blocks (copy-on-write)."""
         if not blocks.tables:
             return self.new()
-        tables = tuple(table.fork() for table in blocks.tables)
-        child = SequenceBlocks(tables, blocks.epoch, blocks.node, blocks.num_registered)
-        child.capacity = blocks.capacity = min(blocks.capacity, tables[0].num_tokens)
+        child = blocks.fork()
         self._sequences[child] = None
         return child
 
@@ -339,15 +331,14 @@ class BlockManager:
         is_counted = blocks in self._sequences
         for copies, table in zip(self._copies, blocks.tables):
             if table.block_ids and not is_counted:  # of a garbage-collected cycle: recounts miss it
-                table.pool.needs_recount, table.block_ids = True, []
+                table.abandon()
             if copies:
                 for block_id in table.block_ids:
                     if table.pool.refcount(block_id) == 1:
                         # the next holder may write to the block before the copy runs
                         copies.pop(block_id, None)
             table.free()
-        blocks.capacity = blocks.num_registered = 0
-        blocks.node = None
+        blocks.unregister()
         self._sequences.pop(blocks, None)
 
     def flush_copies(self) -> None:
@@ -365,7 +356,7 @@ class BlockManager:
         for holder in list(self.holders):
             holder.recover()
         for blocks in list(self._sequences):
-            blocks.node, blocks.num_registered, blocks.capacity = None, 0, 0
+            blocks.unregister()
 
     def match(
         self,
@@ -387,7 +378,6 @@ class BlockManager:
         num_tokens = num_nodes * size
         if not path or num_tokens < min_tokens:
             return 0
-        epoch = min(node.epoch for node in path)
         self.num_hits += 1
         for group_index, table in enumerate(blocks.tables):
             needed_nodes = self.index.needed_nodes(group_index, num_nodes)
@@ -397,8 +387,7 @@ class BlockManager:
                 table.attach(cached_ids, 0, num_tokens)
             else:
                 table.attach(cached_ids, needed_nodes.start * size // table.block_size)
-        blocks.node, blocks.num_registered, blocks.epoch = path[-1], num_nodes, epoch
-        blocks.capacity = num_tokens
+        blocks.attach(path, num_tokens)
         return num_tokens
 
     def set_tier(self, tier: Tier | None) -> None:

@@ -415,6 +415,15 @@ class BlockTable:
         self.block_ids = block_ids
         self.pool.acquire(block_ids)
 
+    def release(self) -> None:
+        """Releases all blocks, and keeps only the token counts, until `hold`."""
+        self.pool.release(reversed(self.block_ids))
+        self.block_ids = []
+
+    def abandon(self) -> None:
+        """Drops the blocks without releasing them: a recount of the pool frees them."""
+        self.pool.needs_recount, self.block_ids = True, []
+
     def skip(self, num_tokens: int) -> None:
         """Starts an empty table at token `num_tokens`, rounded down to the start of a block:
         earlier tokens are never stored."""
@@ -458,6 +467,5 @@ class BlockTable:
         return BlockTable(self.pool, self.block_size, block_ids, self.num_dropped, self.num_tokens)
 
     def free(self) -> None:
-        self.pool.release(reversed(self.block_ids))
-        self.block_ids = []
+        self.release()
         self.num_dropped = self.num_tokens = 0

@@ -132,7 +132,7 @@ class ViewTensor(ReadOnlyTensor):
 
     @staticmethod
     def __new__(cls, view: Tensor) -> ViewTensor:
-        tensor = make_without_memory(
+        self = make_without_memory(
             cls,
             view.shape,
             strides=view.stride(),
@@ -140,8 +140,8 @@ class ViewTensor(ReadOnlyTensor):
             dtype=view.dtype,
             device=view.device,
         )
-        tensor.view_of_dense = view
-        return tensor
+        self.view_of_dense = view
+        return self
 
     def dense(self) -> Tensor:
         return self.view_of_dense
@@ -194,15 +194,15 @@ class PagedTensor(ReadOnlyTensor):
             strides = (heads * length * dim, length * dim, dim, 1)
             dtype = layer.dtypes[is_value]
         device = blocks.device
-        handle = make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
-        handle.step = step
-        handle.layer = layer
-        handle.blocks = blocks
-        handle.fresh = fresh
-        handle.reader = reader
-        handle.has_read_only_views = has_read_only_views
-        handle._dense = None
-        return handle
+        self = make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
+        self.step = step
+        self.layer = layer
+        self.blocks = blocks
+        self.fresh = fresh
+        self.reader = reader
+        self.has_read_only_views = has_read_only_views
+        self._dense = None
+        return self
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises

@@ -38,17 +38,17 @@ class LayerGroup:
         rows.groups[spec] = self
         # step of the current packed forward, during which the cache holds no rows
         self.packed_step: StepMetadata | None = None
-        self.forget_steps()
 
-    def clear(self) -> None:
-        self.length = 0  # logical positions, including padding
-        self.paddings: tuple[int, ...] = ()  # leading positions of each row that are not stored
-        # paddings and length of the first step, if known in advance
-        self.expected_paddings: tuple[tuple[int, ...], int] | None = None
-        self.forget_steps()
+    def clear(self, expected_paddings: tuple[tuple[int, ...], int] | None = None) -> None:
+        """Empties the group. `expected_paddings`: the paddings of the first step and its length, if
+        known in advance; a first step of another shape ignores them."""
+        self.expected_paddings = expected_paddings
+        self.set_rows((), 0)
 
-    def forget_steps(self) -> None:
-        """Drops cached steps, because the tables have changed."""
+    def set_rows(self, paddings: tuple[int, ...], length: int) -> None:
+        """Called after the tables have changed: the rows now hold `length` logical positions each,
+        including `paddings`, their leading positions that are not stored. Drops cached steps."""
+        self.paddings, self.length = paddings, length
         self._step: StepMetadata | None = None
         self._view: StepMetadata | None = None
         self._block_tables: Tensor | None = None  # `None`: out of date
@@ -74,6 +74,7 @@ class LayerGroup:
         rows = state.pop("rows")
         spec = state.pop("spec")
         self._attach(rows, spec)
+        self.clear()
         self.__dict__.update(state)
 
     def num_new_tables(self, context_len: int) -> int | None:
@@ -166,7 +167,7 @@ class LayerGroup:
                 self.rows.free()
             for group in groups:
                 if not group.length:
-                    group.expected_paddings = (paddings, length)
+                    group.clear((paddings, length))
 
     @guarded
     def _make_writable(
@@ -336,10 +337,8 @@ class LayerGroup:
             paddings = tuple(min(padding, length) for padding in self.paddings)
         for table, padding in zip(tables, self.paddings):
             table.truncate(max(0, length - padding))
-        self.length = min(self.length, length)
-        self.paddings = paddings
+        self.set_rows(paddings, min(self.length, length))
         self._drop_outside_window(tables, self.length)
-        self.forget_steps()
 
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:

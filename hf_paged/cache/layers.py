@@ -385,6 +385,15 @@ class PagedLayer(cache_utils.DynamicLayer):
         if num_removed:
             self._select_in_graph(lambda kv: kv[:, :, : max(0, kv.shape[2] - num_removed)])
 
+    def take(self, length: int) -> None:
+        """Called after the cache has taken over rows of `length` positions each."""
+        # handles are dropped, since a deep copy would gather stale ones
+        self.num_positions, self.packed_handles = length, None
+        self.graph_states = None
+        blocks = self.group.blocks.storage.layers.get(self.index)
+        if length and blocks is not None:
+            self.lazy_initialization(blocks.keys, blocks.values)
+
     def reset(self) -> None:
         """Empties the layer. The first layer of a cache to be reset frees the blocks of all."""
         self.num_positions = 0
@@ -485,13 +494,3 @@ def row_indices(indices: Tensor, num_rows: int) -> Tensor:
 def repeated_rows(num_rows: int, repeats: int) -> Tensor:
     """Returns the indices of all rows, each `repeats` times, `(num_rows * repeats,)` int64."""
     return torch.arange(num_rows, device="cpu").repeat_interleave(repeats)
-
-
-def num_state_rows(layer: Any) -> int:
-    """Returns how many rows of linear-attention states a layer holds; 0 before its first update."""
-    conv_states = layer.conv_states.values()
-    recurrent_states = layer.recurrent_states.values()
-    for state in [*conv_states, *recurrent_states]:
-        if state is not None:
-            return state.shape[0]
-    return 0

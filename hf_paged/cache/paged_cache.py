@@ -19,12 +19,13 @@ from ..step import ReadCounters, StepMetadata
 from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
-from .layers import PagedLayer, num_state_rows, repeated_rows, row_indices
+from .layers import PagedLayer, repeated_rows, row_indices
 from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
 from .sequence_blocks import SequenceBlocks
 from .stand_ins import paged_layer, spec_of
+from .states import num_state_rows
 from .storage import fit_blocks
 
 # Attributes of a layer that `continue_from` does not copy, since they belong to the layer's cache.
@@ -116,11 +117,8 @@ class PagedCache(DynamicCache):
                 f"`paged_config` is {paged_config!r}, but `memory` was made with {memory.config!r}:"
                 " pass one of the two"
             )
-        if config is not None:
-            stock = DynamicCache(config=config)
-        else:
-            stock = DynamicCache()
-        self._setup(memory, kind, stock)
+        stock = DynamicCache(config=config)
+        self._setup(memory, kind, stock.layers, stock.layer_class_to_replicate is not None)
 
     @classmethod
     def from_empty(
@@ -129,12 +127,14 @@ class PagedCache(DynamicCache):
         memory: PagedMemory,
         kind: str = "self",
         owner_counters: ReadCounters | None = None,
+        cross: PagedCache | None = None,
     ) -> PagedCache:
-        """Returns a paged cache with the layers of an empty `DynamicCache`. `owner_counters`: the
-        read counters of the rows' owner; with them, the cache borrows the rows passed to `take`
-        and owns none."""
+        """Returns a paged cache with the layers of an empty `DynamicCache`, and `cross` as its
+        cross-attention cache. `owner_counters`: the read counters of the rows' owner; with them,
+        the cache borrows the rows passed to `take` and owns none."""
         paged = cls.__new__(cls)
-        paged._setup(memory, kind, cache, owner_counters)
+        can_grow = cache.layer_class_to_replicate is not None
+        paged._setup(memory, kind, cache.layers, can_grow, owner_counters, cross)
         return paged
 
     def empty_twin(
@@ -150,14 +150,11 @@ class PagedCache(DynamicCache):
             if not isinstance(layer, PagedLayer):
                 layer = copy.deepcopy(layer)
             layers.append(layer)
-        stock = DynamicCache()
-        stock.layers = layers
-        stock.layer_class_to_replicate = self.layer_class_to_replicate
-        twin = PagedCache.from_empty(stock, memory, kind or self.kind, owner_counters)
         cross = self.cross
         if cross is not None:
             cross = cross.empty_twin(memory, owner_counters)
-        twin.cross = cross
+        twin = PagedCache.__new__(PagedCache)
+        twin._setup(memory, kind or self.kind, layers, self._can_grow, owner_counters, cross)
         return twin
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -182,13 +179,14 @@ class PagedCache(DynamicCache):
         self,
         memory: PagedMemory,
         kind: str,
-        cache: DynamicCache,
+        stock_layers: Sequence[Any],
+        can_grow: bool,
         owner_counters: ReadCounters | None = None,
+        cross: PagedCache | None = None,
     ) -> None:
-        self.memory, self.kind = memory, kind
+        self.memory, self.kind, self.cross = memory, kind, cross
         self.counters = ReadCounters() if owner_counters is None else owner_counters
-        can_grow = cache.layer_class_to_replicate is not None
-        specs = [spec_of(layer, kind) for layer in cache.layers]
+        specs = [spec_of(layer, kind) for layer in stock_layers]
         if can_grow:
             distinct_specs = dict.fromkeys([GroupSpec(kind)])
         else:
@@ -197,11 +195,11 @@ class PagedCache(DynamicCache):
         self.rows = CacheRows(memory, distinct_specs, self.counters, is_borrowed)
         self.groups = {spec: LayerGroup(self.rows, spec) for spec in distinct_specs}
         layers = []
-        for index, (layer, spec) in enumerate(zip(cache.layers, specs)):
+        for index, (layer, spec) in enumerate(zip(stock_layers, specs)):
             group = None if spec is None else self.groups[spec]
             layers.append(paged_layer(layer, group, index))
         Cache.__init__(self, layers=layers)
-        self.layer_class_to_replicate = cache.layer_class_to_replicate
+        self._can_grow = can_grow
 
     @property
     def layer_class_to_replicate(self) -> Any:
@@ -232,7 +230,7 @@ class PagedCache(DynamicCache):
         first prefill of `length` positions. A prefill of another shape ignores them."""
         for group in self.groups.values():
             if not group.paddings:
-                group.expected_paddings = paddings, length
+                group.clear((paddings, length))
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
         """Makes each layer, when it is next allocated or grown, take its memory in one allocation
@@ -272,24 +270,16 @@ class PagedCache(DynamicCache):
                 self.rows.free()
             self.rows.sequences = rows
             for group in self.groups.values():
-                group_length = group.length if length is None else length
-                group.paddings, group.length = paddings, group_length
-                group.forget_steps()
+                group.set_rows(paddings, group.length if length is None else length)
         for layer in self.layers:
             if isinstance(layer, PagedLayer) and length is not None:
-                # handles are dropped, since a deep copy would gather stale ones
-                layer.num_positions, layer.packed_handles = length, None
-                layer.graph_states = None
-                blocks = layer.group.blocks.storage.layers.get(layer.index)
-                if length and blocks is not None:
-                    layer.lazy_initialization(blocks.keys, blocks.values)
+                layer.take(length)
 
     def note_step(self, length: int) -> None:
         """Records that a replay stored the tokens of every row up to `length` positions, including
         padding."""
         for group in self.groups.values():
-            group.length = length
-            group.forget_steps()
+            group.set_rows(group.paddings, length)
         for layer in self.layers:
             if isinstance(layer, PagedLayer):
                 layer.num_positions = length

@@ -30,14 +30,16 @@ class CacheRows:
         specs: Iterable[GroupSpec],
         counters: ReadCounters,
         is_borrowed: bool = False,
+        sequences: Iterable[SequenceBlocks] = (),
+        num_operations: int = 0,
     ) -> None:
         self.memory = memory
         self.specs = tuple(specs)
         self.counters = counters
         self.is_borrowed = is_borrowed
         self.manager = memory.manager(self.specs)
-        self.num_operations = 0
-        self.sequences: list[SequenceBlocks] = []
+        self.num_operations = num_operations
+        self.sequences = list(sequences)
         # weak, since the groups refer to their rows: a cycle would delay `__del__`
         self.groups: weakref.WeakValueDictionary[GroupSpec, LayerGroup] = (
             weakref.WeakValueDictionary()
@@ -104,9 +106,10 @@ class CacheRows:
                 if row >= len(sources) or sources[row] != row:
                     self.manager.free(sequence)
             for group in self.groups.values():
-                if group.paddings:
-                    group.paddings = tuple(group.paddings[source] for source in sources)
-                group.forget_steps()
+                paddings = group.paddings
+                if paddings:
+                    paddings = tuple(paddings[source] for source in sources)
+                group.set_rows(paddings, group.length)
             self.memory.note_progress()
 
     @guarded
@@ -146,20 +149,20 @@ class CacheRows:
         """Returns rows over the same blocks: forks or, if borrowed, the same sequences. Deep copies
         of the groups then attach themselves to the copied rows."""
         counters = copy.deepcopy(self.counters, memo)
-        copied_rows = CacheRows(self.memory, self.specs, counters, self.is_borrowed)
-        memo[id(self)] = copied_rows
-        copied_rows.num_operations = self.num_operations
         with self.memory.changing():
-            if self.is_borrowed:
-                copied_rows.sequences = list(self.sequences)
-            else:
-                copied_rows.sequences = [self.manager.fork(sequence) for sequence in self.sequences]
+            sequences = self.sequences
+            if not self.is_borrowed:
+                sequences = [self.manager.fork(sequence) for sequence in sequences]
+            copied_rows = CacheRows(
+                self.memory, self.specs, counters, self.is_borrowed, sequences, self.num_operations
+            )
+        memo[id(self)] = copied_rows
         for group in self.groups.values():
             # the blocks are now shared: layers that still write in this step must first copy them
-            group.forget_steps()
+            group.set_rows(group.paddings, group.length)
         return copied_rows
 
-    _INIT_ARGUMENTS = ("memory", "specs", "counters", "is_borrowed")
+    _INIT_ARGUMENTS = ("memory", "specs", "counters", "is_borrowed", "num_operations")
 
     @guarded
     def __getstate__(self) -> dict[str, Any]:
@@ -167,7 +170,6 @@ class CacheRows:
         blocks dropped, tokens)` by row, and copies of their blocks as `KVBlocks` by layer. Blocks
         are numbered from 0 in each group, in the order of the copies."""
         state = {name: getattr(self, name) for name in self._INIT_ARGUMENTS}
-        state["num_operations"] = self.num_operations
         state["groups"] = []
         with self.memory.changing():
             for group_index, group in enumerate(self.manager.groups):
@@ -188,7 +190,6 @@ class CacheRows:
     def __setstate__(self, state: dict[str, Any]) -> None:
         arguments = {name: state[name] for name in self._INIT_ARGUMENTS}
         self.__init__(**arguments)  # type: ignore[misc]
-        self.num_operations = state["num_operations"]
         with self.memory.changing():
             for group_index, (group, (rows, contents)) in enumerate(
                 zip(self.manager.groups, state["groups"])
@@ -203,7 +204,6 @@ class CacheRows:
                     host[index] = HostLayer(content, content.keys.device)
                 put_back(group, host, dict(enumerate(new_ids)))
                 for sequence, (block_numbers, num_dropped, num_tokens) in zip(self.sequences, rows):
-                    table = sequence.tables[group_index]
-                    table.num_dropped, table.num_tokens = num_dropped, num_tokens
-                    table.hold([new_ids[number] for number in block_numbers])
+                    block_ids = [new_ids[number] for number in block_numbers]
+                    sequence.tables[group_index].attach(block_ids, num_dropped, num_tokens)
                 group.pool.release(new_ids)  # the tables hold them now

@@ -142,8 +142,7 @@ class BlockSwapper:
                 table_rows = list(map(host_rows, tables, numbers))
                 sequence.swapped = SwappedSequence(host_blocks, table_rows)
                 for table in tables:
-                    table.pool.release(reversed(table.block_ids))
-                    table.block_ids = []
+                    table.release()
         return True
 
     def swap_in(self, request: Any) -> bool:

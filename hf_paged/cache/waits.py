@@ -96,6 +96,14 @@ class Claim:
         num_blocks = sum(claim.num_blocks for claim in [*earlier_claims, self])
         return num_blocks <= total
 
+    def wait(self, total: Callable[[], int]) -> None:
+        """Waits until the claim `fits` into `total()` blocks, or until no call of another thread
+        progresses."""
+        shortage = Shortage(self.memory)
+        while not self.fits(total()) and shortage.wait():
+            pass
+        self.is_waiting = False
+
     def withdraw(self) -> None:
         """Removes the claim from the memory's holders, if it is among them."""
         if self in self.memory.holders:
@@ -137,15 +145,11 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 @restoring
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
     """A context for a call that cannot be preempted and holds up to `num_blocks` of `total()`
-    blocks. First waits until these fit beside the claims of earlier such calls, or until no call of
-    another thread progresses."""
+    blocks. First waits as `Claim.wait`."""
     claim = Claim(memory, num_blocks)
     try:
         memory.holders.append(claim)
-        shortage = Shortage(memory)
-        while not claim.fits(total()) and shortage.wait():
-            pass
-        claim.is_waiting = False
+        claim.wait(total)
         yield
     finally:
         claim.withdraw()

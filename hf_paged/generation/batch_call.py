@@ -90,8 +90,8 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
         return None
-    call.route_name, call.reason = "engine", batch.layout.reason
-    call.route_fields |= dict(
+    call.use_engine(
+        batch.layout.reason,
         is_packed=batch.layout.unsupported_reason is None,
         prefills_shared=call.repeats > 1,
     )
@@ -141,13 +141,13 @@ class BatchCall(Candidate):
             finally:
                 rows = generation.parts or [generation]
                 drafts = sum((row.draft_counts for row in rows), Counter[str]())
-                call.route_fields |= dict(
+                call.route_fields.update(
                     num_captured_steps=executor.runner.num_captured_steps,
                     num_draft_tokens=drafts["num_draft_tokens"],
                     num_accepted_tokens=drafts["num_accepted_tokens"],
                 )
                 call.counters.append(executor.runner.counters)
-                call.slowed_by |= executor.slowed_by
+                call.slowed_by.update(executor.slowed_by)
 
     def _set_up_drafts(self, generation: Generation) -> None:
         """Chooses the source of drafts, and splits a generation whose rows have drafts, since such
@@ -214,7 +214,7 @@ class BatchCall(Candidate):
                 shift = prompts.position_shift(prompt, layout.unsupported_reason is not None)
             request.limit_positions(layout.max_positions, shift)
             if prompts is not None:
-                prompts.assign(request, prompt, keys, self.verdict.can_begin_after_text)
+                request.set_inputs(prompts, prompt, keys, self.verdict.can_begin_after_text)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 
@@ -254,10 +254,9 @@ class BatchCall(Candidate):
         ids = decoding.input_ids  # (rows, cached tokens + 1)
         sequences = []
         for row, (blocks, num_tokens) in enumerate(kept_blocks):
-            sequence = Sequence(self._tokens(ids, row))
+            token_ids = self._tokens(ids, row)
+            sequence = Sequence(token_ids, num_computed_tokens=num_tokens, blocks=blocks)
             sequence.request = generation.rows[row][0]
-            sequence.blocks = blocks
-            sequence.num_computed_tokens = num_tokens
             sequences.append(sequence)
         executor = loop.executor
         shortage = Shortage(loop.memory)

@@ -172,6 +172,17 @@ class Call:
         how = "read in place as contiguous rows" if are_views else "gathered"
         return Topic.MODEL_CODE(f"{self.reason}; keys and values are {how}: {self.own_code_reason}")
 
+    def use_memory(self, memory: PagedMemory) -> None:
+        """Notes that the call stores keys and values in the model's `memory`."""
+        self.memory = memory
+        if self.is_running:
+            memory.begin_call(self)
+
+    def use_engine(self, reason: str, **fields: Any) -> None:
+        """Notes that the engine serves the call, why, and other fields for `route_of`."""
+        self.route_name, self.reason = "engine", reason
+        self.route_fields.update(fields)
+
     def note_unpaged(self, reason: str, remedy: str) -> None:
         """Notes that the call requested a paged cache, why it has none (yet), and how to get
         one."""

@@ -241,9 +241,8 @@ def _page_caches(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> 
     if call.is_running:
         call.stack.enter_context(reserving(model))
     lengths = [length] * num_rows if length else []
-    call.memory = memory = memory_for(model, config, lengths)
-    if call.is_running:
-        memory.begin_call(call)
+    memory = memory_for(model, config, lengths)
+    call.use_memory(memory)
 
     def to_paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:

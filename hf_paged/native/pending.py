@@ -6,7 +6,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transformers import GenerationConfig
@@ -85,16 +85,16 @@ class PendingRequest:
         status = RequestStatus.FINISHED if final_error is None else RequestStatus.FAILED
         outputs = []
         for row in range(len(self.output_ids)):
-            output = self._make_output(row, status)
-            output.error = None if final_error is None else str(final_error)
-            output.lifespan = (self.started, now)
+            final: dict[str, Any] = {"lifespan": (self.started, now)}
+            if final_error is not None:
+                final["error"] = str(final_error)
             # the result's tokens, since a beam search has none before it ends; if all rows are
             # equal, the result has only one sequence
             sequences = result.sequences[: row + 1]
             if sequences:
-                output.generated_tokens = list(sequences[-1].token_ids)
-                output.logprobs = [processed for _, processed in sequences[-1].logprobs or ()]
-            outputs.append(output)
+                final["generated_tokens"] = list(sequences[-1].token_ids)
+                final["logprobs"] = [processed for _, processed in sequences[-1].logprobs or ()]
+            outputs.append(replace(self._make_output(row, status), **final))
         return outputs
 
     def _engine_row(self, row: int) -> int:

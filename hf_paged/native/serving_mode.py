@@ -33,6 +33,25 @@ class _ServedModel:
                 if isinstance(name, str) and name.startswith(NATIVE_ATTENTION_PREFIX):
                     self.attention_names.append((config, name))
 
+    def enter(self, model: PreTrainedModel) -> None:
+        """Begins a context: sets evaluation mode, and attention that an engine can replace."""
+        self.num_contexts += 1
+        self.set_eval_mode(model)
+        for config, name in self.attention_names:
+            compat.set_attention(config, name.removeprefix(NATIVE_ATTENTION_PREFIX))
+
+    def leave(self, model: PreTrainedModel) -> None:
+        """Ends a context; after the last one, restores training mode and attention."""
+        self.num_contexts -= 1
+        if self.num_contexts > 0:
+            return
+        # a training mode that a caller has set meanwhile stays as it is
+        if not _training_modules(model):
+            for module in self.training_modules:
+                module.training = True
+        for config, name in self.attention_names:
+            compat.set_attention(config, name)
+
     def set_eval_mode(self, model: PreTrainedModel) -> None:
         """Sets evaluation mode, and records which modules were in training mode, if any were."""
         self.training_modules = _training_modules(model) or self.training_modules
@@ -65,23 +84,14 @@ def serving_mode(model: PreTrainedModel) -> Iterator[None]:
     try:
         with _served_lock:
             state = _served_models.setdefault(model, _ServedModel(model))
-            state.num_contexts += 1
             entered.append(state)
-            state.set_eval_mode(model)
-            for config, name in state.attention_names:
-                compat.set_attention(config, name.removeprefix(NATIVE_ATTENTION_PREFIX))
+            state.enter(model)
         # each thread has its own current device
         with torch.cuda.device(device) if device.type == "cuda" else NOTHING:
             yield
     finally:
         with _served_lock:
             for state in entered:
-                state.num_contexts -= 1
-                if not state.num_contexts:
+                if state.num_contexts <= 1:  # 0 if an interrupt came before `enter` counted it
                     del _served_models[model]
-                    # a training mode that a caller has set meanwhile stays as it is
-                    if not _training_modules(model):
-                        for module in state.training_modules:
-                            module.training = True
-                    for config, name in state.attention_names:
-                        compat.set_attention(config, name)
+                state.leave(model)

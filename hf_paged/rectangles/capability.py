@@ -135,7 +135,7 @@ def prepare(
     set_join_keys(prompts, join_requirements(capability, prompts))
     shift = prompts.position_shift(0)
     state.request.limit_positions(max_positions(capability, prompts), shift)
-    prompts.assign(state.request, 0, None, False)
+    state.request.set_inputs(prompts, 0, None)
     # the layout, chosen without these prompts, may rule out side-by-side rows, which they allow
     if prompts.join_key is not None:
         layout = dataclasses.replace(layout, is_side_by_side=True)

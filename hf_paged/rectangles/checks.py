@@ -191,7 +191,7 @@ def rows_check(trial: Trial) -> str | None:
     first, second, third = plain_logits
     second_logits = second[[least_padded, least_padded, most_padded]]
     expected = torch.cat([first, second_logits, third[[least_padded]]])
-    trial.dtypes |= {getattr(layer, "dtype", None) for layer in plain_cache.layers}
+    trial.dtypes.update(getattr(layer, "dtype", None) for layer in plain_cache.layers)
     return trial.difference(expected, computed, how=how, reference="the whole batch")
 
 
@@ -210,7 +210,6 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         lengths, the first row then computes one token more. `can_join`: whether they share
         forwards."""
         for single in (first, second):
-            single.join_key = None
             set_join_keys(single, verdict if can_join else None)
         runner = PromptsRunner(trial, TOGETHER)
         (first_row,) = runner.add_prompts(first, new_tokens)

@@ -166,8 +166,7 @@ class RectanglePreemption(Preemption):
 
     def match(self, sequence: Sequence, keys: list[Hashable]) -> None:
         if self.replays_prompt(sequence.request):
-            sequence.blocks = self.blocks.new()
-            sequence.num_computed_tokens = 0
+            sequence.begin(self.blocks)
             return
         super().match(sequence, keys)
         sequence.blocks.stops = self._stops(sequence)

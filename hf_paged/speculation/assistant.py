@@ -161,9 +161,8 @@ class Assistant:
         sequence = row.sequence
         with self.memory.changing():
             had_blocks = any(table.block_ids for table in sequence.blocks.tables)
-            self.blocks.free(sequence.blocks)
-            sequence.blocks, sequence.num_computed_tokens = NO_BLOCKS, 0
-            sequence.token_ids, sequence.draft, row.num_target_tokens = [], [], 0
+            sequence.free(self.blocks)
+            row.clear()
         return had_blocks
 
     @torch.no_grad()
@@ -216,27 +215,18 @@ class Assistant:
 
     def _sync(self, row: AssistantRow, token_ids: list[int]) -> None:
         """Copies the target's tokens to the row, and drops the K/V of rejected draft tokens."""
-        sequence = row.sequence
-        row_ids = sequence.token_ids
-        num_equal = row.num_target_tokens
-        max_equal = min(len(row_ids), len(token_ids))
-        while num_equal < max_equal and row_ids[num_equal] == token_ids[num_equal]:
-            num_equal += 1
-        row_ids[num_equal:] = token_ids[num_equal:]
-        row.num_target_tokens = len(token_ids)
-        row.confidences, row.scores = [], []
+        num_equal = row.copy_target(token_ids)
         num_valid = max(0, min(num_equal + 1 - self.depth, len(token_ids) - 1))
-        if num_valid < sequence.num_computed_tokens:
+        if num_valid < row.sequence.num_computed_tokens:
             with self.memory.changing():
-                self.blocks.truncate(sequence.blocks, num_valid)
-            sequence.num_computed_tokens = num_valid
+                row.sequence.truncate(self.blocks, num_valid)
 
     def _allocate(self, row: AssistantRow, count: int) -> bool:
         """Allocates blocks for `count` more tokens of the row; returns whether enough were free."""
         sequence = row.sequence
         with self.memory.changing():
             if sequence.blocks is NO_BLOCKS:
-                sequence.blocks = self.blocks.new()
+                sequence.begin(self.blocks)
             num_committed = max(0, row.num_target_tokens - self.depth)
             is_allocated = self.blocks.append(sequence.blocks, count, num_committed=num_committed)
             if is_allocated:
@@ -325,6 +315,7 @@ class AssistantRow(Source):
         ids = decoding.input_ids
         self.strategy, self.processors = assistant.make_strategy_and_processors(decoding)
         self.do_sample = bool(config.do_sample)
+        self.generator = decoding.generator
         self.device = ids.device
         eos_tokens = compat.special_token(config, "eos")
         self.eos_ids = set() if eos_tokens is None else set(eos_tokens.flatten().tolist())
@@ -337,6 +328,23 @@ class AssistantRow(Source):
         self.scores: list[Tensor] = []
         assistant.add(self)
 
+    def clear(self) -> None:
+        """Drops all tokens, which `copy_target` copies again."""
+        self.sequence.token_ids, self.num_target_tokens = [], 0
+
+    def copy_target(self, token_ids: list[int]) -> int:
+        """Replaces the tokens by those of the target, and drops the draft. Returns how many leading
+        tokens were equal."""
+        row_ids = self.sequence.token_ids
+        num_equal = self.num_target_tokens
+        max_equal = min(len(row_ids), len(token_ids))
+        while num_equal < max_equal and row_ids[num_equal] == token_ids[num_equal]:
+            num_equal += 1
+        row_ids[num_equal:] = token_ids[num_equal:]
+        self.num_target_tokens = len(token_ids)
+        self.confidences, self.scores = [], []
+        return num_equal
+
     def move_tail_to_draft(self, count: int) -> None:
         """Moves the last `count` tokens to `sequence.draft`, until `move_draft_back`."""
         sequence = self.sequence
@@ -344,9 +352,8 @@ class AssistantRow(Source):
         sequence.draft, sequence.token_ids[-count:] = draft, []
 
     def move_draft_back(self) -> None:
-        sequence = self.sequence
-        sequence.token_ids += sequence.draft
-        sequence.draft = []
+        draft, self.sequence.draft = self.sequence.draft, []
+        self.sequence.token_ids.extend(draft)
 
     @property
     def threshold(self) -> float | None:

@@ -42,6 +42,11 @@ class DrawnDraft(Draft):
         self.drawn_tokens = list(tokens)
         self.scores = scores
 
+    def draw_uniforms(self, generator: torch.Generator | None) -> None:
+        """Draws `uniforms`, on the generator's device or, without one, on that of `scores`."""
+        device = self.scores.device if generator is None else generator.device
+        self.uniforms = torch.rand(len(self.drawn_tokens), generator=generator, device=device)
+
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
         """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, if accepted;
         otherwise one drawn from the residual distribution or, after the draft, from `probs`."""
@@ -116,11 +121,7 @@ class Source:
                 self.resume_step = step + self.adaptive_length.pause + 1
             return None
         if isinstance(draft, DrawnDraft):
-            device = draft.scores.device
-            if self.generator is not None:
-                device = self.generator.device
-            count = len(draft.drawn_tokens)
-            draft.uniforms = torch.rand(count, generator=self.generator, device=device)
+            draft.draw_uniforms(self.generator)
         return draft
 
 
@@ -325,11 +326,13 @@ class CandidateSource(Source):
         max_tokens: int,
         device: torch.device,
         is_sampled: bool,
+        generator: torch.Generator | None,
     ) -> None:
         self.strategy = strategy
         self.max_tokens = max_tokens
         self._device = device
         self._is_sampled = is_sampled
+        self.generator = generator
 
     def propose(self, token_ids: list[int], count: int) -> Draft | None:
         ids = torch.tensor([token_ids], dtype=torch.long, device=self._device)

@@ -162,7 +162,6 @@ class Speculator:
                 has_adaptive_length |= config.prompt_lookup_num_tokens is not None
             drafts_first_token = not has_adaptive_length
         source.adaptive_length = DraftLength() if has_adaptive_length else None
-        source.generator = decoding.generator
         self.rows[generation] = source
         return drafts_first_token, namespace
 
@@ -222,7 +221,9 @@ class Speculator:
             assistant_tokenizer=assistance.assistant_tokenizer,
         )
         limit = num_lookup_tokens if is_lookup else decoding.max_length
-        return CandidateSource(strategy, limit, compute_device(self.model), decoding.do_sample)
+        return CandidateSource(
+            strategy, limit, compute_device(self.model), decoding.do_sample, decoding.generator
+        )
 
     def detach(self, generation: Generation) -> None:
         source = self.rows.pop(generation, None)

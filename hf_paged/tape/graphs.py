@@ -204,9 +204,7 @@ class StepGraphs:
         can_differ = checked_as is not None or self.reads_keys
         if can_differ and not self.checks.begin_step(checked_as):
             return None
-        if not self._is_recordable(tokens, context):
-            return None
-        if must_run_eagerly(self._untracked_reason):
+        if not self._is_recordable(tokens, context) or must_run_eagerly(self._untracked_reason):
             return None
         # the lock keeps other threads from moving blocks until the replay is launched
         with self._lock:

@@ -58,12 +58,12 @@ class Length(Tensor):
     def __new__(
         cls, tensor: Tensor, recorded_value: int, valid_lengths: LengthRange, offset: int = 0
     ) -> Length:
-        length = Tensor._make_subclass(cls, tensor)
-        length.tensor = tensor
-        length.recorded_value = recorded_value
-        length.valid_lengths = valid_lengths
-        length.offset = offset
-        return length
+        self = Tensor._make_subclass(cls, tensor)
+        self.tensor = tensor
+        self.recorded_value = recorded_value
+        self.valid_lengths = valid_lengths
+        self.offset = offset
+        return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

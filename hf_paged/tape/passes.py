@@ -53,7 +53,7 @@ def _merge_linear(entry: Entry, earlier: list[Entry]) -> bool:
         if isinstance(candidate, Linear) and candidate.merge_key == entry.merge_key:
             has_space = len(candidate.pieces) < MAX_PIECES
             if has_space:
-                candidate.pieces += entry.pieces
+                candidate.pieces.extend(entry.pieces)
             return has_space
     return False
 

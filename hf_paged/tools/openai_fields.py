@@ -239,7 +239,7 @@ def _check_values(requested: Mapping[str, Any]) -> None:
 def _make_translation(endpoint: str, requested: dict[str, Any]) -> Translation:
     served_by_app = SERVED_BY_APP[endpoint]
     app_fields = {name: value for name, value in requested.items() if name in served_by_app}
-    translation = Translation(app_fields)
+    generation_options: dict[str, Any] = {}
     config = _parse_generation_config(app_fields)
     _check_size("`logit_bias`", requested.get("logit_bias"), MAX_OPTION_VALUES, MAX_OPTION_DEPTH)
     template_arguments = app_fields.get("chat_template_kwargs", {})
@@ -253,28 +253,30 @@ def _make_translation(endpoint: str, requested: dict[str, Any]) -> Translation:
         del app_fields["stop"]
     # the app sets only the temperature, which greedy decoding would ignore
     if app_fields.get("temperature", 0) > 0 and "do_sample" not in config:
-        translation.generation_options["do_sample"] = True
+        generation_options["do_sample"] = True
     num_sequences = config.pop("num_return_sequences", None)
-    translation.num_choices = _count_choices(endpoint, requested, num_sequences)
+    num_choices = _count_choices(endpoint, requested, num_sequences)
     if num_sequences is not None:
         # without `num_return_sequences`, since the app answers each choice separately
         app_fields["generation_config"] = json.dumps(config)
     if endpoint == COMPLETION and "logit_bias" in requested:
         sequence_bias = {(int(token),): bias for token, bias in requested["logit_bias"].items()}
-        translation.generation_options["sequence_bias"] = sequence_bias
+        generation_options["sequence_bias"] = sequence_bias
+    options: dict[str, Any] = {}
+    should_send_usage = False
     if endpoint != RESPONSE:
-        translation.options |= _logprobs_options(endpoint, requested)
+        options = _logprobs_options(endpoint, requested)
         stream_options = requested.get("stream_options", {})
-        translation.should_send_usage = bool(stream_options.get("include_usage"))
+        should_send_usage = bool(stream_options.get("include_usage"))
     schema = _find_schema(endpoint, requested)
     if schema is not None:
-        translation.options["schema"] = schema
+        options["schema"] = schema
     tool_choice = requested.get("tool_choice", "auto")
     if endpoint != COMPLETION and tool_choice != "auto":
         if tool_choice != "none":
             raise RefusedError(f"`tool_choice` is {shown(tool_choice)}: {_TOOLS}")
         app_fields.pop("tools", None)
-    return translation
+    return Translation(app_fields, num_choices, generation_options, options, should_send_usage)
 
 
 def _parse_generation_config(app_fields: Mapping[str, Any]) -> dict[str, Any]:

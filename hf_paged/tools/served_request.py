@@ -78,6 +78,19 @@ class ServedRequest:
         cache_salt = current_client.get().cache_salt
         return {**self.fields.options, **({} if cache_salt is None else {"cache_salt": cache_salt})}
 
+    def mark_added(self) -> None:
+        """Called once the engine has the request: its input is accepted."""
+        self.is_added = self.errors_are_internal = True
+
+    def mark_plain(self) -> None:
+        """Called once plain `generate` serves the request: its input is accepted."""
+        self.is_plain = self.errors_are_internal = True
+
+    def note_output(self, was_started: bool) -> None:
+        """Called at each output of the engine. `was_started`: whether a step has run it."""
+        self.has_run |= was_started
+        self.first_output_event.set()
+
     def set_result(self, result: RequestResult) -> None:
         self.result = result
 

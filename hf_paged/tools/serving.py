@@ -77,7 +77,7 @@ class ServedManager(PagedBatchingManager):
                 on_result=request.set_result,
                 **{**request.generation_options, **kwargs},
             )
-            request.is_added = request.errors_are_internal = True
+            request.mark_added()
             cancel = functools.partial(self.cancel_request, request.engine_request_id)
             current_client.get().on_disconnect(cancel)
         return str(request_id)
@@ -93,8 +93,7 @@ class ServedManager(PagedBatchingManager):
         request = current_request()
 
         def record(output: GenerationOutput) -> None:
-            request.has_run |= output.lifespan[0] >= 0
-            request.first_output_event.set()
+            request.note_output(was_started=output.lifespan[0] >= 0)
             callback(output)
 
         super().register_result_handler(request_id, record)
@@ -249,7 +248,7 @@ class MediaGenerateManager(utils.GenerateManager):
                 " out"
             )
         vars(gen_config).update(request.fields.generation_options)
-        request.is_plain = request.errors_are_internal = True
+        request.mark_plain()
         return super(), (processor, inputs, gen_config)
 
 

@@ -87,9 +87,8 @@ class Region:
         self.backing = backing
         self.num_mapped = 0  # blocks
         num_plane_blocks = max(1, layout.num_planes * num_blocks)
-        addresses = pages.reserve(num_plane_blocks * layout.block_bytes)
+        addresses = pages.reserve(num_plane_blocks * layout.block_bytes, backing)
         self._addresses = addresses
-        addresses.backing = backing
         self.address = addresses.address
         num_heads = layout.num_planes * layout.heads_per_plane
         dim = layout.head_dim
@@ -215,8 +214,8 @@ class RowMappings:
         planes_per_part = layout.num_planes // layout.num_parts
         plane_elements = max_len * layout.token_elements  # of a plane in one slot
         plane_bytes = plane_elements * layout.dtype.itemsize
-        addresses = self.pages.reserve(layout.num_planes * num_slots * plane_bytes)
-        addresses.backing = region.backing
+        num_bytes = layout.num_planes * num_slots * plane_bytes
+        addresses = self.pages.reserve(num_bytes, region.backing)
         when_freed(
             addresses,
             _subtract_extents,

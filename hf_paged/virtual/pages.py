@@ -40,14 +40,16 @@ class Addresses:
         size: int,
         make_view: Callable[[Addresses], Tensor],
         memory: Any = None,
+        backing: Backing | None = None,
     ) -> None:
         """`size`: in bytes. `make_view`: makes a uint8 tensor of the range. `memory`: an object
-        whose deletion frees the range."""
+        whose deletion frees the range. `backing`: the pages to map, which live at least as long as
+        the range."""
         self.address = address
         self.size = size
         self._make_view = make_view
         self._memory = memory
-        self.backing: Backing | None = None  # keeps the mapped pages as long as the range
+        self.backing = backing
 
     def subrange(self, start: int, size: int) -> Addresses:
         """Returns the `size` bytes from byte `start` on as a separate object, which together with
@@ -214,11 +216,11 @@ class MemoryFile:
     def _fd(self) -> int:
         return self._fds[0]
 
-    def reserve(self, size: int) -> Addresses:
-        """Reserves a range of unmapped addresses. Raises `MemoryError`."""
+    def reserve(self, size: int, backing: Backing | None = None) -> Addresses:
+        """Reserves a range of unmapped addresses for pages of `backing`. Raises `MemoryError`."""
         memory = reserve_addresses(size, _READ)
         address = np.frombuffer(memory, np.uint8).ctypes.data
-        return Addresses(address, size, self._tensor, memory)
+        return Addresses(address, size, self._tensor, memory, backing)
 
     @staticmethod
     def _tensor(addresses: Addresses) -> Tensor:
@@ -354,8 +356,8 @@ class CudaPages:
             return None
         return results[0]
 
-    def reserve(self, size: int) -> Addresses:
-        addresses = Addresses(0, size, self._tensor)
+    def reserve(self, size: int, backing: Backing | None = None) -> Addresses:
+        addresses = Addresses(0, size, self._tensor, backing=backing)
         # the address, once reserved, in a list that the finalizer shares, so that no later error
         # leaks the addresses
         reserved: list[int] = []

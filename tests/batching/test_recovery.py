@@ -107,18 +107,19 @@ def test_blocks_of_a_lost_sequence_are_free_again() -> None:
     assert cache.stats().used_blocks == len(kept.tables[0].block_ids)
 
 
-@pytest.mark.parametrize("name", ["pin", "unpin", "_allocate", "_hold", "_evict_adapter_of"])
+@pytest.mark.parametrize("name", ["pin", "unpin", "_allocate", "hold", "_evict_adapter_of"])
 def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_folders(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     pytest.importorskip("peft")
-    from hf_paged.adapters.pages import AdapterPages
+    from hf_paged.adapters.pages import AdapterPages, _ResidentAdapter
     from tests.support.peft_models import lone_with, many, saved
 
     tuned, given = many(3, r=8), list(enumerate(prompts(9, 14, 5, 20)))
     expected = {str(i): lone_with(tuned, f"a{i % 3}", text, SHORT) for i, text in given}
     folders = saved(tuned, tmp_path)
     config = PagedConfig(block_size=8, num_blocks=14, max_num_seqs=2, storage="blocks")
+    owner = _ResidentAdapter if name == "hold" else AdapterPages
     with PagedEngine(models.build("llama"), config) as engine:
 
         def add() -> None:
@@ -132,7 +133,7 @@ def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_fol
             results = {}
             add()
             with monkeypatch.context() as patch, memory_error():
-                fail(patch, AdapterPages, name, number)
+                fail(patch, owner, name, number)
                 run_all(engine, results)
             run_all(engine, results)
             assert {i: [result.token_ids] for i, result in results.items()} == expected

@@ -397,12 +397,16 @@ class SampleDecoding(Decoding):
             if isinstance(self.streamer, RowStreamers):
                 streamer = RowStreamers([self.streamer.streamers[row]])
             part = SampleDecoding(inputs, streamer)
-            part.finish_reasons = [self.finish_reasons[row]]
-            part._end_lengths = [self._end_lengths[row]]
-            part.open_rows = [0] if row in self.open_rows else []
-            part.records = [self.records[row]]  # the same list, so that `join` need not copy it
+            part._continue_row(self, row)
             parts.append(part)
         return parts
+
+    def _continue_row(self, whole: SampleDecoding, row: int) -> None:
+        """Makes this decoding of a single row continue a row of `whole`."""
+        self.finish_reasons = [whole.finish_reasons[row]]
+        self._end_lengths = [whole._end_lengths[row]]
+        self.open_rows = [0] if row in whole.open_rows else []
+        self.records = [whole.records[row]]  # the same list, so that `join` need not copy it
 
     def join(self, parts: Sequence[SampleDecoding]) -> SampleDecoding:
         """Joins the rows of the decodings that `split` returned into this decoding, with padding on

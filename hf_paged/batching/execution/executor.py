@@ -49,6 +49,10 @@ class StableSpan:
     is_open: bool = False  # whether its period has begun, or is not needed
     is_committed: bool = False  # whether `Executor.commit` was called, or is not needed
 
+    def reset(self) -> None:
+        """Called after `Executor.close`, so that the span can be opened again."""
+        self.is_open = self.is_committed = False
+
 
 class Executor:
     """Runs the forwards of one model. Callers of `run` and `run_rows` hold `lock`, the model's

@@ -188,7 +188,7 @@ class PromptInputs:
         return int(mask[0].nonzero()[0, 0]) - self.paddings[0]
 
     def keys(self, config: PreTrainedConfig) -> list[PromptKeys] | None:
-        """Returns each row's prefix-cache keys; `Prompts.assign` chooses their namespace. A
+        """Returns each row's prefix-cache keys; `Request.set_inputs` chooses their namespace. A
         placeholder's key includes a hash of all media and placeholders of the call. `None` if the
         prefix cache cannot be used for these prompts."""
         mask = self.placeholder_mask(config)

@@ -7,7 +7,7 @@ import copy
 import inspect
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,12 @@ from ...attention.observers import LookAhead, observing_attention
 from ...cache.block_pool import BlockTable
 from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
-from ...cache.sequence_blocks import UNCACHED, SequenceBlocks
+from ...cache.sequence_blocks import SequenceBlocks
 from ...model.own_loop import map_tensors, next_logits
 from ...model.structure import is_stock
 from ...model.trial import stock_cache
 from ..request import Request, RowsError, Sequence
-from .prompt_inputs import PromptInputs, PromptKeys, is_plain_value
+from .prompt_inputs import PromptInputs, is_plain_value
 
 
 class PromptsError(RowsError):
@@ -201,25 +201,6 @@ class Prompts(PromptInputs):
             return logits, None
         return logits, observer.look_ahead_mask()
 
-    def assign(
-        self,
-        request: Request,
-        row: int,
-        keys: list[PromptKeys] | None,
-        can_begin_after_text: bool = False,
-    ) -> None:
-        """Makes a row the prompt of a request. Without `keys` the request does not use the prefix
-        cache. `can_begin_after_text`: whether the model's own forward can begin after the text
-        before the first placeholder, which may then be shared with any other prompt."""
-        request.inputs, request.num_encoder_tokens = (self, row), self.num_encoder_tokens
-        if keys is None or request.namespace is UNCACHED:
-            request.namespace = UNCACHED
-        else:
-            request.keys, request.num_content, num_text = keys[row]
-            request.num_text = num_text if can_begin_after_text else 0
-            if not request.num_text:
-                request.namespace = (request.namespace, self.names)
-
     def prepare_positions(self, model: Any) -> None:
         """Sets `position_ids` to those that the model's own preparation returns or, if it returns
         none, to the columns, which the model then uses as positions. Does nothing for a model that
@@ -281,7 +262,7 @@ def prompts_of(
     if isinstance(mask, Tensor) and mask.shape == (len(ids), prompts.length):
         paddings = (mask.cumsum(-1) == 0).sum(-1)
         is_empty = paddings == prompts.length
-        prompts.paddings = torch.where(is_empty, 0, paddings).tolist()
+        prompts = replace(prompts, paddings=torch.where(is_empty, 0, paddings).tolist())
     return prompts
 
 

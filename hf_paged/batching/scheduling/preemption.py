@@ -215,10 +215,7 @@ class Preemption:
         if not self.take_other_blocks(request):
             self.reset(request)
             return False
-        num_tokens = request.sequences[0].num_tokens
-        if not request.num_preemptions and num_tokens == num_prompt_tokens:
-            computed = (sequence.num_computed_tokens for sequence in request.sequences)
-            request.num_hit_tokens = sum(computed)
+        request.record_hits()
         return True
 
     def _swap_in(self, request: Request, num_reserved_blocks: int, is_alone: bool) -> bool:
@@ -243,7 +240,7 @@ class Preemption:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
         shared tokens. If there are several rows, as after a preemption, and not all of their common
         prefix (`num_shared`) is cached, the first row computes the prefix for all
-        (`num_before_fork`)."""
+        (`Request.num_before_fork`)."""
         rows = request.open_sequences
         for sequence in rows:
             self.match(sequence, sequence.keys)
@@ -304,34 +301,11 @@ class Preemption:
     def match(self, sequence: Sequence, keys: list[Hashable]) -> None:
         """Attaches a row to the longest reusable cached prefix of `keys`."""
         request = sequence.request
-        sequence.blocks = self.blocks.new()
+        sequence.begin(self.blocks)
         if request.drafts_first_token:
             # the last prompt token has a separate step, before which a step must compute a token
             keys = keys[:-1]
-        min_matched = max(request.num_content, self.min_saved)
-        namespace = request.namespace
-        num_matched = self.blocks.match(sequence.blocks, keys, namespace, min_matched)
-        if not num_matched and request.num_text:
-            text_keys = keys[: request.num_text + 1]
-            num_matched = self.blocks.match(sequence.blocks, text_keys, namespace)
-        sequence.num_computed_tokens = num_matched
-
-    def num_before_fork(self, request: Request, sequence: Sequence) -> int:
-        """Returns how many tokens a sequence of a request with `num_shared_tokens` may compute now:
-        for the first row, the number of missing shared tokens; for the others, 0. Once no shared
-        token is missing, forks the first row's blocks for the others, and returns the number of the
-        first row's remaining tokens."""
-        rows = request.open_sequences
-        num_shared = request.num_shared_tokens
-        if sequence is not rows[0]:
-            return 0
-        if sequence.num_computed_tokens < num_shared:
-            return num_shared - sequence.num_computed_tokens
-        for row in rows[1:]:
-            row.blocks = self.blocks.fork(sequence.blocks)
-            row.num_computed_tokens = num_shared
-        request.num_shared_tokens = 0
-        return sequence.num_to_compute
+        sequence.attach_prefix(self.blocks, keys, max(request.num_content, self.min_saved))
 
     def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute
@@ -400,19 +374,15 @@ class Preemption:
         (`weights_update`); a failed step that admitted the request, may have advanced its states,
         or left bookkeeping half changed (`StepLoop.recover`); the end of a row whose swapped blocks
         a returned cache needs."""
-        for sequence in request.sequences:
-            self._free(sequence)
+        request.free(self.blocks)
         self.free_other_blocks(request)
-        request.num_shared_tokens = 0
 
     def end_sequence(self, sequence: Sequence) -> None:
         """Ends a sequence and frees its blocks, in the pool and on the host. The prefix cache may
         keep full blocks that are in the pool."""
         if sequence.swapped is None:
             self._register(sequence)
-        sequence.is_finished = True
-        self.blocks.end(sequence.blocks)
-        self._free(sequence)
+        sequence.end(self.blocks)
         if not sequence.request.open_sequences:
             self.free_other_blocks(sequence.request)
 
@@ -424,9 +394,3 @@ class Preemption:
             sequence.num_computed_tokens,
             sequence.request.namespace,
         )
-
-    def _free(self, sequence: Sequence) -> None:
-        for blocks in (sequence.blocks, sequence.before_draft):
-            self.blocks.free(blocks)
-        sequence.blocks = sequence.before_draft = NO_BLOCKS
-        sequence.num_computed_tokens, sequence.swapped = 0, None

@@ -127,9 +127,7 @@ class RequestQueue:
             self.adapters().release(request)
 
     def end_row(self, request: Request) -> None:
-        """Updates the counts of open rows after a row of the request has ended while others
-        continue."""
-        request.num_open_rows -= 1
+        """Updates `num_rows` after a row of the request has ended while others continue."""
         if request.status is Status.RUNNING:
             self.num_rows -= 1
 

@@ -20,6 +20,17 @@ class Budget:
     # for which `Scheduler._chunk_limit` counts these decodes
     num_reserved: int = -1
 
+    def take(self, num_tokens: int) -> None:
+        """Takes the tokens that a row computes next: several are a chunk."""
+        self.num_tokens -= num_tokens
+        if num_tokens > 1:
+            self.num_chunk_tokens -= num_tokens
+
+    def take_draft(self, num_drafted: int) -> None:
+        """Takes a row's last token and its draft."""
+        self.num_tokens -= 1 + num_drafted
+        self.num_draft_tokens -= num_drafted
+
 
 @dataclass
 class Scheduled:

@@ -190,34 +190,32 @@ class Scheduler:
                     budget.num_tokens -= 1
                     budget.num_reserved -= 1
                     continue
-                if not self._continue_row(request, sequence, budget):
+                if not self._continue_row(request, sequence, num_to_compute, budget):
                     return budget.num_tokens
         if decodes or scheduled.drafted:
             return min(budget.num_tokens, budget.num_chunk_tokens)
         return budget.num_tokens
 
-    def _continue_row(self, request: Request, sequence: Sequence, budget: Budget) -> bool:
+    def _continue_row(
+        self, request: Request, sequence: Sequence, num_to_compute: int, budget: Budget
+    ) -> bool:
         """Schedules tokens of a running sequence that has a draft, needs a block or has several
         tokens to compute. Returns whether later sequences may get tokens."""
-        scheduled = self._scheduled
-        if sequence.num_to_compute == 1:
+        if num_to_compute == 1:
             if budget.num_tokens <= 0:
                 return False
             budget.num_reserved -= 1
             if sequence.draft:
                 num_drafted = sequence.append_draft(self.blocks, budget.num_draft_tokens)
                 if num_drafted:
-                    scheduled.drafted.append((sequence, 1 + num_drafted))
-                    budget.num_draft_tokens -= num_drafted
-                    budget.num_tokens -= 1 + num_drafted
+                    self._scheduled.drafted.append((sequence, 1 + num_drafted))
+                    budget.take_draft(num_drafted)
                     return True
             limit = budget.num_tokens
         else:
             limit = self._chunk_limit(request, budget)
         count = self._schedule_tokens(request, sequence, limit)
-        budget.num_tokens -= count
-        if count > 1:
-            budget.num_chunk_tokens -= count
+        budget.take(count)
         return request.status is Status.RUNNING
 
     def _chunk_limit(self, request: Request, budget: Budget) -> int:
@@ -226,8 +224,8 @@ class Scheduler:
         num_scheduled = len(scheduled.decodes) + len(scheduled.drafted)
         if budget.num_reserved < 0:
             open_rows = (row for running in self.queue.running for row in running.open_sequences)
-            budget.num_reserved = sum(row.num_to_compute == 1 for row in open_rows)
-            budget.num_reserved -= num_scheduled
+            num_decodes = sum(row.num_to_compute == 1 for row in open_rows)
+            budget.num_reserved = num_decodes - num_scheduled
         limit = budget.num_tokens
         if num_scheduled or budget.num_reserved:
             limit = min(budget.num_tokens - budget.num_reserved, budget.num_chunk_tokens)
@@ -251,7 +249,7 @@ class Scheduler:
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
-            count = min(count, self.preemption.num_before_fork(request, sequence))
+            count = min(count, request.num_before_fork(sequence, self.blocks))
         if count > 1:
             count = self.preemption.limit_tokens(request, sequence, count)
         if not is_whole:
@@ -261,7 +259,7 @@ class Scheduler:
         if count <= 0:
             return 0
         if sequence.blocks is NO_BLOCKS:
-            sequence.blocks = self.blocks.new()
+            sequence.begin(self.blocks)
         num_computed = sequence.num_computed_tokens
         self.blocks.register(sequence.blocks, sequence.keys, num_computed, request.namespace)
         is_unchunked = is_whole or not self._can_chunk
@@ -400,11 +398,8 @@ class Scheduler:
         self.timeline.record_waiting(request)
 
     def _preempt(self, request: Request, keep_kv: bool = True) -> None:
-        request.num_preemptions += 1
+        request.record_preemption()
         self.preemption.num_preemptions += 1
-        for sequence in request.open_sequences:
-            if not sequence.num_to_compute:
-                sequence.logits_length = sequence.num_tokens
         self._scheduled.preempted.append(request)
         self._requeue(request, keep_kv)
 
@@ -452,9 +447,7 @@ class Scheduler:
         for sequence in plan.sequences:
             is_running = sequence.request.status is Status.RUNNING
             if is_running and sequence.blocks is not NO_BLOCKS:
-                self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
-                self.blocks.free(sequence.before_draft)
-                sequence.draft, sequence.before_draft = [], NO_BLOCKS
+                sequence.undo_step(self.blocks)
 
     def recover(self, requests: Collection[Request]) -> None:
         """Called after an exception that may have left bookkeeping partly changed: resets the queue
@@ -466,11 +459,7 @@ class Scheduler:
         self._scheduled = Scheduled()
         for request in requests_to_reset:
             self.preemption.reset(request)
-            for sequence in request.sequences:
-                sequence.draft = []
             if request in requests and not request.is_finished:
-                num_finished = sum(row.is_finished for row in request.sequences)
-                request.num_open_rows = request.num_rows - num_finished
                 self._enqueue(request)
 
     def finish_sequence(self, sequence: Sequence) -> None:

@@ -101,7 +101,7 @@ def room_if_installed(name: str) -> Any | None:
     return room(name, "") if is_installed(name) else None
 
 
-def picture(name: str, instance: object) -> str | None:
+def render(name: str, instance: object) -> str | None:
     """Returns the text or HTML of an object, from the function with this name of the room `tools`;
     `None` without the room."""
     tools = room_if_installed("tools")

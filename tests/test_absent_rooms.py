@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
-from transformers import BloomForCausalLM
+import transformers
 from transformers.generation.continuous_batching import ContinuousMixin
 
 import hf_paged
@@ -69,10 +70,35 @@ def test_rectangles(caplog: pytest.LogCaptureFixture) -> None:
         PagedEngine(model, {"capture": False}).add_request(ids[0].tolist())
 
 
-def test_models_with_their_own_attention_code_are_not_packed() -> None:
-    model = tiny_model(BloomForCausalLM)
-    inputs = {"input_ids": torch.tensor([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]]), "max_new_tokens": 6}
-    expected = model.generate(**inputs)
-    assert torch.equal(model.generate(**inputs, **models.UNRECORDED), expected)
+@pytest.mark.parametrize(
+    ("name", "options", "room"),
+    [
+        ("BloomForCausalLM", {}, "own_attention"),
+        ("DeepseekV3ForCausalLM", {}, "latent"),
+        ("LlamaForCausalLM", {"num_beams": 3}, "beams"),
+    ],
+)
+def test_calls_of_generate_take_another_path(
+    name: str,
+    options: dict[str, Any],
+    room: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokens are plain's; the route and a warning name the room."""
+    monkeypatch.setattr(rooms, "is_installed", lambda other: other != room)
+    model = tiny_model(getattr(transformers, name))
+    options = {**options, "max_new_tokens": 6, "do_sample": False}
+    ids = models.token_ids(2, 7)
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, **models.UNRECORDED), expected)
     route = hf_paged.last_route(model)
-    assert route is not None and "needs `hf_paged.own_attention`" in route.reason
+    assert route is not None and f"needs `hf_paged.{room}`" in route.reason
+    assert f"needs `hf_paged.{room}`" in caplog.text
+
+
+def test_beams_of_a_request() -> None:
+    with PagedEngine(models.get("llama"), {"capture": False}) as engine:
+        (result,) = engine.generate([[5, 6, 7]], {"num_beams": 2, "max_new_tokens": 3})
+    assert isinstance(result.error, rooms.RoomMissingError)
+    assert "`num_beams` needs `hf_paged.beams`" in str(result.error)

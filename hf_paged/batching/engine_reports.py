@@ -115,7 +115,7 @@ class EngineReports:
         return tools.plot_intervals(intervals, unit, ax, max_requests, verifications)
 
     def _repr_html_(self) -> str | None:
-        return rooms.picture("engine_html", self)
+        return rooms.render("engine_html", self)
 
     def __repr__(self) -> str:
         stats = self.stats()

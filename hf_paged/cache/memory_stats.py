@@ -79,10 +79,10 @@ class MemoryStats:
     block_sizes: dict[str, Choice] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return rooms.picture("stats_text", self) or f"MemoryStats({vars(self)})"
+        return rooms.render("stats_text", self) or f"MemoryStats({vars(self)})"
 
     def _repr_html_(self) -> str | None:
-        return rooms.picture("stats_html", self)
+        return rooms.render("stats_html", self)
 
 
 def stats_of(memory: PagedMemory) -> MemoryStats:

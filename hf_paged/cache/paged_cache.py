@@ -395,7 +395,7 @@ class PagedCache(DynamicCache):
         return rooms.room("tools", "`plot_memory`").plot_cache(self, ax)
 
     def _repr_html_(self) -> str | None:
-        return rooms.picture("cache_html", self)
+        return rooms.render("cache_html", self)
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pool, tables and refcounts agree."""

@@ -25,7 +25,6 @@ from .memory_stats import MemoryStats
 from .rows import CacheRows
 from .sequence_blocks import SequenceBlocks
 from .stand_ins import paged_layer, spec_of
-from .states import num_state_rows
 from .storage import fit_blocks
 
 # Attributes of a layer that `continue_from` does not copy, since they belong to the layer's cache.
@@ -327,7 +326,7 @@ class PagedCache(DynamicCache):
         num_rows = len(self.rows.sequences)
         for layer in self.layers:
             if hasattr(layer, "conv_states"):
-                num_rows = max(num_rows, num_state_rows(layer))
+                num_rows = max(num_rows, _num_state_rows(layer))
         return num_rows
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -407,3 +406,13 @@ class PagedCache(DynamicCache):
             values = getattr(layer, "values", None)
             window = getattr(layer, "_sliding_window_tensor", None)
             yield keys, values, window
+
+
+def _num_state_rows(layer: Any) -> int:
+    """Returns how many rows of linear-attention states a layer holds; 0 before its first update."""
+    conv_states = layer.conv_states.values()
+    recurrent_states = layer.recurrent_states.values()
+    for state in [*conv_states, *recurrent_states]:
+        if state is not None:
+            return state.shape[0]
+    return 0

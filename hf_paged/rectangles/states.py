@@ -185,16 +185,6 @@ _STATE_ATTRIBUTES = (
 )
 
 
-def num_state_rows(layer: Any) -> int:
-    """Returns how many rows of linear-attention states a layer holds; 0 before its first update."""
-    conv_states = layer.conv_states.values()
-    recurrent_states = layer.recurrent_states.values()
-    for state in [*conv_states, *recurrent_states]:
-        if state is not None:
-            return state.shape[0]
-    return 0
-
-
 def state_tensors(layers: Sequence[Any]) -> list[Tensor]:
     """Returns the state tensors `(rows, ...)` of these layers, in order."""
     states = (states for layer in layers for states in _states_of(layer))

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
-from hf_paged.attention import backends, interface, latent, masks
+from hf_paged import latent
+from hf_paged.attention import backends, interface, masks
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.cache import layers

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig
 
-from hf_paged import latent
-from hf_paged.attention import backends, interface, masks
+from hf_paged.attention import backends, masks
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.cache import layers
 from hf_paged.cache.kv_blocks import KVBlocks
+from hf_paged.rooms import room_if_installed
 from hf_paged.step import Cascade, Lengths, StepMetadata
 from hf_paged.tape import record
 from hf_paged.tape.inputs import StaticInputs
@@ -112,7 +112,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
     def attend(call: AttentionCall) -> Tensor:
         return call.query.new_empty(*call.query.shape[:2], call.blocks.values.shape[-1])
 
-    def attend_packed(query: Tensor, key: Any, *arguments: Any) -> Tensor:
+    def attend_packed(key: Any, query: Tensor, *arguments: Any) -> Tensor:
         width = key.expansion.module.v_head_dim
         return query.new_empty(query.shape[2], query.shape[1], width)
 
@@ -126,11 +126,16 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
             if hasattr(layer, "packed_handles"):
                 layer.packed_handles = None
 
+    of_latents: list[tuple[Any, str, Any]] = []
+    if (latent := room_if_installed("latent")) is not None:
+        of_latents = [
+            (latent.ExpandedTensor, "attend_packed", attend_packed),
+            (latent, "can_absorb", lambda module: True),
+        ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in [
+            *of_latents,
             (backends, "attend", attend),
-            (interface, "attend_packed", attend_packed),
-            (latent, "can_absorb", lambda module: True),
             (masks, "unpadded_columns", unpadded_columns),
             (record, "_are_equal", lambda a, b: True),  # neither has data
             (KVBlocks, "store", lambda *arguments: None),

@@ -369,7 +369,8 @@ class DeferredTensor(LazyTensor):
                     return function(func, *args, **kwargs)
                 except TypeError as error:
                     if _accepts(function, func, *args, **kwargs):
-                        raise
+                        # torch takes an operator's `TypeError` for `NotImplemented`
+                        raise RuntimeError(f"`{name}` failed: {error}") from error
                     raise NotPackable(
                         f"the arguments of `{name}` on packed keys, values or scores are not"
                         " supported"

@@ -201,17 +201,20 @@ def test_nothing_else_is_done_with_packed_rows(what: str) -> None:
         REFUSED[what](mine)
 
 
+@pytest.mark.parametrize("attend", [gptj, falcon], ids=["matmul", "operator"])
 @torch.no_grad()
 def test_a_type_error_of_the_backends_is_not_hidden(
-    monkeypatch: pytest.MonkeyPatch,
+    attend: Callable[[Mine], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also by `@`, for which torch takes a `TypeError` for `NotImplemented`."""
+
     def fail(*args: Any) -> None:
         raise TypeError("a fault of ours")
 
     _, mine = packed(Case(MIXED, heads=4, kv_heads=4))
     monkeypatch.setattr(eager.backends, "attend", fail)
-    with pytest.raises(TypeError, match="a fault of ours"):
-        gptj(mine)  # by `torch.matmul`: Python's `@` takes a `TypeError` for `NotImplemented`
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        attend(mine)
 
 
 @torch.no_grad()

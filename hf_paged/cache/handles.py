@@ -51,13 +51,7 @@ class LazyTensor(Tensor):
         """Raises an error if a write in place to this tensor would be lost; by default, never."""
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             _refuse_writes(func, args, kwargs)
@@ -83,13 +77,12 @@ class ReadOnlyTensor(LazyTensor):
         raise RuntimeError(READ_ONLY)
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func._schema.is_mutable:
+            # with inference tensors, torch does not decompose operations, which may return views
+            result = func.decompose(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         result = super().__torch_dispatch__(func, types, args, kwargs)
         base = args[0] if args else None
         if not isinstance(base, ReadOnlyTensor) or not base.has_read_only_views:
@@ -104,13 +97,7 @@ class ReadOnlyTensor(LazyTensor):
             )
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in cls.functions:
             return cls.functions[func](*args, **kwargs)
@@ -238,8 +225,14 @@ class PagedTensor(ReadOnlyTensor):
                     "the model's code reads keys or values, whose lengths only the device knows"
                 )
             else:
-                self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
+                with self._own_mode():
+                    self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
         return self._dense
+
+    def _own_mode(self) -> torch.inference_mode:
+        """A context for making `_dense`: whether this handle is an inference tensor, since torch
+        makes views of `_dense` views of this handle."""
+        return torch.inference_mode(self.is_inference())
 
     def materialize(self) -> None:
         """Gathers a copy before the blocks change, unless `dense` needs no blocks. Takes no
@@ -261,13 +254,7 @@ class PagedTensor(ReadOnlyTensor):
         super().refuse_write()
 
     @classmethod
-    def __torch_dispatch__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handles = [
             leaf
             for leaf in tree_leaves((args, kwargs))
@@ -291,7 +278,8 @@ class PagedTensor(ReadOnlyTensor):
         strides. Returns `False`, with nothing changed, if this handle's tensor is contiguous."""
         if self.read().is_contiguous():
             return False
-        contiguous = self.dense().contiguous()
+        with self._own_mode():
+            contiguous = self.dense().contiguous()
         assert self.layer.rows is not None
         self.layer.rows.disallow_views()
         self._dense = contiguous
@@ -352,13 +340,7 @@ class DeferredTensor(LazyTensor):
         raise NotPackable(NOT_READABLE)
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__
         if name != "__get__":  # which reads shape, dtype and other attributes
             functions = cls.functions

@@ -66,18 +66,9 @@ def test_writes_in_place_to_keys_and_values_are_refused(
     cache.check_integrity()
 
 
-@pytest.mark.parametrize(
-    ("storage", "mode", "name"),
-    [
-        (storage, mode, name)
-        for storage in ("blocks", "virtual")
-        for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode)
-        for name in sorted(WRITES_TO_VIEWS)
-        # mapped rows are not contiguous: torch flattens a copy of them here, or refuses to
-        if (storage, mode) != ("virtual", torch.inference_mode)
-        or name not in ("contiguous", "flat")
-    ],
-)
+@pytest.mark.parametrize("storage", ["blocks", "virtual"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", sorted(WRITES_TO_VIEWS))
 def test_writes_to_views_of_shown_keys_and_values_are_refused(
     storage: str, mode: Callable[[], Any], name: str
 ) -> None:
@@ -88,6 +79,31 @@ def test_writes_to_views_of_shown_keys_and_values_are_refused(
             WRITES_TO_VIEWS[name](shown)
     assert torch.equal(layer.keys + 0, states) and torch.equal(layer.values + 0, -states)
     cache.check_integrity()
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slice": lambda keys: keys[:, :, 1:],
+    "transpose": lambda keys: keys.transpose(1, 2),
+    "flat": lambda keys: keys.contiguous().view(-1),
+    "converted": lambda keys: keys.contiguous().to(keys.dtype).view(-1),
+}
+
+
+@pytest.mark.parametrize("storage", ["blocks", "virtual"])
+@pytest.mark.parametrize("made_in", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("viewed_in", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", sorted(VIEWS))
+def test_keys_may_be_viewed_in_another_mode_than_they_were_made_in(
+    name: str, viewed_in: Callable[[], Any], made_in: Callable[[], Any], storage: str
+) -> None:
+    cache, states = filled(storage=storage)
+    with made_in():
+        keys, _ = cache.update(states[:, :, :1], states[:, :, :1], 0)
+        shown = cache.layers[0].keys
+    expected = VIEWS[name](torch.cat((states, states[:, :, :1]), dim=2))
+    with viewed_in():
+        assert torch.equal(VIEWS[name](keys) + 0, expected)
+        assert torch.equal(VIEWS[name](shown) + 0, expected)
 
 
 @pytest.mark.parametrize("storage", ["blocks", "virtual"])

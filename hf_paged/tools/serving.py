@@ -306,6 +306,7 @@ def build_server(model_manager: Any, chat_handler: Any, **arguments: Any) -> Any
         handler.handle_request = functools.partial(_serve, state, endpoint, handler.handle_request)
     load = model_manager.load_model_and_processor
     model_manager.load_model_and_processor = functools.partial(_load, load)
+    model_manager.shutdown = functools.partial(_unload, model_manager.shutdown)
 
     async def answer_refused(request: Any, error: Exception) -> Response:
         logger.warning(Topic.SERVING("refused %s: %s"), request.url.path, error)
@@ -444,6 +445,12 @@ async def _answer(
         return StreamingResponse(events, media_type=answers[0].media_type)
     bodies = [json.loads(answer.body) for answer in answers]
     return JSONResponse(join_answers(bodies, request.logprobs))
+
+
+def _unload(shutdown: Callable[[], None]) -> None:
+    """Unloads all models through the app's `shutdown`; a collection may then free any of them."""
+    gc.unfreeze()
+    shutdown()
 
 
 def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

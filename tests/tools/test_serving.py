@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import sys
 import threading
+import weakref
 from contextvars import ContextVar
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 
 from hf_paged.tools import serving
 
@@ -75,3 +80,21 @@ def test_a_coroutine_that_never_waits_and_one_that_is_cancelled() -> None:
 
     asyncio.run(serve())
     assert ended == ["cancelled"]
+
+
+def test_a_preloaded_model_that_is_unloaded_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one with a reference cycle, as hooks of accelerate make: the server has frozen it."""
+    models = [torch.nn.Linear(2, 2)]
+    models[0].forward = models[0].forward  # type: ignore[method-assign]
+    model = weakref.ref(models[0])
+    manager = MagicMock()
+    manager.shutdown = lambda: (models.clear(), gc.collect())
+    monkeypatch.setitem(sys.modules, "fastapi", MagicMock())
+    monkeypatch.setattr(serving, "_build_server", MagicMock())
+    try:
+        serving.build_server(manager, MagicMock(), generation_state=MagicMock())
+        assert gc.get_freeze_count()
+        manager.shutdown()
+    finally:
+        gc.unfreeze()
+    assert model() is None

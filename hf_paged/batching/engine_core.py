@@ -139,7 +139,6 @@ class EngineCore(EngineLoop):
                 self.has_shared_prefills |= state.request.num_rows > 1
                 if options.streamer is not None:
                     options.streamer.put(state.decoding.input_ids.cpu())
-                self.totals.counts["num_prompt_tokens"] += len(state.prompt_ids)
                 return state.request_id
         except BaseException:  # a failed check, an error of the streamer, or an interrupt
             with self.lock:
@@ -470,4 +469,8 @@ class EngineCore(EngineLoop):
         """Returns the cumulative counters of [`EngineStats`]."""
         counts = self.loop_counts()
         counts.update(self.totals.counts)
+        for state in self.requests.values():
+            if state.request.admitted_at is not None:
+                counts["num_prompt_tokens"] += len(state.prompt_ids)
+                counts["num_prefix_hit_tokens"] += state.request.num_hit_tokens
         return counts

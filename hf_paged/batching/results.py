@@ -174,10 +174,9 @@ OUTPUT_TOKEN_SECONDS = Histogram(
 
 
 class RequestTotals:
-    """Totals over the requests of an engine, for [`EngineStats`]."""
+    """Totals over the requests of an engine that have ended, for [`EngineStats`]."""
 
     def __init__(self) -> None:
-        # `num_prompt_tokens` counts all requests, the other counters only finished ones
         self.counts = Counter(num_finished=0, num_prompt_tokens=0, num_prefix_hit_tokens=0)
         self.first_token_seconds = FIRST_TOKEN_SECONDS
         self.output_token_seconds = OUTPUT_TOKEN_SECONDS
@@ -185,6 +184,7 @@ class RequestTotals:
     def add(self, result: RequestResult) -> None:
         """Adds the result of a request that has ended."""
         self.counts["num_finished"] += 1
+        self.counts["num_prompt_tokens"] += len(result.prompt_ids)
         self.counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
         first_seconds = result.timings.first_token
         total_seconds = result.timings.total
@@ -219,8 +219,9 @@ class EngineStats:
         num_running, num_waiting (`int`): Requests in the batch, and requests that wait to be
             admitted.
         num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
-        num_prompt_tokens, num_prefix_hit_tokens, num_generated_tokens, num_steps (`int`): Since the
-            engine was made.
+        num_prompt_tokens, num_prefix_hit_tokens (`int`): Prompt tokens since the engine was made,
+            and those of them found in the prefix cache; a request counts once it is admitted.
+        num_generated_tokens, num_steps (`int`): Since the engine was made.
         num_captured_steps (`int`): Forwards replayed from a recording since the engine was made. A
             step runs several forwards if its adapters cannot share one.
         num_drafts, num_draft_tokens, num_accepted_tokens (`int`): Verified drafts, draft tokens in

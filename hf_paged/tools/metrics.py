@@ -43,10 +43,10 @@ METRICS: dict[Any, dict[str, tuple[str, str]]] = {
     },
     prometheus.CounterMetricFamily: {
         "requests_finished": ("Requests that ended, for any reason.", "num_finished"),
-        "prompt_tokens": ("Tokens of the prompts of all requests.", "num_prompt_tokens"),
+        "prompt_tokens": ("Prompt tokens of admitted requests.", "num_prompt_tokens"),
         "generation_tokens": ("Tokens generated.", "num_generated_tokens"),
         "prefix_cache_hit_tokens": (
-            "Prompt tokens found in the prefix cache, of requests that ended.",
+            "Prompt tokens of admitted requests that were found in the prefix cache.",
             "num_prefix_hit_tokens",
         ),
         "preemptions": ("Preempted requests.", "num_preemptions"),

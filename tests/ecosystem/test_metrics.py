@@ -52,7 +52,9 @@ def test_what_an_engine_did() -> None:
         )
         assert now["hf_paged_requests_finished_total"] == 3
         assert now["hf_paged_prompt_tokens_total"] == 6 * 20
-        assert now["hf_paged_prefix_cache_hit_tokens_total"] == stats.num_prefix_hit_tokens == 16
+        assert (
+            now["hf_paged_prefix_cache_hit_tokens_total"] == stats.num_prefix_hit_tokens == 4 * 16
+        )
         assert now["hf_paged_generation_tokens_total"] == stats.num_generated_tokens
         assert now["hf_paged_kv_cache_max_blocks"] == 64
         uses = {

@@ -88,6 +88,19 @@ def test_of_an_engine() -> None:
     assert not num_squares(engine._repr_html_())
 
 
+def test_the_hit_rate_of_an_engine_is_that_of_the_requests_in_its_batch() -> None:
+    engine = PagedEngine(models.get("llama"), {"block_size": 8, "max_num_seqs": 2})
+    prompt = list(range(5, 38))
+    engine.generate([prompt], {"max_new_tokens": 1})
+    for _ in range(4):
+        engine.add_request(prompt, {"max_new_tokens": 8})
+    engine.step()
+    rows = figures(engine._repr_html_())
+    assert rows["requests running, waiting, ended"] == "2, 2, 1"
+    assert rows["prompt tokens found in the cache"] == "64 (65%)"  # 2 * 32 of 3 * 33
+    engine.free()
+
+
 def test_of_a_cache() -> None:
     model = models.get("llama")
     cache = PagedCache(model.config, {"block_size": 8})

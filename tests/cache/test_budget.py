@@ -271,7 +271,7 @@ def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
 
     def look() -> None:
         memory.growth_limit(group)
-        budgets.left()
+        budgets.num_uncharged_bytes()
         budgets.charge(memory, 1)
 
     def change() -> None:

@@ -32,7 +32,6 @@ class Ledger:
     memory: PagedMemory
     scheduler: Scheduler
     num_generated_tokens: int = 0
-    num_preemptions: int = 0
     # sums of the `draft_counts` of all generations so far
     draft_counts: Counter[str] = field(default_factory=Counter)
     # by unfinished request: the generation and the row of each of its sequences
@@ -214,9 +213,8 @@ class Ledger:
         generation.decoding.draft = None
 
     def split_preempted(self, preempted: Collection[Request]) -> None:
-        """Counts the preemptions, and splits generations of preempted requests if their rows are
-        independent, so that the rows need not wait for each other."""
-        self.num_preemptions += len(preempted)
+        """Splits generations of preempted requests if their rows are independent, so that the rows
+        need not wait for each other."""
         with self.memory.lock:  # other threads may end requests
             for generation in self.generations_of(preempted):
                 if generation.can_split:

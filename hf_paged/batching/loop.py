@@ -63,7 +63,7 @@ class StepLoop:
         """Returns the loop's counters by their names in [`EngineStats`]."""
         counts = {
             "num_generated_tokens": self.ledger.num_generated_tokens,
-            "num_preemptions": self.ledger.num_preemptions,
+            "num_preemptions": self.scheduler.preemption.num_preemptions,
             "num_steps": self.num_steps,
             "seconds": self.seconds,
             **self.ledger.draft_counts,
@@ -417,7 +417,7 @@ class StepLoop:
             self.scheduler.fail_step()
             if self.executor.runner.has_states:
                 # without `split_preempted`, since there is no shortage of blocks
-                self.ledger.num_preemptions += len(self.scheduler.recompute())
+                self.scheduler.recompute()
             self.executor.forget_model()
 
     def recover(self, unsampled: Iterable[Generation] = ()) -> None:

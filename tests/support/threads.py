@@ -152,11 +152,13 @@ class Observer:
             end_step(loop, ready)
 
         def counted_run(loop: SharedLoop, *args: Any) -> Any:
-            before = loop.loop.ledger.num_preemptions
+            before = loop.loop.scheduler.preemption.num_preemptions
             try:
                 return run(loop, *args)
             finally:
-                self.counts["calls with preemptions"] += loop.loop.ledger.num_preemptions > before
+                self.counts["calls with preemptions"] += (
+                    loop.loop.scheduler.preemption.num_preemptions > before
+                )
 
         def noted_memory(*args: Any) -> Any:
             self.memories.add(memory := memory_for(*args))

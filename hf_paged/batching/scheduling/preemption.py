@@ -107,6 +107,7 @@ class Preemption:
     cost_model: CostModel | None = None  # for mode "auto"; learns from times of prefills and swaps
     # returns the first process's value: processes must schedule alike, but measure different times
     agree: Callable[[int], int] = int
+    num_preemptions: int = 0
     num_swaps: int = 0  # how often a request was swapped out
     # the waiting requests that may share parts of their prefills
     waiting_prompts: WaitingPrompts = field(init=False)

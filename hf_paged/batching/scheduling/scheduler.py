@@ -121,8 +121,7 @@ class Scheduler:
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
         self.queue.allowed = self.queue.suspects.first() if self.queue.suspects else None
-        if self.preemption.waiting_prompts.awaited_prefixes:
-            self.preemption.waiting_prompts.awaited_prefixes.clear()
+        self.preemption.waiting_prompts.awaited_prefixes.clear()
         self._blocked_request = None
         if self.rope is not None and self.rope.must_recompute:
             for request in list(self.queue.running):
@@ -402,6 +401,7 @@ class Scheduler:
 
     def _preempt(self, request: Request, keep_kv: bool = True) -> None:
         request.num_preemptions += 1
+        self.preemption.num_preemptions += 1
         for sequence in request.open_sequences:
             if not sequence.num_to_compute:
                 sequence.logits_length = sequence.num_tokens

@@ -200,6 +200,17 @@ def test_the_latest_is_preempted_and_resumes_before_later_ones(
     assert c.num_hit_tokens == 0, "what counts is what its prompt found when it was first admitted"
 
 
+def test_a_preemption_counts_even_if_its_step_has_no_plan() -> None:
+    scheduler = make(num_blocks=3)
+    a = add(scheduler, "a", 8, new_tokens=4)
+    assert scheduler.blocks.take([1]) and step(scheduler) == "a8"
+    give(a)
+    a.num_tokens_alone = 9  # it was preempted before at this length
+    with pytest.raises(OutOfBlocksError):
+        scheduler.schedule()
+    assert scheduler.preemption.num_preemptions == a.num_preemptions == 1
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 24, 64])
 def test_prompts_that_arrive_together_are_computed_once_in_chunks_of_any_size(tokens: int) -> None:
     scheduler, computed = make(tokens=tokens), 0

@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ..kernels import forced_backend, uses_triton
 from ..model.trial import first_line, significant_difference
 from ..seams import RecordedContext
 from ..step import NotCapturable
-from ..switches import NOTHING
+from ..switches import NOTHING, Switches, Switching
 from ..topics import Topic
 from .cuda_graphs import CudaGraphs, RecordedGraph
 from .inputs import StaticInputs
@@ -127,20 +128,25 @@ def reason_of(error: BaseException) -> str:
     return first_line(error)
 
 
+def _pausing(collector: Any) -> Switching:
+    restore = collector.enable if collector.isenabled() else collector.disable
+    return collector.disable, restore
+
+
+_collectors: Switches[Any] = Switches(_pausing)
+
+
 @restoring
 def exclusive_recording(device: torch.device) -> Iterator[bool]:
     """A context for a recording on `device`, which has one capture stream: yields whether no other
     thread records there. Meanwhile, garbage collection is disabled, since it might free objects
     that wait for the device (pytorch#161037), or run a caller's code."""
     is_exclusive = False
-    was_gc_enabled = gc.isenabled()
     try:
         is_exclusive = _capture_lock(device).acquire(blocking=False)
-        gc.disable()
-        yield is_exclusive
+        with _collectors.switched([gc]):
+            yield is_exclusive
     finally:
-        if was_gc_enabled:
-            gc.enable()
         if is_exclusive:
             _capture_lock(device).release()
 

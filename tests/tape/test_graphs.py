@@ -7,6 +7,7 @@ import contextlib
 import functools
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -463,6 +464,27 @@ def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGrap
     assert gc.isenabled() and seen == [(False, [])] and keys(first)
     second.check(b)
     assert keys(second)
+
+
+def test_garbage_is_collected_again_after_the_last_recording() -> None:
+    """On two devices, which two threads record at once."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def record() -> None:
+        with recorders.exclusive_recording(torch.device("meta")):
+            has_begun.set()
+            may_end.wait(60)
+
+    other = threading.Thread(target=record)
+    try:
+        with recorders.exclusive_recording(torch.device("cpu")):
+            other.start()
+            assert has_begun.wait(60)
+        assert not gc.isenabled()
+    finally:
+        may_end.set()
+        other.join()
+    assert gc.isenabled()
 
 
 def test_a_forward_that_fails_in_a_capture_and_eagerly(

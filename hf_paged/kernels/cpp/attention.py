@@ -251,12 +251,12 @@ class Attention:
                 raise TypeError(
                     f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU"
                 )
-            num_keys = bias.shape[-1]
-            if num_keys <= 1:
-                num_keys = max(step.seq_lens, default=0)
             heads = query.shape[1]
             # if rows differ in their number of queries, all queries of a row share one bias
-            bias = bias.expand(step.num_rows, heads, step.query_len or 1, num_keys)
+            bias = bias.expand(step.num_rows, heads, step.query_len or 1, -1)
+            num_keys = bias.shape[-1]
+            if num_keys == 1:
+                num_keys = 1 << 62  # all keys share one bias
             strides = (
                 0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride())
             )

@@ -16,7 +16,9 @@ from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.cache.store import choose_store
 from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp.attention import Attention
 from hf_paged.kernels.cpp.compiler import link_flags
+from hf_paged.step import Lengths, StepMetadata
 from tests.attention.test_backends import Case, build, check
 from tests.support.attention import attend
 
@@ -53,6 +55,19 @@ def test_cpp_refuses_what_would_read_outside_the_pool() -> None:
     ):
         with pytest.raises(IndexError, match=message):
             replace(call, **change).run("cpp")
+
+
+@built
+def test_a_bias_that_all_keys_share_counts_where_only_the_device_knows_the_lengths() -> None:
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(2, 4, 16), torch.randn(4, 2, 8, 16), torch.randn(4, 2, 8, 16)
+    tables = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    lengths = Lengths(torch.tensor([11, 5]).int(), torch.zeros(2).int())
+    step = StepMetadata.rectangle(tables, (), 8, lengths=lengths)
+    sinks, bias = torch.randn(4), torch.randn(1, 4, 1, 1)
+    kernel = Attention(query, keys, values, scale=0.25, sinks=sinks)
+    expected = kernel(query, step, sinks, bias.expand(1, 4, 1, 16).contiguous())
+    assert torch.equal(kernel(query, step, sinks, bias), expected)
 
 
 def test_portable_path_serves_where_the_build_fails(

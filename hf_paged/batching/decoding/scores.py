@@ -205,6 +205,12 @@ def _penalized_tokens(
     return penalized[: len(members)]
 
 
+def _divide(scores: Tensor, column: Tensor) -> Tensor:
+    """Divides `(rows, vocab)` scores by a number per row, `(rows, 1)`, with the result of torch's
+    division by one Python number: on CUDA, torch multiplies by the number's reciprocal."""
+    return scores * column.reciprocal() if scores.is_cuda else scores / column
+
+
 def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
     """Applies the `processors` of each row's member to `(rows, vocab)` float32 scores, and returns
     the result. `members`: one per row, all with the same `key`; their `length_bound` processors
@@ -221,10 +227,13 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
             penalized = _penalized_tokens(members, vocab, scores.device)
             penalties = [processor.penalty for processor in processors]
             penalty = numbers_on(scores.device, penalties, None)[:, None]
-            penalized_scores = torch.where(scores < 0, scores * penalty, scores / penalty)
+            quotients = _divide(scores, penalty)
+            penalized_scores = torch.where(scores < 0, scores * penalty, quotients)
             scores = torch.where(penalized, penalized_scores, scores)
         elif name is None or values.count(values[0]) == len(values):
             scores = first_processor(None, scores)
+        elif name == "temperature":
+            scores = _divide(scores, numbers_on(scores.device, values, torch.float)[:, None])
         elif name == "top_k":
             vocab = scores.shape[1]
             counts = [min(value, vocab) for value in values]

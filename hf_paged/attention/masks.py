@@ -110,7 +110,7 @@ class PagedMask(LazyTensor):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
-        if isinstance(args[0], PagedMask):
+        if args and isinstance(args[0], PagedMask):
             sliced = args[0].symbolic(func, args, kwargs)
             if sliced is not NotImplemented:
                 return sliced

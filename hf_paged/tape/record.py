@@ -355,7 +355,7 @@ class _OperationRecorder(CaptureGuard):
     ) -> Any:
         kwargs = kwargs or {}
         if any(isinstance(leaf, LazyTensor) for leaf in tree_leaves((args, kwargs))):
-            if isinstance(args[0], LazyTensor):
+            if args and isinstance(args[0], LazyTensor):
                 result = args[0].symbolic(func, args, kwargs)
                 if result is not NotImplemented:
                     return result

@@ -3,6 +3,8 @@ reads them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -89,6 +91,21 @@ def test_any_operation_sees_what_the_model_s_own_mask_would_be(implementation: s
         (everything, everything, torch.tensor([2])),
     ):
         assert not isinstance(mask[index], PagedMask) and torch.equal(mask[index], own[index])
+
+
+@contextmanager
+def negated() -> Iterator[Callable[..., torch.Tensor]]:
+    """An operation that takes its tensor by keyword alone."""
+    with torch.library._scoped_library("hf_paged_test", "FRAGMENT") as library:
+        library.define("negated(*, Tensor mask) -> Tensor")
+        library.impl("negated", lambda mask: -mask, "CompositeExplicitAutograd")
+        yield torch.ops.hf_paged_test.negated
+
+
+def test_an_operation_may_take_its_tensors_by_keyword_alone() -> None:
+    mask, own = made(arguments(), "eager")
+    with negated() as operation:
+        assert torch.equal(operation(mask=mask), -own)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -11,6 +11,7 @@ import torch
 
 from hf_paged.step import NotCapturable
 from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay, recording
+from tests.attention.test_masks import arguments, made, negated
 
 
 def run_twice(run: Callable[[], Any]) -> tuple[Any, Any, CaptureGuard]:
@@ -168,3 +169,10 @@ def test_writes_of_operations_that_return_nothing_are_not_dropped() -> None:
         torch._foreach_add_([x + 1, x + 2], 1.0)
     with recording():
         torch._assert_async(x.sum() > 0)
+
+
+def test_an_operation_may_take_a_mask_by_keyword_alone() -> None:
+    mask, own = made(arguments(), "eager")
+    with negated() as operation, recording() as operations:
+        result = operation(mask=mask)
+    assert torch.equal(result, -own) and operations

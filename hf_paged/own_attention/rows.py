@@ -61,7 +61,7 @@ class DeferredTensor(LazyTensor):
                 except TypeError as error:
                     if _accepts(function, func, *args, **kwargs):
                         # a `TypeError` behind `@` is `NotImplemented` for torch
-                        raise RuntimeError(f"`{name}` on packed rows failed: {error}") from error
+                        raise RuntimeError(f"`{name}` failed: {error}") from error
                     raise NotPackable(
                         f"the arguments of `{name}` on packed keys, values or scores are not"
                         " supported"

@@ -3,7 +3,6 @@ decide how many blocks there are, and which tokens they hold."""
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from ..forks import lazy_property
 from ..kernels import quantized
 from ..kernels.cpp import attention as cpp_attention
 from ..seams import MappedRows
@@ -145,7 +145,7 @@ class KVBlocks:
             values = blocks.values.to(self.values)
             self.keys[block_ids], self.values[block_ids] = keys, values
 
-    @functools.cached_property
+    @lazy_property
     def latents(self) -> KVBlocks:
         """For keys and values stored side by side: the same blocks, with the joined tensor as both
         `keys` and `values`."""

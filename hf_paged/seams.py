@@ -45,7 +45,8 @@ if TYPE_CHECKING:  # types of the core alone
 
 class Drafter(Protocol):
     """Drafts the next tokens of a loop's rows; each row is a `Generation` of its own. Drafts do not
-    change a row's tokens unless `Draft.is_drawn`. `EngineParts.drafter` makes a drafter."""
+    change a row's tokens unless `Draft.is_drawn`. `EngineParts.drafter` makes a drafter. For
+    another way to guess tokens, a `speculation.sources.Source` is enough."""
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
         """Begins to draft for a row, before its request is queued. Returns whether the row's first

@@ -42,9 +42,10 @@ def end_use(memory: PagedMemory) -> None:
     freed after `idle_release_seconds` (0: at once; `None`: only under `hf_paged.budget`), but not
     while a caller's cache holds blocks."""
     seconds = memory.config.idle_release_seconds
-    # the leader frees the pools of several processes, whose clocks differ
-    is_follower = memory.processes is not None and not memory.processes.leads
-    if seconds is None or is_follower or (seconds == 0 and memory.release()):
+    # the clocks of several processes differ: an engine's first one frees the pools of all, while
+    # those of `generate` stay
+    keeps_pool = memory.processes is not None and not memory.processes.leads
+    if seconds is None or keeps_pool or (seconds == 0 and memory.release()):
         begin_use(memory)
     else:
         _schedule(memory, seconds or MIN_WAIT)

@@ -127,7 +127,7 @@ class Scheduler:
         if self.rope is not None and self.rope.must_recompute:
             for request in list(self.queue.running):
                 if request.update_factors(self.rope):
-                    self._preempt(request, keep_kv=False)
+                    self._preempt(request, may_swap=False)
                     # the preemption was not for blocks, so this step may admit the request again
                     scheduled.preempted.pop()
         num_tokens_left = self._continue_running()
@@ -388,7 +388,7 @@ class Scheduler:
                         request, sequence, num_tokens_left, may_preempt=False
                     )
             if num_tokens_left == num_tokens_before:  # nothing fits: tokens or blocks ran out
-                self._requeue(request, keep_kv=True)
+                self._requeue(request, may_swap=True)
                 return
             self._scheduled.admitted.append(request)
             ignores_row_limit = False
@@ -397,11 +397,11 @@ class Scheduler:
         self.queue.enqueue(request)
         self.timeline.record_waiting(request)
 
-    def _preempt(self, request: Request, keep_kv: bool = True) -> None:
+    def _preempt(self, request: Request, may_swap: bool = True) -> None:
         request.record_preemption()
         self.preemption.num_preemptions += 1
         self._scheduled.preempted.append(request)
-        self._requeue(request, keep_kv)
+        self._requeue(request, may_swap)
 
     def reclaim(self) -> bool:
         """Frees the drafter's blocks, if there is a drafter; returns whether it held any."""
@@ -412,20 +412,20 @@ class Scheduler:
         requests and returns them."""
         self._scheduled = Scheduled()
         for request in list(self.queue.running):
-            self._preempt(request, keep_kv=False)
+            self._preempt(request, may_swap=False)
         for request in self.queue.waiting:
             self.preemption.reset(request)
             self.timeline.record_waiting(request)
         return self._scheduled.preempted
 
-    def _requeue(self, request: Request, keep_kv: bool = False) -> None:
-        """Moves a running request back to the waiting ones. Drops its K/V or, with `keep_kv`, calls
-        `Preemption.swap_out_or_free`."""
+    def _requeue(self, request: Request, may_swap: bool = False) -> None:
+        """Moves a running request back to the waiting ones. Drops its K/V or, with `may_swap`,
+        calls `Preemption.swap_out_or_free`."""
         self.queue.remove(request)
         for sequence in request.open_sequences:
             sequence.commit_draft(self.blocks)
         try:
-            release = self.preemption.swap_out_or_free if keep_kv else self.preemption.reset
+            release = self.preemption.swap_out_or_free if may_swap else self.preemption.reset
             release(request)
         finally:
             self._enqueue(request)

@@ -5,14 +5,12 @@ plain `generate`'s."""
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from hf_paged import (
     OutOfBlocksError,
@@ -24,9 +22,9 @@ from hf_paged import (
 )
 from hf_paged.rectangles.rectangle import Rectangle
 from hf_paged.rectangles.runner import RectangleRunner
-from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.engine_helpers import Asked, assert_drained, results_of, run_all
+from tests.support.forwards import build
 from tests.support.models import PAGED, UNRECORDED
 
 T5 = "T5ForConditionalGeneration"
@@ -51,14 +49,6 @@ ENDS = list(range(30, 60))  # enough ids that rows end at different steps
 NEW = 16
 GREEDY = {"do_sample": False}
 LONG = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-
-
-@functools.cache
-def build(name: str) -> Any:
-    model = tiny_model(getattr(transformers, name))
-    for config in (model.config, model.config.get_text_config(), model.generation_config):
-        config.eos_token_id = None
-    return model
 
 
 def inputs_of(name: str) -> dict[str, Any]:

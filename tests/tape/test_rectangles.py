@@ -4,7 +4,6 @@ are none."""
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -21,9 +20,10 @@ from hf_paged.rooms import is_installed
 from hf_paged.tape import rectangles, step_cache
 from hf_paged.tape.static_states import StaticStates
 from tests.support import models
-from tests.support.architecture_configs import spread_weights, tiny_model
+from tests.support.architecture_configs import spread_weights
 from tests.support.architecture_inputs import make_inputs
 from tests.support.engine_helpers import assert_drained, run_all
+from tests.support.forwards import build
 from tests.support.rooms import records_on_cpu
 
 CLASSES = [
@@ -54,14 +54,6 @@ MODES: dict[str, dict[str, Any]] = {
     "beams": {"do_sample": False, "num_beams": 3, "num_return_sequences": 2},
     "sample": {"do_sample": True, "num_beams": 1},
 }
-
-
-@functools.cache
-def build(name: str) -> Any:
-    model = tiny_model(getattr(transformers, name))
-    for config in (model.config, model.config.get_text_config(), model.generation_config):
-        config.eos_token_id = None
-    return model
 
 
 fresh = build.__wrapped__  # models that a test changes

@@ -32,6 +32,7 @@ from hf_paged.kernels import cpp
 from hf_paged.model import capability, trial
 from hf_paged.model.capability import note_unpackable
 from hf_paged.model.structure import reasons_against
+from hf_paged.rooms import is_installed
 from hf_paged.topics import Topic
 from tests.model import test_positions as tables
 from tests.support import models
@@ -171,6 +172,7 @@ def test_a_cache_class_of_the_models_own_is_refused(monkeypatch: pytest.MonkeyPa
 # -- found by inspection -------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(not is_installed("rectangles"), reason="needs the room rectangles")
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_rope_of_the_longest_position_is_packable_but_not_side_by_side(kind: str) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}

@@ -187,9 +187,7 @@ def test_a_reset_of_the_peaks_is_no_progress() -> None:
     ("method", "operation"),
     [("release", "__delitem__"), ("release", "__setitem__"), ("evict_cached", "__setitem__")],
 )
-def test_an_interrupted_release_loses_no_block(
-    method: str, operation: str, tmp_path: Path
-) -> None:
+def test_an_interrupted_release_loses_no_block(method: str, operation: str, tmp_path: Path) -> None:
     def interrupt(*arguments: Any) -> None:
         raise KeyboardInterrupt
 

@@ -334,9 +334,9 @@ class Executor:
     def sample(
         self, ready: list[tuple[Generation, LogitRows]], fetch: Fetch | None = None
     ) -> list[Result]:
-        """Like `sample_step`. If a decoding `may_run_model`, as with guidance, and its rows all have
-        one adapter, it is sampled alone, with this adapter and under `lock`. (A caller's streamer
-        alone may wait for another thread, which may need the lock.)"""
+        """Like `sample_step`. If a decoding `may_run_model`, as with guidance, and its rows all
+        have one adapter, it is sampled alone, with this adapter and under `lock`. (A caller's
+        streamer may wait for another thread, which may need the lock.)"""
         results: dict[int, Result] = {}
         for index, (generation, logits) in enumerate(ready):
             adapter, *others = {request.adapter for request in generation.requests}

@@ -98,6 +98,7 @@ class BeamDecoding(Decoding):
         # a model's own search methods may compare prompts, and choose any token
         is_stock_search = all(is_stock(model, name) for name in compat.BEAM_METHODS)
         self.runs_callers_code = not (self._is_row_wise and is_stock_search)
+        self.may_run_model = self.runs_callers_code
         returns_dict = config.return_dict_in_generate
         self._can_close_early = is_stock_search and self._is_row_wise and not returns_dict
         # by step: the log-probabilities of each chosen (row, next token), and each row's

@@ -419,7 +419,7 @@ class PagedMemory:
         holds a block; returns whether it did. May be called at any time from any thread, since
         running sequences hold blocks. The next write allocates the layers again, if possible at
         their old addresses (`Storage.released`): if so, recorded steps stay valid."""
-        with self.lock:
+        with self.changing():
             if self.is_used:
                 return False
             self._release(self.groups.values())
@@ -429,7 +429,7 @@ class PagedMemory:
 
     def evict_cached(self) -> None:
         """Evicts all cached blocks, for tiers to keep. Does nothing if no manager has a tier."""
-        with self.lock:
+        with self.changing():
             if any(manager.tier is not None for manager in self.managers.values()):
                 for group in self.groups.values():
                     group.pool.evict(group.pool.num_cached)

@@ -247,6 +247,32 @@ def test_code_of_a_call_runs_the_model_with_the_adapters_of_its_rows(name: str) 
         assert hf_paged.last_route(model).road == road
 
 
+def test_a_streamer_of_an_adapter_may_wait_for_a_thread_that_uses_the_model() -> None:
+    class Waiting:
+        num_put = 0
+
+        def put(self, token_ids: torch.Tensor) -> None:
+            self.num_put += 1
+            if self.num_put == 3:
+                other.start()
+                other.join(timeout=60)
+                assert not other.is_alive()
+
+        def end(self) -> None:
+            pass
+
+    model, inputs, results = many(2), models.prompt("llama", 1), list[torch.Tensor]()
+    other = threading.Thread(
+        target=lambda: results.append(model.generate(**inputs, **GREEDY, **models.PAGED)),
+        daemon=True,
+    )
+    options = {**GREEDY, "adapter_names": ["a1"]}
+    found = model.generate(**inputs, **options, **models.PAGED, streamer=Waiting())
+    assert torch.equal(found, model.generate(**inputs, **options))
+    assert torch.equal(results[0], model.generate(**inputs, **GREEDY))
+    hf_paged.check_integrity(model.get_base_model())
+
+
 # -- rows that draft -----------------------------------------------------------------------------
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +181,29 @@ def test_a_reset_of_the_peaks_is_no_progress() -> None:
         assert stats.peak_blocks == stats.used_blocks < peak and 0 < stats.peak_bytes
         engine.step()
         assert engine.memory.progress_count > progress_count
+
+
+@pytest.mark.parametrize(
+    ("method", "operation"),
+    [("release", "__delitem__"), ("release", "__setitem__"), ("evict_cached", "__setitem__")],
+)
+def test_an_interrupted_release_loses_no_block(method: str, operation: str, tmp_path: Path) -> None:
+    def interrupt(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    config = {"block_size": models.BLOCK_SIZE, "prefix_tiers": tmp_path}
+    with hf_paged.PagedEngine(models.build("llama"), config) as engine:
+        expected = [result.token_ids for result in engine.generate(prompts(70, 20), GREEDY)]
+        memory = engine.memory
+        (group,) = memory.groups.values()
+        assert group.pool.num_cached
+        interrupted_dict = type("InterruptedDict", (OrderedDict,), {})
+        group.pool._free = interrupted_dict(group.pool._free)
+        setattr(interrupted_dict, operation, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            getattr(memory, method)()
+        memory.check_integrity()
+        assert memory.release() and not group.pool.num_blocks
+        results = engine.generate(prompts(70, 20), GREEDY)
+        assert [result.token_ids for result in results] == expected
+        engine.check_integrity()

@@ -253,6 +253,8 @@ class Decoding:
         self._is_row_wise = True
         # whether a step may run a caller's code, which may change the model
         self.runs_callers_code = False
+        # whether that code may run the model, as processors and criteria may
+        self.may_run_model = False
 
     @property
     def is_done(self) -> bool:

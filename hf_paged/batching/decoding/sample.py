@@ -119,9 +119,8 @@ class SampleDecoding(Decoding):
         self._is_row_wise = are_row_wise(processors, self.num_rows)
         package = type(streamer).__module__.partition(".")[0]
         runs_callers_streamer = streamer is not None and package != "transformers"
-        self.runs_callers_code = (
-            not self._is_row_wise or bool(checker.callers_criteria) or runs_callers_streamer
-        )
+        self.may_run_model = not self._is_row_wise or bool(checker.callers_criteria)
+        self.runs_callers_code = self.may_run_model or runs_callers_streamer
         # whether the processors run only on open rows, since no caller's code reads the others
         self._selects_rows = self._is_row_wise and not self._keeps_scores
         self._open_processors = (self.open_rows, processors)  # rows, and the processors for them

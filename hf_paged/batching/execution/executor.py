@@ -334,13 +334,13 @@ class Executor:
     def sample(
         self, ready: list[tuple[Generation, LogitRows]], fetch: Fetch | None = None
     ) -> list[Result]:
-        """Like `sample_step`. If the rows of a decoding that runs a caller's code all have one
-        adapter, the code runs with this adapter, since it may run the model, as guidance does; then
-        the decoding is sampled alone, under `lock`."""
+        """Like `sample_step`. If a decoding `may_run_model`, as with guidance, and its rows all
+        have one adapter, it is sampled alone, with this adapter and under `lock`. (A caller's
+        streamer may wait for another thread, which may need the lock.)"""
         results: dict[int, Result] = {}
         for index, (generation, logits) in enumerate(ready):
             adapter, *others = {request.adapter for request in generation.requests}
-            is_alone = generation.decoding.runs_callers_code and not others
+            is_alone = generation.decoding.may_run_model and not others
             if adapter is None or not is_alone:
                 continue
             try:

@@ -4,6 +4,8 @@ model changed."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib.util
 import os
 import random
 import re
@@ -67,20 +69,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=obstacle))
 
 
+@functools.cache
+def _is_taken_away(room: str) -> bool:
+    """Whether `tests.support.alone` has taken a room away; not whether a test pretends so."""
+    return importlib.util.find_spec(f"hf_paged.{room}") is None
+
+
 def _missing_room(text: str) -> str | None:
     """The reason for a skip if an error's text names a room of hf_paged that is taken away."""
-    from hf_paged.rooms import ROOMS, is_installed
+    from hf_paged.rooms import ROOMS
 
-    match = re.search(r"No module named 'hf_paged\.(\w+)|needs `hf_paged\.(\w+)`", text)
+    match = re.search(r"No module named '(?:hf_paged|tests)\.(\w+)|needs `hf_paged\.(\w+)`", text)
     room = match and (match.group(1) or match.group(2))
-    return f"needs the room {room}" if room in ROOMS and not is_installed(room) else None
+    return f"needs the room {room}" if room in ROOMS and _is_taken_away(room) else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Skips a module of tests that imports a room which `tests.support.alone` has taken away."""
+    """Skips a module of tests that imports a room, or a room's tests, which `tests.support.alone`
+    has taken away."""
     report = yield
     if report.failed and (reason := _missing_room(str(report.longrepr))) is not None:
         report.outcome, report.longrepr = "skipped", (str(collector.path), 0, reason)
@@ -116,14 +125,14 @@ def _noting_missing_rooms(names: list[str]) -> Iterator[None]:
     """If rooms are taken away, adds the names of those that a test asks for to `names`."""
     from hf_paged import rooms
 
-    if all(map(rooms.is_installed, rooms.ROOMS)):
+    if not any(map(_is_taken_away, rooms.ROOMS)):
         yield
         return
     missing = rooms.missing
 
     def noted(name: str, option: str) -> str | None:
         message = missing(name, option)
-        if message is not None:
+        if message is not None and _is_taken_away(name):
             names.append(name)
         return message
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from hf_paged import rooms
 from hf_paged.rooms import ROOMS, is_installed
+from tests import conftest
 from tests.support import alone, tools
 
 
@@ -51,3 +53,29 @@ def test_a_room_that_is_not_there_is_named(
     with pytest.raises(SystemExit):
         alone.main()
     assert "no room has the name cellar" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "No module named 'hf_paged.beams'",
+        "No module named 'tests.beams.searches'",
+        "`num_beams` needs `hf_paged.beams`",
+    ],
+)
+def test_an_error_that_names_a_missing_room_is_a_skip(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conftest, "_is_taken_away", lambda room: room == "beams")
+    assert conftest._missing_room(text) == "needs the room beams"
+    assert conftest._missing_room(text.replace("beams", "tiers")) is None
+
+
+def test_a_test_that_pretends_that_rooms_are_missing_can_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rooms, "is_installed", lambda name: False)
+    names = list[str]()
+    with conftest._noting_missing_rooms(names):
+        assert all(rooms.missing(name, "an option") for name in ROOMS)
+    assert names == [name for name in ROOMS if not is_installed(name)]

@@ -22,7 +22,6 @@ from ..config import PagedConfig
 from ..model.capability import Capability
 from ..model.layout import Layout, PromptsVerdict
 from ..model.own_loop import mismatched_rows
-from ..model.registry import warn_once
 from ..model.rope import find_length_rope
 from ..model.sharding import is_sharded
 from ..model.structure import is_stock, overridden
@@ -193,14 +192,11 @@ class Candidate:
             yield reason
 
     def _reasons_against_rectangles(self, reason: str) -> Iterator[str]:
-        """As `RectanglesRoom.reasons_against_call`. Without the room, yields that it is missing,
-        and logs a warning."""
+        """As `RectanglesRoom.reasons_against_call`. Without the room, yields that it is missing."""
         try:
             rectangles = find_rectangles()
         except rooms.RoomMissingError as error:
-            missing = f"{reason}; {Topic.ROOMS(str(error))}"
-            warn_once(self.model, f"runs in transformers' own loop: {missing}")
-            yield missing
+            yield f"{reason}; {Topic.ROOMS(str(error))}"
         else:
             yield from rectangles.reasons_against_call(self, reason)
 

@@ -84,7 +84,7 @@ def route_of(
     reasons = sorted(slowed_by)
     if any(c.gathered_decodes for c in counters):
         reasons.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
-    if NOT_INSTALLED in reason:
+    elif NOT_INSTALLED in reason:
         reasons.append(reason)
     reads_in_place = any(c.in_place for c in counters) and not any(c.gathered for c in counters)
     return Route(

@@ -16,7 +16,6 @@ from hf_paged.rooms import is_installed
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.forwards import build
-from tests.support.rooms import needs_all_rooms
 
 
 @pytest.fixture(autouse=True)
@@ -72,7 +71,6 @@ def test_rectangles(caplog: pytest.LogCaptureFixture) -> None:
         PagedEngine(model, {"capture": False}).add_request(ids[0].tolist())
 
 
-@needs_all_rooms  # but the one that the test takes away
 @pytest.mark.parametrize(
     ("name", "options", "room"),
     [

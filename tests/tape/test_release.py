@@ -1,4 +1,4 @@
-"""Recorded steps outlive the memory of an idle pool: the next call records nothing anew."""
+"""Recorded steps outlive the memory of an idle pool: the next call records no step again."""
 
 from __future__ import annotations
 

@@ -3,7 +3,9 @@
     python -m benchmarks.all [--minutes 60] [--out FOLDER] [--only whole,rollouts] [--quick]
                              [--peers openvino vllm ...]
 
-Each stage is one of the other benchmarks in a process of its own, most telling first, with a share
+Calls are timed in bfloat16, some of them once more in float32; on a processor without instructions
+for bfloat16 it is the other way round, since plain `generate` is not at its best there. Each stage
+is one of the other benchmarks in a process of its own, most telling first, with a share
 of the minutes that its turns are planned with. Its file takes the place of the one in the folder,
 `benchmarks/results` (with `--quick` a new one), which `python -m benchmarks.readme` renders;
 `all.json` lists the stages, their seconds, and why one failed.
@@ -16,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import report, runner, stages
+from benchmarks import machine, report, runner, stages
 from benchmarks.peers import TITLES
 from benchmarks.runner import option
 from benchmarks.stages import Stage
@@ -24,17 +26,20 @@ from benchmarks.stages import Stage
 MINUTES = 60.0
 NAME = "all"  # of the file that lists the stages
 
+HAS_BF16 = bool(machine.bf16_instructions())
+DTYPE, OTHER_DTYPE = ("bfloat16", "float32") if HAS_BF16 else ("float32", "bfloat16")
+IN_OTHER_DTYPE = "W1,W2,W3,W4,W5,W6" if HAS_BF16 else "W4,W6"  # plain's take 15 minutes a turn
 CALLS, SHAPE = "generate --device cpu --no-peers --no-memory", "cpu-llama-100m"
 WHOLE = "generate --device cpu --no-peers --only W1,W2,W3,W4,W5,W6,W9,W10,waste"
 SIDE = "side_by_side --processes 0 --only"
 STAGES = (
-    Stage("whole", 25, WHOLE, "", f"generate-{SHAPE}", tuple(TITLES)),
+    Stage("whole", 25, f"{WHOLE} --dtype {DTYPE}", "", f"generate-{SHAPE}", tuple(TITLES)),
     Stage(
-        "float32",
+        "other_dtype",
         5,
-        f"{CALLS} --only W1,W2,W3,W4,W5,W6 --dtype float32",
+        f"{CALLS} --only {IN_OTHER_DTYPE} --dtype {OTHER_DTYPE}",
         "--repeats 1",
-        f"generate-float32-{SHAPE}",
+        f"generate-other-dtype-{SHAPE}",
     ),
     Stage("speculation", 3, "speculation --only W7,W8", "", "speculation-cpu"),
     Stage("rollouts", 4, "grpo", "--turns 5", "grpo-cpu-llama-24m"),
@@ -49,14 +54,14 @@ STAGES = (
     Stage(
         "hybrids", 5, f"{SIDE} '^(?!T5|BART|Whisper-t).* 16 new$'", "--turns 5", "side_by_side-cpu"
     ),
-    Stage("first_call", 2, "first_call", "--turns 3", f"first_call-{SHAPE}"),
+    Stage("first_call", 2, f"first_call --dtype {DTYPE}", "--turns 3", f"first_call-{SHAPE}"),
     Stage("adapters", 3, "lora", "--turns 5", "lora-cpu"),
     Stage("tiers", 2, "tiers --only prefix", "", "tiers-cpu"),
     Stage("small_pool", 1, "tiers --only W3", "--model llama-24m", "tiers-w3-cpu"),
     Stage(
         "int8",
         1.5,
-        f"{CALLS} --only W6 --int8",
+        f"{CALLS} --only W6 --dtype {DTYPE} --int8",
         "--repeats 5",
         f"generate-int8-{SHAPE}",
         ("openvino",),
@@ -64,7 +69,7 @@ STAGES = (
     Stage(
         "invariant",
         1,
-        f"{CALLS} --only W6 --batch-invariant",
+        f"{CALLS} --only W6 --dtype {DTYPE} --batch-invariant",
         "--repeats 5",
         f"generate-invariant-{SHAPE}",
     ),

@@ -349,7 +349,7 @@ BENCHMARK = runner.Benchmark(
     show=show,
     title="Whole calls",
     results=[
-        (f"generate-{kind}cpu-llama-100m",) for kind in ("", "float32-", "int8-", "invariant-")
+        (f"generate-{kind}cpu-llama-100m",) for kind in ("", "other-dtype-", "int8-", "invariant-")
     ],
     said=title,
     options={

@@ -32,7 +32,7 @@ class Engine(NamedTuple):
     Args:
         title (`str`): Name in the tables.
         worker (`str`): Function of `worker.py`.
-        settings (`dict`): What the worker is told beside the workload.
+        settings (`dict`): What the worker is told beside the workload and the weights' dtype.
     """
 
     title: str
@@ -163,7 +163,8 @@ class Peer(System):
         num_beams = workload.options.get("num_beams", 1)
         if reason := self.reason(model.device.type, num_beams):
             raise NotAvailable(reason)
-        of = {"int8": self.int8, "shape": shape.name}
+        dtype = str(model.dtype).removeprefix("torch.")
+        of = {"int8": self.int8, "shape": shape.name, "dtype": dtype}
         if self.name == "llamacpp":
             of |= slots_of(workload)
         if self._problem:
@@ -171,7 +172,7 @@ class Peer(System):
         if self._process is None or self._of != of:
             self.free()
             try:
-                self._start(build(shape, "cpu", torch.bfloat16) if self.int8 else model, of)
+                self._start(build(shape, "cpu", model.dtype) if self.int8 else model, of)
             except Exception as error:
                 is_known = isinstance(error, NotAvailable)
                 self._problem = str(error) if is_known else report.failed(error)

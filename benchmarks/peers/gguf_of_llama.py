@@ -39,13 +39,12 @@ def write_gguf(directory: Path) -> Path:
     writer.add_token_list([f"t{number}" for number in range(count)])
     writer.add_token_types([gguf.TokenType.NORMAL] * count)
     writer.add_token_scores([0.0] * count)
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}
     names |= {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}
     names |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
     names["self_attn.o_proj"] = "attn_output"
     whole = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
-    for name, tensor in _bfloat16_tensors(directory / "model.safetensors"):
+    for name, tensor in _tensors(directory / "model.safetensors"):
         stem = name.removesuffix(".weight")
         if stem in whole:
             new = whole[stem]
@@ -55,11 +54,15 @@ def write_gguf(directory: Path) -> Path:
         if part_heads := {"attn_q": heads, "attn_k": kv_heads}.get(new.rpartition(".")[2]):
             halves = tensor.reshape(part_heads, 2, head_dim // 2, -1)
             tensor = halves.swapaxes(1, 2).reshape(tensor.shape)
-        if tensor.ndim == 1:
+        if tensor.dtype == np.float32:
+            writer.add_tensor(f"{new}.weight", np.ascontiguousarray(tensor))
+        elif tensor.ndim == 1:
             writer.add_tensor(f"{new}.weight", (tensor.astype(np.uint32) << 16).view(np.float32))
         else:
             data = np.ascontiguousarray(tensor).view(np.uint8)
             writer.add_tensor(f"{new}.weight", data, raw_dtype=gguf.GGMLQuantizationType.BF16)
+    kinds = gguf.LlamaFileType
+    writer.add_file_type(kinds.ALL_F32 if tensor.dtype == np.float32 else kinds.MOSTLY_BF16)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -67,17 +70,18 @@ def write_gguf(directory: Path) -> Path:
     return path
 
 
-def _bfloat16_tensors(path: Path) -> Iterator[tuple[str, Any]]:
-    """Names and bits (`uint16`) of the tensors in a safetensors file, whose JSON header follows its
-    length."""
+def _tensors(path: Path) -> Iterator[tuple[str, Any]]:
+    """Names and numbers (`float32`, or the bits of bfloat16 as `uint16`) of the tensors in a
+    safetensors file, whose JSON header follows its length."""
     import numpy as np
 
+    types = {"F32": np.float32, "BF16": np.uint16}
     content = np.memmap(path, np.uint8, "r")
     start = 8 + int(content[:8].view(np.uint64)[0])
     for name, told in json.loads(content[8:start].tobytes()).items():
         if name != "__metadata__":
-            if told["dtype"] != "BF16":
+            if told["dtype"] not in types:
                 raise ValueError(f"{name} is {told['dtype']}")
             low, high = told["data_offsets"]
-            bits = content[start + low : start + high].copy().view(np.uint16)
-            yield name, bits.reshape(told["shape"])
+            numbers = content[start + low : start + high].copy().view(types[told["dtype"]])
+            yield name, numbers.reshape(told["shape"])

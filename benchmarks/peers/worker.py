@@ -63,6 +63,8 @@ def openvino(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[R
 
     def make(kv: str) -> Any:
         options = {"INFERENCE_NUM_THREADS": threads, "KV_CACHE_PRECISION": kv}
+        if settings["dtype"] == "float32":  # else what the processor is fastest in
+            options["INFERENCE_PRECISION_HINT"] = "f32"
         arguments = str(directory / "openvino"), scheduler, "CPU", options
         return openvino_genai.ContinuousBatchingPipeline(*arguments)
 
@@ -105,7 +107,8 @@ def vllm(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, 
     from vllm.sampling_params import BeamSearchParams
 
     write_tokenizer(directory)
-    llm = package.LLM(str(directory), dtype="bfloat16", max_model_len=8192, disable_log_stats=True)
+    dtype = settings["dtype"]
+    llm = package.LLM(str(directory), dtype=dtype, max_model_len=8192, disable_log_stats=True)
 
     def run(batch: Batch) -> list[list[int]]:
         prompts = [{"prompt_token_ids": prompt} for prompt in batch["prompts"]]
@@ -147,7 +150,7 @@ def write_tokenizer(directory: Path) -> None:
 
 
 def llamacpp(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[Run, str]:
-    """llama.cpp's server, built for this processor, on a Llama written as GGUF in bfloat16."""
+    """llama.cpp's server, built for this processor, on a Llama written as GGUF."""
     from gguf_of_llama import write_gguf
 
     slots = settings["slots"]

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..cache.handles import written_tensors
 from ..kernels.cpp.build import batch_invariant
-from ..kernels.cpp.linear import HALVES, max_rows
+from ..kernels.cpp.linear import max_rows
 from ..step import NotCapturable
 from .buffers import DTYPE_NUMBERS, FLOAT_NUMBERS, Buffers, buffer_ids_of
 from .entries import Entry, KernelEntry, Linear, TorchOp
@@ -335,10 +335,7 @@ class Lowering:
         *biases, x, weight = operation.args
         result: Tensor = operation.result
         is_scaled = any(operation.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
-        uses_kernel = batch_invariant.get()
-        if not uses_kernel and x.dtype in HALVES:
-            uses_kernel = x.shape[0] <= max_rows(x.dtype)
-        if is_scaled or not uses_kernel or x.dtype not in FLOAT_NUMBERS or not result.numel():
+        if is_scaled or x.dtype not in FLOAT_NUMBERS or not result.numel():
             return False
         if self.buffers.id_of(weight) is not None or weight.dtype is not x.dtype:
             return False
@@ -350,6 +347,9 @@ class Lowering:
         depth_stride, width_stride = weight.stride()
         is_transposed = depth_stride != 1 or width_stride < weight.shape[0]
         if is_transposed and width_stride != 1:
+            return False
+        row_limit = max_rows(x.dtype, is_transposed)
+        if x.shape[0] > row_limit and not batch_invariant.get():
             return False
         stored = weight if is_transposed else weight.t()
         bias_ref = self.buffers.ref(biases[0]) if biases else None

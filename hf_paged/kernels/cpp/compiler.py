@@ -3,6 +3,7 @@ capabilities. `build.py` and `prebuilt.py` run the compiler."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import shutil
@@ -65,7 +66,19 @@ def compile_command(compiler: list[str], flags: Sequence[str], output: Path) -> 
 
 def cpu_flags() -> set[str]:
     """Returns the CPU flags that Linux reports; an empty set on other systems."""
+    return set(_cpuinfo("flags", "Features").split())
+
+
+@functools.cache
+def cpu_vendor() -> str:
+    """Returns the CPU's vendor as Linux reports it, such as `AuthenticAMD`; empty for an ARM CPU,
+    and on other systems."""
+    return _cpuinfo("vendor_id")
+
+
+def _cpuinfo(*names: str) -> str:
+    """Returns what Linux reports of the first CPU under the first of these names."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if os.access(cpuinfo, os.R_OK) else []
-    flags_line = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    return set(flags_line.partition(":")[2].split())
+    line = next((line for line in lines if line.startswith(names)), "")
+    return line.partition(":")[2].strip()

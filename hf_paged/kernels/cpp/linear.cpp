@@ -15,7 +15,7 @@ struct LinearCall {
 
 namespace {
 
-constexpr int kUnit = 4;               // weight rows in a unit of work of the vector paths
+constexpr int kUnit = 4;               // weight rows in a unit of work of AVX512-BF16
 constexpr int64_t kFewBytes = 1 << 16;  // bytes of weights below which one thread is faster than several
 
 int64_t linear_units(const LinearCall& c, int64_t size) {
@@ -38,10 +38,14 @@ template <class T> void finish(const LinearPiece& p, int64_t m, int64_t n, float
 // -- float32 lanes: x is widened first. For bfloat16, its even and odd elements are separated, since a shift widens the
 // even elements of a register of weights, and a mask the odd ones ----------------------------------------------------
 
+// Floats between rows of the widened x: rows that begin at equal offsets within pages of memory would displace each
+// other in the L1 cache.
+inline int64_t wide_stride(const LinearCall& c) { return c.depth / 16 * 16 + 32; }
+
 template <class T> void widen_rows(const LinearCall& c, float* out) {
     constexpr bool pairs = std::is_same<T, BFloat16>::value;
     const int64_t whole = pairs && !c.is_transposed ? c.depth / (2 * kLanes) * (2 * kLanes) : 0;
-    for (int64_t m = 0; m < c.rows; ++m, out += c.depth) {
+    for (int64_t m = 0; m < c.rows; ++m, out += wide_stride(c)) {
         const T* x = (const T*)c.x + m * c.x_stride;
         for (int64_t k = 0; k < whole; k += 2 * kLanes)
             for (int i = 0; i < kLanes; ++i)
@@ -50,34 +54,46 @@ template <class T> void widen_rows(const LinearCall& c, float* out) {
     }
 }
 
-template <int R, int B, class T>
-void wide_block(const T* w, int64_t stride, const float* x, int64_t depth, const char* ahead, float (*sums)[4]) {
-    vf acc[R][B] = {};
-    int64_t k = 0;
-    if constexpr (std::is_same<T, BFloat16>::value) {
-        for (; k + 2 * kLanes <= depth; k += 2 * kLanes)
-            for (int r = 0; r < R; ++r) {
-                const vu pair = load<vu>(w + r * stride + k);
-                __builtin_prefetch(ahead + (k * R + r * 2 * kLanes) * 2);
-                for (int b = 0; b < B; ++b) {
-                    acc[r][b] = fma((vf)(pair << 16), load<vf>(x + b * depth + k), acc[r][b]);
-                    acc[r][b] = fma((vf)(pair & 0xffff0000u), load<vf>(x + b * depth + k + kLanes), acc[r][b]);
-                }
-            }
-    } else {
-        for (; k + kLanes <= depth; k += kLanes)
-            for (int r = 0; r < R; ++r) {
-                const vf v = load_floats(w + r * stride + k);
-                __builtin_prefetch(ahead + (k * R + r * kLanes) * (int64_t)sizeof(T));
-                for (int b = 0; b < B; ++b) acc[r][b] = fma(v, load<vf>(x + b * depth + k), acc[r][b]);
-            }
-    }
-    for (int r = 0; r < R; ++r)
+constexpr int kWideUnit = LANES == 16 ? 4 : 6;  // weight rows in a unit of work
+// The weight rows of them that are multiplied with B rows of x at a time, as registers allow.
+template <int B> constexpr int kWideRows = LANES == 16 ? 4 : B <= 2 ? 6 : 3;
+constexpr int64_t kSlice = 1024;  // elements of depth for which a unit's weights and four rows of x stay in the L1 cache
+
+// `x`, loaded into a register once: the compiler would load it again for each use.
+inline vf kept(vf x) {
+#if defined(__AVX2__)
+    __asm__("" : "+x"(x));
+#endif
+    return x;
+}
+
+// Adds the products of elements [low, high) of R weight rows and B rows of x to `sums` [B][kWideUnit].
+template <bool prefetches, int R, int B, class T>
+void wide_block(const T* w, int64_t stride, const float* x, int64_t x_stride, int64_t low, int64_t high,
+                const char* ahead, vf* sums) {
+    vf acc[R][B];
+    for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) acc[r][b] = sums[b * kWideUnit + r];
+    const auto add = [&](int64_t k, const vf (&v)[R]) {
         for (int b = 0; b < B; ++b) {
-            float sum = reduce(acc[r][b], plus);
-            for (int64_t i = k; i < depth; ++i) sum = fma(to_float(w + r * stride + i), x[b * depth + i], sum);
-            sums[r][b] = sum;
+            const vf xs = kept(load<vf>(x + b * x_stride + k));
+            for (int r = 0; r < R; ++r) acc[r][b] = fma(v[r], xs, acc[r][b]);
         }
+    };
+    constexpr bool pairs = std::is_same<T, BFloat16>::value;
+    constexpr int step = pairs ? 2 * kLanes : kLanes;
+    for (int64_t k = low; k < high; k += step) {
+        vf even[R], odd[R];
+        for (int r = 0; r < R; ++r) {
+            if (prefetches) __builtin_prefetch(ahead + (k * R + r * step) * (int64_t)sizeof(T));
+            if constexpr (pairs) {
+                const vu pair = load<vu>(w + r * stride + k);
+                even[r] = (vf)(pair << 16), odd[r] = (vf)(pair & 0xffff0000u);
+            } else even[r] = kept(load_floats(w + r * stride + k));
+        }
+        add(k, even);
+        if constexpr (pairs) add(k + kLanes, odd);
+    }
+    for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) sums[b * kWideUnit + r] = acc[r][b];
 }
 
 #if defined(__AVX512BF16__)
@@ -112,40 +128,72 @@ template <class F> void with_count(int64_t n, F f) {
     else f(std::integral_constant<int, 4>());
 }
 
+// Computes units [low, high) of `kWideUnit` weight rows, for four rows of x at a time. `sums`: [rows][kWideUnit].
+template <class T> void run_wide(const LinearCall& c, const float* wide, vf* sums, int64_t low, int64_t high) {
+    constexpr int64_t step = std::is_same<T, BFloat16>::value ? 2 * kLanes : kLanes;
+    const int64_t whole = c.depth / step * step, slice = c.rows > 4 ? kSlice : std::max<int64_t>(1, whole);
+    const int64_t x_stride = wide_stride(c);
+    for (int64_t u = low; u < high; ++u) {
+        const LinearUnit unit = linear_unit(c, kWideUnit, u);
+        const LinearPiece* p = unit.piece;
+        const int64_t stride = p->weight_stride, first = unit.first;
+        const int64_t count = std::min<int64_t>(kWideUnit, p->width - first);
+        const T* w = (const T*)p->weight + first * stride;
+        std::fill(sums, sums + c.rows * kWideUnit, vf{});
+        for (int64_t from = 0; from < whole; from += slice) {
+            const int64_t to = std::min(whole, from + slice);
+            auto blocks = [&](auto prefetches, int64_t m) {
+                with_count(std::min<int64_t>(4, c.rows - m), [&](auto B) {
+                    auto block = [&](auto R, int64_t r) {
+                        const T* at = w + r * stride;
+                        wide_block<prefetches(), R(), B()>(at, stride, wide + m * x_stride, x_stride, from, to,
+                                                           (const char*)(at + kWideUnit * stride), sums + m * kWideUnit + r);
+                    };
+                    constexpr int size = kWideRows<B()>;
+                    int64_t r = 0;
+                    for (; r + size <= count; r += size) block(std::integral_constant<int, size>(), r);
+                    for (; r < count; ++r) block(std::integral_constant<int, 1>(), r);
+                });
+            };
+            blocks(std::true_type(), 0);
+            for (int64_t m = 4; m < c.rows; m += 4) blocks(std::false_type(), m);
+        }
+        for (int64_t m = 0; m < c.rows; ++m)
+            for (int64_t r = 0; r < count; ++r) {
+                float sum = reduce(sums[m * kWideUnit + r], plus);
+                for (int64_t k = whole; k < c.depth; ++k) sum = fma(to_float(w + r * stride + k), wide[m * x_stride + k], sum);
+                finish<T>(*p, m, first + r, sum);
+            }
+    }
+}
+
+#if defined(__AVX512BF16__)
 // Computes units [low, high) of `kUnit` weight rows, for four rows of x at a time.
-template <class T> void run_dots(const LinearCall& c, const float* wide, int64_t low, int64_t high) {
-    constexpr int kRows = LANES == 16 ? 4 : 2;  // weight rows at a time, as registers allow
+void run_dots(const LinearCall& c, int64_t low, int64_t high) {
     alignas(64) float sums[kUnit][4];
     for (int64_t u = low; u < high; ++u) {
         const LinearUnit unit = linear_unit(c, kUnit, u);
         const LinearPiece* p = unit.piece;
-        const int64_t first = unit.first;
+        const int64_t first = unit.first, stride = p->weight_stride;
         const int64_t count = std::min<int64_t>(kUnit, p->width - first);
-        const T* w = (const T*)p->weight + first * p->weight_stride;
+        const BFloat16* w = (const BFloat16*)p->weight + first * stride;
         for (int64_t m = 0; m < c.rows; m += 4) {
             const int64_t rows = std::min<int64_t>(4, c.rows - m);
             with_count(rows, [&](auto B) {
                 auto block = [&](auto R, int64_t r) {
-                    const T* at = w + r * p->weight_stride;
-                    const char* ahead = (const char*)(at + kUnit * p->weight_stride);
-#if defined(__AVX512BF16__)
-                    if constexpr (std::is_same<T, BFloat16>::value)
-                        if (!wide) {
-                            const T* x = (const T*)c.x + m * c.x_stride;
-                            return dot_block<R(), B()>(at, p->weight_stride, x, c.x_stride, c.depth, ahead, sums + r);
-                        }
-#endif
-                    wide_block<R(), B()>(at, p->weight_stride, wide + m * c.depth, c.depth, ahead, sums + r);
+                    const BFloat16 *at = w + r * stride, *x = (const BFloat16*)c.x + m * c.x_stride;
+                    const char* ahead = (const char*)(at + kUnit * stride);
+                    dot_block<R(), B()>(at, stride, x, c.x_stride, c.depth, ahead, sums + r);
                 };
-                int64_t r = 0;
-                for (; r + kRows <= count; r += kRows) block(std::integral_constant<int, kRows>(), r);
-                for (; r < count; ++r) block(std::integral_constant<int, 1>(), r);
+                if (count == kUnit) block(std::integral_constant<int, kUnit>(), 0);
+                else for (int64_t r = 0; r < count; ++r) block(std::integral_constant<int, 1>(), r);
             });
             for (int64_t r = 0; r < count; ++r)
-                for (int64_t b = 0; b < rows; ++b) finish<T>(*p, m + b, first + r, sums[r][b]);
+                for (int64_t b = 0; b < rows; ++b) finish<BFloat16>(*p, m + b, first + r, sums[r][b]);
         }
     }
 }
+#endif
 
 // -- W [depth][width]: the sums of some columns stay in the cache while rows of W stream through -----------------------
 
@@ -153,6 +201,7 @@ constexpr int64_t kColumns = 512, kDeep = 8;
 
 template <class T> void run_columns(const LinearCall& c, const float* wide, int64_t low, int64_t high) {
     alignas(64) float sums[4][kColumns];
+    const int64_t x_stride = wide_stride(c);
     for (int64_t u = low; u < high; ++u) {
         const LinearUnit unit = linear_unit(c, kColumns, u);
         const LinearPiece* p = unit.piece;
@@ -160,7 +209,7 @@ template <class T> void run_columns(const LinearCall& c, const float* wide, int6
         const int64_t count = std::min<int64_t>(kColumns, p->width - first), whole = count / kLanes * kLanes;
         for (int64_t m = 0; m < c.rows; m += 4) {
             const int64_t rows = std::min<int64_t>(4, c.rows - m);
-            const float* x = wide + m * c.depth;
+            const float* x = wide + m * x_stride;
             std::memset(sums, 0, sizeof sums);
             for (int64_t k = 0; k < c.depth; k += kDeep) {
                 const int64_t deep = std::min(kDeep, c.depth - k);
@@ -171,7 +220,7 @@ template <class T> void run_columns(const LinearCall& c, const float* wide, int6
                         for (int b = 0; b < B(); ++b) acc[b] = load<vf>(sums[b] + n);
                         for (int64_t i = 0; i < deep; ++i) {
                             const vf v = load_floats(w + i * p->weight_stride + n);
-                            for (int b = 0; b < B(); ++b) acc[b] = fma(v, splat(x[b * c.depth + k + i]), acc[b]);
+                            for (int b = 0; b < B(); ++b) acc[b] = fma(v, splat(x[b * x_stride + k + i]), acc[b]);
                         }
                         for (int b = 0; b < B(); ++b) store_vf(sums[b] + n, acc[b]);
                     }
@@ -179,7 +228,7 @@ template <class T> void run_columns(const LinearCall& c, const float* wide, int6
                 for (int64_t n = whole; n < count; ++n)
                     for (int64_t i = 0; i < deep; ++i)
                         for (int64_t b = 0; b < rows; ++b)
-                            sums[b][n] = fma(to_float(w + i * p->weight_stride + n), x[b * c.depth + k + i], sums[b][n]);
+                            sums[b][n] = fma(to_float(w + i * p->weight_stride + n), x[b * x_stride + k + i], sums[b][n]);
             }
             for (int64_t b = 0; b < rows; ++b)
                 for (int64_t n = 0; n < count; ++n) finish<T>(*p, m + b, first + n, sums[b][n]);
@@ -354,18 +403,25 @@ template <class T> int run_linear(const LinearCall& c, int64_t threads) {
         return 0;
     }
 #endif
-    float* wide = nullptr;
-    if (path == kWide) {
-        wide = scratch.get(c.rows * c.depth + 1);
-        if (!wide) return kNoMemory;
-        widen_rows<T>(c, wide);
+#if defined(__AVX512BF16__)
+    if (path == kDots) {
+        const int64_t units = linear_units(c, kUnit);
+#pragma omp parallel for schedule(static, 1) num_threads((int)threads) if (threads > 1)
+        for (int64_t t = 0; t < threads; ++t) run_dots(c, units * t / threads, units * (t + 1) / threads);
+        return 0;
     }
-    const int64_t units = linear_units(c, c.is_transposed ? kColumns : kUnit);
+#endif
+    const int64_t sums = c.is_transposed ? 0 : c.rows * kWideUnit * kLanes;
+    const int64_t floats = c.rows * wide_stride(c);
+    float* wide = scratch.get(floats + sums * threads);
+    if (!wide) return kNoMemory;
+    widen_rows<T>(c, wide);
+    const int64_t units = linear_units(c, c.is_transposed ? kColumns : kWideUnit);
 #pragma omp parallel for schedule(static, 1) num_threads((int)threads) if (threads > 1)
     for (int64_t t = 0; t < threads; ++t) {
         const int64_t low = units * t / threads, high = units * (t + 1) / threads;
         if (c.is_transposed) run_columns<T>(c, wide, low, high);
-        else run_dots<T>(c, wide, low, high);
+        else run_wide<T>(c, wide, (vf*)(wide + floats + sums * t), low, high);
     }
     return 0;
 }

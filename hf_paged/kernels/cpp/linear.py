@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .attention import FLOAT_NUMBERS
 from .build import PATHS, best_path, kernel
+from .compiler import cpu_vendor
 
 LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
@@ -19,6 +20,9 @@ MAX_PIECES = 4
 # maximum number of rows for which reading the weights takes most of the time, by the names in
 # `build.PATHS`; PyTorch computes products of more rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
+# the same for float32, by `compiler.cpu_vendor`, where MKL computes PyTorch's products; other CPUs'
+# were not compared
+FLOAT32_MAX_ROWS = {"AuthenticAMD": 64, "GenuineIntel": 4}
 # where PyTorch converts element by element (not `is_native`): the result of `max_rows`, and the
 # smallest number of rows for which `linear_float32` is faster than the kernel
 MAX_ROWS_WITHOUT_NATIVE, MIN_FLOAT32_ROWS = 256, 129
@@ -45,9 +49,12 @@ def is_native(dtype: torch.dtype) -> bool:
     )
 
 
-def max_rows(dtype: torch.dtype) -> int:
+def max_rows(dtype: torch.dtype, is_transposed: bool = False) -> int:
     """Returns the maximum number of rows for which `linear` should compute products of this dtype
-    on this CPU."""
+    on this CPU, with a weight stored as in `nn.Linear`, or (`is_transposed`) as in `Conv1D`; 0 if
+    PyTorch should compute all of them."""
+    if dtype is torch.float32:
+        return 0 if is_transposed else FLOAT32_MAX_ROWS.get(cpu_vendor(), 0)
     if not is_native(dtype):
         return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]

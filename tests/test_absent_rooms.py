@@ -54,6 +54,8 @@ def test_pictures() -> None:
     for plot in (engine.plot_memory, engine.plot_timeline, cache.plot_memory):
         with pytest.raises(rooms.RoomMissingError, match=r"`plot_.*` needs `hf_paged.tools`"):
             plot()
+    with pytest.raises(rooms.RoomMissingError, match=r"`timeline` needs `hf_paged.tools`"):
+        engine.timeline.intervals()
 
 
 @pytest.mark.parametrize("module", ["hf_paged", "hf_paged.inspect"])

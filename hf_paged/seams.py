@@ -159,32 +159,6 @@ class Adapters(Protocol):
         """Returns the values of some fields of `EngineStats`, by name."""
 
 
-# Reports of the scheduler
-
-
-class RequestListener:
-    """Called by a scheduler when its requests begin to wait, run or end. This class only counts
-    steps; `tools.timeline.Timeline` records them for an engine."""
-
-    num_steps = 0  # scheduled so far
-
-    def record_waiting(self, request: Request) -> None:
-        """Records that a request waits, since it is new, has just stopped running, or has lost its
-        swapped-out blocks."""
-
-    def record_step(self, plan: StepPlan) -> None:
-        """Records the plan of a step that has just been scheduled."""
-        self.num_steps += 1
-
-    def record_verification(
-        self, request: Request, num_draft_tokens: int, num_accepted_tokens: int
-    ) -> None:
-        """Records that the last step verified a draft of this request."""
-
-    def record_end(self, request: Request) -> None:
-        """Records that a request has ended."""
-
-
 # Steps that run again, or ahead
 
 

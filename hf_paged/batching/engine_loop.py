@@ -19,7 +19,7 @@ from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.registry import Route, block_sizes, note_route, route_of
 from ..rooms import SpeculationRoom, room, room_if_installed
-from ..seams import EngineParts, Leader, RequestListener
+from ..seams import EngineParts, Leader
 from ..topics import Topic
 from .arguments import ServedByGenerateError, option_for_drafts
 from .execution.prompts import Prompts
@@ -34,6 +34,7 @@ from .factory import (
 )
 from .generation import RequestState
 from .loop import StepLoop
+from .request import RequestListener
 
 # counters of the loops, by their names in `EngineStats`; they are 0 before the first loop
 LOOP_COUNTERS = (

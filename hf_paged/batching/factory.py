@@ -20,20 +20,12 @@ from ..model.sharding import is_sharded
 from ..model.trial import stock_cache
 from ..model.weights import WeightsGuard
 from ..rooms import OnDemand, RectanglesRoom, TapeRoom, is_installed, room
-from ..seams import (
-    DEFAULT_PARTS,
-    Adapters,
-    Drafter,
-    EngineParts,
-    MakeRecorder,
-    Processes,
-    Recorder,
-    RequestListener,
-)
+from ..seams import DEFAULT_PARTS, Adapters, Drafter, EngineParts, MakeRecorder, Processes, Recorder
 from .execution.executor import Executor
 from .execution.packed import PackedRunner
 from .execution.runner import Runner
 from .loop import StepLoop
+from .request import RequestListener
 from .scheduling.preemption import CostModel
 from .scheduling.scheduler import Scheduler
 

@@ -9,9 +9,8 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple
 
-from ..batching.request import Request, Status
+from ..batching.request import Request, RequestListener, Status
 from ..plan import StepPlan
-from ..seams import RequestListener
 
 MAX_INTERVALS = 4096  # of all requests; one that is never preempted has at most three
 MAX_VERIFICATIONS = 4096

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
 from ...plan import StepPlan
 from ...rooms import OnDemand
-from ...seams import Adapters, Drafter, RequestListener
-from ..request import Request, Rope, Sequence, Status
+from ...seams import Adapters, Drafter
+from ..request import Request, RequestListener, Rope, Sequence, Status
 from .preemption import Preemption
 from .queue import RequestQueue
 from .scheduled import Budget, Scheduled

@@ -319,7 +319,7 @@ def test_block_sizes_that_are_left_to_us(
         )
     assert {group.reason for group in examine(path, dtype=dtype).groups} == {None}
     assert main([path, "--block-size", "auto", "--length", "300", "--dtype", "float32"]) == 0
-    assert "32 tokens per block: 5.1% of memory" in " ".join(capsys.readouterr().out.split())
+    assert "32 tokens per block: loses 5.1% of memory" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit):
         main([path, "--block-size", "large"])
     assert "--block-size" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
@@ -53,6 +54,14 @@ def test_pictures() -> None:
     for plot in (engine.plot_memory, engine.plot_timeline, cache.plot_memory):
         with pytest.raises(rooms.RoomMissingError, match=r"`plot_.*` needs `hf_paged.tools`"):
             plot()
+    with pytest.raises(rooms.RoomMissingError, match=r"`timeline` needs `hf_paged.tools`"):
+        engine.timeline.intervals()
+
+
+@pytest.mark.parametrize("module", ["hf_paged", "hf_paged.inspect"])
+def test_commands(module: str) -> None:
+    with pytest.raises(rooms.RoomMissingError, match=rf"`.*{module}` needs `hf_paged.tools`"):
+        runpy.run_module(module, run_name="__main__")
 
 
 def test_rectangles(caplog: pytest.LogCaptureFixture) -> None:

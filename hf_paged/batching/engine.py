@@ -99,7 +99,6 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         check_tiers(self.config)
         self.tokenizer = tokenizer
         self._core = EngineCore(self.model, self.config, parts)
-        self.timeline = self._core.timeline
 
     @classmethod
     def from_pretrained(

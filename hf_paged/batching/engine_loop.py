@@ -18,7 +18,7 @@ from ..model.capability import Capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.registry import Route, block_sizes, note_route, route_of
-from ..rooms import SpeculationRoom, room
+from ..rooms import SpeculationRoom, room, room_if_installed
 from ..seams import EngineParts, Leader
 from ..topics import Topic
 from .arguments import ServedByGenerateError, option_for_drafts
@@ -34,7 +34,7 @@ from .factory import (
 )
 from .generation import RequestState
 from .loop import StepLoop
-from .scheduling.timeline import Timeline
+from .request import RequestListener
 
 # counters of the loops, by their names in `EngineStats`; they are 0 before the first loop
 LOOP_COUNTERS = (
@@ -69,7 +69,9 @@ class EngineLoop:
         self._outer_lock = outer_lock
         self.loop: StepLoop | None = None  # `None` before the first request, and after `retire`
         self.memory = self._new_memory()  # the loop's memory
-        self.timeline = Timeline()  # shared by successive loops
+        tools = room_if_installed("tools")
+        # shared by successive loops
+        self.timeline: RequestListener = tools.Timeline() if tools else RequestListener()
         self.layout = Layout()  # of the loop's forwards
         # seconds spent on preparations that later requests reuse, by part (`Route.setup_seconds`)
         self.setup_seconds: dict[str, float] = {}

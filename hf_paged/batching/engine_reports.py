@@ -14,7 +14,6 @@ from ..interrupts import guarded
 from ..model.registry import Route
 from .engine_core import EngineCore
 from .results import EngineStats
-from .scheduling.timeline import Timeline
 
 
 class EngineReports:
@@ -22,7 +21,6 @@ class EngineReports:
 
     model: PreTrainedModel
     config: PagedConfig
-    timeline: Timeline
     _core: EngineCore
 
     @property
@@ -93,6 +91,12 @@ class EngineReports:
             self.memory.check_integrity()
             if self._core.loop is not None:
                 self._core.loop.blocks.check_integrity()
+
+    @property
+    def timeline(self) -> Any:
+        """When each request was in prefill, in decode or waiting (`hf_paged.tools.timeline`)."""
+        rooms.require("tools", "`timeline`")
+        return self._core.timeline
 
     def plot_memory(self, ax: Any = None) -> Any:
         """Plots `block_map`: free, used and cached blocks, and how many sequences share each block.

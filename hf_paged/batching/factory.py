@@ -25,9 +25,9 @@ from .execution.executor import Executor
 from .execution.packed import PackedRunner
 from .execution.runner import Runner
 from .loop import StepLoop
+from .request import RequestListener
 from .scheduling.preemption import CostModel
 from .scheduling.scheduler import Scheduler
-from .scheduling.timeline import Timeline
 
 UNLIMITED = 1 << 60  # more sequences, or tokens per step, than any loop has
 # more blocks than any memory holds: a reservation of this size is reduced to the available memory
@@ -55,7 +55,7 @@ def make_loop(
     *,
     max_num_seqs: int,
     parts: EngineParts = DEFAULT_PARTS,
-    timeline: Timeline | None = None,
+    timeline: RequestListener | None = None,
 ) -> StepLoop:
     """Makes a loop that runs forwards of the model in this layout, on the memory of `cache`, the
     model's empty cache. `config` is a separate argument, since calls of other threads may replace
@@ -114,7 +114,7 @@ def make_loop(
         max_num_seqs,
         max_chunk_tokens(model, config) if is_packed else None,
         rope=runner.rope if isinstance(runner, PackedRunner) else None,
-        timeline=timeline or Timeline(),
+        timeline=timeline or RequestListener(),
         drafter=drafter,
         adapters=adapters,
     )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ..cache.block_manager import BlockManager
 from ..cache.sequence_blocks import NO_BLOCKS, UNCACHED, SequenceBlocks
+from ..plan import StepPlan
 
 
 class Status(Enum):
@@ -420,3 +421,26 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value}, {self.sequences})"
+
+
+class RequestListener:
+    """Called by a scheduler as its requests wait, run and end. This class only counts steps;
+    `tools.timeline.Timeline` keeps the history of an engine's requests."""
+
+    num_steps = 0  # scheduled so far
+
+    def record_waiting(self, request: Request) -> None:
+        """Records that a request waits, since it is new, has just stopped running, or has lost its
+        swapped-out blocks."""
+
+    def record_step(self, plan: StepPlan) -> None:
+        """Records the plan of a step that has just been scheduled."""
+        self.num_steps += 1
+
+    def record_verification(
+        self, request: Request, num_draft_tokens: int, num_accepted_tokens: int
+    ) -> None:
+        """Records that the last step verified a draft of this request."""
+
+    def record_end(self, request: Request) -> None:
+        """Records that a request has ended."""

@@ -1,6 +1,6 @@
-"""Tools beside generation: text, HTML and plots of the memory and of requests, the
-inspection of models without their weights, metrics, and `transformers serve` on the engine, for
-which this room imports the rooms `native` and `grammar`."""
+"""Tools beside generation: the commands, text, HTML and plots of the memory and of requests, the
+timeline of an engine, the inspection of models without their weights, metrics, and `transformers
+serve` on the engine, for which this room imports the rooms `native` and `grammar`."""
 
 from .pictures import cache_html as cache_html
 from .pictures import engine_html as engine_html
@@ -9,3 +9,4 @@ from .pictures import plot_engine as plot_engine
 from .pictures import plot_intervals as plot_intervals
 from .pictures import stats_html as stats_html
 from .pictures import stats_text as stats_text
+from .timeline import Timeline as Timeline

@@ -17,9 +17,9 @@ from .figures import common_figures, memory_figures
 
 if TYPE_CHECKING:
     from ..batching.engine import PagedEngine
-    from ..batching.scheduling.timeline import Interval, Verification
     from ..cache.memory_stats import MemoryStats
     from ..cache.paged_cache import PagedCache
+    from .timeline import Interval, Verification
 
 TITLE = "Memory for keys and values"
 WIDTH, DPI = 8.0, 100  # inches; dots per inch

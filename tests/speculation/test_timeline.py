@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_paged import PagedEngine
-from hf_paged.batching.scheduling.timeline import Activity
+from hf_paged.tools.timeline import Activity
 from tests.support import models
 from tests.support.engine_helpers import prompts
 

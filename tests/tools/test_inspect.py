@@ -12,7 +12,7 @@ import transformers
 
 import hf_paged
 from hf_paged.cache.free_memory import free_bytes
-from hf_paged.inspect import Report, examine, main
+from hf_paged.tools.inspect import Report, examine, main
 from tests.support import models
 
 DEEPSEEK: dict[str, Any] = {
@@ -305,7 +305,7 @@ def test_block_sizes_that_are_left_to_us(
     path, dtype = saved_test_model(tmp_path, "gemma3"), torch.float32
     times = {4: 1.4, 8: 1.2, 16: 1.1, 32: 1.05, 64: 1.02, 128: 1.0}
     monkeypatch.setattr(
-        "hf_paged.inspect.find_costs", lambda device, dtype, kv_dtype: (times, "made up")
+        "hf_paged.tools.inspect.find_costs", lambda device, dtype, kv_dtype: (times, "made up")
     )
     for length, size in ((40, 8), (300, 32)):
         report = examine(path, block_size="auto", dtype=dtype, length=length)
@@ -319,7 +319,7 @@ def test_block_sizes_that_are_left_to_us(
         )
     assert {group.reason for group in examine(path, dtype=dtype).groups} == {None}
     assert main([path, "--block-size", "auto", "--length", "300", "--dtype", "float32"]) == 0
-    assert "32 tokens per block: 5.1% of memory" in " ".join(capsys.readouterr().out.split())
+    assert "32 tokens per block: loses 5.1% of memory" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit):
         main([path, "--block-size", "large"])
     assert "--block-size" in capsys.readouterr().err

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.__main__ import command_of, environment, main
+from hf_paged.tools.commands import command_of, environment, main
 from tests.support import models
 
 ROOT = Path(hf_paged.__file__).parents[1]
@@ -331,7 +331,7 @@ def test_a_console_script_that_reads_no_environment(
         f"#!/usr/bin/env -S python3 {flags}\n" if flags else "#!/opt/python3.11/bin/python3.11\n"
     )
     path.chmod(0o755)
-    monkeypatch.setattr("hf_paged.__main__.scripts_path", lambda: str(tmp_path))
+    monkeypatch.setattr("hf_paged.tools.commands.scripts_path", lambda: str(tmp_path))
     if flags in (None, "-s"):
         assert command_of("tool", False) == [str(path)]
         return

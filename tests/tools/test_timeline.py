@@ -1,196 +1,217 @@
-"""The bars of the picture against the intervals that they show."""
+"""The timeline against the requests' actual events, step by step; its bounds."""
 
 from __future__ import annotations
 
-import io
+import dataclasses
+import gc
+import itertools
+import tracemalloc
 from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib")
-
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-
 from hf_paged import PagedEngine
-from hf_paged.batching.scheduling.timeline import Activity, Interval, Verification
-from hf_paged.tools.pictures import plot_intervals
+from hf_paged.batching.request import Request, Sequence, Status
+from hf_paged.batching.scheduling.preemption import Preemption
+from hf_paged.plan import StepPlan
+from hf_paged.tools.timeline import Activity, Timeline
 from tests.support import models
-from tests.support.engine_helpers import prompts
+from tests.support.engine_helpers import prompts, run_all
 
-A = Activity
-DECODE, SWAPPED = "#0072B2", "#CC79A7"
+LENGTHS = (40, 24, 33, 5, 60)
 
 
-def interval(
-    number: int, activity: Activity, first: int, end: int, is_last: bool = False
-) -> Interval:
-    return Interval(
-        number, f"request {number}", activity, first, end, 10 + 0.5 * first, 10 + 0.5 * end, is_last
+def make_request(name: str = "r", num_tokens: int = 8) -> Request:
+    return Request(name, [Sequence([1] * num_tokens)], 64)
+
+
+def step(timeline: Timeline, chunks: Any = (), admitted: Any = ()) -> None:
+    """A step of these chunks."""
+    plan = StepPlan.of(chunks)
+    timeline.record_step(
+        dataclasses.replace(plan, num_decodes=0, has_chunks=bool(chunks), admitted=admitted)
     )
+    for sequence, count in chunks:
+        sequence.num_computed_tokens += count
 
 
-INTERVALS = [
-    interval(0, A.WAITING, 2, 2),
-    interval(0, A.PREFILL, 2, 4),
-    interval(0, A.DECODE, 4, 9),
-    interval(0, A.SWAPPED, 9, 11),
-    interval(0, A.DECODE, 11, 15, is_last=True),
-    interval(1, A.WAITING, 3, 7),
-    interval(1, A.PREEMPTED, 7, 9),
-    interval(1, A.RECOMPUTE, 9, 10),
-]
-
-
-def bars(figure: Figure, colour: str) -> list[tuple[float, float, float]]:
-    """Left, right and row of every bar of that colour."""
-    found = []
-    for collection in figure.axes[0].collections:
-        if to_hex(collection.get_facecolor()[0]).upper() == colour:
-            for path in collection.get_paths():
-                (left, low), (right, high) = path.vertices.min(0), path.vertices.max(0)
-                found.append((round(left, 6), round(right, 6), round((low + high) / 2, 6)))
-    return found
-
-
-def marks(figure: Figure) -> list[tuple[float, float]]:
-    [line] = figure.axes[0].lines
-    return [(float(x), float(y)) for x, y in line.get_xydata()]
-
-
-def labels(figure: Figure) -> list[str]:
-    return [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
-
-
-def test_steps() -> None:
-    figure = plot_intervals(INTERVALS)
-    assert bars(figure, DECODE) == [(4, 9, 0), (11, 15, 0)]
-    assert bars(figure, SWAPPED) == [(9, 11, 0)]
-    assert bars(figure, "#BBBBBB") == [(3, 7, 1)]  # no bars of zero length
-    assert bars(figure, "#E69F00") == [(2, 4, 0), (9, 10, 1)]
-    assert marks(figure) == [(15, 0)]
-    assert labels(figure) == ["request 0", "request 1"]
-    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert legend == [
-        "prefill",
-        "recompute",
-        "decode",
-        "waiting",
-        "preempted",
-        "swapped out",
-        "ended",
+def activities(timeline: Timeline, name: str) -> list[tuple[Activity, int, int]]:
+    found = [interval for interval in timeline.intervals() if interval.request_id == name]
+    return [
+        (each.activity, each.first_step, each.end_step)
+        for each in found
+        if each.end_step > each.first_step
     ]
-    assert figure.get_size_inches()[0] * figure.dpi == 800
 
 
-def columns(figure: Figure, colour: str) -> list[tuple[float, float, float, float]]:
-    """Left, right, bottom and height of every column of that colour."""
-    found = []
-    for collection in figure.axes[0].collections:
-        if to_hex(collection.get_facecolor()[0]).upper() == colour:
-            for path in collection.get_paths():
-                (left, low), (right, high) = path.vertices.min(0), path.vertices.max(0)
-                found.append(
-                    (float(left), float(right), round(float(high), 6), round(float(high - low), 6))
-                )
-    return found
+def test_one_that_comes_and_goes_within_a_step_was_not_in_the_batch() -> None:
+    timeline, request = Timeline(), make_request()
+    timeline.record_waiting(request)
+    for _ in range(5):
+        timeline.record_waiting(request)
+        step(timeline, admitted=[request])
+    assert activities(timeline, "r") == [(Activity.WAITING, 0, 5)]
+    assert len(timeline.intervals()) == 1
 
 
-def test_drafts_are_columns_in_the_bar_of_their_request() -> None:
-    drafts = [
-        Verification(0, 5, 12.5, 12.75, 8, 2),
-        Verification(0, 12, 16, 16.5, 4, 4),
-        Verification(1, 9, 14, 14.5, 1, 0),
-    ]
-    figure = plot_intervals(INTERVALS, verifications=drafts)
-    assert columns(figure, "#F0E442") == [
-        (5, 6, 0.38, 0.76),
-        (12, 13, 0.38, 0.38),
-        (9, 10, 1.38, 0.095),
-    ]
-    assert columns(figure, "#009E73") == [
-        (5, 6, 0.38, 0.19),
-        (12, 13, 0.38, 0.38),
-        (9, 10, 1.38, 0),
-    ]
-    legend = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
-    assert legend[-3:] == ["drafted: 13", "accepted: 6", "ended"]
-    seconds = plot_intervals(INTERVALS, "seconds", verifications=drafts[:2])
-    assert columns(seconds, "#F0E442") == [(1.5, 1.75, 0.38, 0.76), (5, 5.5, 0.38, 0.38)]
-    figure.savefig(io.BytesIO())
+@pytest.mark.parametrize("kept", [3, 2, 0])
+def test_a_swapped_request_recomputes_what_it_lost(kept: int) -> None:
+    """In the middle of its prefill, after which it still has `kept` tokens."""
+    timeline, request = Timeline(), make_request()
+    [sequence] = request.sequences
+    timeline.record_waiting(request)
+    request.status = Status.RUNNING
+    step(timeline, [(sequence, 3)], admitted=[request])
+    sequence.swapped = Any
+    timeline.record_waiting(request)
+    step(timeline)
+    sequence.swapped, sequence.num_computed_tokens = None, kept
+    step(timeline, [(sequence, 8 - kept)], admitted=[request])
+    step(timeline)
+    last = Activity.PREFILL if kept == 3 else Activity.RECOMPUTE
+    expected = [Activity.PREFILL, Activity.SWAPPED, last, Activity.DECODE]
+    assert [activity for activity, *_ in activities(timeline, "r")] == expected
+    timeline.record_end(request)
+    assert not timeline._num_swapped_tokens
 
 
-def test_seconds_count_from_the_first_shown() -> None:
-    figure = plot_intervals(INTERVALS, "seconds")
-    assert bars(figure, DECODE) == [(1, 3.5, 0), (4.5, 6.5, 0)]
-    assert figure.axes[0].get_xlabel() == "seconds"
-    assert bars(plot_intervals(INTERVALS, "seconds", max_requests=1), "#BBBBBB") == [(0, 2, 0)]
-
-
-def test_what_computes_is_wider_than_what_waits_and_a_recompute_is_hatched() -> None:
-    figure = plot_intervals(INTERVALS)
-    heights = {}
-    for collection in figure.axes[0].collections:
-        vertices = collection.get_paths()[0].vertices
-        heights[to_hex(collection.get_facecolor()[0]).upper(), collection.get_hatch()] = round(
-            vertices[:, 1].max() - vertices[:, 1].min(), 6
-        )
-    assert len(heights) == 6
-    assert (
-        heights[DECODE, None]
-        == heights["#E69F00", None]
-        == heights["#E69F00", "//////"]
-        > heights[SWAPPED, None]
-    )
-
-
-def test_the_last_requests_and_names_as_they_are() -> None:
-    many = [
-        interval(number, A.DECODE, number, number + 3)._replace(request_id=rf"$\bad{{{number}$")
-        for number in range(50)
-    ]
-    figure = plot_intervals(many, max_requests=10)
-    assert labels(figure) == [rf"$\bad{{{number}$" for number in range(40, 50)]
-    assert figure.axes[0].get_ylabel() == "the last 10 of 50 requests"
-    figure.savefig(io.BytesIO())  # a name is never parsed as a formula
-    long = plot_intervals([interval(0, A.DECODE, 0, 1)._replace(request_id="x" * 100)])
-    assert len(labels(long)[0]) == 16
-
-
-@pytest.mark.slow_cases("400")
-@pytest.mark.parametrize("count", [0, 1, 40, 400])
-def test_any_number_of_requests_fits(count: int) -> None:
-    figure = plot_intervals(
-        [interval(i, A.DECODE, i, i + 9) for i in range(count)], max_requests=1000
-    )
-    figure.savefig(io.BytesIO())
-    assert figure.get_size_inches()[1] * figure.dpi < 1200
-
-
-@pytest.mark.parametrize("arguments", [{"unit": "hours"}, {"max_requests": 0}])
-def test_bad_arguments(arguments: dict[str, Any]) -> None:
-    [name] = arguments
-    with pytest.raises(ValueError, match=f"`{name}` is .*must be"):
-        plot_intervals(INTERVALS, **arguments)
-
-
-def test_of_an_engine() -> None:
-    config = {"block_size": 8, "num_blocks": 20, "preemption": "swap"}
+@pytest.mark.parametrize("cause", ["admission", "weights"])
+def test_a_request_whose_swapped_blocks_are_dropped(
+    cause: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"block_size": 8, "num_blocks": 12, "preemption": "swap", "prefix_caching": False}
     with PagedEngine(models.get("llama"), config) as engine:
-        assert labels(engine.plot_timeline()) == []
-        engine.generate(prompts(40, 24, 33, 5, 60), {"do_sample": False, "max_new_tokens": 25})
-        axes = Figure().subplots()
-        assert engine.plot_timeline("seconds", ax=axes) is axes.figure
-    figure = engine.plot_timeline()  # after `free`
-    assert labels(figure) == [f"request-{number}" for number in range(5)]
-    assert len(marks(figure)) == 5
-    assert bars(figure, SWAPPED) and bars(figure, DECODE)
+        for prompt in prompts(40, 24):
+            engine.add_request(prompt, {"do_sample": False, "max_new_tokens": 25})
+        while Activity.SWAPPED not in {each.activity for each in engine.timeline.intervals()}:
+            engine.step()
+        if cause == "weights":
+            with engine.weights_update("recompute"):
+                pass
+            now = {each.activity for each in engine.timeline._open.values()}
+            assert now == {Activity.PREEMPTED}
+        else:
+            monkeypatch.setattr(Preemption, "_swap_in", lambda *args: False)
+        while engine.has_unfinished:
+            engine.step()
+        intervals = engine.timeline.intervals()
+    numbers = {each.number for each in intervals if each.activity is Activity.SWAPPED}
+    for number in numbers:
+        told = [each.activity for each in intervals if each.number == number]
+        told = told[told.index(Activity.SWAPPED) :]
+        assert Activity.RECOMPUTE in told and Activity.PREFILL not in told
 
 
-def test_of_an_engine_that_speculates() -> None:
-    options = {"do_sample": False, "max_new_tokens": 20}
-    with PagedEngine(models.get("llama")) as engine:
-        engine.generate(prompts(9), options, assistant_model=models.get_assistant("llama"))
-        stats, html = engine.stats(), engine._repr_html_()
-        assert len(columns(engine.plot_timeline(), "#F0E442")) == stats.num_drafts > 0
-    assert f"{stats.num_draft_tokens}, {stats.num_accepted_tokens}</td>" in html
+def what_it_did(
+    request: Request, before: dict[str, Any], counts: dict[Sequence, int], has_lost: bool
+) -> Activity:
+    """The expected timeline entry of a request after a scheduled step, from the request itself."""
+    if request.status is Status.WAITING:
+        if request.is_swapped:
+            return Activity.SWAPPED
+        return Activity.PREEMPTED if request.num_preemptions else Activity.WAITING
+    if any(
+        counts.get(sequence, 0) > 1 or sequence.num_to_compute > counts.get(sequence, 0)
+        for sequence in request.open_sequences
+    ):
+        return (
+            Activity.RECOMPUTE
+            if before[request.request_id] in (Activity.PREEMPTED, Activity.RECOMPUTE)
+            or (before[request.request_id] is Activity.SWAPPED and has_lost)
+            else Activity.PREFILL
+        )
+    return Activity.DECODE
+
+
+def num_computed(request: Request) -> int:
+    return sum(sequence.num_computed_tokens for sequence in request.open_sequences)
+
+
+@pytest.mark.slow_cases("gemma3-*")
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_against_every_step_under_preemption(
+    name: str, preemption: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {
+        **{"block_size": 8, "num_blocks": 34 if name == "gemma3" else 20, "preemption": preemption},
+        **{"max_num_batched_tokens": 24, "prefix_caching": False},
+    }
+    engine = PagedEngine(models.get(name), config)
+    expected: dict[str, list[Activity]] = {}
+    requests: list[Request] = []
+    for i, prompt in enumerate(prompts(*LENGTHS)):
+        options = {"num_beams": 3} if i == 1 else {}
+        request_id = engine.add_request(
+            prompt, {"do_sample": False, "max_new_tokens": 25, **options}
+        )
+        requests.append(engine._core.requests[request_id].request)
+        expected[request_id] = []
+    scheduler = engine._core.loop.scheduler
+    schedule = scheduler.schedule
+
+    def watched() -> Any:
+        open_now = [request for request in requests if not request.is_finished]
+        computed = {request: num_computed(request) for request in open_now}
+        batch = schedule()
+        counts = dict(zip(batch.sequences, batch.counts))
+        before = {
+            name: steps[-1] if steps else Activity.WAITING for name, steps in expected.items()
+        }
+        for request in open_now:
+            has_lost = num_computed(request) < computed[request]
+            did = what_it_did(request, before, counts, has_lost)
+            expected[request.request_id].append(did)
+        return batch
+
+    monkeypatch.setattr(scheduler, "schedule", watched)
+    run_all(engine)
+    seen = {activity for steps in expected.values() for activity in steps}
+    assert (Activity.SWAPPED if preemption == "swap" else Activity.RECOMPUTE) in seen
+    for request_id, steps in expected.items():
+        told = [
+            activity
+            for activity, first, end in activities(engine.timeline, request_id)
+            for _ in range(first, end)
+        ]
+        assert told == steps, request_id
+    assert engine.timeline.num_steps == engine.stats().num_steps
+    intervals = engine.timeline.intervals()
+    for number in range(len(LENGTHS)):
+        own = [interval for interval in intervals if interval.number == number]
+        assert [interval.is_last for interval in own] == [False] * (len(own) - 1) + [True]
+        for left, right in itertools.pairwise(own):  # they follow one another
+            assert (left.end_step, left.end) == (right.first_step, right.start)
+            assert left.activity is not right.activity
+        assert own[0].activity is Activity.WAITING
+        assert all(interval.start <= interval.end for interval in own)
+    engine.free()
+
+
+def test_it_goes_on_when_the_engine_makes_a_new_core() -> None:
+    engine = PagedEngine(models.build("llama"))
+    for _ in range(2):
+        engine.generate([[5, 6, 7]], {"max_new_tokens": 2}, request_id="again")
+        engine.free()
+    assert {interval.number for interval in engine.timeline.intervals()} == {0, 1}
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_in_intervals_and_in_bytes() -> None:
+    timeline = Timeline(max_intervals=300)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for i in range(1000):
+            request = make_request(f"request {i}")
+            timeline.record_waiting(request)
+            step(timeline)
+            timeline.record_end(request)
+        gc.collect()
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(timeline.intervals()) == 300 and not timeline._open
+    assert all(not isinstance(value, Request) for value in timeline.intervals()[0])
+    assert num_bytes < 300 * 400
+    assert timeline.intervals()[-1].request_id == "request 999"

@@ -11,11 +11,10 @@ from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
 from ...plan import StepPlan
 from ...rooms import OnDemand
 from ...seams import Adapters, Drafter
-from ..request import Request, Rope, Sequence, Status
+from ..request import Request, RequestListener, Rope, Sequence, Status
 from .preemption import Preemption
 from .queue import RequestQueue
 from .scheduled import Budget, Scheduled
-from .timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +40,8 @@ class Scheduler:
     watermark: float = 0.01  # fraction of all blocks that admission keeps free for running requests
     arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
     rope: Rope | None = None  # rotary factors, if they depend on the sequence's length
-    timeline: Timeline = field(default_factory=Timeline)  # records when requests run and wait
+    # told when requests run and wait
+    timeline: RequestListener = field(default_factory=RequestListener)
     drafter: OnDemand[Drafter] = field(default_factory=OnDemand)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)  # as `RequestQueue.adapters`
 

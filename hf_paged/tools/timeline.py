@@ -9,8 +9,8 @@ from collections.abc import Hashable
 from enum import Enum
 from typing import NamedTuple
 
-from ...plan import StepPlan
-from ..request import Request, Status
+from ..batching.request import Request, RequestListener, Status
+from ..plan import StepPlan
 
 MAX_INTERVALS = 4096  # of all requests; one that is never preempted has at most three
 MAX_VERIFICATIONS = 4096
@@ -52,12 +52,11 @@ class Verification(NamedTuple):
     num_accepted_tokens: int
 
 
-class Timeline:
+class Timeline(RequestListener):
     """Keeps the latest `max_intervals` closed intervals, about 250 bytes each, the open interval of
     each unfinished request, and the latest `MAX_VERIFICATIONS` verifications of drafts."""
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
-        self.num_steps = 0  # scheduled so far
         self._closed: deque[Interval] = deque(maxlen=max_intervals)
         self._open: dict[Request, Interval] = {}  # the current interval of each unfinished request
         self._prefilling: set[Request] = set()  # requests in prefill or recompute in the last step
@@ -69,8 +68,6 @@ class Timeline:
         self._origin = time.perf_counter()
 
     def record_waiting(self, request: Request) -> None:
-        """Records that a request waits, since it is new, has just stopped running, or has lost its
-        swapped-out blocks."""
         self._prefilling.discard(request)
         previous = self._open.get(request)
         has_run = previous is not None and previous.activity is not Activity.WAITING
@@ -81,7 +78,6 @@ class Timeline:
         self._set_activity(request, activity)
 
     def record_step(self, plan: StepPlan) -> None:
-        """Records the plan of a step that has just been scheduled."""
         if plan.admitted or self._prefilling or plan.has_chunks:
             chunks = plan.sequences[plan.num_decodes :]
             chunked = {sequence.request for sequence in chunks}
@@ -111,7 +107,6 @@ class Timeline:
     def record_verification(
         self, request: Request, num_draft_tokens: int, num_accepted_tokens: int
     ) -> None:
-        """Records that the last step verified a draft of this request."""
         if request in self._open:
             number = self._open[request].number
             step = self.num_steps - 1
@@ -121,7 +116,6 @@ class Timeline:
             )
 
     def record_end(self, request: Request) -> None:
-        """Records that a request has ended."""
         self._prefilling.discard(request)
         self._num_swapped_tokens.pop(request, None)
         if request in self._open:

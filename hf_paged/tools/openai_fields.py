@@ -69,7 +69,7 @@ SERVED_HERE = {
     COMPLETION: {"n", "logprobs", "logit_bias", "stream_options"},
     RESPONSE: {"text", "tool_choice"},
 }
-"""Fields that the app ignores and the engine serves, by endpoint."""
+"""Fields that the app ignores and hf_paged serves, by endpoint."""
 
 TYPES: dict[str, tuple[Any, str]] = {
     "chat_template_kwargs": (dict, "an object"),

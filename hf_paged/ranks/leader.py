@@ -358,6 +358,7 @@ class Follower:
         self.ranks.fingerprint(self.model)
 
     def minimum(self) -> None:
+        """Takes part in `RankLeader.minimum`, which only a memory calls, for these bytes."""
         self.ranks.minimum(self._memory.fraction_bytes())
 
     def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:

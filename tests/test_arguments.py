@@ -286,9 +286,9 @@ MAPPINGS: dict[str, tuple[Any, str]] = {
     "other inputs": (
         {"input_ids": [[5, 6]], "pixel_values": torch.zeros(1), "labels": None},
         (
-            "the mapping of prompts has inputs besides `input_ids` and `attention_mask`, whose rows"
-            " are unknown: pass a list of such mappings, one per prompt, with `input_ids` of shape"
-            " (1, length)"
+            "the mapping of prompts has inputs besides `input_ids` and `attention_mask`, and it is"
+            " unknown which of their rows belong to which prompt: pass a list of such mappings, one"
+            " per prompt, with `input_ids` of shape (1, length)"
         ),
     ),
     "no ids": (

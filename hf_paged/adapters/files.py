@@ -306,8 +306,9 @@ class AdapterStore:
         loading = self._loading.pop(file, _Loading())
         if loading.thread is not None:
             loading.thread.join()
+        weights = loading.weights or load_adapter(self._model, file)
         self.num_loads += 1
-        return loading.weights or load_adapter(self._model, file)
+        return weights
 
     def prefetch(self, files: list[AdapterFile]) -> None:
         """Starts to load the first `MAX_PREFETCHED` of `files`, and drops prefetched weights of

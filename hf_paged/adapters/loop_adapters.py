@@ -76,7 +76,8 @@ class LoopAdapters:
         self.store = AdapterStore(model)
         # weak, since a cycle would keep the pages alive longer than their loop
         self.pages = AdapterPages(blocks, weakref.WeakMethod(self.forget))
-        self._prefetched: list[Hashable] = []  # files of the last `prefetch`
+        # files of the last `prefetch`, unless `forget_model` has dropped them
+        self._prefetched: list[Hashable] = []
         self._model_adapters: dict[str, Adapter] = {}  # by name
         # names of `_model_adapters` that were read since the last `forget_model`
         self._checked_names: set[str] = set()
@@ -197,6 +198,7 @@ class LoopAdapters:
         self._checked_names.clear()
         self._verdicts.clear()
         self._forget_mixes()
+        self._prefetched = []
         self.store.forget_others(set(self._model.modules()))
 
     def forget(self, file: AdapterFile) -> None:

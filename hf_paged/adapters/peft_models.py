@@ -304,7 +304,7 @@ def find_adapter(
             continue
         has_lora = name in getattr(layer, "lora_A", {})
         if not has_lora or name in getattr(layer, "lora_variant", {name}):
-            return f"adapter {name!r} has more than plain LoRA, in {type(layer).__name__}"
+            return f"adapter {name!r} is not plain LoRA, in {type(layer).__name__}"
         base = layer.base_layer
         # layers for other libraries (bitsandbytes, torchao) come from other Python modules
         is_peft_layer = type(layer).__module__ == "peft.tuners.lora.layer"
@@ -326,10 +326,10 @@ def find_adapter(
         if is_dtensor(base.weight) and (a.shape[1], b.shape[0]) != shape:
             raise AdapterError(
                 name,
-                f"adapter {name!r} cannot be computed: PEFT created its weights for {b.shape[0]}"
-                f" of the {base.weight.shape[0]} outputs of a layer that is split over processes."
-                " Leave that layer out of `target_modules`, or pass the adapter's folder as"
-                " `adapter` instead of loading it with PEFT",
+                f"adapter {name!r} cannot be computed: PEFT created its weights for {a.shape[1]}"
+                f" inputs and {b.shape[0]} outputs, but the layer, which is split over processes,"
+                f" has {shape[0]} and {shape[1]}. Leave that layer out of `target_modules`, or pass"
+                " the adapter's folder as `adapter` instead of loading it with PEFT",
             )
         sources.append((layer, base))
         weights_by_module[base] = weights

@@ -176,8 +176,8 @@ def check_weights(model: Any) -> None:
 
 
 def check_path(name_or_path: Any) -> None:
-    """Raises `ValueError` unless `name_or_path` is a string or a path, and `FileNotFoundError` for
-    a path that does not exist: a name on the Hub starts with no `/`, `.` or `~`."""
+    """Raises `ValueError` unless `name_or_path` is a string or a path, and `FileNotFoundError` if
+    it starts with `/`, `.` or `~`, as no name on the Hub does, and does not exist."""
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ValueError(
             f"`name_or_path` is {shown(name_or_path)}: pass a name or a folder, or call"
@@ -194,8 +194,8 @@ def reject_tokenizer_as_config(config: Any) -> None:
     """Raises `ValueError` for a tokenizer passed as an engine's config."""
     if callable(getattr(config, "decode", None)):
         raise ValueError(
-            f"`config` is of type {type(config).__name__}: pass a tokenizer by name,"
-            " `PagedEngine(model, tokenizer=tokenizer)`"
+            f"`config` is of type {type(config).__name__}: pass a tokenizer as the"
+            " keyword argument `PagedEngine(model, tokenizer=tokenizer)`"
         )
 
 

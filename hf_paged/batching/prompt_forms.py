@@ -54,12 +54,12 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
     disallowed = sorted(map(str, disallowed_names & model_inputs.keys()))
     if disallowed:
         raise ValueError(
-            f"`inputs` has {', '.join(disallowed)}: pass only model inputs besides token ids there,"
-            " and options in `generation_config`"
+            f"the prompt's inputs have {', '.join(disallowed)}: pass only model inputs besides"
+            " token ids there, and options in `generation_config`"
         )
     mismatch = mismatched_rows(model_inputs, 1)
     if mismatch is not None:
-        raise ValueError(f"`inputs` must be those of one prompt: {mismatch}")
+        raise ValueError(f"a request takes one prompt, but {mismatch}")
     return prompt, model_inputs or None
 
 
@@ -197,9 +197,9 @@ def split_prompts(
         ids = prompts.get("input_ids")
         if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
             raise ValueError(
-                "the mapping of prompts has inputs besides `input_ids` and `attention_mask`, whose"
-                " rows are unknown: pass a list of such mappings, one per prompt, with `input_ids`"
-                " of shape (1, length)"
+                "the mapping of prompts has inputs besides `input_ids` and `attention_mask`, and it"
+                " is unknown which of their rows belong to which prompt: pass a list of such"
+                " mappings, one per prompt, with `input_ids` of shape (1, length)"
             )
         prompts = [prompts]
     elif isinstance(prompts, Mapping):

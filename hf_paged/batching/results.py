@@ -184,8 +184,9 @@ class RequestTotals:
     def add(self, result: RequestResult) -> None:
         """Adds the result of a request that has ended."""
         self.counts["num_finished"] += 1
-        self.counts["num_prompt_tokens"] += len(result.prompt_ids)
-        self.counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
+        if result.timings.queued is not None:  # it was admitted
+            self.counts["num_prompt_tokens"] += len(result.prompt_ids)
+            self.counts["num_prefix_hit_tokens"] += result.num_prefix_hit_tokens
         first_seconds = result.timings.first_token
         total_seconds = result.timings.total
         if first_seconds is None or total_seconds is None:
@@ -207,7 +208,8 @@ class EngineStats:
         num_blocks (`int`, *optional*): `PagedConfig.num_blocks`; `None`: no limit was set.
         used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks that sequences hold;
             blocks that several sequences hold; blocks that only the prefix cache holds; the maximum
-            of `used_blocks` since `PagedEngine.memory` was made.
+            of `used_blocks` since `PagedEngine.memory` was made or `memory_stats(..., reset=True)`
+            reset it.
         used_bytes, peak_bytes (`int`): Bytes of `used_blocks` and of `peak_blocks`, over all
             layers.
         budget_bytes (`int`, *optional*): As in [`MemoryStats`].
@@ -219,8 +221,8 @@ class EngineStats:
         num_running, num_waiting (`int`): Requests in the batch, and requests that wait to be
             admitted.
         num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
-        num_prompt_tokens, num_prefix_hit_tokens (`int`): Prompt tokens since the engine was made,
-            and those of them found in the prefix cache; a request counts once it is admitted.
+        num_prompt_tokens, num_prefix_hit_tokens (`int`): Prompt tokens of the requests admitted
+            since the engine was made, and those of them found in the prefix cache.
         num_generated_tokens, num_steps (`int`): Since the engine was made.
         num_captured_steps (`int`): Forwards replayed from a recording since the engine was made. A
             step runs several forwards if its adapters cannot share one.

@@ -127,8 +127,9 @@ class Candidate:
         returns_internals = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
+        num_rows = len(self.inputs.input_ids)
         if not model.config.is_encoder_decoder:  # an encoder's inputs may have fewer rows (Dia)
-            mismatch = mismatched_rows(model_kwargs, len(self.inputs.input_ids))
+            mismatch = mismatched_rows(model_kwargs, num_rows)
         return true_reasons(
             {
                 Topic.OPTIONS(str(no_beams)): no_beams is not None,
@@ -151,7 +152,7 @@ class Candidate:
                 Topic.INPUTS("transformers repeats images one by one instead of per row"): (
                     self.call.has_swapped_images
                 ),
-                Topic.INPUTS(str(mismatch)): mismatch is not None,
+                Topic.INPUTS(f"{mismatch}, but `input_ids` has {num_rows}"): mismatch is not None,
             }
         )
 

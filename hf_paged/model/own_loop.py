@@ -113,14 +113,14 @@ ROW_INPUTS = {
 
 
 def mismatched_rows(inputs: Mapping[str, Any], num_rows: int) -> str | None:
-    """Returns a message about an input with neither 1 nor `num_rows` rows; `None` if there is no
-    such input."""
+    """Names an input with neither 1 nor `num_rows` rows, and its number of rows, as the start of a
+    message; `None` if there is no such input."""
     for name in sorted(ROW_INPUTS & inputs.keys()):
         value = inputs[name]
         if isinstance(value, Tensor) and value.dim():
             count = value.shape[max(0, value.dim() - 2) if name.endswith("position_ids") else 0]
             if count not in (1, num_rows):
-                return f"`{name}` has {count} rows, but `input_ids` has {num_rows}"
+                return f"`{name}` has {count} rows"
     return None
 
 

@@ -37,7 +37,8 @@ class PendingRequest:
     # called in the engine's thread, before the last outputs are delivered
     on_result: Callable[[RequestResult], None] | None
     created: float = field(default_factory=time.perf_counter)  # seconds of `perf_counter`
-    started: float = -1.0  # on the same clock; -1 before the first step
+    # on the same clock: at its first output or, once it has ended, when it was admitted; -1 before
+    started: float = -1.0
 
     def __post_init__(self) -> None:
         # tokens so far, and the `time.perf_counter()` of each, by row of the engine's request

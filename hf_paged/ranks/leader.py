@@ -91,7 +91,7 @@ class RankLeader:
         self._config = config
         self._pid = os.getpid()
         self._is_open = True
-        # the method of `Follower`, the number of blocks of each pool, and the arguments
+        # the method of `Follower` ("end": none), the number of blocks of each pool, the arguments
         self._queued_orders: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
         self._groups: list[GroupMemory] = []
         self._histories: list[TableHistory] = []
@@ -240,7 +240,7 @@ class RankLeader:
 
     def queue_order(self, name: str, *arguments: Any) -> None:
         """Queues an order: each follower calls its method `name` with `arguments`, after growing
-        its pools to the size of those here."""
+        its pools to the size of those here. At the order `"end"`, followers end."""
         block_counts = [group.pool.num_blocks for group in self._groups]
         self._queued_orders.append((name, block_counts, arguments))
 
@@ -358,6 +358,7 @@ class Follower:
         self.ranks.fingerprint(self.model)
 
     def minimum(self) -> None:
+        """Takes part in `RankLeader.minimum`, which only a memory calls, for these bytes."""
         self.ranks.minimum(self._memory.fraction_bytes())
 
     def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:

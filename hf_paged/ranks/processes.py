@@ -144,9 +144,13 @@ class Ranks:
         return hashlib.blake2b(repr(gathered).encode(), digest_size=32).digest()
 
     def check_all_failed(self) -> None:
-        """Must be called after a failed forward. Raises [`RankLostError`] unless that forward fails
-        in every other member, too, and they call this within `_FAILURE_TIMEOUT`."""
-        with self._converting_errors():
+        """Called by each member after its forward has failed. Raises [`RankLostError`] unless all
+        other members call this, too, within `_FAILURE_TIMEOUT`."""
+        reason = (
+            "one has ended, or did not fail in the forward that failed here; the error above and"
+            " the others' output say why"
+        )
+        with self._converting_errors(reason):
             dist.all_reduce(torch.zeros(1, device="cpu"), group=self._group, async_op=True).wait(
                 _FAILURE_TIMEOUT
             )
@@ -163,14 +167,16 @@ class Ranks:
             raise
 
     @contextlib.contextmanager
-    def _converting_errors(self) -> Iterator[None]:
-        """A context that raises gloo's errors as [`RankLostError`]."""
+    def _converting_errors(
+        self, reason: str = "one has ended or failed, and its output says why"
+    ) -> Iterator[None]:
+        """A context that raises gloo's errors as [`RankLostError`], for this `reason`."""
         try:
             yield
         except RuntimeError as error:
             raise RankLostError(
-                f"rank {self.rank} of {self.size} cannot reach the others: one has ended or failed,"
-                " and its output says why. Start all of them again"
+                f"rank {self.rank} of {self.size} cannot reach the others: {reason}. Start all of"
+                " them again"
             ) from error
 
 

@@ -65,7 +65,7 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
         ),
         # such as guidance, which has a cache that would lack the rejected drafts
         Topic.ASSISTED(
-            "a stateful processor must see rejected drafts too, as in transformers' own loop"
+            "a processor that may keep state must see rejected drafts, as in transformers' own loop"
         ): is_single_row and not are_row_wise(call.inputs.logits_processor, num_rows),
         Topic.ASSISTED("`output_scores` or `output_logits` is set"): returns_scores,
         str(layout_reason): layout_reason is not None,

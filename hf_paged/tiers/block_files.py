@@ -416,9 +416,9 @@ class DiskFolder:
         return self.path / f"{FOLDER_PREFIX}{weights_hash}" / f"{name}{SUFFIX}"
 
     def _scan(self) -> list[tuple[float, int, Path]]:
-        """Counts the bytes of all files, and deletes partial files of killed processes. Returns
-        `(last use, bytes, path)` of each file, least recently used first; the last use is in
-        seconds since the epoch."""
+        """Counts the bytes of all complete files, and deletes partial files of killed processes.
+        Returns `(last use, bytes, path)` of each complete file, least recently used first; the last
+        use is in seconds since the epoch."""
         files = []
         for path in self.path.glob(f"{FOLDER_PREFIX}*/*"):
             with contextlib.suppress(OSError):

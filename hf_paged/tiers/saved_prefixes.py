@@ -63,7 +63,7 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
                 executor.go_idle()
 
 
-def _writable_path(path: Any) -> Path:
+def _path_in_folder(path: Any) -> Path:
     """Returns `path` as a `Path`. Raises `OSError` if the path's folder is missing, or if the path
     is that of a folder."""
     target = Path(os.fspath(path))
@@ -89,7 +89,7 @@ def save(
         names = ", ".join(map(str, inputs))
         raise ValueError(f"`prompt` has {names}: only prompts of plain token ids can be saved")
     ids = prompt_ids(text, tokenizer)
-    target = _writable_path(path)
+    target = _path_in_folder(path)
     with core.keeping_pool():
         namespace = compute(ids)
         with _between_steps(core) as (loop, store):

@@ -35,7 +35,7 @@ METRICS: dict[Any, dict[str, tuple[str, str]]] = {
             "used_bytes",
         ),
         "kv_cache_peak_bytes": (
-            "Maximum number of bytes of blocks that sequences have held at once.",
+            "Maximum of kv_cache_bytes since the engine's memory was made or its peaks were reset.",
             "peak_bytes",
         ),
         "tier_host_bytes": ("Bytes of host memory that hold prefix blocks.", "tier_host_bytes"),

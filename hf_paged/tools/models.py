@@ -81,10 +81,10 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     names = [*CONFIG_MAPPING.keys(), *dir(transformers)]
     similar_names = ", ".join(difflib.get_close_matches(name, names, n=5))
     raise ValueError(
-        f"{name!r} is not a path here, nor a model type or a class of transformers"
-        f" {transformers.__version__}. Similar names: {similar_names or 'none'}. Pass a folder with"
-        " a config.json, such a file, a model type such as llama, or a class such as Qwen2Config or"
-        " LlamaForCausalLM. Nothing is downloaded."
+        f"{name!r} is not a path here, nor a cached model of the Hub, nor a model type or a class"
+        f" of transformers {transformers.__version__}. Similar names: {similar_names or 'none'}."
+        " Pass a folder with a config.json, such a file, a cached model's name, a model type such"
+        " as llama, or a class such as Qwen2Config or LlamaForCausalLM. Nothing is downloaded."
     )
 
 

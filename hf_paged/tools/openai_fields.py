@@ -69,7 +69,7 @@ SERVED_HERE = {
     COMPLETION: {"n", "logprobs", "logit_bias", "stream_options"},
     RESPONSE: {"text", "tool_choice"},
 }
-"""Fields that the app ignores and the engine serves, by endpoint."""
+"""Fields that the app ignores and hf_paged serves, by endpoint."""
 
 TYPES: dict[str, tuple[Any, str]] = {
     "chat_template_kwargs": (dict, "an object"),
@@ -151,7 +151,7 @@ REFUSED_FIELDS = {
     "parallel_tool_calls": "the model chooses the number of calls: use only the first one",
     "presence_penalty": _PENALTY,
     "previous_response_id": _STATELESS,
-    "prompt": "the server stores no prompts: pass `input` and `instructions`",
+    "prompt": "the server stores no prompts: send the text itself, as a message",
     "reasoning": _EFFORT,
     "reasoning_effort": _EFFORT,
     "stream_options": "/v1/responses has no options for its events: leave it out",

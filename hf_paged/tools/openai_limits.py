@@ -87,7 +87,8 @@ def _check_overflows(options: Mapping[str, Any]) -> None:
     for _, bias in _biases(options):
         if isinstance(bias, (int, float)) and not bias <= MAX_BIAS:
             raise RefusedError(
-                f"`logit_bias` has the bias {shown(bias)}: it must be a number up to {MAX_BIAS:g}"
+                f"`logit_bias` or `sequence_bias` has the bias {shown(bias)}: it must be a"
+                f" number up to {MAX_BIAS:g}"
             )
 
 
@@ -142,17 +143,16 @@ def check_allows_tokens(model: Any, config: Any, options: Mapping[str, Any]) -> 
     }
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     sequences_by_option = {
-        "logit_bias": [ids for ids, _ in biases],
-        "bad_words_ids": bad_words,
-        "forced_bos_token_id": [_as_list(options.get("forced_bos_token_id"))],
-        "forced_eos_token_id": [_as_list(options.get("forced_eos_token_id"))],
+        "`logit_bias` or `sequence_bias`": [ids for ids, _ in biases],
+        "`bad_words_ids`": bad_words,
+        "`forced_bos_token_id`": [_as_list(options.get("forced_bos_token_id"))],
+        "`forced_eos_token_id`": [_as_list(options.get("forced_eos_token_id"))],
     }
     for name, sequences in sequences_by_option.items():
         for token_id in itertools.chain.from_iterable(sequences):
             if not 0 <= token_id < vocab_size:
                 raise RefusedError(
-                    f"`{name}` has the token id {token_id}: the model's ids are 0 to"
-                    f" {vocab_size - 1}"
+                    f"{name} has the token id {token_id}: the model's ids are 0 to {vocab_size - 1}"
                 )
     banned_ids.update(ids[0] for ids, bias in biases if len(ids) == 1 and bias == float("-inf"))
     if min_new_tokens:
@@ -162,6 +162,6 @@ def check_allows_tokens(model: Any, config: Any, options: Mapping[str, Any]) -> 
         banned_ids.update(_as_list(eos))
     if len(banned_ids) >= vocab_size and banned_ids.issuperset(range(vocab_size)):
         raise RefusedError(
-            "`bad_words_ids`, `suppress_tokens`, `logit_bias` and `min_new_tokens` together allow"
-            " no token: allow at least one"
+            "`bad_words_ids`, `suppress_tokens`, `begin_suppress_tokens`, `logit_bias` and"
+            " `min_new_tokens` together allow no token as the first: allow at least one"
         )

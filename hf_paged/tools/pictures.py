@@ -254,7 +254,7 @@ def plot_engine(engine: PagedEngine, ax: Any = None) -> Any:
     title = f"{type(engine.model).__name__}: {num_used:,} blocks in use"
     if max_blocks is not None:
         num_unallocated = max_blocks - sum(map(len, block_map.values()))
-        title += f" of {max_blocks:,}, {num_unallocated:,} never used so far"
+        title += f" of {max_blocks:,}, {num_unallocated:,} not allocated"
     return plot_block_map(block_map, title, ax)
 
 

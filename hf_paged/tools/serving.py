@@ -56,8 +56,8 @@ _compiling = threading.Semaphore(MAX_COMPILING)
 # longer bodies are tokenized one at a time, since tokenizing them takes much memory
 LONG_BODY_BYTES = 1 << 20
 
-# Options of a request's generation config that `ServedManager` does not pass to the engine: the app
-# passes the first two itself; the others concern transformers' cache.
+# Options of a request's generation config that `EngineGenerateManager` does not pass to the engine:
+# the app passes the first two itself; the others concern transformers' cache.
 SKIPPED_OPTIONS = ("max_new_tokens", "eos_token_id", "use_cache", "cache_implementation")
 TEXT_INPUTS = ("input_ids", "attention_mask")  # other inputs are images and audio
 

@@ -13,7 +13,7 @@ import torch
 
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.adapters import loop_adapters
-from hf_paged.adapters.files import AdapterFile
+from hf_paged.adapters.files import AdapterFile, read_adapter_file
 from hf_paged.adapters.mixing import NotMixableError
 from hf_paged.plan import StepPlan
 from tests.batching.test_unfinished_requests import GREEDY
@@ -149,3 +149,17 @@ def test_other_processes_drop_prefetched_adapters_that_no_request_waits_for(
             adapters.prefetch([])
         assert orders == [("load_ahead", [file]), ("load_ahead", [])]
         assert not adapters.store._loading
+
+
+def test_waiting_adapters_are_prefetched_again_after_a_change_of_the_model(tmp_path: Path) -> None:
+    first, second = saved(many(2), tmp_path)
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        engine.generate(prompts(9), GREEDY, adapter=first)
+        adapters: Any = engine._core.get_loop().executor.adapters()
+        file = read_adapter_file(second)
+        waiting = [SimpleNamespace(adapter=file, adapter_bytes=1)]
+        adapters.prefetch(waiting)
+        adapters.forget_model()
+        assert not adapters.store._loading
+        adapters.prefetch(waiting)
+        assert list(adapters.store._loading) == [file]

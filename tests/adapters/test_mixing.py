@@ -543,6 +543,17 @@ def test_weights_are_loaded_before_their_turn(tmp_path: Path) -> None:
     assert model_state(bare) == state
 
 
+def test_a_failed_load_is_not_counted(tmp_path: Path) -> None:
+    (folder,) = saved(many(1), tmp_path)
+    bare = models.build("llama")
+    file = adapter_files.read_adapter_file(folder)
+    (Path(folder) / "adapter_model.safetensors").unlink()
+    store = adapter_files.AdapterStore(bare)
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        store.get(file)
+    assert store.num_loads == 0
+
+
 def test_weights_are_loaded_on_demand_where_no_thread_can_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

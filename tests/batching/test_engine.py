@@ -198,6 +198,18 @@ def test_fields_of_a_result() -> None:
     assert 0 <= timings.queued <= timings.first_token <= timings.total
 
 
+def test_a_request_cancelled_in_the_queue_adds_no_prompt_tokens() -> None:
+    running, queued = prompts(20, 33)
+    engine = engine_of(max_num_seqs=1)
+    engine.add_request(running, GREEDY)
+    engine.add_request(queued, GREEDY, request_id="queued")
+    engine.step()
+    engine.cancel("queued")
+    run_all(engine)
+    stats = engine.stats()
+    assert stats.num_finished == 2 and stats.num_prompt_tokens == 20
+
+
 def test_stats_and_block_map() -> None:
     texts, engine = prompts(20, 33, 8), engine_of(num_blocks=64)
     assert engine.block_map() == {} and engine.stats().num_steps == 0

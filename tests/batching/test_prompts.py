@@ -414,9 +414,14 @@ def test_an_engine_takes_embeddings_and_weights_change() -> None:
 @pytest.mark.parametrize(
     "prompt, inputs, message",
     [
-        ([5, 6], {"max_new_tokens": 3}, "only model inputs besides token ids"),
+        ([5, 6], {"max_new_tokens": 3}, "the prompt's inputs have max_new_tokens"),
         ([5, 6], {"input_ids": torch.ones(1, 2)}, "only model inputs besides token ids"),
         ([5, 6], [1], "pass a dict"),
+        (
+            {"input_ids": torch.ones(2, 2).long(), "token_type_ids": torch.zeros(2, 2).long()},
+            None,
+            "a request takes one prompt, but `token_type_ids` has 2 rows$",
+        ),
         (
             {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]]), "x": 1},
             None,

@@ -134,6 +134,19 @@ def test_a_lost_process_is_not_awaited_again(monkeypatch: pytest.MonkeyPatch) ->
     assert waits == [group]
 
 
+def test_a_process_that_fails_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = object.__new__(Ranks)
+    group.rank, group.size, group._group = 1, 2, None
+
+    def time_out(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Timed out waiting 20000ms for recv operation to complete")
+
+    monkeypatch.setattr("torch.distributed.all_reduce", time_out)
+    message = "rank 1 of 2 .*: one has ended, or did not fail in the forward that failed here"
+    with pytest.raises(hf_paged.RankLostError, match=message), group.forward():
+        raise ArithmeticError
+
+
 @pytest.mark.slow
 def test_a_slow_process_slows_all() -> None:
     first, _ = found("plain_calls", "slow_rank")

@@ -129,7 +129,7 @@ def test_of_an_engine() -> None:
         assert max(states) == 3 and "3" in texts(figure)
         used = engine.stats().used_blocks
         title = figure.axes[0].get_title("left")
-        assert title.endswith(f"{used} blocks in use of 64, {64 - len(states)} never used so far")
+        assert title.endswith(f"{used} blocks in use of 64, {64 - len(states)} not allocated")
     assert texts(engine.plot_memory()) == ["no blocks yet"]  # after `free`
 
 

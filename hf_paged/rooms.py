@@ -269,9 +269,9 @@ class LatentRoom(Protocol):
 class MediaRoom(Protocol):
     """`hf_paged.media`."""
 
-    def check(self, capability: Capability, prompts: Prompts) -> tuple[Prompts, str | None]:
-        """Returns the prompts of a call in the form that packed steps can continue, and why they
-        cannot continue them; `None` if they can."""
+    check: Callable[..., tuple[Prompts, str | None]]
+    """Takes a `Capability` and `Prompts`. Returns the prompts in the form that packed steps can
+    continue, and why they cannot continue them; `None` if they can."""
 
     prepare: Callable[..., str | None]
     """Takes a `Capability`, a layout, an engine's request with `Prompts`, and whether it may use

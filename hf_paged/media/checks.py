@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,16 @@ from ..model.layout import Layout
 from ..model.own_loop import pad_token_id
 from ..model.trial import ForwardFailedError, Trial, TrialRow, TrialRunner, sample_tokens
 from ..topics import Topic
-from .prompts import MediaPrompts, PromptsVerdict
+from .prompts import MediaPrompts
+
+
+class PromptsVerdict(NamedTuple):
+    """Whether rows may decode packed after the model's own forward has computed their prompts,
+    which are more than token ids."""
+
+    unsupported_reason: str | None = None  # why they cannot; `None`: they can
+    can_reuse: bool = False  # other prompts may use a prompt's cached prefix
+    can_begin_after_text: bool = False  # the model's own forward may begin after cached text
 
 
 def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str | None]:
@@ -30,8 +39,8 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
     verdict = capability.verdict(prompts_check, "packed", checked, kind)
     if isinstance(verdict, str):
         verdict = PromptsVerdict(verdict)
-    checked.verdict = verdict
-    return checked, verdict.unsupported_reason
+    reason, checked.can_reuse, checked.can_begin_after_text = verdict
+    return checked, reason
 
 
 def prepare(
@@ -44,10 +53,9 @@ def prepare(
         return reason
     config = capability.model.config
     similarity_key = prompts.similarity_key(config)
-    if similarity_key is not None:
-        kind = prompts.names, prompts.axis_counts
-        if capability.verdict(merge_check, "packed", prompts, kind) is True:
-            prompts.merge_key = similarity_key
+    kind = prompts.names, prompts.axis_counts
+    if similarity_key and capability.verdict(merge_check, "packed", prompts, kind) is True:
+        prompts.merge_key = similarity_key
     keys = prompts.keys(config) if prefix_caching else None
     request.limit_positions(layout.max_positions, prompts.position_shift(0))
     request.set_inputs(prompts, 0, keys)

@@ -38,23 +38,13 @@ class PromptKeys(NamedTuple):
     num_text: int  # tokens of text after which the model's own forward can begin; 0: none
 
 
-class PromptsVerdict(NamedTuple):
-    """Whether rows may decode packed after the model's own forward has computed their prompts,
-    which are more than token ids."""
-
-    unsupported_reason: str | None = None  # why they cannot; `None`: they can
-    can_reuse: bool = False  # other prompts may use a prompt's cached prefix
-    can_begin_after_text: bool = False  # the model's own forward may begin after cached text
-
-
-UNCHECKED = PromptsVerdict(can_reuse=True, can_begin_after_text=True)
-
-
 @dataclass(eq=False)
 class MediaPrompts(Prompts):
-    """`Prompts` of a model that runs packed. `verdict`: that of `checks.prompts_check`."""
+    """`Prompts` of a model that runs packed."""
 
-    verdict: PromptsVerdict = UNCHECKED
+    # as in `checks.PromptsVerdict`, once the prompts are checked
+    can_reuse: bool = True
+    can_begin_after_text: bool = True
 
     @lazy_property
     def axes(self) -> list[list[list[int]] | None]:
@@ -152,23 +142,23 @@ class MediaPrompts(Prompts):
         """Returns each row's prefix-cache keys; `Request.set_inputs` chooses their namespace. A
         placeholder's key includes a hash of all media and placeholders of the call. `None` if the
         prefix cache cannot be used for these prompts."""
-        mask = self.placeholder_mask(config) if self.verdict.can_reuse else None
+        mask = self.placeholder_mask(config) if self.can_reuse else None
         if mask is None:
             return None
         token_types = self._token_types
         media = {name: self.model_kwargs[name] for name in self.names if name not in token_types}
         # over all rows, since models assign images and audio to the rows' placeholders in order
         values_by_token = (self.input_ids, *token_types.values())
-        placeholders = []
-        for row, is_placeholder in enumerate(mask):
-            row_values = [values[row, is_placeholder].tolist() for values in values_by_token]
-            placeholders.append(row_values)
+        placeholders = [
+            [values[row, is_placeholder].tolist() for values in values_by_token]
+            for row, is_placeholder in enumerate(mask)
+        ]
         try:
             digest = digest_of([media, placeholders])
         except TypeError:
             return None
         keys_by_row = list[PromptKeys]()
-        num_text = self.num_text(config) if self.verdict.can_begin_after_text else 0
+        num_text = self.num_text(config) if self.can_begin_after_text else 0
         for row, padding in enumerate(self.paddings):
             ids = self.input_ids[row, padding:].tolist()
             is_placeholder = mask[row, padding:].tolist()
@@ -270,10 +260,10 @@ class MediaPrompts(Prompts):
         width = max(part.length for part in parts)
 
         def pad_and_join(tensors: list[Tensor], pad_value: int = 0) -> Tensor:
-            padded = []
-            for tensor in tensors:
-                missing = width - tensor.shape[-1]
-                padded.append(functional.pad(tensor, (missing, 0), value=pad_value))
+            padded = [
+                functional.pad(tensor, (width - tensor.shape[-1], 0), value=pad_value)
+                for tensor in tensors
+            ]
             return torch.cat(padded, dim=-2)
 
         inputs = [part._kwargs_with_mask for part in parts]
@@ -375,10 +365,7 @@ def digest_of(value: Any) -> bytes:
             tensors.append(value)
             return "tensor", str(value.dtype), tuple(value.shape)
         if isinstance(value, dict):
-            parts = []
-            for name, part in value.items():
-                parts.append((describe(name), describe(part)))
-            return "dict", parts
+            return "dict", [(describe(name), describe(part)) for name, part in value.items()]
         if isinstance(value, (list, tuple)):
             return "list", [describe(part) for part in value]
         if is_plain_value(value):

@@ -29,8 +29,7 @@ def run_prompts(
     if other_prompts:
         prompts = prompts.merged(other_prompts, pad_token_id(model))
     sequences = {row: plan.sequences[index] for row, index in index_by_row.items()}
-    num_cached = count_cached(index_by_row, plan)
-    logits, looks_ahead = prompts.forward(model, cache, sequences, num_cached)
+    logits, looks_ahead = prompts.forward(model, cache, sequences, count_cached(index_by_row, plan))
     is_placeholder = prompts.placeholder_mask(model.config)
     # a block's keys in the prefix cache must cover all tokens on which its K/V depend, so rows
     # in which a text token may have attended to later tokens are not cached
@@ -46,10 +45,8 @@ def position_axes(plan: StepPlan, positions: list[int]) -> list[list[int]] | Non
     """Implements `rooms.MediaRoom.position_axes`."""
     axes_of_rows: list[list[list[int]]] = []
     for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
-        row_axes = None
-        if sequence.request.inputs is not None:
-            prompts, row = sequence.request.inputs
-            row_axes = prompts.positions(row, start, start + count)
+        prompts, row = sequence.request.inputs or (None, 0)
+        row_axes = prompts and prompts.positions(row, start, start + count)
         axes_of_rows.append(row_axes or [])
     num_axes = max(map(len, axes_of_rows))
     if not num_axes:

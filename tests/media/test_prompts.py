@@ -17,7 +17,8 @@ from hf_paged.cache.block_manager import BlockManager
 from hf_paged.generation.batch_call import MIN_CACHED_TOKENS
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors
-from hf_paged.media.prompts import MediaPrompts, PromptsVerdict, digest_of
+from hf_paged.media.checks import PromptsVerdict
+from hf_paged.media.prompts import MediaPrompts, digest_of
 from tests.kernels.test_hashing import scramble
 from tests.support import models
 from tests.support.architecture_configs import tiny_model

@@ -14,18 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..execution.prompts import uncommon_names
 
 # words in the config's names for tokens that stand for media, or that mark their start or end
-MEDIA_WORDS = (
-    "image",
-    "video",
-    "audio",
-    "vision",
-    "visual",
-    "speech",
-    "sound",
-    "media",
-    "patch",
-    "frame",
-)
+MEDIA_WORDS = "image video audio vision visual speech sound media patch frame".split()
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

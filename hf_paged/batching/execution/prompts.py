@@ -91,10 +91,8 @@ class Prompts:
         ids = self.position_ids
         if ids is None:
             return padding if counts_padding else 0
-        num_rows = len(self.paddings)
-        positions = ids.expand(*ids.shape[:-2], num_rows, self.length)[..., row, padding:]
-        num_tokens = self.length - padding
-        return int(positions.max()) + 1 - num_tokens
+        positions = ids[..., row % ids.shape[-2], padding:]
+        return int(positions.max()) + 1 + padding - self.length
 
     def keys(self, config: PreTrainedConfig) -> Items[tuple[list[Hashable], int, int]] | None:
         """Returns the arguments `keys` of `Request.set_inputs`; `None` if the prompts do not use

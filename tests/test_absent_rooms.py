@@ -87,9 +87,7 @@ def test_media(
     assert expected.equal(model.generate(**inputs, **options, **models.UNRECORDED))
     route = last_route(model)
     assert route is not None and "needs `hf_paged.media`" in route.reason
-    assert route.road == (
-        "engine" if is_installed("rectangles") and len(others) == 1 else "hf_loop"
-    )
+    assert route.road == ("engine" if rooms.is_installed("rectangles") else "hf_loop")
     (warning,) = (message for message in caplog.messages if "`hf_paged.media`" in message)
     assert "[troubleshooting.md#rooms]" in warning
     row = {name: tensor[:1] for name, tensor in inputs.items()}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # types of the core alone
     from .batching.arguments import Assistance
     from .batching.engine_core import EngineCore
     from .batching.execution.prompts import Prompts
-    from .batching.execution.runner import Runner
+    from .batching.execution.runner import LogitsPart, Runner
     from .batching.generation import RequestState
     from .cache.block_manager import BlockManager
     from .cache.paged_cache import PagedCache
@@ -43,6 +43,7 @@ ROOMS = (
     "beams",
     "grammar",
     "latent",
+    "media",
     "native",
     "own_attention",
     "ranks",
@@ -263,6 +264,29 @@ class LatentRoom(Protocol):
 
     can_absorb: Callable[[nn.Module], bool]
     """Whether attention can read the layer's latents without expanding them."""
+
+
+class MediaRoom(Protocol):
+    """`hf_paged.media`."""
+
+    check: Callable[..., tuple[Prompts, str | None]]
+    """Takes a `Capability` and `Prompts`. Returns the prompts in the form that packed steps can
+    continue, and why they cannot continue them; `None` if they can."""
+
+    prepare: Callable[..., str | None]
+    """Takes a `Capability`, a layout, an engine's request with `Prompts`, and whether it may use
+    the prefix cache. Prepares the request. Returns why it cannot run; `None` if it can. Raises
+    `IndexError` if the prompt is longer than the model's table of positions."""
+
+    run_prompts: Callable[..., LogitsPart]
+    """Takes a model, an empty cache, a list of `WholePrompts` that `check` has returned, and the
+    step's plan. Runs one forward of all rows of these prompts, even of those that the step does not
+    compute; returns the logits of rows of the step."""
+
+    position_axes: Callable[..., list[list[int]] | None]
+    """Takes a step's plan and the tokens' positions in their sequences. Returns
+    `PackedTokens.axes`. All sequences with inputs that set positions must have equally many
+    axes."""
 
 
 class OwnAttentionRoom(Protocol):

@@ -16,6 +16,7 @@ from hf_paged import PagedCache, PagedEngine, last_route, rooms
 from hf_paged.rooms import is_installed
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.architecture_media import media_inputs
 from tests.support.forwards import build
 
 
@@ -78,6 +79,30 @@ def test_rectangles(caplog: pytest.LogCaptureFixture) -> None:
     assert paged.equal(model.generate(ids, **options))
     with pytest.raises(rooms.RoomMissingError, match=r"needs `hf_paged.rectangles`"):
         PagedEngine(model, {"capture": False}).add_request(ids[0].tolist())
+
+
+@pytest.mark.parametrize("missing", [{"media"}, {"media", "rectangles"}])
+def test_media(
+    missing: set[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows with images stay together, in rectangles if these are installed; an engine raises."""
+    monkeypatch.setattr(
+        rooms, "is_installed", lambda room: room not in missing and is_installed(room)
+    )
+    model = tiny_model(transformers.LlavaForConditionalGeneration)
+    inputs = dict(media_inputs(model)["image"])
+    options = {"max_new_tokens": 5, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    assert expected.equal(model.generate(**inputs, **options, **models.UNRECORDED))
+    route = last_route(model)
+    assert route is not None and "needs `hf_paged.media`" in route.reason
+    assert route.road == ("engine" if rooms.is_installed("rectangles") else "hf_loop")
+    (warning,) = (message for message in caplog.messages if "`hf_paged.media`" in message)
+    assert "[troubleshooting.md#rooms]" in warning
+    row = {name: tensor[:1] for name, tensor in inputs.items()}
+    with PagedEngine(model, {"capture": False}) as engine:
+        with pytest.raises(rooms.RoomMissingError, match=r"needs `hf_paged.media`"):
+            engine.add_request(row)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,13 @@
 """A sample of `python -m tests.support.architectures`: `"paged"` gives plain `generate`'s
 tokens."""
 
-import contextlib
-
 import pytest
 import torch
 import transformers
 
-from hf_paged.batching.arguments import ServedByGenerateError
-from tests.batching.test_prompts import hits_behind, with_system_text
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
-from tests.support.architecture_media import media_rows, takes_media
+from tests.support.architecture_media import takes_media
 from tests.support.architectures import TEXT, check, list_architectures
 
 FAST = [
@@ -133,29 +129,3 @@ def test_every_class_that_takes_media_gets_them() -> None:
             if not any(set(tensors) - {*TEXT} for tensors in make_inputs(model).values()):
                 missing.append(name)
     assert not missing
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_a_medium_of_another_size_drops_no_prefix() -> None:
-    """Hits of a prompt that comes again, at once and after one with a picture, clip or sound of
-    another size."""
-    names, dropped = set(), dict[tuple[str, str], list[int]]()
-    for name in filter(lambda name: takes_media(getattr(transformers, name)), list_architectures()):
-        try:
-            model = tiny_model(getattr(transformers, name))
-        except ImportError:  # a package is not installed
-            continue
-        torch.manual_seed(1)
-        media = {} if model.config.is_encoder_decoder else media_rows(model)
-        for medium, rows in media.items():
-            first, second = (with_system_text(row) for row in rows[:2])
-            with contextlib.suppress(ServedByGenerateError):
-                hits = [
-                    hits_behind(model, calls)[-1]
-                    for calls in ([first, first], [first, second, first])
-                ]
-                names |= {name} if hits[0] else set()
-                if hits[0] != hits[1]:
-                    dropped[name, medium] = hits
-    assert not dropped and len(names) >= 20

@@ -22,7 +22,7 @@ from ..rooms import SpeculationRoom, room, room_if_installed
 from ..seams import EngineParts, Leader
 from ..topics import Topic
 from .arguments import ServedByGenerateError, option_for_drafts
-from .execution.prompts import Prompts
+from .execution.prompts import find_media
 from .factory import (
     UNLIMITED_BLOCKS,
     batch_invariant_error,
@@ -239,36 +239,22 @@ class EngineLoop:
         assert state.request.inputs is not None
         if self.config.batch_invariant:
             raise batch_invariant_error(self.model, "prompts are more than token ids")
-        prompts: Prompts = state.request.inputs[0]
-        if self.layout.unsupported_reason is None:
-            self._prepare_packed(state, prompts)
-            return
-        self.layout, reason = find_rectangles().prepare(
-            self._capability, self.layout, state, prompts
-        )
+        is_packed = self.layout.unsupported_reason is None
+        if is_packed:
+            reason = find_media().prepare(
+                self._capability, self.layout, state.request, self.config.prefix_caching
+            )
+        else:
+            self.layout, reason = find_rectangles().prepare(
+                self._capability, self.layout, state, state.request.inputs[0]
+            )
         if reason is not None:
-            raise self._inputs_error(reason)
-        self.note_route()
-
-    def _prepare_packed(self, state: RequestState, prompts: Prompts) -> None:
-        """Prepares a prompt with inputs for packed forwards. Raises as `prepare`."""
-        model = self.model
-        prompts.prepare_positions(model)
-        reason, can_reuse, can_begin_after_text = self._capability.check_prompts(prompts)
-        if reason is not None:
-            raise self._inputs_error(reason)
-        prompts.merge_key = self._capability.merge_key(prompts)
-        keys = None
-        if can_reuse and self.config.prefix_caching:
-            keys = prompts.keys(model.config)
-        state.request.limit_positions(self.layout.max_positions, prompts.position_shift(0))
-        state.request.set_inputs(prompts, 0, keys, can_begin_after_text)
-
-    def _inputs_error(self, reason: str) -> ServedByGenerateError:
-        return ServedByGenerateError(
-            f"an engine cannot serve these `inputs` of {type(self.model).__name__}: {reason}. Call"
-            ' `model.generate(..., cache_implementation="paged")`'
-        )
+            raise ServedByGenerateError(
+                f"an engine cannot serve these `inputs` of {type(self.model).__name__}: {reason}."
+                ' Call `model.generate(..., cache_implementation="paged")`'
+            )
+        if not is_packed:
+            self.note_route()
 
     def _choose_speculation(self, state: RequestState, reason: str | None) -> None:
         """Clears the request's `assistance` if no drafts are requested or possible. `reason` says

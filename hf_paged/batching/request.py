@@ -267,18 +267,15 @@ class Request:
         prompts: Any,
         row: int,
         keys: Items[tuple[list[Hashable], int, int]] | None,
-        can_begin_after_text: bool = False,
     ) -> None:
-        """Makes a row of `Prompts` the request's prompt. Without `keys`, by row, the request does
-        not use the prefix cache. `can_begin_after_text`: whether the model's own forward can begin
-        after the text before the first placeholder, which may then be shared with any other
-        prompt."""
+        """Makes a row of `Prompts` the request's prompt. `keys`: by row, the request's `keys`,
+        `num_content` and `num_text`; without them, it does not use the prefix cache. The text
+        before the first placeholder may be shared with any other prompt."""
         self.inputs, self.num_encoder_tokens = (prompts, row), prompts.num_encoder_tokens
         if keys is None or self.namespace is UNCACHED:
             self.namespace = UNCACHED
             return
-        self.keys, self.num_content, num_text = keys[row]
-        self.num_text = num_text if can_begin_after_text else 0
+        self.keys, self.num_content, self.num_text = keys[row]
         if not self.num_text:
             self.namespace = (self.namespace, prompts.names)
 

@@ -191,7 +191,7 @@ class BatchCall(Candidate):
         layout = self.layout
         prompts = self.prompts
         keys = None
-        if prompts is not None and keeps_prefixes and self.verdict.can_reuse:
+        if prompts is not None and keeps_prefixes:
             keys = prompts.keys(self.model.config)
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
@@ -214,7 +214,7 @@ class BatchCall(Candidate):
                 shift = prompts.position_shift(prompt, layout.unsupported_reason is not None)
             request.limit_positions(layout.max_positions, shift)
             if prompts is not None:
-                request.set_inputs(prompts, prompt, keys, self.verdict.can_begin_after_text)
+                request.set_inputs(prompts, prompt, keys)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 

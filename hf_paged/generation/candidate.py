@@ -14,13 +14,12 @@ from ..batching.arguments import Assistance, option_for_drafts
 from ..batching.decoding.base import StopChecker
 from ..batching.decoding.prepare import LoopCall
 from ..batching.decoding.scores import are_row_wise
-from ..batching.execution.prompt_inputs import uncommon_names
-from ..batching.execution.prompts import Prompts, prompts_of
+from ..batching.execution.prompts import Prompts, find_media, prompts_of, uncommon_names
 from ..batching.factory import choose_layout, find_rectangles, make_runner
 from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.capability import Capability
-from ..model.layout import Layout, PromptsVerdict
+from ..model.layout import Layout
 from ..model.own_loop import mismatched_rows
 from ..model.rope import find_length_rope
 from ..model.sharding import is_sharded
@@ -39,8 +38,8 @@ def true_reasons(reasons: dict[str, Any]) -> Iterator[str]:
 
 
 class Candidate:
-    """A decoding loop of a `generate` call that the engine may serve. The layout, the paddings, the
-    prompts and the verdict are valid once `reason_against` has returned `None`."""
+    """A decoding loop of a `generate` call that the engine may serve. The layout, the paddings and
+    the prompts are valid once `reason_against` has returned `None`."""
 
     def __init__(
         self, call: Call, loop: LoopCall, cache: PagedCache, adapter_names: list[str] | None
@@ -70,7 +69,6 @@ class Candidate:
         self.paddings: list[int] = []  # left padding of each row
         # with each prompt once; `None` if prompts are only token ids with consecutive positions
         self.prompts: Prompts | None = None
-        self.verdict = PromptsVerdict(can_reuse=True)  # on these prompts
 
     def reason_against(self) -> str | None:
         """Returns why the engine cannot serve the call; `None` if it can."""
@@ -169,10 +167,11 @@ class Candidate:
             if prompts is None:
                 yield inputs_reason
             elif reason is None:
-                prompts.prepare_positions(model)
                 capability = Capability(model, self.cache, make_runner)
-                self.verdict = capability.check_prompts(prompts)
-                reason = self.verdict.unsupported_reason
+                try:
+                    self.prompts, reason = find_media().check(capability, prompts)
+                except rooms.RoomMissingError as error:
+                    reason = Topic.ROOMS(str(error))
             if reason is not None:
                 yield f"{inputs_reason}, and {reason}"
         if reason is None:

@@ -27,13 +27,11 @@ from ..topics import Topic
 from .checks import (
     invariance_check,
     judge_writes,
-    merge_check,
     mixing_check,
     packed_check,
-    prompts_check,
 )
 from .forwards import code_of, compute_device, hooks_of, tensors_of_module
-from .layout import Layout, PromptsVerdict
+from .layout import Layout
 from .sharding import processes_of
 from .structure import Modules, reasons_against
 from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
@@ -113,27 +111,6 @@ class Capability:
         """Why rows with different adapters on these modules cannot share a packed forward; `None`
         if they can. The runners must apply a different adapter to each of three rows."""
         return self.verdict(mixing_check, "packed", kind=modules)
-
-    def check_prompts(self, prompts: Any) -> PromptsVerdict:
-        """Checks `prompts` (`execution.prompts.Prompts`) of a model that runs packed. The verdict
-        holds for all `Prompts` with equal `names`, `axis_counts` and `hides_tokens` that agree on
-        whether `num_text` is 0."""
-        has_text = prompts.num_text(self.model.config) > 0
-        kind = prompts.names, prompts.axis_counts, prompts.hides_tokens, has_text
-        verdict = self.verdict(prompts_check, "packed", prompts, kind)
-        if isinstance(verdict, PromptsVerdict):
-            return verdict
-        return PromptsVerdict(verdict)
-
-    def merge_key(self, prompts: Any) -> Hashable | None:
-        """Returns a key for `Prompts` of one request: one forward may prefill the prompts of
-        requests with equal keys. `None`: the prompts need a separate forward."""
-        similarity_key = prompts.similarity_key(self.model.config)
-        if similarity_key is None:
-            return None
-        kind = prompts.names, prompts.axis_counts
-        verdict = self.verdict(merge_check, "packed", prompts, kind)
-        return similarity_key if verdict is True else None
 
     def verdict(
         self,

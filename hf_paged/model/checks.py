@@ -1,12 +1,11 @@
-"""Checks of layouts, on random tokens or on a call's prompts. Most compare short forwards in a
-layout with plain forwards. Others compare rows in one forward with the same rows alone, or count
-positions, or judge writes. `capability` decides which checks run, and keeps their verdicts."""
+"""Checks of packed forwards on random tokens. Most compare short forwards in a layout with plain
+forwards. Others compare rows in one forward with the same rows alone, or count positions, or judge
+writes. `capability` decides which checks run, and keeps their verdicts."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +16,7 @@ from ..cache.storage import storage_of
 from ..interrupts import is_interrupt
 from ..kernels import uses_triton
 from ..topics import Topic
-from .layout import Layout, PromptsVerdict
-from .own_loop import pad_token_id
+from .layout import Layout
 from .positions import num_positions
 from .trial import (
     CONFIG,
@@ -26,8 +24,6 @@ from .trial import (
     ForwardFailedError,
     Step,
     Trial,
-    TrialRow,
-    TrialRunner,
     sample_tokens,
     scratch_memory,
 )
@@ -120,11 +116,11 @@ def run_kernels(trial: Trial) -> None:
         trial.run(Layout(), rows, (end,), steps, trial_memory)
     except Exception as error:
         # large blocks may not fit in memory now, and requests can wait for memory
-        if not _is_forward_failure(error):
+        if not is_forward_failure(error):
             raise
 
 
-def _is_forward_failure(error: Exception) -> bool:
+def is_forward_failure(error: Exception) -> bool:
     """Whether the error is not an interrupt, and means that a forward failed or lacked memory."""
     return isinstance(error, ForwardFailedError) or (
         is_out_of_memory(error) and not is_interrupt(error)
@@ -166,100 +162,6 @@ def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tens
         decodes = [((row, 1),)] * (len(indices) - 1)
         single[indices] = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, [prefill, *decodes])
     return batched, single
-
-
-def prompts_check(trial: Trial) -> PromptsVerdict:
-    """Compares prompts that the model's own forward computes, and packed decode steps after them,
-    with plain forwards. Two more comparisons set the verdict's flags. For `can_reuse`, a packed
-    step recomputes the end of each prompt, which follows its images or other content. For
-    `can_begin_after_text`, a packed step computes the text before a single prompt's content, and
-    the model's own forward computes the rest of the prompt. Raises `ForwardFailedError` if a
-    forward fails, except in the last comparison."""
-    model, prompts = trial.model, trial.prompts
-    new_tokens = sample_tokens(model)[:1, :2]  # stand for generated tokens
-    with trial.forwards():
-        plain = trial.decode(prompts.input_ids, prompts.model_kwargs, new_tokens)
-    with trial.forwards(by_engine=True):
-        runner = TrialRunner(trial, Layout())
-        if runner.runner.rope is not None:
-            return PromptsVerdict(
-                Topic.BATCH("its rotary embedding depends on the largest position of a prompt")
-            )
-        rows = runner.add_prompts(prompts, new_tokens)
-        packed = runner.advance(rows, num_steps=3)
-        expected = plain.flatten(0, 1)
-        quantity = "logits after a prompt"
-        reason = trial.difference(expected, packed, quantity, reference="plain forwards")
-        if reason is not None or not _drop_ends(runner, rows, prompts.keys(model.config)):
-            return PromptsVerdict(reason)
-        if trial.difference(plain[0], runner.advance(rows)) is not None:
-            return PromptsVerdict()
-    can_begin_after_text = False
-    num_text = prompts.num_text(model.config)
-    if num_text:
-        with contextlib.suppress(ForwardFailedError), trial.forwards(by_engine=True):
-            runner = TrialRunner(trial, Layout())
-            logits = _logits_after_text(runner, prompts, new_tokens, num_text)
-            can_begin_after_text = trial.difference(plain[:2, 0], logits) is None
-    return PromptsVerdict(None, True, can_begin_after_text)
-
-
-def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
-    """Drops the computed tokens after the content of each row's prompt. Returns `False`, and drops
-    none, if a row could not recompute them or the prompts have no `keys`."""
-    if keys is None:
-        return False
-    content_ends = [max(1, key.num_content) for key in keys]
-    for row, end in zip(rows, content_ends):
-        if end >= row.num_prompt_tokens:
-            return False
-        for group, table in zip(runner.manager.groups, row.blocks.tables):
-            if table.first_token > group.spec.first_visible(end):
-                return False
-    for row, end in zip(rows, content_ends):
-        runner.manager.truncate(row.blocks, end)
-        row.num_computed_tokens = end
-    return True
-
-
-def _logits_after_text(
-    runner: TrialRunner, prompts: Any, new_tokens: Tensor, num_text: int
-) -> Tensor:
-    """The logits of two steps of the only row of `Prompts`, after a packed step for its text."""
-    (row,) = runner.add_prompts(prompts, new_tokens)
-    text = runner.add(row.tokens, num_text)
-    runner.advance([text])
-    row = dataclasses.replace(
-        row, blocks=text.blocks, num_computed_tokens=num_text, num_text=num_text
-    )
-    return runner.advance([row], num_steps=2)
-
-
-def merge_check(trial: Trial) -> bool:
-    """Whether one forward of the trial's prompts together with longer prompts that have different
-    images, and the packed decode step after it, give the logits of separate plain forwards."""
-    model, prompts = trial.model, trial.prompts
-    text_token, new_token = sample_tokens(model)[:1, :2].split(1, dim=1)
-    longer = prompts.varied(int(text_token))
-    try:
-        with trial.forwards():
-            plain = [
-                trial.decode(part.input_ids, part.model_kwargs, new_token)
-                for part in (prompts, longer)
-            ]
-        with trial.forwards(by_engine=True):
-            merged = prompts.merged((longer,), pad_token_id(model))
-            longer.prepare_positions(model)
-            merged.prepare_positions(model)
-            if merged.axes != [*prompts.axes, *longer.axes]:
-                return False  # the model counts padding as positions
-            runner = TrialRunner(trial, Layout())
-            packed = runner.advance(runner.add_prompts(merged, new_token), num_steps=2)
-        return trial.difference(torch.cat(plain, dim=1).flatten(0, 1), packed) is None
-    except Exception as error:  # separate forwards may still fit in memory
-        if not _is_forward_failure(error):
-            raise
-        return False
 
 
 # the id of a module's dict of attributes or buffers, and a name in that dict

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ..cache.kv_blocks import LayerKV
 
@@ -38,12 +37,3 @@ class Layout:
     def reason(self) -> str:
         """The `reason` of a [`Route`] that uses this layout."""
         return "packed forwards under the engine's scheduler"
-
-
-class PromptsVerdict(NamedTuple):
-    """Whether rows may decode packed after the model's own forward has computed their prompts,
-    which are more than token ids."""
-
-    unsupported_reason: str | None = None  # why they cannot; `None`: they can
-    can_reuse: bool = False  # other prompts may use a prompt's cached prefix
-    can_begin_after_text: bool = False  # the model's own forward may begin after cached text

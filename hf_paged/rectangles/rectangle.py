@@ -16,8 +16,7 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from .. import compat
-from ..batching.execution.prompt_inputs import is_plain_value
-from ..batching.execution.prompts import Prompts, empty_blocks
+from ..batching.execution.prompts import Prompts, empty_blocks, is_plain_value
 from ..batching.request import Sequence
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks

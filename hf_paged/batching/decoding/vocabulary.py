@@ -11,7 +11,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..execution.prompt_inputs import MEDIA_WORDS, uncommon_names
+from ..execution.prompts import uncommon_names
+
+# words in the config's names for tokens that stand for media, or that mark their start or end
+MEDIA_WORDS = "image video audio vision visual speech sound media patch frame".split()
 
 
 def num_embeddings(model: PreTrainedModel) -> int:

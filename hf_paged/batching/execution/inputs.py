@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...plan import StepPlan
 from ..decoding.scores import PromptLogprobs
+from .prompts import find_media
 
 _BLOCK_IDS = operator.attrgetter("block_ids")
 
@@ -103,7 +104,7 @@ def pack(
         num_decodes,
         groups,
         factors,
-        _position_axes(plan, positions) if plan.has_inputs else None,
+        find_media().position_axes(plan, positions) if plan.has_inputs else None,
         plan.has_drafts,
     )
 
@@ -156,28 +157,6 @@ def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
                 recordings.append((recording, start, tokens))
         first += num_tokens
     return recordings
-
-
-def _position_axes(plan: StepPlan, positions: list[int]) -> list[list[int]] | None:
-    """Returns `PackedTokens.axes`. All sequences with inputs that set positions must have equally
-    many axes."""
-    axes_of_rows: list[list[list[int]]] = []
-    for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
-        row_axes = None
-        if sequence.request.inputs is not None:
-            prompts, row = sequence.request.inputs
-            row_axes = prompts.positions(row, start, start + count)
-        axes_of_rows.append(row_axes or [])
-    num_axes = max(map(len, axes_of_rows))
-    if not num_axes:
-        return None
-    axes: list[list[int]] = [[] for _ in range(num_axes)]
-    for row_axes, count in zip(axes_of_rows, plan.counts):
-        first = len(axes[0])
-        default_axes = [positions[first : first + count]] * num_axes
-        for axis, values in zip(axes, row_axes or default_axes):
-            axis += values
-    return axes
 
 
 def write_changed_rows(

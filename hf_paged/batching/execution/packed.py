@@ -19,10 +19,9 @@ from transformers import PreTrainedModel
 from ... import compat
 from ...attention.switch import calls_interface
 from ...cache.paged_cache import PagedCache
-from ...cache.sequence_blocks import UNCACHED
 from ...model.capability import note_unpackable
 from ...model.forwards import compute_device
-from ...model.own_loop import pad_token_id, padding_mask
+from ...model.own_loop import padding_mask
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
 from ...model.structure import structural_reason
@@ -34,7 +33,8 @@ from ...switches import NOTHING
 from ..decoding.scores import PromptLogprobs
 from ..request import Sequence
 from .inputs import PackedTokens, TableRows, pack, recorded_prompts
-from .runner import LogitsPart, Runner, WholePrompts, concat_in_order, count_cached
+from .prompts import find_media
+from .runner import LogitsPart, Runner, WholePrompts, concat_in_order
 
 logger = logging.getLogger(__name__)
 
@@ -167,30 +167,10 @@ class PackedRunner(Runner):
         return forwards.values()
 
     def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
-        index_by_row: dict[int, int] = {}
-        num_rows = 0
-        for prompts, indices in whole_prompts:
-            for row, index in indices.items():
-                index_by_row[num_rows + row] = index
-            num_rows += len(prompts.paddings)
-        prompts, *other_prompts = [prompts for prompts, _ in whole_prompts]
-        if other_prompts:
-            prompts = prompts.merged(other_prompts, pad_token_id(self.model))
-        sequences = {row: plan.sequences[index] for row, index in index_by_row.items()}
         cache = self.cache.empty_twin(self.memory, self.counters)
         self._count_forward()
         with self._rope_context([]), self.product_context:
-            num_cached = count_cached(index_by_row, plan)
-            logits, looks_ahead = prompts.forward(self.model, cache, sequences, num_cached)
-        is_placeholder = prompts.placeholder_mask(self.model.config)
-        # a block's keys in the prefix cache must cover all tokens on which its K/V depend, so rows
-        # in which a text token may have attended to later tokens are not cached
-        for row, sequence in sequences.items():
-            is_text = None if is_placeholder is None else ~is_placeholder[row].cpu()
-            if looks_ahead is None or is_text is None or bool((looks_ahead[row] & is_text).any()):
-                sequence.request.namespace = UNCACHED
-        rows_with_logits = [row for row, index in index_by_row.items() if plan.num_logits[index]]
-        return [index_by_row[row] for row in rows_with_logits], logits[rows_with_logits]
+            return find_media().run_prompts(self.model, cache, whole_prompts, plan)
 
     def _run_packed(
         self,

@@ -1,31 +1,35 @@
-"""The prompts of a call, which the model's own forward computes: which of them can share a forward,
-and how its results reach the rows. The scheduler decides when a prompt runs."""
+"""The prompts of a call that are more than token ids, or whose rows stay together. The scheduler
+decides when a prompt runs; rooms compute it."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from ... import compat
-from ...attention.observers import LookAhead, observing_attention
 from ...cache.block_pool import BlockTable
-from ...cache.layers import PagedLayer
 from ...cache.paged_cache import PagedCache
 from ...cache.sequence_blocks import SequenceBlocks
-from ...model.own_loop import map_tensors, next_logits
-from ...model.structure import is_stock
-from ...model.trial import stock_cache
+from ...model.own_loop import map_tensors
+from ...rooms import MediaRoom, room
 from ..request import Request, RowsError, Sequence
-from .prompt_inputs import PromptInputs, is_plain_value
+
+# inputs without content: options, caches, and those with one value per token
+COMMON_INPUTS = {
+    *compat.CACHE_NAMES,
+    "use_cache",
+    "logits_to_keep",
+    "tokenizer",
+    "attention_mask",
+    "position_ids",
+}
 
 
 class PromptsError(RowsError):
@@ -41,118 +45,70 @@ class PromptsError(RowsError):
 
 
 @dataclass(eq=False)
-class Prompts(PromptInputs):
-    """The prompts of a call: the arguments of the model's `prepare_inputs_for_generation`, as
-    `generate` prepared them for the first forward. One forward computes all rows, since nothing
-    says which images and audio belong to which row."""
+class Prompts:
+    """The prompts of a call, one row per distinct prompt: the arguments of the model's
+    `prepare_inputs_for_generation`, as `generate` prepared them for the first forward. One forward
+    computes all rows, since nothing says which images and audio belong to which row."""
 
+    input_ids: Tensor
+    """`(rows, length)` int64, as transformers' loops get them: the decoder's if the model has an
+    encoder; `(rows, 0)` if there are only `inputs_embeds`."""
+    model_kwargs: dict[str, Any]  # without a cache
+    paddings: list[int]  # leading padding columns of each row
+    # (rows or 1, length), or with an axis dimension in front; `None`: 0, 1, 2, ... in each row
+    position_ids: Tensor | None = field(init=False)
     # the key, set by the room `rectangles`, of other rows that these rows may join; `None`: none
     join_key: Any = None
     # prompts with equal keys may share a forward; `None`: these prompts share none with others
     merge_key: Hashable | None = None
 
-    def similarity_key(self, config: PreTrainedConfig) -> Hashable | None:
-        """Returns a key that is equal for prompts that differ only in text, in length and in the
-        values of floating-point inputs, all of which `merge_check` varies; `None` for prompts that
-        must not be merged."""
-        placeholder_mask = self.placeholder_mask(config)
-        if placeholder_mask is None:
-            return None
-        # includes each row's placeholders, so that surplus ones in one prompt cannot make up for
-        # missing ones in another
-        key: list[Hashable] = []
-        for ids, is_placeholder in zip(self.input_ids, placeholder_mask):
-            key.append(tuple(sorted(ids[is_placeholder].tolist())))
-        for name, value in sorted(self._kwargs_with_mask.items()):
-            if not isinstance(value, Tensor):
-                if not is_plain_value(value):
-                    return None
-                key.append((name, value))
-            elif _is_per_token(name):
-                if value.shape[-2:] != (len(self.paddings), self.length):
-                    return None
-                key.append((name, value.dtype, value.dim()))
-            else:
-                # some models confuse rows if parts of an image are masked, and some drop images
-                # that are all zeros
-                is_partial = "mask" in name and not bool(value.all())
-                if not value.dim() or is_partial or _has_zero_parts(value):
-                    return None
-                is_float = value.is_floating_point()
-                numbers = None if is_float else tuple(value.flatten().tolist())
-                key.append((name, value.dtype, value.shape, numbers))
-        return tuple(key)
+    def __post_init__(self) -> None:
+        self.position_ids = self.model_kwargs.get("position_ids")
+
+    @property
+    def length(self) -> int:
+        """Columns of the first forward, including padding."""
+        embeds = self.model_kwargs.get("inputs_embeds")
+        # a model with an encoder passes the embeddings to the encoder
+        if embeds is None or self.num_encoder_tokens:
+            return int(self.input_ids.shape[1])
+        return int(embeds.shape[1])
+
+    @property
+    def num_encoder_tokens(self) -> int:
+        """Encoder tokens per row, including padding, whose keys and values the decoder reads; 0
+        without an encoder."""
+        outputs = self.model_kwargs.get("encoder_outputs")
+        if outputs is None:
+            return 0
+        return int(outputs[0].shape[1])
+
+    def position_shift(self, row: int, counts_padding: bool = False) -> int:
+        """Returns how many more positions a row's prompt takes than it has tokens: its largest
+        position plus one, minus its number of tokens. `counts_padding`: whether the model, if it
+        gets no `position_ids`, also counts padding."""
+        padding = self.paddings[row]
+        ids = self.position_ids
+        if ids is None:
+            return padding if counts_padding else 0
+        positions = ids[..., row % ids.shape[-2], padding:]
+        return int(positions.max()) + 1 + padding - self.length
+
+    def keys(self, config: PreTrainedConfig) -> Items[tuple[list[Hashable], int, int]] | None:
+        """Returns the arguments `keys` of `Request.set_inputs`; `None` if the prompts do not use
+        the prefix cache."""
+        return None
 
     @property
     def hides_tokens(self) -> bool:
         """Whether the attention mask hides tokens other than padding; false for a mask that is not
         `(rows, length)`."""
-        mask = self._attention_mask
+        mask = self.model_kwargs.get("attention_mask")
         shape = (len(self.paddings), self.length)
         if not isinstance(mask, Tensor) or mask.shape != shape:
             return False
         lengths = [self.length - padding for padding in self.paddings]
         return mask.bool().sum(-1).tolist() != lengths
-
-    @property
-    def _attention_mask(self) -> Tensor:
-        """The attention mask of the inputs or, if they have none, `(rows, length)` ones."""
-        mask: Tensor | None = self.model_kwargs.get("attention_mask")
-        if mask is not None:
-            return mask
-        return self.input_ids.new_ones(len(self.paddings), self.length)
-
-    @property
-    def _kwargs_with_mask(self) -> dict[str, Any]:
-        return {**self.model_kwargs, "attention_mask": self._attention_mask}
-
-    def varied(self, token_id: int) -> Prompts:
-        """Returns these prompts with the token `token_id` appended to each row, and with negated
-        floating-point inputs, such as images. `merge_check` merges them with the original
-        prompts."""
-        model_kwargs = dict(self.model_kwargs)
-        for name, value in model_kwargs.items():
-            if not isinstance(value, Tensor):
-                continue
-            if value.is_floating_point():
-                value = -value
-            if _is_per_token(name):
-                column = value[..., -1:]
-                if name.endswith("position_ids"):
-                    column = column + 1
-                elif name != "attention_mask":
-                    column = column * 0
-                value = torch.cat([value, column], dim=-1)
-            model_kwargs[name] = value
-        ids = functional.pad(self.input_ids, (0, 1), value=token_id)
-        return Prompts(ids, model_kwargs, self.paddings)
-
-    def merged(self, others: Items[Prompts], pad_token_id: int) -> Prompts:
-        """Returns the rows of these prompts and of `others`, in order, as if one call had prepared
-        them: padded on the left to the longest."""
-        parts = (self, *others)
-        width = max(part.length for part in parts)
-
-        def pad_and_join(tensors: list[Tensor], pad_value: int = 0) -> Tensor:
-            padded = []
-            for tensor in tensors:
-                missing = width - tensor.shape[-1]
-                padded.append(functional.pad(tensor, (missing, 0), value=pad_value))
-            return torch.cat(padded, dim=-2)
-
-        inputs = [part._kwargs_with_mask for part in parts]
-        merged = inputs[0]
-        for name, value in merged.items():
-            if isinstance(value, Tensor):
-                values = [part[name] for part in inputs]
-                join = pad_and_join if _is_per_token(name) else torch.cat
-                merged[name] = join(values)
-        ids = pad_and_join([part.input_ids for part in parts], pad_token_id)
-        paddings = []
-        for part in parts:
-            shift = width - part.length
-            paddings += [shift + padding for padding in part.paddings]
-        return Prompts(ids, merged, paddings)
 
     def rows(
         self, sequences: dict[int, Sequence], no_blocks: SequenceBlocks
@@ -167,73 +123,26 @@ class Prompts(PromptInputs):
             paddings[row] = self.paddings[row]
         return blocks, paddings
 
-    def forward(
-        self,
-        model: PreTrainedModel,
-        cache: PagedCache,
-        sequences: dict[int, Sequence],
-        num_cached: int = 0,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Runs the model's own forward over all rows. The empty `cache` stores the keys and values
-        of `sequences`, by row, in their tables, which must have space for them. If there is a
-        single row, its first `num_cached` tokens may be stored already. Returns logits `(all rows,
-        vocab_size)`, and the bool mask `(all rows, length)` of `LookAhead.look_ahead_mask`, or
-        `None` if it is unknown. Raises `ValueError` if the model does not store `length` tokens per
-        row, padding included."""
-        num_skipped = self.paddings[0] + num_cached if num_cached else 0
-        observer = LookAhead(self.paddings, self.length, num_skipped)
-        blocks, paddings = self.rows(sequences, empty_blocks(cache))
-        cache.take(blocks, tuple(paddings), num_skipped)
-        inputs = {**self.model_kwargs, compat.cache_name(model): cache}
-        with observing_attention(observer):
-            logits, _ = next_logits(
-                model, self.input_ids, inputs, is_first_step=True, num_cached=num_skipped
-            )
-        layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
-        counts = [layer.num_positions for layer in layers if layer.num_positions]
-        for count in counts:
-            if count != self.length:
-                raise ValueError(
-                    f"the model stored keys and values of {count} tokens per row, not of"
-                    f" {self.length}"
-                )
-        if observer.num_calls < len(counts):
-            return logits, None
-        return logits, observer.look_ahead_mask()
 
-    def prepare_positions(self, model: Any) -> None:
-        """Sets `position_ids` to those that the model's own preparation returns or, if it returns
-        none, to the columns, which the model then uses as positions. Does nothing for a model that
-        takes no `position_ids`, or that uses transformers' preparation."""
-        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-        if not takes_positions or is_stock(model, "prepare_inputs_for_generation"):
-            return
-        inputs = {**self.model_kwargs, compat.cache_name(model): stock_cache(model)}
-        prepared = model.prepare_inputs_for_generation(
-            self.input_ids,
-            next_sequence_length=self.length,
-            is_first_iteration=True,
-            **inputs,
-        )
-        self.position_ids = prepared.get("position_ids")
-        if self.position_ids is None:
-            columns = torch.arange(self.length, device=self.input_ids.device)
-            self.position_ids = columns[None]
+def uncommon_names(model_kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Returns the sorted names of the inputs that have a value and are not in `COMMON_INPUTS`."""
+    names = []
+    for name in sorted(model_kwargs.keys() - COMMON_INPUTS):
+        value = model_kwargs[name]
+        is_empty = isinstance(value, (dict, list, tuple)) and not value
+        if value is not None and value is not False and not is_empty:
+            names.append(name)
+    return tuple(names)
 
 
-def _has_zero_parts(media: Tensor) -> bool:
-    """Whether a part of the media, such as an image or a patch, is all zeros. A part spans the last
-    three dimensions, but never the first dimension of the tensor."""
-    if not media.is_floating_point():
-        return False
-    first = max(1, media.dim() - 3)
-    parts = media.reshape(-1, media.shape[first:].numel())  # of a vector: its numbers
-    return bool((parts == 0).all(-1).any())
+def is_plain_value(value: Any) -> bool:
+    return value is None or type(value) in (bool, int, float, str)
 
 
-def _is_per_token(name: str) -> bool:
-    """Whether the input `name` has a value per token: `(..., rows, length)`."""
-    return name in ("attention_mask", "position_ids") or name.endswith("token_type_ids")
+def find_media() -> MediaRoom:
+    """Returns the room `media`. Raises `RoomMissingError` if it is not installed."""
+    media: MediaRoom = room("media", "packing prompts of more than token ids")
+    return media
 
 
 def empty_blocks(cache: PagedCache) -> SequenceBlocks:

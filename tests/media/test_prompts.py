@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -11,18 +12,19 @@ import transformers
 
 import hf_paged
 from hf_paged import PagedEngine
-from hf_paged.batching.execution.prompt_inputs import _digest
-from hf_paged.batching.execution.prompts import Prompts
+from hf_paged.batching.arguments import ServedByGenerateError
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.generation.batch_call import MIN_CACHED_TOKENS
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors
-from hf_paged.model.layout import PromptsVerdict
+from hf_paged.media.checks import PromptsVerdict
+from hf_paged.media.prompts import MediaPrompts, digest_of
 from tests.kernels.test_hashing import scramble
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import decoder_text
-from tests.support.architecture_media import media_inputs, media_rows
+from tests.support.architecture_media import media_inputs, media_rows, takes_media
+from tests.support.architectures import list_architectures
 from tests.support.checks import (
     assert_paged_is_plain,
     assert_pool_empty,
@@ -182,13 +184,15 @@ def hits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the rows stored by each prefill forward."""
-    found, forward = list[int](), Prompts.forward
+    found, forward = list[int](), MediaPrompts.forward
 
-    def watched(self: Prompts, model: Any, cache: Any, rows: dict[int, Any], *args: Any) -> Any:
+    def watched(
+        self: MediaPrompts, model: Any, cache: Any, rows: dict[int, Any], *args: Any
+    ) -> Any:
         found.append(len(rows))
         return forward(self, model, cache, rows, *args)
 
-    monkeypatch.setattr(Prompts, "forward", watched)
+    monkeypatch.setattr(MediaPrompts, "forward", watched)
     return found
 
 
@@ -253,10 +257,12 @@ def test_no_block_gets_a_name_that_hides_what_its_tokens_saw(
     model, inputs = model_of(GEMMA), with_question(pictures(GEMMA))
     hf_paged.free(model)
     monkeypatch.setattr(
-        Prompts, "content", lambda self, config: torch.zeros_like(self.input_ids, dtype=torch.bool)
+        MediaPrompts,
+        "placeholder_mask",
+        lambda self, config: torch.zeros_like(self.input_ids, dtype=torch.bool),
     )
     monkeypatch.setattr(
-        "hf_paged.model.capability.Capability.check_prompts",
+        "hf_paged.media.checks.prompts_check",
         lambda *args: PromptsVerdict(None, True),
     )
     for call in (inputs, other_pictures(inputs)) * 2:
@@ -311,14 +317,14 @@ def test_inputs_of_other_names_kinds_and_shapes_have_other_digests() -> None:
         *({0: zeros}, {"0": zeros}, ("tensor", "torch.float32", (2, 3)), 0, 0.0, False, "0"),
     ]
     different = [*({"x": value} for value in values), {"y": zeros}, {"x": zeros, "y": None}]
-    assert len({_digest(value) for value in different}) == len(different)
+    assert len({digest_of(value) for value in different}) == len(different)
     turned = torch.arange(6).view(2, 3).T
-    assert _digest({"x": turned}) == _digest({"x": turned.contiguous()})
+    assert digest_of({"x": turned}) == digest_of({"x": turned.contiguous()})
     # its scale is not in its bytes
     quantized = torch.quantize_per_tensor(torch.zeros(1), 0.1, 0, torch.qint8)
     for value in (zeros.to_sparse(), quantized, object(), torch.zeros(1).numpy()):
         with pytest.raises(TypeError, match="cannot hash a model input"):
-            _digest({"x": value})
+            digest_of({"x": value})
 
 
 @pytest.mark.slow
@@ -460,7 +466,7 @@ def test_rows_without_a_known_placeholder_are_known_by_all_inputs() -> None:
     keys = []
     for x in (inputs, inputs, other_pictures(inputs)):
         media = {"pixel_values": x["pixel_values"], "sound": x["pixel_values"]}
-        keys.append(Prompts(ids, media, [0, 0]).keys(model.config))
+        keys.append(MediaPrompts(ids, media, [0, 0]).keys(model.config))
     first, equal, other = keys
     assert first is not None and first == equal and first != other
     assert first[1][0][0] != other[1][0][0]
@@ -696,3 +702,29 @@ def test_requests_behind_a_known_text_run_beside_others_and_are_preempted(name: 
             engine.generate(calls[:1], GREEDY)
             results = ask(engine, calls, max_new_tokens=20)
             assert results[1].num_prefix_hit_tokens == 24
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_medium_of_another_size_drops_no_prefix() -> None:
+    """Hits of a prompt that comes again, at once and after one with a picture, clip or sound of
+    another size."""
+    names, dropped = set(), dict[tuple[str, str], list[int]]()
+    for name in filter(lambda name: takes_media(getattr(transformers, name)), list_architectures()):
+        try:
+            model = tiny_model(getattr(transformers, name))
+        except ImportError:  # a package is not installed
+            continue
+        torch.manual_seed(1)
+        media = {} if model.config.is_encoder_decoder else media_rows(model)
+        for medium, rows in media.items():
+            first, second = (with_system_text(row) for row in rows[:2])
+            with contextlib.suppress(ServedByGenerateError):
+                hits = [
+                    hits_behind(model, calls)[-1]
+                    for calls in ([first, first], [first, second, first])
+                ]
+                names |= {name} if hits[0] else set()
+                if hits[0] != hits[1]:
+                    dropped[name, medium] = hits
+    assert not dropped and len(names) >= 20

@@ -1,0 +1,156 @@
+"""Checks of `MediaPrompts`: comparisons with plain forwards (`model.trial`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..batching.execution.prompts import Prompts
+from ..batching.request import Request
+from ..model.capability import Capability
+from ..model.checks import is_forward_failure
+from ..model.layout import Layout
+from ..model.own_loop import pad_token_id
+from ..model.trial import ForwardFailedError, Trial, TrialRow, TrialRunner, sample_tokens
+from ..topics import Topic
+from .prompts import MediaPrompts
+
+
+class PromptsVerdict(NamedTuple):
+    """Whether rows may decode packed after the model's own forward has computed their prompts,
+    which are more than token ids."""
+
+    unsupported_reason: str | None = None  # why they cannot; `None`: they can
+    can_reuse: bool = False  # other prompts may use a prompt's cached prefix
+    can_begin_after_text: bool = False  # the model's own forward may begin after cached text
+
+
+def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str | None]:
+    """Implements `rooms.MediaRoom.check`."""
+    model = capability.model
+    checked = MediaPrompts(prompts.input_ids, prompts.model_kwargs, prompts.paddings)
+    checked.prepare_positions(model)
+    has_text = checked.num_text(model.config) > 0
+    kind = checked.names, checked.axis_counts, checked.hides_tokens, has_text
+    verdict = capability.verdict(prompts_check, "packed", checked, kind)
+    if isinstance(verdict, str):
+        verdict = PromptsVerdict(verdict)
+    reason, checked.can_reuse, checked.can_begin_after_text = verdict
+    return checked, reason
+
+
+def prepare(
+    capability: Capability, layout: Layout, request: Request, prefix_caching: bool
+) -> str | None:
+    """Implements `rooms.MediaRoom.prepare`."""
+    assert request.inputs is not None
+    prompts, reason = check(capability, request.inputs[0])
+    if reason is not None:
+        return reason
+    config = capability.model.config
+    similarity_key = prompts.similarity_key(config)
+    kind = prompts.names, prompts.axis_counts
+    if similarity_key and capability.verdict(merge_check, "packed", prompts, kind) is True:
+        prompts.merge_key = similarity_key
+    keys = prompts.keys(config) if prefix_caching else None
+    request.limit_positions(layout.max_positions, prompts.position_shift(0))
+    request.set_inputs(prompts, 0, keys)
+    return None
+
+
+def prompts_check(trial: Trial) -> PromptsVerdict:
+    """Compares prompts that the model's own forward computes, and packed decode steps after them,
+    with plain forwards. Two more comparisons set the verdict's flags. For `can_reuse`, a packed
+    step recomputes the end of each prompt, which follows its images or other content. For
+    `can_begin_after_text`, a packed step computes the text before a single prompt's content, and
+    the model's own forward computes the rest of the prompt. Raises `ForwardFailedError` if a
+    forward fails, except in the last comparison."""
+    model, prompts = trial.model, trial.prompts
+    new_tokens = sample_tokens(model)[:1, :2]  # stand for generated tokens
+    with trial.forwards():
+        plain = trial.decode(prompts.input_ids, prompts.model_kwargs, new_tokens)
+    with trial.forwards(by_engine=True):
+        runner = TrialRunner(trial, Layout())
+        if runner.runner.rope is not None:
+            return PromptsVerdict(
+                Topic.BATCH("its rotary embedding depends on the largest position of a prompt")
+            )
+        rows = runner.add_prompts(prompts, new_tokens)
+        packed = runner.advance(rows, num_steps=3)
+        expected = plain.flatten(0, 1)
+        quantity = "logits after a prompt"
+        reason = trial.difference(expected, packed, quantity, reference="plain forwards")
+        if reason is not None or not _drop_ends(runner, rows, prompts.keys(model.config)):
+            return PromptsVerdict(reason)
+        if trial.difference(plain[0], runner.advance(rows)) is not None:
+            return PromptsVerdict()
+    can_begin_after_text = False
+    num_text = prompts.num_text(model.config)
+    if num_text:
+        with contextlib.suppress(ForwardFailedError), trial.forwards(by_engine=True):
+            runner = TrialRunner(trial, Layout())
+            logits = _logits_after_text(runner, prompts, new_tokens, num_text)
+            can_begin_after_text = trial.difference(plain[:2, 0], logits) is None
+    return PromptsVerdict(None, True, can_begin_after_text)
+
+
+def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
+    """Drops the computed tokens after the content of each row's prompt. Returns `False`, and drops
+    none, if a row could not recompute them or the prompts have no `keys`."""
+    if keys is None:
+        return False
+    content_ends = [max(1, key.num_content) for key in keys]
+    for row, end in zip(rows, content_ends):
+        if end >= row.num_prompt_tokens:
+            return False
+        for group, table in zip(runner.manager.groups, row.blocks.tables):
+            if table.first_token > group.spec.first_visible(end):
+                return False
+    for row, end in zip(rows, content_ends):
+        runner.manager.truncate(row.blocks, end)
+        row.num_computed_tokens = end
+    return True
+
+
+def _logits_after_text(
+    runner: TrialRunner, prompts: Any, new_tokens: Tensor, num_text: int
+) -> Tensor:
+    """The logits of two steps of the only row of `Prompts`, after a packed step for its text."""
+    (row,) = runner.add_prompts(prompts, new_tokens)
+    text = runner.add(row.tokens, num_text)
+    runner.advance([text])
+    row = dataclasses.replace(
+        row, blocks=text.blocks, num_computed_tokens=num_text, num_text=num_text
+    )
+    return runner.advance([row], num_steps=2)
+
+
+def merge_check(trial: Trial) -> bool:
+    """Whether one forward of the trial's prompts together with longer prompts that have different
+    images, and the packed decode step after it, give the logits of separate plain forwards."""
+    model, prompts = trial.model, trial.prompts
+    text_token, new_token = sample_tokens(model)[:1, :2].split(1, dim=1)
+    longer = prompts.varied(int(text_token))
+    try:
+        with trial.forwards():
+            plain = [
+                trial.decode(part.input_ids, part.model_kwargs, new_token)
+                for part in (prompts, longer)
+            ]
+        with trial.forwards(by_engine=True):
+            merged = prompts.merged((longer,), pad_token_id(model))
+            longer.prepare_positions(model)
+            merged.prepare_positions(model)
+            if merged.axes != [*prompts.axes, *longer.axes]:
+                return False  # the model counts padding as positions
+            runner = TrialRunner(trial, Layout())
+            packed = runner.advance(runner.add_prompts(merged, new_token), num_steps=2)
+        return trial.difference(torch.cat(plain, dim=1).flatten(0, 1), packed) is None
+    except Exception as error:  # separate forwards may still fit in memory
+        if not is_forward_failure(error):
+            raise
+        return False

@@ -3,7 +3,7 @@ optimizers, numpy).
 
 The constants are public and strides are ignored, so a user who chooses the bytes can make two
 tensors collide. User content is therefore identified by BLAKE2b digests
-(`batching/execution/prompt_inputs.py`)."""
+(`media/prompts.py`)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA) on blocks of latents. For rows with few queries, the queries
 are projected into the latent space; for other rows, the latents are expanded to keys and values.
-Implements `rooms.LatentRoom`; imports no other room."""
+This module implements `rooms.LatentRoom`, and imports no other room."""
 
 from __future__ import annotations
 

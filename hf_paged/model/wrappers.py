@@ -63,7 +63,7 @@ def _inner_model(model: Any) -> Any:
     is_module = isinstance(model, nn.Module)
     if is_module and any(isinstance(module, fsdp_types) for module in model.modules()):
         raise ValueError(
-            f"`model`, of type {type(model).__name__}, is sharded by FSDP: all processes must run"
+            f"the model, of type {type(model).__name__}, is sharded by FSDP: all processes must run"
             " its forwards together, but an engine runs forwards in one process. Call"
             ' `model.generate(..., cache_implementation="paged", synced_gpus=True)` in each process'
         )

@@ -92,6 +92,6 @@ def test_fsdp_is_refused_by_name(kind: str, process_group: None) -> None:
             model if kind == "in place" else model.model.layers[0],
             mesh=init_device_mesh("cpu", (1,)),
         )
-    told = rf"`model`, of type {type(model).__name__}, is sharded by FSDP.*synced_gpus"
+    told = rf"the model, of type {type(model).__name__}, is sharded by FSDP.*synced_gpus"
     with pytest.raises(ValueError, match=told):
         PagedEngine(model)

@@ -37,8 +37,9 @@ class _Contexts(threading.local):
 
 
 _thread_contexts = _Contexts()
-_PACKAGE = os.path.dirname(__file__)
-_TORCH = os.path.dirname(torch.__file__)
+# with a separator at the end: other packages' names may begin with these packages' names
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")  # those that hf_paged supports
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -121,8 +121,9 @@ class Call:
                 warn_once(
                     self.model,
                     Topic.NOT_PAGED(
-                        'did not use the paged cache that cache_implementation="paged" asks for:'
-                        f" {self.reason}. {self.remedy}, or leave `cache_implementation` out"
+                        "did not use a paged cache, although one was requested:"
+                        f" {self.reason}. {self.remedy}, or leave out what requests it"
+                        ' (cache_implementation="paged", or `by_default=True` of `install`)'
                     ),
                 )
         except BaseException:

@@ -24,8 +24,9 @@ from .kernels import quantized
 from .step import NotCapturable, NotPackable, StepMetadata
 
 MAX_ABSORBED_QUERIES = 16
-"""Rows of a packed step with at most this many queries absorb the expansion into the queries. For a
-row with more, such as a chunk of a prompt, the latents are expanded once for all of its queries."""
+"""The leading rows of a packed step absorb the expansion into their queries, up to the first row
+with more queries than this, such as a chunk of a prompt. For the other rows, the latents are
+expanded once for all queries of a row."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -295,7 +295,7 @@ class PagedConfig:
             Keep full blocks after their request ends, for prompts that begin with the same tokens.
             They are evicted when blocks are needed, and when the model's weights or active adapter
             change. Without a limit, an engine allocates more memory instead of evicting them, until
-            it has twice as many as it has had in use at once.
+            there are twice as many as the most that were in use at once.
         kv_dtype (`str`, *optional*):
             Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`,
             with a float32 scale per token and head: about half the bytes of bfloat16. Attention

@@ -44,7 +44,7 @@ class Route:
             loop without a paged cache; `"undecided"`: `inspect` could not find out.
         reason (`str`): Why this route, with pointers to rows of docs/guide/troubleshooting.md.
         in_place (`bool`): Attention got block tables, or views of cached keys and values, instead
-            of copies. (Without a C++ or Triton kernel, it then copies them in parts; `slowed_by`
+            of copies. (Without a C++ or Triton kernel, attention copies them in parts; `slowed_by`
             says so.)
         latent (`bool`): Attention read the latents of multi-head latent attention.
         prefills_shared (`bool`): Prompts expanded to several rows were each computed once.

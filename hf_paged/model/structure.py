@@ -182,8 +182,8 @@ def _random_source(module: nn.Module) -> str | None:
 
 
 def is_stock(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model has the method `name` of `GenerationMixin`, not an override (those of
-    transformers' own models count, too). Also true if neither has a method of this name."""
+    """Whether the model's method `name` is that of `GenerationMixin`, or neither has such a method.
+    False for overrides, also for those in transformers' own models."""
     method = getattr(model, name, None)
     stock = getattr(GenerationMixin, name, None)
     return getattr(method, "__func__", method) is getattr(stock, "__func__", stock)

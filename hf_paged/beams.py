@@ -1,6 +1,6 @@
 """transformers' `_beam_search`, with and without sampling, suspended between two forwards. It takes
 logits and returns the parents and tokens of beams, whose blocks the ledger permutes. The core
-calls `BeamDecoding`; imports no other room."""
+calls `BeamDecoding`. This module imports no other room."""
 
 from __future__ import annotations
 

@@ -288,13 +288,14 @@ class PagedConfig:
             sliding window, cross attention, the states of a sequence). `None`: as many as the call
             needs.
         memory_fraction (`float`, *optional*):
-            Maximum share, in (0, 1], of the memory that is free when the pool is created. `None`:
-            limited only by free memory and `hf_paged.budget`.
+            Maximum share, in (0, 1], of the memory that is free when the pool allocates its first
+            blocks, or does so again after its memory was released. `None`: limited only by free
+            memory and `hf_paged.budget`.
         prefix_caching (`bool`, defaults to `True`):
             Keep full blocks after their request ends, for prompts that begin with the same tokens.
             They are evicted when blocks are needed, and when the model's weights or active adapter
-            change. Without a limit, an engine keeps at most twice as many cached blocks as it has
-            ever had in use at once.
+            change. Without a limit, an engine allocates more memory instead of evicting them, until
+            there are twice as many as the most that were in use at once.
         kv_dtype (`str`, *optional*):
             Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`,
             with a float32 scale per token and head: about half the bytes of bfloat16. Attention
@@ -313,7 +314,8 @@ class PagedConfig:
             the CPU, elsewhere as many as `max_num_batched_tokens` leaves.
         max_num_seqs (`int`, defaults to 256):
             Maximum number of sequences that a `PagedEngine` runs at once; a request with more runs
-            alone. `generate` runs all rows of its call.
+            alone. If forwards are packed, `max_num_batched_tokens` is a maximum, too, so that every
+            sequence can decode in every step. `generate` runs all rows of its call.
         preemption (`str`, defaults to `"auto"`):
             How a request frees its blocks when another one needs them: `"recompute"` drops its keys
             and values, `"swap"` copies them to host memory, `"auto"` does whichever is faster by
@@ -347,8 +349,8 @@ class PagedConfig:
             with cached prefixes and, unless the model is on the CPU under Linux, recorded steps.
             The next call allocates again and generates the same tokens. 0: after each call, or once
             an engine has no unfinished request, for example when training follows each rollout.
-            `None`: only with `hf_paged.free(model)` or `engine.free()`. Blocks that a caller's
-            cache holds keep the pool alive.
+            `None`: only with `hf_paged.free(model)` or `engine.free()`, or if `hf_paged.budget`
+            needs the memory. Blocks that a caller's cache holds keep the pool alive.
         speculation (`str`, *optional*):
             `"ngram"`: if a row's last tokens have occurred before, in its text or in the output of
             other requests with its `cache_salt`, drafts the tokens that followed them and verifies

@@ -78,7 +78,7 @@ def _notify(name: str) -> None:
         try:
             getattr(listener, name)()
         except Exception:
-            consequence = "a child process may have lost the content of its blocks"
+            consequence = "a child process may lack the content of its blocks"
             logger.exception(Topic.MEMORY(f"`{name}` failed: {consequence}"))
 
 

@@ -1,7 +1,7 @@
 """Restores the state that interrupted calls leave changed.
 
-Python may run signal handlers at any call, at any backward jump and at the start of any function
-in the main thread, and they may raise. A step's bookkeeping recovers by itself
+In the main thread, Python may run signal handlers at any call, at any backward jump and at the
+start of any function, and they may raise. A step's bookkeeping recovers by itself
 (`StepLoop.recover`). Other state that a call changes for a while, such as a model's attention, is
 restored in `finally` blocks and contexts. An interrupt that arrives as such a block or context
 begins can prevent that. The [`guarded`] call around it then ends open contexts of [`restoring`]
@@ -37,8 +37,9 @@ class _Contexts(threading.local):
 
 
 _thread_contexts = _Contexts()
-_PACKAGE = os.path.dirname(__file__)
-_TORCH = os.path.dirname(torch.__file__)
+# with a separator at the end: other packages' names may begin with these packages' names
+_PACKAGE = os.path.join(os.path.dirname(__file__), "")
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")  # those that hf_paged supports
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA) on blocks of latents. For rows with few queries, the queries
 are projected into the latent space; for other rows, the latents are expanded to keys and values.
-Implements `rooms.LatentRoom`; imports no other room."""
+This module implements `rooms.LatentRoom`, and imports no other room."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from .kernels import quantized
 from .step import NotCapturable, NotPackable, StepMetadata
 
 MAX_ABSORBED_QUERIES = 16
-"""Rows of a packed step with at most this many queries absorb the expansion into the queries. For a
-row with more, such as a chunk of a prompt, the latents are expanded once for all of its queries."""
+"""The leading rows of a packed step absorb the expansion into their queries, up to the first row
+with more queries than this, such as a chunk of a prompt. For the other rows, the latents are
+expanded once for all queries of a row."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -256,8 +256,9 @@ class LatentRoom(Protocol):
     """`hf_paged.latent`."""
 
     wrap_expansions: Callable[[Iterable[nn.Module]], None]
-    """Makes layers among these modules that expand keys and values from latents return
-    `handles.LatentTensor`s, until `unwrap_expansions`."""
+    """Replaces the methods by which classes of these modules expand keys and values from latents:
+    until `unwrap_expansions`, they return `handles.LatentTensor`s where attention can read the
+    latents."""
 
     unwrap_expansions: Callable[[], None]
     """Undoes every `wrap_expansions`."""

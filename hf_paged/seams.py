@@ -217,7 +217,8 @@ class Recorder(Protocol):
         replays run on the host."""
 
     def release(self) -> None:
-        """Frees the memory of recordings, like groups before; keeps those that stay valid."""
+        """Called after the memory has released its layer groups (`GroupMemory.release`): also
+        gives back the memory of recordings, and drops those that are no longer valid."""
 
 
 class RunAhead(Protocol):

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -601,6 +601,13 @@ def nowhere_once(signum: int, frame: FrameType | None) -> None:
     raise Nowhere
 
 
+# of a package whose folder's name begins with that of hf_paged's
+nowhere_beside = FunctionType(
+    nowhere_once.__code__.replace(co_filename=f"{Path(hf_paged.__file__).parent}_jobs/handlers.py"),
+    globals(),
+)
+
+
 def nowhere_for(name: str, signum: int, frame: FrameType | None) -> None:
     del frame
     raise Nowhere
@@ -613,8 +620,15 @@ class Handles:
 
 @pytest.mark.parametrize(
     "handler",
-    [nowhere, nowhere_once, functools.partial(nowhere_for, "a job"), Handles(), Handles().__call__],
-    ids=["function", "of one signal", "partial", "object", "method"],
+    [
+        nowhere,
+        nowhere_once,
+        nowhere_beside,
+        functools.partial(nowhere_for, "a job"),
+        Handles(),
+        Handles().__call__,
+    ],
+    ids=["function", "of one signal", "beside", "partial", "object", "method"],
 )
 def test_errors_of_handlers_are_interrupts_and_others_are_not(handler: Any) -> None:
     def caught(raises: Callable[[], object]) -> BaseException:

@@ -84,7 +84,7 @@ class Call:
         self.remedy: str | None = None  # how the call could get the paged cache that it requested
         self.reads_in_place = False  # whether attention is switched to read blocks in place
         self.is_running = False  # whether `running` has begun
-        self.own_code_reason: str | None = None  # why the model's own code reads keys and values
+        self.own_code_reason: str | None = None  # why attention other than ours runs
         self.slowed_by: set[str] = set()  # reasons why the call was slower than possible
         # in a call on the engine, by kind of cache: (rows, positions per row)
         self.cache_sizes: dict[str, tuple[int, int]] = {}
@@ -121,8 +121,9 @@ class Call:
                 warn_once(
                     self.model,
                     Topic.NOT_PAGED(
-                        'did not use the paged cache that cache_implementation="paged" asks for:'
-                        f" {self.reason}. {self.remedy}, or leave `cache_implementation` out"
+                        "did not use a paged cache, although one was requested:"
+                        f" {self.reason}. {self.remedy}, or leave out what requests it"
+                        ' (cache_implementation="paged", or `by_default=True` of `install`)'
                     ),
                 )
         except BaseException:
@@ -161,7 +162,7 @@ class Call:
         return self.route_name == "plain" and self.remedy is not None
 
     def _full_reason(self) -> str:
-        """Returns the reason and, if the model's own code read keys and values, how it got them."""
+        """Returns the reason and, if attention other than ours ran, how it got keys and values."""
         if self._lacks_cache:
             return Topic.NOT_PAGED(self.reason)
         if self.own_code_reason is None or self.route_name != "hf_loop":

@@ -14,8 +14,9 @@ from ..model.structure import row_dependencies
 from .call import current_call, first_rows
 from .invocation import Invocation
 
-# Python modules of cache layers whose `reorder_cache` repeats everything that they hold
-_REPEATABLE_MODULES = ("transformers.cache_utils", "hf_paged.", "builtins", "abc")
+# Python modules and packages, with a dot after them, of cache layers whose `reorder_cache` repeats
+# everything that they hold
+_REPEATABLE_MODULES = ("transformers.cache_utils.", "hf_paged.", "builtins.", "abc.")
 
 
 def share_prefill(prefill: Invocation) -> Any:
@@ -92,7 +93,7 @@ def _can_repeat_rows(layer: Any) -> bool:
     """Whether `reorder_cache` repeats everything that a cache layer holds. A model's own class may
     hold states that an inherited `reorder_cache` leaves out."""
     for base in type(layer).__mro__:
-        is_repeatable = base.__module__.startswith(_REPEATABLE_MODULES)
+        is_repeatable = f"{base.__module__}.".startswith(_REPEATABLE_MODULES)
         if not is_repeatable and "reorder_cache" not in vars(base):
             return False
     return True

@@ -145,6 +145,7 @@ class Capability:
         key = _verdict_key(check, kind, cache, code_key)
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
+            verdict = verdicts.get(key)
             state = _DONE if key in verdicts else _PENDING
         if processes is not None:
             # modules may differ between processes, but all processes must run the check, or none
@@ -154,7 +155,7 @@ class Capability:
             if state == _RULED_OUT:
                 return reason or Topic.RANKS("another rank cannot use this layout")
         if state == _DONE:
-            return verdicts[key]
+            return verdict
         try:
             with step_lock(model), timed("self_check"):
                 trial = Trial(model, cache, self._make_runner, prompts)

@@ -130,7 +130,8 @@ def is_forward_failure(error: Exception) -> bool:
 def invariance_check(trial: Trial) -> str | None:
     """Why rows are not batch-invariant: the reason that `packed_check` returns, or that logits
     differ bitwise, either between a step and each of its rows alone or between a prefill and
-    decodes. `None`: they are invariant. Raises what `packed_check` raises, even in later steps."""
+    decodes. `None`: they are invariant. Raises what `packed_check` raises, and
+    `ForwardFailedError` if a later packed step fails."""
     layout = packed_check(trial)
     if isinstance(layout, str):
         return layout

@@ -9,7 +9,8 @@ from ..cache.kv_blocks import LayerKV
 
 @dataclass(frozen=True)
 class Layout:
-    """How rows share a model's forward: packed or, as the room `rectangles` says, otherwise."""
+    """How rows share a model's forward: packed, unless there is an `unsupported_reason`; then as
+    the subclass in the room `rectangles` describes."""
 
     unsupported_reason: str | None = None  # why rows cannot be packed; `None`: they are packed
     # prompts of different lengths may share a forward, since padding changes no result; if not,

@@ -20,7 +20,8 @@ _NUM_STEPS = 3
 
 
 class PositionTable(NamedTuple):
-    """An axis of a tensor that the forward of one token reads only at index `offset + position`."""
+    """An axis of a tensor that the forward of a token at `position` reads only at the index `offset
+    + position`."""
 
     size: int
     offset: int

@@ -52,15 +52,16 @@ MARSHAL_VERSION = 2  # the bytes of later versions also depend on reference coun
 # Attributes of a module that `_module` skips. No forward depends on `name_or_path`, which says
 # where the model was loaded from.
 _IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
-# Modules whose classes load, save or generate: no forward depends on them.
-_UNRELATED_MODULES = (
-    "abc",
-    "builtins",
-    "torch.nn.modules.module",
-    "transformers.generation",
-    "transformers.integrations",
-    "transformers.modeling_utils",
-    "transformers.utils",
+# Names of modules and packages, with a dot after them, whose classes are not described: base
+# classes that all models share, and classes that load, save or generate.
+_UNDESCRIBED_MODULES = (
+    "abc.",
+    "builtins.",
+    "torch.nn.modules.module.",
+    "transformers.generation.",
+    "transformers.integrations.",
+    "transformers.modeling_utils.",
+    "transformers.utils.",
 )
 # Types of the standard library whose `repr` describes an object completely.
 _REPR_TYPES: tuple[type, ...] = (
@@ -185,7 +186,7 @@ class Reading:
             return described
         self._classes.add(kind)
         for base in kind.__mro__:
-            if base.__module__.startswith(_UNRELATED_MODULES):
+            if f"{base.__module__}.".startswith(_UNDESCRIBED_MODULES):
                 continue
             self._owners += gc.get_referents(vars(base))  # the dict behind the mapping proxy
             is_user_class = is_user_module(base.__module__)

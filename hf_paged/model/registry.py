@@ -43,11 +43,12 @@ class Route:
             request; `"hf_loop"`: transformers' decoding loop on a paged cache; `"plain"`: the same
             loop without a paged cache; `"undecided"`: `inspect` could not find out.
         reason (`str`): Why this route, with pointers to rows of docs/guide/troubleshooting.md.
-        in_place (`bool`): Attention read cached keys and values through block tables, without
-            gathering them first.
+        in_place (`bool`): Attention got block tables, or views of cached keys and values, instead
+            of copies. (Without a C++ or Triton kernel, attention copies them in parts; `slowed_by`
+            says so.)
         latent (`bool`): Attention read the latents of multi-head latent attention.
         prefills_shared (`bool`): Prompts expanded to several rows were each computed once.
-        num_captured_steps (`int`): Steps that were replays of a recorded step.
+        num_captured_steps (`int`): Forwards that were replaced by replays of recorded steps.
         num_draft_tokens, num_accepted_tokens (`int`): Draft tokens that a `generate` call verified,
             and how many of them it accepted. For a `PagedEngine`, `EngineStats` has these counts.
         setup_seconds (`dict[str, float]`): Seconds that the call, or the engine so far, spent on
@@ -177,7 +178,8 @@ def memory_for(
 
 
 def check_tiers(config: PagedConfig) -> None:
-    """Raises `OSError` if the folder of a new pool's `prefix_tiers` cannot be used."""
+    """Creates the folder of a new pool's `prefix_tiers`, if it is set and missing. Raises `OSError`
+    if the folder cannot be used."""
     if config.prefix_tiers is not None:
         room("tiers", "`prefix_tiers`").check(config)
 

@@ -27,7 +27,7 @@ from .writes import notes_of
 
 logger = logging.getLogger(__name__)
 
-LINE = 64  # bytes of a cache line
+LINE = 64  # bytes of a tensor that `is_same` compares
 _version_of = operator.attrgetter("_version")
 
 _StateValues = tuple[tuple[Any, ...], bytes, list[bytes]]
@@ -182,10 +182,11 @@ class ModelState(Reading):
     def is_same(self) -> bool:
         """Whether the model is as it was at `hold`, `accept` and, if it was called, `watch`. This
         check of microseconds compares the identities of modules, tensors, attributes, hooks,
-        functions, closures and globals, the tensors' addresses and, if watched, the tensors'
-        versions and on the CPU the content of one random cache line of each tensor. So writes that
-        change neither version nor address are only detected on the CPU, and even there not if they
-        miss that line. After `False`, the model may still be equal (`is_like`)."""
+        functions, closures and globals, the content of arrays, the tensors' addresses and, if
+        watched, the tensors' versions and on the CPU `LINE` bytes of each tensor, at an address
+        that `watch` draws. So writes that change neither version nor address are only detected on
+        the CPU, and even there not if they miss those bytes. After `False`, the model may still be
+        equal (`is_like`)."""
         self.mark_unverified()
         if self._values is None or not self.is_in_place():
             return False

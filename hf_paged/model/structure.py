@@ -106,7 +106,8 @@ def _code_reasons(
     can_join: bool,
     has_own_attention: bool,
 ) -> Iterator[str]:
-    """Reasons in methods that override those of transformers, and in the code of attention."""
+    """Reasons in methods that override those of `GenerationMixin`, in other code of the model and
+    in the functions that compute its attention."""
     # an override may pass inputs that the engine does not support, or end the loop at another step
     if can_join and not is_stock(model, compat.UPDATE_INPUTS):
         yield Topic.MODEL_CODE(f"it overrides `{compat.UPDATE_INPUTS}`")
@@ -169,8 +170,8 @@ def _row_reasons(model: PreTrainedModel, modules: Modules, is_packed: bool) -> I
 
 
 def _random_source(module: nn.Module) -> str | None:
-    """Names the rate, such as dropout, for which a module in training mode draws random numbers;
-    `None` if there is no such rate."""
+    """Returns why a module draws random numbers in training mode: "dropout", or the name of the
+    attribute with the rate, such as `layerdrop`; `None` if no rate is above 0."""
     if isinstance(module, nn.modules.dropout._DropoutNd):
         return "dropout" if module.p > 0 else None
     for name, value in vars(module).items():
@@ -181,14 +182,15 @@ def _random_source(module: nn.Module) -> str | None:
 
 
 def is_stock(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model's method `name` is transformers' own, or neither has such a method."""
+    """Whether the model's method `name` is that of `GenerationMixin`, or neither has such a method.
+    False for overrides, also for those in transformers' own models."""
     method = getattr(model, name, None)
     stock = getattr(GenerationMixin, name, None)
     return getattr(method, "__func__", method) is getattr(stock, "__func__", stock)
 
 
 def overridden(model: PreTrainedModel, loop: str) -> str | None:
-    """The first method that the model overrides among those that transformers' `loop` calls and the
-    engine's loop does not; `None` if there is none."""
+    """The first method that the model overrides among those that `loop`, a method of transformers,
+    calls and the engine's loop does not; `None` if there is none."""
     names = compat.REPLACED_METHODS[loop]
     return next((name for name in names if not is_stock(model, name)), None)

@@ -57,7 +57,8 @@ of the tests' models."""
 
 
 class ForwardFailedError(Exception):
-    """A forward failed in a check. If the error `is_permanent`, later checks would also fail."""
+    """A check's forward failed, drew random numbers or made writes that cannot be undone. If the
+    error `is_permanent`, later checks would also fail."""
 
     is_permanent = False
 
@@ -117,15 +118,15 @@ class Trial:
             random_states = _random_states(devices)
             try:
                 yield
-                if snapshot.has_drawn or not all(
-                    map(torch.equal, random_states, _random_states(devices))
-                ):
-                    # rows of one prompt would share these numbers
-                    raise RuntimeError("it draws random numbers")
             except Exception as error:
                 if is_interrupt(error) or is_out_of_memory(error):
                     raise
                 raise ForwardFailedError(f"its forward fails: {first_line(error)}") from error
+            else:
+                has_same_states = all(map(torch.equal, random_states, _random_states(devices)))
+                if snapshot.has_drawn or not has_same_states:
+                    # rows of one prompt would share these numbers
+                    raise ForwardFailedError("its forward draws random numbers")
             finally:
                 ensure_done(functools.partial(snapshot.restore, by_engine, self.writes))
             num_bytes = snapshot.num_lost_bytes

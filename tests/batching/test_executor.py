@@ -117,6 +117,22 @@ def test_a_returned_cache_of_such_a_call_can_be_continued() -> None:
     assert torch.equal(*texts)
 
 
+def test_a_hook_that_is_there_for_some_steps_leaves_later_requests_packed() -> None:
+    model, (text,) = models.build("llama"), prompts(9)
+    with PagedEngine(model) as engine:
+        asked = Asked(engine, [text], GREEDY)
+        engine.step()
+        hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+        try:
+            engine.step()
+        finally:
+            hook.remove()
+        assert any(SIDE_BY_SIDE in reason for reason in engine.route.slowed_by)
+        asked.check()
+        Asked(engine, [text], GREEDY).check()
+        assert "not packed" not in engine.route.reason
+
+
 @pytest.mark.slow
 def test_requests_of_an_engine_go_on(caplog: pytest.LogCaptureFixture) -> None:
     """Among them are some with drafts, with prompt log-probabilities, and some that are added

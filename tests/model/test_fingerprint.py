@@ -139,6 +139,15 @@ def test_what_transformers_notes_on_a_class_does_not_count(monkeypatch: pytest.M
     assert read(model) == before
 
 
+def test_a_user_module_counts_whose_name_begins_like_that_of_an_undescribed_one() -> None:
+    body = {"__module__": "abcnet", "scale": 1.0, "forward": lambda self, x: x * self.scale}
+    kind: Any = type("Net", (nn.Module,), body)
+    model = kind()
+    before = read(model)
+    kind.scale = 2.0
+    assert read(model) != before
+
+
 def test_threads_do_not_count() -> None:
     model = nn.Linear(1000, 1000)
     before, found = torch.get_num_threads(), set()

@@ -97,11 +97,12 @@ class PackedRunner(Runner):
         must_pack = self._fixed_order_room is not None or leads_processes
         if must_pack or not self.is_packed:
             return None
-        if reason is None:
-            reason = structural_reason(self.model, self.cache)
         if reason is not None:
             note_unpackable(self.model, self.cache, reason)
-            self.is_packed = False
+        else:
+            # not noted: while the structure stays, the next choice of a layout also finds it
+            reason = structural_reason(self.model, self.cache)
+        self.is_packed = reason is None
         return reason
 
     def begin(self, state: ModelState | None) -> None:

@@ -46,9 +46,14 @@ class _Reordered(DynamicLayer):
         super().reorder_cache(beam_idx)
 
 
+class _Foreign(DynamicLayer):
+    __module__ = "abcnet"  # not of the module `abc`
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
+        (_Foreign, False),
         (DynamicLayer, True),
         (PagedLayer, True),
         (PagedIndexedLayer, True),

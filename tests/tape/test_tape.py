@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp import linear
 from hf_paged.kernels.cpp.build import kernel
 from hf_paged.step import NotCapturable
 from hf_paged.tape.buffers import Buffers
@@ -162,14 +164,24 @@ def test_rotary_embeddings(dtype: torch.dtype, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 17, 300])
-def test_products(dtype: torch.dtype, rows: int) -> None:
+def test_products(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "cpu_vendor", lambda: "GenuineIntel")
     layers = nn.Linear(48, 96), nn.Linear(48, 96, bias=False), Conv1D(48, 96)
     gate, up, down = (layer.to(dtype) for layer in layers)
     down.weight.data = tensor(96, 48, seed=2).to(dtype) * 0.1
     tape = check(lambda x: down(F.silu(gate(x)) * up(x)), tensor(1, rows, 48, dtype=dtype))
-    if dtype is not torch.float32:  # gate and up are one call
-        count = tape.num_calls, tape.kernel_names.count("linear")
+    count = tape.num_calls, tape.kernel_names.count("linear")  # gate and up are one call
+    if dtype is torch.float32:  # Conv1D is left to PyTorch
+        assert count == ((1, 1) if rows <= 4 else (3, 0))
+    else:
         assert count == ((0, 2) if rows <= 256 else (3, 0))
+
+
+def test_which_products_in_float32_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for vendor, most in (("AuthenticAMD", 64), ("GenuineIntel", 4), ("", 0)):
+        monkeypatch.setattr(linear, "cpu_vendor", functools.partial(str, vendor))
+        assert linear.max_rows(torch.float32) == most
+        assert linear.max_rows(torch.float32, is_transposed=True) == 0
 
 
 def test_lookups() -> None:

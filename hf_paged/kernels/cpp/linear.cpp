@@ -61,7 +61,9 @@ constexpr int64_t kSlice = 1024;  // elements of depth for which a unit's weight
 
 // `x`, loaded into a register once: the compiler would load it again for each use.
 inline vf kept(vf x) {
-#if defined(__AVX2__)
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(x));
+#elif defined(__AVX2__)
     __asm__("" : "+x"(x));
 #endif
     return x;
@@ -385,7 +387,7 @@ int linear_path(const LinearCall& c) {
 
 template <class T> int run_linear(const LinearCall& c, int64_t threads) {
     static thread_local Scratch scratch;
-    const int path = linear_path(c);
+    [[maybe_unused]] const int path = linear_path(c);
 #if HAS_AMX
     if (path == kTiles) {
         const int64_t tiles = (c.depth + 31) / 32;

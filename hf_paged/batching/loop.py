@@ -3,6 +3,7 @@ scheduler chooses the rows of a step, and the decodings choose the tokens."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import time
@@ -82,28 +83,30 @@ class StepLoop:
     def add(self, generation: Generation) -> None:
         """Queues the generation's requests. If one of them can never fit, queues none and raises
         `OutOfBlocksError`."""
+        parts = generation.parts or [generation]
+        requests = generation.requests
+        adapter, *other_adapters = {request.adapter for request in requests}
+        if generation.decoding.may_run_model and not other_adapters and adapter is not None:
+            generation.decoding.running_model = functools.partial(self.executor.using, adapter)
         try:
-            for part in generation.parts or [generation]:
+            for part in parts:
                 is_assisted = part.assistance is not None and part.is_single and not part.is_done
                 if is_assisted and self.executor.runner.supports_drafts:
                     part.attach_drafter(self.drafter())
-            self._add(generation)
-        except BaseException:
-            for part in generation.parts or [generation]:
-                part.detach_drafter()
-            raise
-
-    def _add(self, generation: Generation) -> None:
-        try:
             self._finish_recovery()
-            with self.memory.lock:
-                self.scheduler.add(*generation.requests)
-                self.ledger.add(generation)
-        except OutOfBlocksError:
-            raise
+            try:
+                with self.memory.lock:
+                    self.scheduler.add(*requests)
+                    self.ledger.add(generation)
+            except OutOfBlocksError:
+                raise
+            except BaseException:
+                self.ledger.remove(generation)
+                self.recover()
+                raise
         except BaseException:
-            self.ledger.remove(generation)
-            self.recover()
+            for part in parts:
+                part.detach_drafter()
             raise
 
     @property
@@ -254,10 +257,7 @@ class StepLoop:
                 self.executor.commit(span, runs_user_code=True)
             if runs_foreign_code:
                 self.executor.mark_unverified()
-            if runs_callers_code:
-                results += self.executor.sample(ready, fetch)
-            else:
-                results += sample_step(list(zip(decodings, map(_LOGITS, ready))), fetch)
+            results += sample_step(list(zip(decodings, map(_LOGITS, ready))), fetch)
             # a caller's code may choose any id, and the head may be wider than the embedding
             must_check_ids = runs_callers_code or (
                 bool(ready) and ready[0][1].logits.shape[-1] > self.executor.num_embeddings

@@ -247,7 +247,10 @@ def test_code_of_a_call_runs_the_model_with_the_adapters_of_its_rows(name: str) 
         assert hf_paged.last_route(model).road == road
 
 
-def test_a_streamer_of_an_adapter_may_wait_for_a_thread_that_uses_the_model() -> None:
+@pytest.mark.parametrize("guidance_scale", [None, 1.4])
+def test_a_streamer_of_an_adapter_may_wait_for_a_thread_that_uses_the_model(
+    guidance_scale: float | None,
+) -> None:
     class Waiting:
         num_put = 0
 
@@ -266,7 +269,7 @@ def test_a_streamer_of_an_adapter_may_wait_for_a_thread_that_uses_the_model() ->
         target=lambda: results.append(model.generate(**inputs, **GREEDY, **models.PAGED)),
         daemon=True,
     )
-    options = {**GREEDY, "adapter_names": ["a1"]}
+    options = {**GREEDY, "adapter_names": ["a1"], "guidance_scale": guidance_scale}
     found = model.generate(**inputs, **options, **models.PAGED, streamer=Waiting())
     assert torch.equal(found, model.generate(**inputs, **options))
     assert torch.equal(results[0], model.generate(**inputs, **GREEDY))

@@ -193,7 +193,8 @@ class SampleDecoding(Decoding):
                     self._open_processors = (rows, narrowed)
             _, processors = self._open_processors
             try:
-                scores = processors(ids, logits)
+                with self.running_model():
+                    scores = processors(ids, logits)
                 has_wrong_shape = scores.dim() != 2 or len(scores) != len(ids)
             except Exception as error:
                 explain_scores_error(processors, logits, scores, error)
@@ -257,10 +258,11 @@ class SampleDecoding(Decoding):
         tokens = tokens_by_row
         are_hits: list[list[bool]] = []
         if checker.callers_criteria:
-            are_hits = [
-                hits(criterion, self.input_ids, self.scores)
-                for criterion in checker.callers_criteria
-            ]
+            with self.running_model():
+                are_hits = [
+                    hits(criterion, self.input_ids, self.scores)
+                    for criterion in checker.callers_criteria
+                ]
             # a criterion may force a token by writing to the ids
             tokens = self.input_ids[:, -1].tolist()
         ended = []

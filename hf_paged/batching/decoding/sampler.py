@@ -212,7 +212,8 @@ def _try_choose(
     decoding, rows = ready[indices[0]]
     try:
         if decoding.has_beams:
-            results[indices[0]] = decoding.step(rows.take())
+            with decoding.running_model():
+                results[indices[0]] = decoding.step(rows.take())
         else:
             decodings, parts = zip(*[ready[index] for index in indices])
             batches.append(_choose(list(indices), list(decodings), join_rows(parts)))

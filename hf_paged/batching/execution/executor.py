@@ -4,8 +4,8 @@ The scheduler chooses the rows; decodings sample the tokens."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,8 +29,7 @@ from ...step import NotPackable
 from ...switches import NOTHING
 from ...threads import step_lock
 from ...topics import Topic
-from ..decoding.base import Fetch, LogitRows, Result
-from ..decoding.sampler import sample_step
+from ..decoding.base import Fetch, LogitRows
 from ..decoding.vocabulary import num_embeddings
 from ..generation import Generation
 from ..request import Sequence
@@ -331,29 +330,16 @@ class Executor:
         with self._autocast_context(), shared_forward:
             return forward(*arguments)
 
-    def sample(
-        self, ready: list[tuple[Generation, LogitRows]], fetch: Fetch | None = None
-    ) -> list[Result]:
-        """Like `sample_step`. If a decoding `may_run_model`, as with guidance, and its rows all
-        have one adapter, it is sampled alone, with this adapter and under `lock`. (A caller's
-        streamer may wait for another thread, which may need the lock.)"""
-        results: dict[int, Result] = {}
-        for index, (generation, logits) in enumerate(ready):
-            adapter, *others = {request.adapter for request in generation.requests}
-            is_alone = generation.decoding.may_run_model and not others
-            if adapter is None or not is_alone:
-                continue
-            try:
-                with self.lock, self.adapters().using(adapter):
-                    (results[index],) = sample_step([(generation.decoding, logits)])
-            except Exception as error:  # of the adapter, which is gone or merged
-                results[index] = error
-        remaining = [index for index in range(len(ready)) if index not in results]
-        steps = [(ready[index][0].decoding, ready[index][1]) for index in remaining]
-        if results:
-            fetch = None
-        results.update(zip(remaining, sample_step(steps, fetch)))
-        return [results[index] for index in range(len(ready))]
+    @restoring
+    def using(self, adapter: Hashable) -> Iterator[ForwardContext | None]:
+        """A context that holds `lock`, and in which the model runs with an adapter; with `None`, as
+        it is. Raises what `Adapters.run` raises."""
+        with self.lock:
+            if adapter is None:
+                yield None
+                return
+            with self.adapters().using(adapter) as context:
+                yield context
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
         """Returns a function that copies the tokens of these rows to the host and meanwhile tries
@@ -372,10 +358,7 @@ class Executor:
             return None
         # clamped, since the host detects ids out of range only after this launch
         valid_ids = token_ids.clamp(0, self.num_embeddings - 1)
-        adapter_context: AbstractContextManager[ForwardContext | None] = nullcontext()
-        if adapter is not None:
-            adapter_context = self.adapters().using(adapter)
-        with self.lock, self._autocast_context(), adapter_context as context:
+        with self.using(adapter) as context, self._autocast_context():
             return self.runner.run_ahead(sequences, valid_ids, context)
 
     def _autocast_context(self) -> AbstractContextManager[Any]:

@@ -101,7 +101,8 @@ class StepLoop:
             except OutOfBlocksError:
                 raise
             except BaseException:
-                self.ledger.remove(generation)
+                for request in requests:
+                    self.ledger.rows.pop(request, None)
                 self.recover()
                 raise
         except BaseException:
@@ -318,7 +319,8 @@ class StepLoop:
             self.executor.handle_model_change()
             for request in plan.admitted:
                 if request.admitted_at is None:
-                    request.start_clocks(time.time())
+                    for criterion in request.time_criteria:
+                        criterion.initial_timestamp = time.time()
             if plan.preempted:
                 self.ledger.split_preempted(plan.preempted)
             adapters = self.executor.adapters.instance
@@ -415,7 +417,7 @@ class StepLoop:
         the step should have filled. If the runner keeps states, which may have advanced, all
         requests are recomputed."""
         with self.memory.lock:
-            self.scheduler.fail_step()
+            self.scheduler.undo_step()
             if self.executor.runner.has_states:
                 # without `split_preempted`, since there is no shortage of blocks
                 self.scheduler.recompute()
@@ -433,8 +435,6 @@ class StepLoop:
             self.memory.recover()
             self.scheduler.reclaim()
             self.ledger.recover()
-            self.scheduler.recover(self.ledger.rows)
-            self.ledger.drop_finished()
             self.executor.forget_model()
         self._is_mid_update = self._is_recovery_due = False
 

@@ -135,12 +135,6 @@ class Sequence:
         block_manager.free(self.before_draft)
         self.draft, self.before_draft = [], NO_BLOCKS
 
-    def record_logits(self) -> None:
-        """Called before a preemption: if all tokens are computed, records that the sequence has
-        logits at its length."""
-        if not self.num_to_compute:
-            self.logits_length = self.num_tokens
-
     def share_blocks(self, parent: Sequence, block_manager: BlockManager) -> None:
         """Forks the blocks of `parent`, as far as they are computed. Does not free this sequence's
         earlier blocks."""
@@ -163,13 +157,6 @@ class Sequence:
             block_manager.free(blocks)
         self.blocks = self.before_draft = NO_BLOCKS
         self.num_computed_tokens, self.swapped, self.draft = 0, None, []
-
-    def end(self, block_manager: BlockManager) -> None:
-        """Marks the sequence as finished, records its length for `block_size="auto"`, and frees its
-        blocks."""
-        self.is_finished = True
-        block_manager.end(self.blocks)
-        self.free(block_manager)
 
     def __repr__(self) -> str:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
@@ -245,7 +232,7 @@ class Request:
     rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
     max_positions: int = sys.maxsize  # tokens of the longest sequence that a forward can compute
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
-    # its own `max_time` criteria, whose clocks start with the first step that runs it
+    # its own `max_time` criteria, whose clocks the loop starts in the first step that runs it
     time_criteria: Collection[Any] = ()
     prompt_logprobs: Any = None  # a `scores.PromptLogprobs`, if they are requested
 
@@ -322,17 +309,6 @@ class Request:
             computed = (sequence.num_computed_tokens for sequence in self.sequences)
             self.num_hit_tokens = sum(computed)
 
-    def record_preemption(self) -> None:
-        """Counts a preemption, and records which rows have logits."""
-        self.num_preemptions += 1
-        for sequence in self.open_sequences:
-            sequence.record_logits()
-
-    def start_clocks(self, now: float) -> None:
-        """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""
-        for criterion in self.time_criteria:
-            criterion.initial_timestamp = now
-
     @property
     def exceeds_positions(self) -> bool:
         """Whether an open sequence has tokens past the table of positions."""
@@ -392,13 +368,6 @@ class Request:
             row.share_blocks(sequence, block_manager)
         self.num_shared_tokens = 0
         return sequence.num_to_compute
-
-    def free(self, block_manager: BlockManager) -> None:
-        """Frees the blocks of all sequences, in the pool and on the host: unless the request has
-        ended, it must be recomputed."""
-        for sequence in self.sequences:
-            sequence.free(block_manager)
-        self.num_shared_tokens = 0
 
     def permute(self, block_manager: BlockManager, parents: list[int], tokens: list[int]) -> None:
         """Makes each unfinished sequence `i` a fork of sequence `parents[i]`, unless `i` is its own

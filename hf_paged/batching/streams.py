@@ -156,7 +156,6 @@ class RequestStream:
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                span.reset()  # the failed step has closed it
                 logger.warning(
                     Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
                     error,

@@ -48,10 +48,6 @@ class StableSpan:
     is_open: bool = False  # whether its period has begun, or is not needed
     is_committed: bool = False  # whether `Executor.commit` was called, or is not needed
 
-    def reset(self) -> None:
-        """Called after `Executor.close`, so that the span can be opened again."""
-        self.is_open = self.is_committed = False
-
 
 class Executor:
     """Runs the forwards of one model. Callers of `run` and `run_rows` hold `lock`, the model's
@@ -154,10 +150,11 @@ class Executor:
         span.is_committed = True
 
     def close(self, span: StableSpan) -> None:
-        """Ends the span, even after a failure. Without a `commit`, the guard ends its period by
-        `abandon`."""
+        """Ends the span, even after a failure, so that it can be opened again. Without a `commit`,
+        the guard ends its period by `abandon`."""
         if span.is_open and not span.is_committed:
             self.guard.abandon()
+        span.is_open = span.is_committed = False
 
     def go_idle(self) -> None:
         """Called once all requests have finished: releases the objects held for steps, and calls

@@ -105,13 +105,15 @@ class EngineCore(EngineLoop):
             constraint = self.grammars.processor(options, tokenizer, self.model)
             processors = as_list("logits_processor", options.logits_processor)
             options = dataclasses.replace(options, logits_processor=[*processors, constraint])
-        queue = self.pending_outputs if output_queue is None else output_queue
-
-        def make_state(options: RequestOptions) -> RequestState:
-            return RequestState(
-                self.model, tokenizer, ids, generation_config, options, queue, reports_tokens
-            )
-
+        make_state = functools.partial(
+            RequestState,
+            self.model,
+            tokenizer,
+            ids,
+            generation_config,
+            output_queue=self.pending_outputs if output_queue is None else output_queue,
+            reports_tokens=reports_tokens,
+        )
         return self._check_and_add(options, make_state)
 
     def _check_and_add(

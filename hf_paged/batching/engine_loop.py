@@ -239,34 +239,34 @@ class EngineLoop:
             raise batch_invariant_error(self.model, "prompts are more than token ids")
         prompts: Prompts = state.request.inputs[0]
         if self.layout.unsupported_reason is None:
-            self._prepare_packed(state, prompts)
-            return
-        self.layout, reason = find_rectangles().prepare(
-            self._capability, self.layout, state, prompts
-        )
+            reason = self._prepare_packed(state, prompts)
+        else:
+            self.layout, reason = find_rectangles().prepare(
+                self._capability, self.layout, state, prompts
+            )
+            if reason is None:
+                self.note_route()
         if reason is not None:
-            raise self._inputs_error(reason)
-        self.note_route()
+            raise ServedByGenerateError(
+                f"an engine cannot serve these `inputs` of {type(self.model).__name__}: {reason}."
+                ' Call `model.generate(..., cache_implementation="paged")`'
+            )
 
-    def _prepare_packed(self, state: RequestState, prompts: Prompts) -> None:
-        """Prepares a prompt with inputs for packed forwards. Raises as `prepare`."""
+    def _prepare_packed(self, state: RequestState, prompts: Prompts) -> str | None:
+        """Prepares a prompt with inputs for packed forwards; returns why these cannot compute it,
+        or `None`. Raises `IndexError` as `prepare`."""
         model = self.model
         prompts.prepare_positions(model)
         reason, can_reuse, can_begin_after_text = self._capability.check_prompts(prompts)
         if reason is not None:
-            raise self._inputs_error(reason)
+            return reason
         prompts.merge_key = self._capability.merge_key(prompts)
         keys = None
         if can_reuse and self.config.prefix_caching:
             keys = prompts.keys(model.config)
         state.request.limit_positions(self.layout.max_positions, prompts.position_shift(0))
         state.request.set_inputs(prompts, 0, keys, can_begin_after_text)
-
-    def _inputs_error(self, reason: str) -> ServedByGenerateError:
-        return ServedByGenerateError(
-            f"an engine cannot serve these `inputs` of {type(self.model).__name__}: {reason}. Call"
-            ' `model.generate(..., cache_implementation="paged")`'
-        )
+        return None
 
     def _choose_speculation(self, state: RequestState, reason: str | None) -> None:
         """Clears the request's `assistance` if no drafts are requested or possible. `reason` says

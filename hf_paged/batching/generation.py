@@ -28,7 +28,6 @@ from ..threads import step_lock
 from .arguments import Assistance, RequestOptions, as_whole, check_streamed_rows
 from .decoding.base import Draft
 from .decoding.prepare import LoopCall, request_decoding
-from .decoding.sample import SampleDecoding
 from .decoding.scores import PromptLogprobs
 from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence, Status
@@ -141,14 +140,11 @@ class Generation:
     @property
     def can_repeat(self) -> bool:
         """Whether an interrupted sampling can be undone (`rewind`) and repeated."""
-        if not self.is_single or self.is_closed:
-            return False
-        return isinstance(self.decoding, SampleDecoding) and self.decoding.can_repeat
+        return not self.is_closed and self.decoding.can_repeat
 
     def rewind(self) -> None:
         """Drops the decoding's tokens that are not in the request's sequence. Requires
         `can_repeat`."""
-        assert isinstance(self.decoding, SampleDecoding)
         ((request, index),) = self.rows
         num_tokens = len(request.sequences[index].token_ids)
         self.decoding.rewind(num_tokens - request.num_prompt_tokens)
@@ -359,10 +355,7 @@ class RequestState(Generation):
         them. If the tokenizer raises, sets `error`, unless it is already set, and returns the
         remaining tokens without text."""
         outputs: list[Output] = []
-        tracker = self._last_report[2]
-        if tracker is None:
-            return list(zip(tokens_by_position or [{}], itertools.repeat(None))), None
-        tracker = copy.copy(tracker)
+        tracker = copy.copy(self._last_report[2])
         has_ended = self.decoding.finish_reasons[0] is not None
         for next_position, tokens in enumerate(tokens_by_position or [{}], 1):
             text = None

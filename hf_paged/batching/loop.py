@@ -119,12 +119,12 @@ class StepLoop:
     def generations_to_fail(self, error: Exception) -> list[Generation]:
         """Returns the generations to end when a repeated step raises `error`: the one of the
         first waiting request if no request runs or `error` is an `OutOfBlocksError`, otherwise
-        those of running requests. If there are none of these, returns all."""
+        those of running requests."""
         first = self.first_waiting_generation
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
             return [first]
-        return running or self.ledger.generations()
+        return running
 
     def drop(self, generation: Generation) -> None:
         """Ends a generation and frees its blocks. If an exception stops this, recovers, ends the

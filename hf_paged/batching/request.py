@@ -71,18 +71,6 @@ class Sequence:
         """Gives the sequence empty tables, with nothing computed. Does not free earlier blocks."""
         self.blocks, self.num_computed_tokens = block_manager.new(), 0
 
-    def attach_prefix(
-        self, block_manager: BlockManager, keys: list[Hashable], min_tokens: int
-    ) -> None:
-        """Attaches the longest reusable cached prefix of `keys`, if it has at least `min_tokens`
-        tokens or ends before the prompt's content, to the sequence's empty tables."""
-        request = self.request
-        num_matched = block_manager.match(self.blocks, keys, request.namespace, min_tokens)
-        if not num_matched and request.num_text:
-            text_keys = keys[: request.num_text + 1]
-            num_matched = block_manager.match(self.blocks, text_keys, request.namespace)
-        self.num_computed_tokens = num_matched
-
     def append_draft(self, block_manager: BlockManager, limit: int) -> int:
         """Shortens the draft to `limit` tokens, allocates slots for the last token and the draft,
         and returns the draft's length. If too few blocks are free, drops the draft, since drafts
@@ -127,13 +115,6 @@ class Sequence:
         """Drops the K and V of the tokens from `num_computed` on, which must be computed again."""
         block_manager.truncate(self.blocks, num_computed)
         self.num_computed_tokens = num_computed
-
-    def undo_step(self, block_manager: BlockManager) -> None:
-        """Drops the slots of the tokens that a failed step should have computed, and the draft.
-        Restores no state."""
-        block_manager.truncate(self.blocks, self.num_computed_tokens)
-        block_manager.free(self.before_draft)
-        self.draft, self.before_draft = [], NO_BLOCKS
 
     def share_blocks(self, parent: Sequence, block_manager: BlockManager) -> None:
         """Forks the blocks of `parent`, as far as they are computed. Does not free this sequence's

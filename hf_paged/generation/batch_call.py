@@ -90,8 +90,8 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
         return None
-    call.use_engine(
-        batch.layout.reason,
+    call.route_name, call.reason = "engine", batch.layout.reason
+    call.route_fields.update(
         is_packed=batch.layout.unsupported_reason is None,
         prefills_shared=call.repeats > 1,
     )
@@ -304,12 +304,10 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
             count = min(budget, num_missing)
             if not count:
                 break
-            is_allocated = loop.blocks.append(sequence.blocks, count)
-            if not is_allocated and loop.scheduler.reclaim():
-                is_allocated = loop.blocks.append(sequence.blocks, count)
-            if not is_allocated:
+            append = functools.partial(loop.blocks.append, sequence.blocks)
+            if not append(count) and not (loop.scheduler.reclaim() and append(count)):
                 count = 1  # token by token, since sliding windows then free blocks
-                if not loop.blocks.append(sequence.blocks, count):
+                if not append(count):
                     break
             items.append((sequence, count))
             budget -= count

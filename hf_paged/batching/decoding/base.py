@@ -267,6 +267,11 @@ class Decoding:
         return not self.open_rows
 
     @property
+    def can_repeat(self) -> bool:
+        """Whether an interrupted step can be undone (`SampleDecoding.rewind`) and repeated."""
+        return False
+
+    @property
     def batch_key(self) -> Hashable | None:
         """A key for the next step: single-row decodings with equal keys are sampled as one batch;
         `None`: this decoding is sampled alone."""

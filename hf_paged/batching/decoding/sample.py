@@ -337,8 +337,8 @@ class SampleDecoding(Decoding):
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an interrupted step can be undone (`rewind`) and repeated: no other code has read
-        the step's token, and no seeded generator has drawn it."""
+        """Whether an interrupted step can be undone (`rewind`) and repeated: it has a single row,
+        no other code has read the step's token, and no seeded generator has drawn it."""
         if not self.is_simple or self.draft is not None:
             return False
         if self.do_sample and self.generator is not None:

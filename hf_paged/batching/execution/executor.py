@@ -23,7 +23,7 @@ from ...model.forwards import compute_device
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
-from ...rooms import OnDemand
+from ...rooms import OnDemand, TapeRoom, is_installed, room
 from ...seams import Adapters, ForwardContext, RunAhead
 from ...step import NotPackable
 from ...switches import NOTHING
@@ -250,7 +250,9 @@ class Executor:
             modules = list(self.model.modules())
             eager_context = running_eagerly(compiled_layers(modules))
             with eager_context:
-                self.runner.choose_products(modules)
+                if is_installed("tape"):
+                    tape: TapeRoom = room("tape", "half-precision products")
+                    self.runner.product_context = tape.kernel_products(modules)
             attention_context = switch_attention(modules if self._switches_attention else [])
             switches = self._switches = eager_context, attention_context
         eager_context, attention_context = switches

@@ -144,11 +144,6 @@ class Preemption:
     def num_needed(self, request: Request) -> int:
         """Returns the number of blocks with which the request can finish alone in the memory, even
         if layers with windows then compute its tokens in chunks of one."""
-        needs = self._needs_by_group(request)
-        return sum(needs) + self.num_other_blocks(request)
-
-    def _needs_by_group(self, request: Request) -> list[int]:
-        """Returns `num_needed` by layer group, without `num_other_blocks`."""
         size = self.blocks.block_size
         num_rows = request.num_rows
         num_shared = 0
@@ -157,10 +152,9 @@ class Preemption:
         longest = max(1, request.max_num_tokens - 1)  # the last token is not computed
         for sequence in request.sequences:
             longest = max(longest, len(sequence.token_ids))
-        common = self.blocks.num_spanned(0, num_shared, 1)
-        separate = self.blocks.num_spanned(num_shared, longest, 1)
-        pairs = zip(common, separate)
-        return [num_common + num_rows * num_separate for num_common, num_separate in pairs]
+        num_common = sum(self.blocks.num_spanned(0, num_shared, 1))
+        num_separate = sum(self.blocks.num_spanned(num_shared, longest, 1))
+        return num_common + num_rows * num_separate + self.num_other_blocks(request)
 
     def admit(
         self,
@@ -299,13 +293,20 @@ class Preemption:
             self.match(sequence, sequence.keys)
 
     def match(self, sequence: Sequence, keys: list[Hashable]) -> None:
-        """Attaches a row to the longest reusable cached prefix of `keys`."""
+        """Attaches a row to the longest reusable cached prefix of `keys`, if it has enough tokens
+        or ends before the prompt's content."""
         request = sequence.request
         sequence.begin(self.blocks)
         if request.drafts_first_token:
             # the last prompt token has a separate step, before which a step must compute a token
             keys = keys[:-1]
-        sequence.attach_prefix(self.blocks, keys, max(request.num_content, self.min_saved))
+        min_tokens = max(request.num_content, self.min_saved)
+        blocks = sequence.blocks
+        num_matched = self.blocks.match(blocks, keys, request.namespace, min_tokens)
+        if not num_matched and request.num_text:
+            text_keys = keys[: request.num_text + 1]
+            num_matched = self.blocks.match(blocks, text_keys, request.namespace)
+        sequence.num_computed_tokens = num_matched
 
     def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute

@@ -454,7 +454,10 @@ class Scheduler:
         for sequence in plan.sequences:
             is_running = sequence.request.status is Status.RUNNING
             if is_running and sequence.blocks is not NO_BLOCKS:
-                sequence.undo_step(self.blocks)
+                # drops the slots of the step's tokens, and the draft; restores no state
+                self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
+                self.blocks.free(sequence.before_draft)
+                sequence.draft, sequence.before_draft = [], NO_BLOCKS
 
     def recover(self, requests: Collection[Request]) -> None:
         """Called after an exception that may have left bookkeeping partly changed: resets the queue

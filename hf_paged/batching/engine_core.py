@@ -172,9 +172,7 @@ class EngineCore(EngineLoop):
             request_id = self.make_id()
         return dataclasses.replace(options, request_id=request_id)
 
-    def check_length(
-        self, ids: list[int], request_id: Hashable = None, num_new_tokens: int = 1
-    ) -> None:
+    def check_length(self, ids: list[int], request_id: Hashable, num_new_tokens: int = 1) -> None:
         """Raises, as `add` does, `IndexError` if a prompt of token ids is longer than the model's
         table of positions, and `OutOfBlocksError` if the prompt and `num_new_tokens` new tokens can
         never fit into the memory. Does not wait for a forward in progress. Checks nothing if no

@@ -159,9 +159,8 @@ class Generation:
         if index >= len(request.sequences):
             return None
         sequence = request.sequences[index]
-        if sequence.num_to_compute != 1 or not sequence.num_computed_tokens:
-            return None
-        return None if sequence.draft else sequence
+        is_decode = sequence.num_to_compute == 1 and sequence.num_computed_tokens
+        return sequence if is_decode and not sequence.draft else None
 
     def set_draft(self, draft: Draft) -> None:
         """Sets the draft that the next step verifies for its only row. Requires that
@@ -204,7 +203,7 @@ class RequestState(Generation):
         generation_config: Any,
         options: RequestOptions,
         output_queue: deque[RequestOutput] | list[RequestOutput],
-        reports_tokens: bool = True,
+        reports_tokens: bool,
     ) -> None:
         has_only_ids = options.inputs is None and not model.config.is_encoder_decoder
         adapter = resolve_adapter(model, options.adapter, has_only_ids)

@@ -315,9 +315,7 @@ class Request:
     @property
     def is_computed(self) -> bool:
         """Whether all tokens of the open sequences are computed."""
-        return not any(
-            sequence.num_to_compute for sequence in self.sequences if not sequence.is_finished
-        )
+        return not any(sequence.num_to_compute for sequence in self.open_sequences)
 
     @property
     def awaits_tokens(self) -> bool:

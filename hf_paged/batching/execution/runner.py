@@ -59,7 +59,6 @@ class Runner:
     def begin(self, state: ModelState | None) -> None:
         """Starts work on the model in this state; `None`: its state is unknown, and no step is
         replayed."""
-        return None
 
     def run(
         self,
@@ -83,7 +82,6 @@ class Runner:
 
     def pack(self) -> None:
         """Called when work on the model begins: reverts `unpack`."""
-        return None
 
     def unpack(self, reason: str | None = None) -> str | None:
         """Stops packing rows. `reason`: why a packed step raised [`NotPackable`]; without a reason,
@@ -98,7 +96,6 @@ class Runner:
 
     def go_idle(self) -> None:
         """Releases the objects held for steps; called when no step is in flight."""
-        return None
 
     def run_whole_prompts(self, plan: StepPlan) -> tuple[list[LogitsPart], list[int]]:
         """Runs prompts that the model's own forward computes as a whole. Those with an equal

@@ -329,13 +329,10 @@ class RequestState(Generation):
             [] if self.decoding.has_beams else [sequence.token_ids for sequence in result.sequences]
         )
         num_reported = self._last_report[0] - self._prompt_length
+        columns = itertools.zip_longest(*token_rows)
         tokens_by_position = [
-            {
-                row: tokens[position]
-                for row, tokens in enumerate(token_rows)
-                if len(tokens) > position
-            }
-            for position in range(num_reported, max(map(len, token_rows), default=0))
+            {row: token for row, token in enumerate(column) if token is not None}
+            for column in itertools.islice(columns, num_reported, None)
         ]
         try:
             (*earlier, (tokens, text)), tracker = self._with_text(tokens_by_position)

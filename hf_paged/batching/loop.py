@@ -319,8 +319,7 @@ class StepLoop:
             self.executor.handle_model_change()
             for request in plan.admitted:
                 if request.admitted_at is None:
-                    for criterion in request.time_criteria:
-                        criterion.initial_timestamp = time.time()
+                    request.start_clocks(time.time())
             if plan.preempted:
                 self.ledger.split_preempted(plan.preempted)
             adapters = self.executor.adapters.instance

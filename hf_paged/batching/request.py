@@ -213,7 +213,7 @@ class Request:
     rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
     max_positions: int = sys.maxsize  # tokens of the longest sequence that a forward can compute
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
-    # its own `max_time` criteria, whose clocks the loop starts in the first step that runs it
+    # its own `max_time` criteria, whose clocks start with the first step that runs it
     time_criteria: Collection[Any] = ()
     prompt_logprobs: Any = None  # a `scores.PromptLogprobs`, if they are requested
 
@@ -289,6 +289,11 @@ class Request:
         if not self.num_preemptions and num_tokens == self.num_prompt_tokens:
             computed = (sequence.num_computed_tokens for sequence in self.sequences)
             self.num_hit_tokens = sum(computed)
+
+    def start_clocks(self, now: float) -> None:
+        """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""
+        for criterion in self.time_criteria:
+            criterion.initial_timestamp = now
 
     @property
     def exceeds_positions(self) -> bool:

@@ -193,9 +193,12 @@ class BatchCall(Candidate):
         keys = None
         if prompts is not None and keeps_prefixes and self.verdict.can_reuse:
             keys = prompts.keys(self.model.config)
+        # of adapters: one per prompt, or per row if PEFT has repeated the names (as it does if the
+        # arguments request beams)
+        names = self.adapter_names
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
-            adapter = self._adapter(row)
+            adapter = None if names is None else names[row * len(names) // len(self.paddings)]
             namespace: Hashable = UNCACHED
             if keeps_prefixes:
                 # as for requests of an engine
@@ -217,14 +220,6 @@ class BatchCall(Candidate):
                 request.set_inputs(prompts, prompt, keys, self.verdict.can_begin_after_text)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
-
-    def _adapter(self, row: int) -> str | None:
-        """Returns the name of a row's adapter. There is one name per prompt, or per row if PEFT has
-        repeated the names (as it does if the arguments request beams)."""
-        names = self.adapter_names
-        if names is None:
-            return None
-        return names[row * len(names) // len(self.paddings)]
 
     def _tokens(self, ids: torch.Tensor, row: int) -> list[int]:
         """Returns the token ids of a row of `ids` without padding; 0 for each token given as an

@@ -173,12 +173,6 @@ class Call:
         how = "read in place as contiguous rows" if are_views else "gathered"
         return Topic.MODEL_CODE(f"{self.reason}; keys and values are {how}: {self.own_code_reason}")
 
-    def use_memory(self, memory: PagedMemory) -> None:
-        """Notes that the call stores keys and values in the model's `memory`."""
-        self.memory = memory
-        if self.is_running:
-            memory.begin_call(self)
-
     def use_caches(
         self, caches: list[PagedCache], config: GenerationConfig, are_built: bool
     ) -> None:

@@ -239,8 +239,9 @@ def _page_caches(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> 
     if call.is_running:
         call.stack.enter_context(reserving(model))
     lengths = [length] * num_rows if length else []
-    memory = memory_for(model, config, lengths)
-    call.use_memory(memory)
+    memory = call.memory = memory_for(model, config, lengths)
+    if call.is_running:
+        memory.begin_call(call)
 
     def to_paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:

@@ -298,16 +298,17 @@ class Executor:
         try:
             return self._run_rows(plan)
         except NotPackable as error:
-            if not self._unpack(str(error), "a packed forward failed: "):
+            if not self._unpack(str(error)):
                 raise
         return self._run_rows(plan)
 
-    def _unpack(self, failure: str | None = None, prefix: str = "") -> bool:
-        """Calls `Runner.unpack` with `failure`; returns whether the runner stopped packing rows. If
-        so, adds the reason to `slowed_by`, after `prefix`."""
+    def _unpack(self, failure: str | None = None) -> bool:
+        """Calls `Runner.unpack` with the `failure` of a packed forward, if any; returns whether the
+        runner stopped packing rows. If so, adds the reason to `slowed_by`."""
         reason = self.runner.unpack(failure)
         if reason is None:
             return False
+        prefix = "a packed forward failed: " if failure else ""
         self.slowed_by.add(
             Topic.HOOKS(
                 f"rows are computed side by side from now on, since {prefix}{reason}. Add hooks,"

@@ -94,8 +94,8 @@ class SharedLoop:
         """Runs the generation to its end and returns `finish(loop)`, which is called before the
         generation's blocks are freed. Raises the error that ended the generation, or a step of this
         thread. If this thread is already taking a step of this loop, the generation runs in a
-        separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for `Executor.begin`;
-        an option that an earlier call in the loop has set stays set."""
+        separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for
+        `Executor.begin`."""
         stepper = self._stepper  # read once: another thread may change it
         if stepper is not None and stepper.thread_id == threading.get_ident():
             with shared_loop(self.loop.memory, object(), make_loop) as nested:
@@ -108,12 +108,8 @@ class SharedLoop:
         )
         try:
             with executor.lock:
-                executor.begin(
-                    checks_weights or executor.checks_weights,
-                    False,
-                    allows_replays or executor.allows_replays,
-                    generation.decoding.runs_callers_code or executor.runs_user_code,
-                )
+                runs_user_code = generation.decoding.runs_callers_code
+                executor.begin(checks_weights, False, allows_replays, runs_user_code)
             executor.open(span)
             with self._lock:
                 self.loop.add(generation)
@@ -205,14 +201,6 @@ class SharedLoop:
         due_at = max(self._retry_at, max(start_times, default=0.0) + self._patience)
         return due_at - time.perf_counter()
 
-    def _should_await_blocks(self) -> bool:
-        """Whether to wait for blocks, because calls of other threads may free some, or because
-        other models hold the memory (then for at most `budget.PATIENCE` seconds). Also delays the
-        next step by `_POLL` seconds."""
-        self._retry_at = time.perf_counter() + _POLL
-        self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
-        return shortage.should_retry() or shortage.should_await_other_models
-
     def is_progressing(self, thread: int) -> bool:
         """Implements `cache.waits.Holder`. A loop that lacks blocks makes no progress: its requests
         are preempted, and hold no blocks."""
@@ -241,7 +229,10 @@ class SharedLoop:
             first_waiting = self.loop.first_waiting_generation
             if first_waiting is None:
                 raise
-            if not self._should_await_blocks():
+            self._retry_at = time.perf_counter() + _POLL
+            self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
+            # calls of other threads may free blocks, or other models hold the memory
+            if not (shortage.should_retry() or shortage.should_await_other_models):
                 with_kept_blocks = (
                     generation
                     for generation, caller in list(self._callers.items())

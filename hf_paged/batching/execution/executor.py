@@ -103,15 +103,16 @@ class Executor:
         in flight. `check_weights`: must be set if the prefix cache is used. Without `allow_replays`
         no recorded step is replayed, and the model's state is not read. Without `switch_attention`
         the caller has set the model's attention to `"hf_paged"`. Without `runs_user_code` only code
-        of transformers and of the model runs between steps."""
+        of transformers and of the model runs between steps. These options, but not
+        `switch_attention`, stay set if an earlier call has set them."""
         self._device = compute_device(self.model)
         # the autocast dtype of all forwards, whichever thread runs the steps; `None`: no autocast
         self.autocast_dtype = autocast_dtype(self._device)
-        self.checks_weights = check_weights
-        self.allows_replays = allow_replays
-        self.runs_user_code = runs_user_code
+        self.checks_weights |= check_weights
+        self.allows_replays |= allow_replays
+        self.runs_user_code |= runs_user_code
         self._switches_attention = switch_attention
-        self.guard.begin(check_weights, self.autocast_dtype)
+        self.guard.begin(self.checks_weights, self.autocast_dtype)
         self.runner.pack()
         self.forget_model()
 

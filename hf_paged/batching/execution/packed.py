@@ -55,8 +55,8 @@ class PackedRunner(Runner):
         self,
         model: PreTrainedModel,
         cache: PagedCache,
-        can_mix_lengths: bool,
-        recorder: Recorder | None,
+        can_mix_lengths: bool = True,
+        recorder: Recorder | None = None,
         batch_invariant: bool = False,
         processes: Processes | None = None,
     ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -332,15 +332,11 @@ class Executor:
             return forward(*arguments)
 
     @restoring
-    def using(self, adapter: Hashable) -> Iterator[ForwardContext | None]:
-        """A context that holds `lock`, and in which the model runs with an adapter; with `None`, as
-        it is. Raises what `Adapters.run` raises."""
-        with self.lock:
-            if adapter is None:
-                yield None
-                return
-            with self.adapters().using(adapter) as context:
-                yield context
+    def using(self, adapter: Hashable) -> Iterator[None]:
+        """A context that holds `lock`, and in which the model runs with an adapter. Raises what
+        `Adapters.run` raises."""
+        with self.lock, self.adapters().using(adapter):
+            yield
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
         """Returns a function that copies the tokens of these rows to the host and meanwhile tries
@@ -359,7 +355,10 @@ class Executor:
             return None
         # clamped, since the host detects ids out of range only after this launch
         valid_ids = token_ids.clamp(0, self.num_embeddings - 1)
-        with self.using(adapter) as context, self._autocast_context():
+        adapter_context: AbstractContextManager[ForwardContext | None] = nullcontext()
+        if adapter is not None:
+            adapter_context = self.adapters().using(adapter)
+        with self.lock, self._autocast_context(), adapter_context as context:
             return self.runner.run_ahead(sequences, valid_ids, context)
 
     def _autocast_context(self) -> AbstractContextManager[Any]:

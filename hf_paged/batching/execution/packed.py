@@ -202,13 +202,9 @@ class PackedRunner(Runner):
                 return replayed
         extra_indices = [index for *_, indices in recordings for index in indices]
         if self._processes is not None:
-            names = None
-            if context is not None:
-                names = context.names
+            names = None if context is None else context.names
             self._processes.run(tokens, extra_indices, names)
-        unpacked_plan = None
-        if not self.is_packed:
-            unpacked_plan = plan
+        unpacked_plan = None if self.is_packed else plan
         logits = self.compute(tokens, extra_indices, unpacked_plan, context)
         start = len(tokens.last)
         for recording, position, indices in recordings:

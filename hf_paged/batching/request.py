@@ -103,8 +103,7 @@ class Sequence:
             return
         unused_blocks, self.before_draft = self.before_draft, NO_BLOCKS
         if unused_blocks is NO_BLOCKS or num_accepted == len(self.draft):
-            self.num_computed_tokens += num_accepted
-            block_manager.truncate(self.blocks, self.num_computed_tokens)
+            self.truncate(block_manager, self.num_computed_tokens + num_accepted)
         else:
             unused_blocks, self.blocks = self.blocks, unused_blocks
             self.num_computed_tokens = self.blocks.tables[0].num_tokens

@@ -255,10 +255,7 @@ class BatchCall(Candidate):
             sequences.append(sequence)
         executor = loop.executor
         shortage = Shortage(loop.memory)
-        while True:
-            unfinished = [row for row in sequences if row.num_computed_tokens < row.num_tokens - 1]
-            if not unfinished:
-                break
+        while unfinished := [row for row in sequences if row.num_to_compute > 1]:
             with executor.lock, executor.attention():
                 executor.check_model()
                 plan = _schedule(loop, unfinished)
@@ -268,7 +265,7 @@ class BatchCall(Candidate):
                         sequence.num_computed_tokens += count
             if not len(plan) and not shortage.wait():
                 first = unfinished[0]
-                count = first.num_tokens - 1 - first.num_computed_tokens
+                count = first.num_to_compute - 1
                 num_needed = sum(table.num_needed(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(
                     f"a row of the returned cache needs {num_needed} more blocks, but"
@@ -295,8 +292,7 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
     budget = loop.scheduler.max_num_batched_tokens
     with loop.memory.changing():
         for sequence in sequences:
-            num_missing = sequence.num_tokens - 1 - sequence.num_computed_tokens
-            count = min(budget, num_missing)
+            count = min(budget, sequence.num_to_compute - 1)
             if not count:
                 break
             append = functools.partial(loop.blocks.append, sequence.blocks)

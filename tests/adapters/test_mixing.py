@@ -237,6 +237,21 @@ def test_code_of_a_request_runs_the_model_with_its_adapter(
         assert_drained(engine)
 
 
+def test_a_criterion_of_a_request_runs_the_model_with_its_adapter() -> None:
+    model, (text,), predicted = many(2), prompts(9), list[int]()
+
+    def predict(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        predicted.append(int(logits[0, -1].argmax()))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        (result,) = engine.generate([text], GREEDY, adapter="a1", stopping_criteria=[predict])
+        assert_drained(engine)
+    assert_same_as_lone(lone_with(model, "a1", text, GREEDY), result, GREEDY, "a1")
+    assert predicted[:-1] == result.token_ids[1:]
+
+
 @pytest.mark.parametrize("name", ["a0", "__base__"])
 def test_code_of_a_call_runs_the_model_with_the_adapters_of_its_rows(name: str) -> None:
     model, inputs = many(2), models.padded_prompt("llama", (9, 4, 12))

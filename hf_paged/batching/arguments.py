@@ -65,7 +65,7 @@ class Assistance:
     assistant_tokenizer: Any = None  # of the assistant, if it differs
 
 
-def option_for_drafts(config: Any, assistant: Any = None) -> str | None:
+def option_for_drafts(config: Any, assistant: Any) -> str | None:
     """Returns the name of the option that makes transformers run assisted generation; `None` if no
     such option is set."""
     options = {

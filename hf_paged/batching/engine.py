@@ -337,10 +337,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 the call.
             RankLostError: if a process that holds a shard of the model has ended.
         """
-        stream = RequestStream(
+        return RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
-        )
-        return stream.results(progress)
+        ).results(progress)
 
     def stream(
         self,
@@ -368,10 +367,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         """The asynchronous version of `stream`: steps run in worker threads, and several streams
         share them. A cancelled reader returns at once; its requests end after the step in
         progress."""
-        stream = RequestStream(
+        return RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
-        )
-        return stream.astream()
+        ).astream()
 
     def pause(self) -> Pause:
         """Waits for the step in progress, then blocks further steps until `resume` or the end of

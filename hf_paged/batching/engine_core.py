@@ -105,13 +105,15 @@ class EngineCore(EngineLoop):
             constraint = self.grammars.processor(options, tokenizer, self.model)
             processors = as_list("logits_processor", options.logits_processor)
             options = dataclasses.replace(options, logits_processor=[*processors, constraint])
-        queue = self.pending_outputs if output_queue is None else output_queue
-
-        def make_state(options: RequestOptions) -> RequestState:
-            return RequestState(
-                self.model, tokenizer, ids, generation_config, options, queue, reports_tokens
-            )
-
+        make_state = functools.partial(
+            RequestState,
+            self.model,
+            tokenizer,
+            ids,
+            generation_config,
+            output_queue=self.pending_outputs if output_queue is None else output_queue,
+            reports_tokens=reports_tokens,
+        )
         return self._check_and_add(options, make_state)
 
     def _check_and_add(
@@ -170,9 +172,7 @@ class EngineCore(EngineLoop):
             request_id = self.make_id()
         return dataclasses.replace(options, request_id=request_id)
 
-    def check_length(
-        self, ids: list[int], request_id: Hashable = None, num_new_tokens: int = 1
-    ) -> None:
+    def check_length(self, ids: list[int], request_id: Hashable, num_new_tokens: int = 1) -> None:
         """Raises, as `add` does, `IndexError` if a prompt of token ids is longer than the model's
         table of positions, and `OutOfBlocksError` if the prompt and `num_new_tokens` new tokens can
         never fit into the memory. Does not wait for a forward in progress. Checks nothing if no

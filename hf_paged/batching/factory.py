@@ -99,15 +99,11 @@ def make_loop(
         return make(model, config, memory, runner, weak_scheduler, make_assistant_runner)
 
     drafter = OnDemand(make_drafter)
-
-    def make_adapters() -> Adapters:
-        adapters_room = room("adapters", "`adapter`")
-        loop_adapters: Adapters = adapters_room.make_adapters(
+    adapters = OnDemand[Adapters](
+        lambda: room("adapters", "`adapter`").make_adapters(
             model, cache, make_runner, block_manager
         )
-        return loop_adapters
-
-    adapters = OnDemand(make_adapters)
+    )
     scheduler = Scheduler(
         preemption,
         max_tokens,

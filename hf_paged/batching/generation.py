@@ -28,7 +28,6 @@ from ..threads import step_lock
 from .arguments import Assistance, RequestOptions, as_whole, check_streamed_rows
 from .decoding.base import Draft
 from .decoding.prepare import LoopCall, request_decoding
-from .decoding.sample import SampleDecoding
 from .decoding.scores import PromptLogprobs
 from .execution.prompts import Prompts, prompts_of
 from .request import Request, Sequence, Status
@@ -141,14 +140,11 @@ class Generation:
     @property
     def can_repeat(self) -> bool:
         """Whether an interrupted sampling can be undone (`rewind`) and repeated."""
-        if not self.is_single or self.is_closed:
-            return False
-        return isinstance(self.decoding, SampleDecoding) and self.decoding.can_repeat
+        return not self.is_closed and self.decoding.can_repeat
 
     def rewind(self) -> None:
         """Drops the decoding's tokens that are not in the request's sequence. Requires
         `can_repeat`."""
-        assert isinstance(self.decoding, SampleDecoding)
         ((request, index),) = self.rows
         num_tokens = len(request.sequences[index].token_ids)
         self.decoding.rewind(num_tokens - request.num_prompt_tokens)
@@ -163,9 +159,8 @@ class Generation:
         if index >= len(request.sequences):
             return None
         sequence = request.sequences[index]
-        if sequence.num_to_compute != 1 or not sequence.num_computed_tokens:
-            return None
-        return None if sequence.draft else sequence
+        is_decode = sequence.num_to_compute == 1 and sequence.num_computed_tokens
+        return sequence if is_decode and not sequence.draft else None
 
     def set_draft(self, draft: Draft) -> None:
         """Sets the draft that the next step verifies for its only row. Requires that
@@ -208,7 +203,7 @@ class RequestState(Generation):
         generation_config: Any,
         options: RequestOptions,
         output_queue: deque[RequestOutput] | list[RequestOutput],
-        reports_tokens: bool = True,
+        reports_tokens: bool,
     ) -> None:
         has_only_ids = options.inputs is None and not model.config.is_encoder_decoder
         adapter = resolve_adapter(model, options.adapter, has_only_ids)
@@ -334,13 +329,10 @@ class RequestState(Generation):
             [] if self.decoding.has_beams else [sequence.token_ids for sequence in result.sequences]
         )
         num_reported = self._last_report[0] - self._prompt_length
+        columns = itertools.zip_longest(*token_rows)
         tokens_by_position = [
-            {
-                row: tokens[position]
-                for row, tokens in enumerate(token_rows)
-                if len(tokens) > position
-            }
-            for position in range(num_reported, max(map(len, token_rows), default=0))
+            {row: token for row, token in enumerate(column) if token is not None}
+            for column in itertools.islice(columns, num_reported, None)
         ]
         try:
             (*earlier, (tokens, text)), tracker = self._with_text(tokens_by_position)
@@ -359,10 +351,7 @@ class RequestState(Generation):
         them. If the tokenizer raises, sets `error`, unless it is already set, and returns the
         remaining tokens without text."""
         outputs: list[Output] = []
-        tracker = self._last_report[2]
-        if tracker is None:
-            return list(zip(tokens_by_position or [{}], itertools.repeat(None))), None
-        tracker = copy.copy(tracker)
+        tracker = copy.copy(self._last_report[2])
         has_ended = self.decoding.finish_reasons[0] is not None
         for next_position, tokens in enumerate(tokens_by_position or [{}], 1):
             text = None

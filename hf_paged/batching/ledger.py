@@ -47,28 +47,20 @@ class Ledger:
             for row, (request, _) in enumerate(part.rows):
                 self.rows.setdefault(request, []).append((part, row))
 
-    def remove(self, generation: Generation) -> None:
-        """Undoes an `add` that may have raised."""
-        for request in generation.requests:
-            self.rows.pop(request, None)
-
     def generations(self) -> list[Generation]:
         """Returns all unfinished generations, without duplicates."""
         return self.generations_of(self.rows)
 
     def recover(self) -> None:
-        """Called after an exception that may have split an update of rows: forgets the suspects,
-        completes the assignment of rows to parts, and drops all logits that are not being
-        sampled."""
-        self.scheduler.queue.suspects.clear()
+        """Called after an exception that may have split an update of rows: completes the assignment
+        of rows to parts, drops all logits that are not being sampled, calls `Scheduler.recover`
+        with all requests, and removes finished ones."""
         self._assign_rows_to_parts()
         for request, rows in self.rows.items():
             for (generation, _), sequence in zip(rows, request.sequences):
                 generation.drop_logits()
                 sequence.logits_length = sequence.num_tokens if generation.is_sampling else 0
-
-    def drop_finished(self) -> None:
-        """Removes finished requests."""
+        self.scheduler.recover(self.rows)
         self.rows = {
             request: rows for request, rows in self.rows.items() if not request.is_finished
         }
@@ -238,7 +230,7 @@ class Ledger:
         if generation.keep_blocks:
             if request.is_swapped:
                 # blocks on the host cannot be forked
-                self.scheduler.preemption.reset(request)
+                self.scheduler.preemption.free(request)
             generation.kept_blocks[row] = (
                 self.block_manager.fork(sequence.blocks),
                 sequence.num_computed_tokens,

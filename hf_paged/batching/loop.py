@@ -3,6 +3,7 @@ scheduler chooses the rows of a step, and the decodings choose the tokens."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import operator
 import time
@@ -82,28 +83,31 @@ class StepLoop:
     def add(self, generation: Generation) -> None:
         """Queues the generation's requests. If one of them can never fit, queues none and raises
         `OutOfBlocksError`."""
+        parts = generation.parts or [generation]
+        requests = generation.requests
+        adapter, *other_adapters = {request.adapter for request in requests}
+        if generation.decoding.may_run_model and not other_adapters and adapter is not None:
+            generation.decoding.running_model = functools.partial(self.executor.using, adapter)
         try:
-            for part in generation.parts or [generation]:
+            for part in parts:
                 is_assisted = part.assistance is not None and part.is_single and not part.is_done
                 if is_assisted and self.executor.runner.supports_drafts:
                     part.attach_drafter(self.drafter())
-            self._add(generation)
-        except BaseException:
-            for part in generation.parts or [generation]:
-                part.detach_drafter()
-            raise
-
-    def _add(self, generation: Generation) -> None:
-        try:
             self._finish_recovery()
-            with self.memory.lock:
-                self.scheduler.add(*generation.requests)
-                self.ledger.add(generation)
-        except OutOfBlocksError:
-            raise
+            try:
+                with self.memory.lock:
+                    self.scheduler.add(*requests)
+                    self.ledger.add(generation)
+            except OutOfBlocksError:
+                raise
+            except BaseException:
+                for request in requests:
+                    self.ledger.rows.pop(request, None)
+                self.recover()
+                raise
         except BaseException:
-            self.ledger.remove(generation)
-            self.recover()
+            for part in parts:
+                part.detach_drafter()
             raise
 
     @property
@@ -115,12 +119,12 @@ class StepLoop:
     def generations_to_fail(self, error: Exception) -> list[Generation]:
         """Returns the generations to end when a repeated step raises `error`: the one of the
         first waiting request if no request runs or `error` is an `OutOfBlocksError`, otherwise
-        those of running requests. If there are none of these, returns all."""
+        those of running requests."""
         first = self.first_waiting_generation
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
             return [first]
-        return running or self.ledger.generations()
+        return running
 
     def drop(self, generation: Generation) -> None:
         """Ends a generation and frees its blocks. If an exception stops this, recovers, ends the
@@ -254,10 +258,7 @@ class StepLoop:
                 self.executor.commit(span, runs_user_code=True)
             if runs_foreign_code:
                 self.executor.mark_unverified()
-            if runs_callers_code:
-                results += self.executor.sample(ready, fetch)
-            else:
-                results += sample_step(list(zip(decodings, map(_LOGITS, ready))), fetch)
+            results += sample_step(list(zip(decodings, map(_LOGITS, ready))), fetch)
             # a caller's code may choose any id, and the head may be wider than the embedding
             must_check_ids = runs_callers_code or (
                 bool(ready) and ready[0][1].logits.shape[-1] > self.executor.num_embeddings
@@ -415,7 +416,7 @@ class StepLoop:
         the step should have filled. If the runner keeps states, which may have advanced, all
         requests are recomputed."""
         with self.memory.lock:
-            self.scheduler.fail_step()
+            self.scheduler.undo_step()
             if self.executor.runner.has_states:
                 # without `split_preempted`, since there is no shortage of blocks
                 self.scheduler.recompute()
@@ -433,8 +434,6 @@ class StepLoop:
             self.memory.recover()
             self.scheduler.reclaim()
             self.ledger.recover()
-            self.scheduler.recover(self.ledger.rows)
-            self.ledger.drop_finished()
             self.executor.forget_model()
         self._is_mid_update = self._is_recovery_due = False
 

@@ -38,7 +38,7 @@ class Pause(contextlib.AbstractContextManager["Pause", None]):
         try:
             with self._pauses.lock:
                 self.thread_ids.clear()
-                self._pauses.notify()
+                self._pauses.ended.notify_all()
         finally:
             self.thread_ids.clear()  # if an interrupt came while this waited for the lock
             self._pauses.persistent.pop(self.key, None)
@@ -53,7 +53,7 @@ class Pauses:
         # by key: pauses that are not used as contexts, kept alive until they end
         self.persistent: dict[object, Pause] = {}
         self._pauses: list[weakref.ref[Pause]] = []
-        self._ended = threading.Condition(lock)
+        self.ended = threading.Condition(lock)  # notified when a pause has ended
 
     def begin(self, is_persistent: bool = False) -> Pause:
         """Waits for the step in progress, and returns a new pause of this thread. A pause with
@@ -84,10 +84,6 @@ class Pauses:
             thread_pauses = [pause for pause in pauses if thread_id in pause.thread_ids]
             (thread_pauses or pauses)[-1].close()
 
-    def notify(self) -> None:
-        """Wakes the threads in `wait`. The caller holds the lock."""
-        self._ended.notify_all()
-
     def wait(self) -> None:
         """Waits until all pauses have ended. The caller holds the lock. Raises `RuntimeError` in a
         thread that has paused the engine."""
@@ -101,7 +97,7 @@ class Pauses:
                 " step"
             )
         while self._open_pauses():
-            wait(self._ended, self.lock, 0.05)
+            wait(self.ended, self.lock, 0.05)
 
     def _open_pauses(self) -> list[Pause]:
         """Returns the pauses that have not ended, and forgets the others."""
@@ -111,7 +107,7 @@ class Pauses:
 
     def after_fork(self) -> None:
         """In a forked child: drops the pauses of other threads, which do not exist there."""
-        self._ended = threading.Condition(self.lock)
+        self.ended = threading.Condition(self.lock)
         thread_id = threading.get_ident()
         for pause in self._open_pauses():
             if thread_id not in pause.thread_ids:

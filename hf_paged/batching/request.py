@@ -72,18 +72,6 @@ class Sequence:
         """Gives the sequence empty tables, with nothing computed. Does not free earlier blocks."""
         self.blocks, self.num_computed_tokens = block_manager.new(), 0
 
-    def attach_prefix(
-        self, block_manager: BlockManager, keys: list[Hashable], min_tokens: int
-    ) -> None:
-        """Attaches the longest reusable cached prefix of `keys`, if it has at least `min_tokens`
-        tokens or ends before the prompt's content, to the sequence's empty tables."""
-        request = self.request
-        num_matched = block_manager.match(self.blocks, keys, request.namespace, min_tokens)
-        if not num_matched and request.num_text:
-            text_keys = keys[: request.num_text + 1]
-            num_matched = block_manager.match(self.blocks, text_keys, request.namespace)
-        self.num_computed_tokens = num_matched
-
     def append_draft(self, block_manager: BlockManager, limit: int) -> int:
         """Shortens the draft to `limit` tokens, allocates slots for the last token and the draft,
         and returns the draft's length. If too few blocks are free, drops the draft, since drafts
@@ -116,8 +104,7 @@ class Sequence:
             return
         unused_blocks, self.before_draft = self.before_draft, NO_BLOCKS
         if unused_blocks is NO_BLOCKS or num_accepted == len(self.draft):
-            self.num_computed_tokens += num_accepted
-            block_manager.truncate(self.blocks, self.num_computed_tokens)
+            self.truncate(block_manager, self.num_computed_tokens + num_accepted)
         else:
             unused_blocks, self.blocks = self.blocks, unused_blocks
             self.num_computed_tokens = self.blocks.tables[0].num_tokens
@@ -128,19 +115,6 @@ class Sequence:
         """Drops the K and V of the tokens from `num_computed` on, which must be computed again."""
         block_manager.truncate(self.blocks, num_computed)
         self.num_computed_tokens = num_computed
-
-    def undo_step(self, block_manager: BlockManager) -> None:
-        """Drops the slots of the tokens that a failed step should have computed, and the draft.
-        Restores no state."""
-        block_manager.truncate(self.blocks, self.num_computed_tokens)
-        block_manager.free(self.before_draft)
-        self.draft, self.before_draft = [], NO_BLOCKS
-
-    def record_logits(self) -> None:
-        """Called before a preemption: if all tokens are computed, records that the sequence has
-        logits at its length."""
-        if not self.num_to_compute:
-            self.logits_length = self.num_tokens
 
     def share_blocks(self, parent: Sequence, block_manager: BlockManager) -> None:
         """Forks the blocks of `parent`, as far as they are computed. Does not free this sequence's
@@ -164,13 +138,6 @@ class Sequence:
             block_manager.free(blocks)
         self.blocks = self.before_draft = NO_BLOCKS
         self.num_computed_tokens, self.swapped, self.draft = 0, None, []
-
-    def end(self, block_manager: BlockManager) -> None:
-        """Marks the sequence as finished, records its length for `block_size="auto"`, and frees its
-        blocks."""
-        self.is_finished = True
-        block_manager.end(self.blocks)
-        self.free(block_manager)
 
     def __repr__(self) -> str:
         return f"Sequence({self.num_computed_tokens} of {self.num_tokens} tokens computed)"
@@ -320,12 +287,6 @@ class Request:
             computed = (sequence.num_computed_tokens for sequence in self.sequences)
             self.num_hit_tokens = sum(computed)
 
-    def record_preemption(self) -> None:
-        """Counts a preemption, and records which rows have logits."""
-        self.num_preemptions += 1
-        for sequence in self.open_sequences:
-            sequence.record_logits()
-
     def start_clocks(self, now: float) -> None:
         """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""
         for criterion in self.time_criteria:
@@ -356,9 +317,7 @@ class Request:
     @property
     def is_computed(self) -> bool:
         """Whether all tokens of the open sequences are computed."""
-        return not any(
-            sequence.num_to_compute for sequence in self.sequences if not sequence.is_finished
-        )
+        return not any(sequence.num_to_compute for sequence in self.open_sequences)
 
     @property
     def awaits_tokens(self) -> bool:
@@ -390,13 +349,6 @@ class Request:
             row.share_blocks(sequence, block_manager)
         self.num_shared_tokens = 0
         return sequence.num_to_compute
-
-    def free(self, block_manager: BlockManager) -> None:
-        """Frees the blocks of all sequences, in the pool and on the host: unless the request has
-        ended, it must be recomputed."""
-        for sequence in self.sequences:
-            sequence.free(block_manager)
-        self.num_shared_tokens = 0
 
     def permute(self, block_manager: BlockManager, parents: list[int], tokens: list[int]) -> None:
         """Makes each unfinished sequence `i` a fork of sequence `parents[i]`, unless `i` is its own

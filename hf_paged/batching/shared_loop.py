@@ -20,7 +20,7 @@ from ..cache.memory import PagedMemory
 from ..cache.waits import Shortage, claims_waiting
 from ..interrupts import register_for_cleanup, restoring
 from ..threads import wait
-from .decoding.base import Fetch, LogitRows
+from .decoding.base import Fetch
 from .execution.executor import StableSpan
 from .generation import Generation
 from .ledger import Ready
@@ -49,16 +49,6 @@ class Caller:
     # them
     sampling_since: float | None = None
     is_late: bool = False  # whether its last sampling took longer than a step waits for it
-
-    def fail(self, error: Exception) -> None:
-        """Records the error that ended its generation, unless there is an earlier one."""
-        self.error = self.error or error
-
-    def give(self, generation: Generation, logits: LogitRows, now: float) -> None:
-        """Gives it logits that are ready `now`."""
-        self.ready.append((generation, logits))
-        if self.sampling_since is None:
-            self.sampling_since = now
 
     def take(self) -> Ready:
         """Called in its thread: takes the logits that are ready, to sample them."""
@@ -104,8 +94,8 @@ class SharedLoop:
         """Runs the generation to its end and returns `finish(loop)`, which is called before the
         generation's blocks are freed. Raises the error that ended the generation, or a step of this
         thread. If this thread is already taking a step of this loop, the generation runs in a
-        separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for `Executor.begin`;
-        an option that an earlier call in the loop has set stays set."""
+        separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for
+        `Executor.begin`."""
         stepper = self._stepper  # read once: another thread may change it
         if stepper is not None and stepper.thread_id == threading.get_ident():
             with shared_loop(self.loop.memory, object(), make_loop) as nested:
@@ -118,12 +108,8 @@ class SharedLoop:
         )
         try:
             with executor.lock:
-                executor.begin(
-                    checks_weights or executor.checks_weights,
-                    False,
-                    allows_replays or executor.allows_replays,
-                    generation.decoding.runs_callers_code or executor.runs_user_code,
-                )
+                runs_user_code = generation.decoding.runs_callers_code
+                executor.begin(checks_weights, False, allows_replays, runs_user_code)
             executor.open(span)
             with self._lock:
                 self.loop.add(generation)
@@ -161,8 +147,8 @@ class SharedLoop:
         while self.loop.unreported:
             generation = self.loop.unreported.popleft()
             caller = self._callers.get(generation.parent or generation)
-            if caller is not None and generation.error is not None:  # `None`: it has left
-                caller.fail(generation.error)
+            if caller is not None:  # `None`: it has left
+                caller.error = caller.error or generation.error
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
         """Copies tokens to the host. If this caller is the only one and no step is in progress,
@@ -215,14 +201,6 @@ class SharedLoop:
         due_at = max(self._retry_at, max(start_times, default=0.0) + self._patience)
         return due_at - time.perf_counter()
 
-    def _should_await_blocks(self) -> bool:
-        """Whether to wait for blocks, because calls of other threads may free some, or because
-        other models hold the memory (then for at most `budget.PATIENCE` seconds). Also delays the
-        next step by `_POLL` seconds."""
-        self._retry_at = time.perf_counter() + _POLL
-        self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
-        return shortage.should_retry() or shortage.should_await_other_models
-
     def is_progressing(self, thread: int) -> bool:
         """Implements `cache.waits.Holder`. A loop that lacks blocks makes no progress: its requests
         are preempted, and hold no blocks."""
@@ -234,15 +212,6 @@ class SharedLoop:
             # the call that asks is this step, which lacks blocks, or one that this step waits for
             return False
         return bool(callers) and (stepper is not None or self._shortage is None)
-
-    @property
-    def _first_with_kept_blocks(self) -> Generation | None:
-        """The first generation that waits for logits and holds blocks of ended rows."""
-        for generation, caller in list(self._callers.items()):
-            if caller.sampling_since is None:
-                if any(part.kept_blocks for part in generation.parts or [generation]):
-                    return generation
-        return None
 
     def _step(self) -> None:
         """Takes a step for all callers. If blocks are too few and waiting is useless, ends the
@@ -260,8 +229,17 @@ class SharedLoop:
             first_waiting = self.loop.first_waiting_generation
             if first_waiting is None:
                 raise
-            if not self._should_await_blocks():
-                generation = self._first_with_kept_blocks or first_waiting
+            self._retry_at = time.perf_counter() + _POLL
+            self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
+            # calls of other threads may free blocks, or other models hold the memory
+            if not (shortage.should_retry() or shortage.should_await_other_models):
+                with_kept_blocks = (
+                    generation
+                    for generation, caller in list(self._callers.items())
+                    if caller.sampling_since is None
+                    and any(part.kept_blocks for part in generation.parts or [generation])
+                )
+                generation = next(with_kept_blocks, first_waiting)
                 generation.error = error
                 self.loop.unreported.append(generation)
                 self._shortage = None  # the other generations get the blocks of this one
@@ -282,7 +260,8 @@ class SharedLoop:
             for generation, logits in ready:
                 ready_caller = self._callers.get(generation.parent or generation)
                 if ready_caller is not None:
-                    ready_caller.give(generation, logits, now)
+                    ready_caller.ready.append((generation, logits))
+                    ready_caller.sampling_since = ready_caller.sampling_since or now
             for caller in self._callers.values():
                 if caller.ready or caller.error is not None:
                     caller.wake.notify()
@@ -300,8 +279,7 @@ class SharedLoop:
         }
         for generation, caller in self._callers.items():
             for part in (generation, *generation.parts):
-                if part.error is not None:
-                    caller.fail(part.error)
+                caller.error = caller.error or part.error
         self.loop.recover(
             generation
             for generation in self.loop.ledger.generations()

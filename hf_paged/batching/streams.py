@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -89,45 +89,48 @@ class RequestStream:
         self.request_ids: list[str] = []  # in the order of the prompts
         self.unfinished: set[str] = set()  # ids of requests without a result
 
-    def _run(self) -> Iterator[RequestOutput | None]:
+    def _run(self) -> Generator[RequestOutput | None, None, None]:
         """Yields `None` once all requests are added, then their outputs. A request that cannot be
-        added gets a result with the error."""
-        for prompt, config, options in self._requests_to_add:
-            try:
-                request_id = self.core.add(
-                    self.tokenizer,
-                    prompt,
-                    config,
-                    options,
-                    self.output_queue,
-                    reports_tokens=not self.span.is_call,
-                )
-            except Exception as error:
-                if is_interrupt(error):
-                    raise
-                ids = list[int]()
-                request_id = options.request_id
-                if not isinstance(request_id, str):
-                    request_id = self.core.make_id()
-                with contextlib.suppress(Exception):  # an invalid prompt may raise anything
-                    text_or_ids, _ = split_inputs(prompt, None)
-                    ids = prompt_ids(text_or_ids, None)
-                result = RequestResult(request_id, ids, error=error)
-                self.output_queue.append(RequestOutput(request_id, result=result))
-            self.request_ids.append(request_id)
-        self.unfinished.update(self.request_ids)
-        yield None
-        while self.unfinished or self.output_queue:
-            while self.output_queue:
-                output = self.output_queue.popleft()
-                if output.finished:
-                    self.unfinished.discard(output.request_id)
-                yield output
-            if self.unfinished:
-                span = self.span
-                if not span.is_call:
-                    span = StableSpan()
-                self._step(span)
+        added gets a result with the error. Calls `_end` when the generator ends."""
+        try:
+            for prompt, config, options in self._requests_to_add:
+                try:
+                    request_id = self.core.add(
+                        self.tokenizer,
+                        prompt,
+                        config,
+                        options,
+                        self.output_queue,
+                        reports_tokens=not self.span.is_call,
+                    )
+                except Exception as error:
+                    if is_interrupt(error):
+                        raise
+                    ids = list[int]()
+                    request_id = options.request_id
+                    if not isinstance(request_id, str):
+                        request_id = self.core.make_id()
+                    with contextlib.suppress(Exception):  # an invalid prompt may raise anything
+                        text_or_ids, _ = split_inputs(prompt, None)
+                        ids = prompt_ids(text_or_ids, None)
+                    result = RequestResult(request_id, ids, error=error)
+                    self.output_queue.append(RequestOutput(request_id, result=result))
+                self.request_ids.append(request_id)
+            self.unfinished.update(self.request_ids)
+            yield None
+            while self.unfinished or self.output_queue:
+                while self.output_queue:
+                    output = self.output_queue.popleft()
+                    if output.finished:
+                        self.unfinished.discard(output.request_id)
+                    yield output
+                if self.unfinished:
+                    span = self.span
+                    if not span.is_call:
+                        span = StableSpan()
+                    self._step(span)
+        finally:
+            ensure_done(self._end)  # calls it even if an interrupt comes first
 
     def _step(self, span: StableSpan) -> None:
         """Takes a step, unless another thread's step has filled the output queue. If the step
@@ -156,7 +159,6 @@ class RequestStream:
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                span.reset()  # the failed step has closed it
                 logger.warning(
                     Topic.FAILED_REQUESTS("a step raised %r and is repeated once"),
                     error,
@@ -178,16 +180,9 @@ class RequestStream:
                 if state.output_queue is self.output_queue:
                     stack.callback(core.cancel, state)
 
-    def _run_and_end(self) -> Generator[RequestOutput | None, None, None]:
-        """Yields from `_run`, and calls `_end` when the generator ends."""
-        try:
-            yield from self._run()
-        finally:
-            ensure_done(self._end)  # calls it even if an interrupt comes first
-
     def stream(self) -> Generator[RequestOutput, None, None]:
         """Yields all outputs; closing the generator cancels unfinished requests."""
-        outputs = self._run_and_end()
+        outputs = self._run()
         try:
             yield from filter(None, outputs)
         finally:
@@ -203,7 +198,7 @@ class RequestStream:
         delay = SLOW_SECONDS if progress is None else 0.0
         start = time.perf_counter()
         bar: Any = None
-        outputs = self._run_and_end()
+        outputs = self._run()
         with contextlib.ExitStack() as stack:
             try:
                 for output in outputs:
@@ -242,7 +237,7 @@ class RequestStream:
         """As `stream`, with each step in a worker thread. The readers in one event loop take one
         step at a time, which fills the output queues of all of them. A cancelled reader does not
         wait for the end of a step in progress."""
-        outputs = self._run_and_end()
+        outputs = self._run()
         exhausted = object()
         generator_lock = threading.Lock()  # a generator cannot be closed while it runs
         event_loop = asyncio.get_running_loop()

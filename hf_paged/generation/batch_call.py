@@ -90,8 +90,8 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
         return None
-    call.use_engine(
-        batch.layout.reason,
+    call.route_name, call.reason = "engine", batch.layout.reason
+    call.route_fields.update(
         is_packed=batch.layout.unsupported_reason is None,
         prefills_shared=call.repeats > 1,
     )
@@ -193,9 +193,12 @@ class BatchCall(Candidate):
         keys = None
         if prompts is not None and keeps_prefixes:
             keys = prompts.keys(self.model.config)
+        # of adapters: one per prompt, or per row if PEFT has repeated the names (as it does if the
+        # arguments request beams)
+        names = self.adapter_names
         rows: list[tuple[Request, int]] = []
         for row in range(0, len(self.paddings), repeats):
-            adapter = self._adapter(row)
+            adapter = None if names is None else names[row * len(names) // len(self.paddings)]
             namespace: Hashable = UNCACHED
             if keeps_prefixes:
                 # as for requests of an engine
@@ -217,14 +220,6 @@ class BatchCall(Candidate):
                 request.set_inputs(prompts, prompt, keys)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
-
-    def _adapter(self, row: int) -> str | None:
-        """Returns the name of a row's adapter. There is one name per prompt, or per row if PEFT has
-        repeated the names (as it does if the arguments request beams)."""
-        names = self.adapter_names
-        if names is None:
-            return None
-        return names[row * len(names) // len(self.paddings)]
 
     def _tokens(self, ids: torch.Tensor, row: int) -> list[int]:
         """Returns the token ids of a row of `ids` without padding; 0 for each token given as an
@@ -260,10 +255,7 @@ class BatchCall(Candidate):
             sequences.append(sequence)
         executor = loop.executor
         shortage = Shortage(loop.memory)
-        while True:
-            unfinished = [row for row in sequences if row.num_computed_tokens < row.num_tokens - 1]
-            if not unfinished:
-                break
+        while unfinished := [row for row in sequences if row.num_to_compute > 1]:
             with executor.lock, executor.attention():
                 executor.check_model()
                 plan = _schedule(loop, unfinished)
@@ -273,7 +265,7 @@ class BatchCall(Candidate):
                         sequence.num_computed_tokens += count
             if not len(plan) and not shortage.wait():
                 first = unfinished[0]
-                count = first.num_tokens - 1 - first.num_computed_tokens
+                count = first.num_to_compute - 1
                 num_needed = sum(table.num_needed(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(
                     f"a row of the returned cache needs {num_needed} more blocks, but"
@@ -300,16 +292,13 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
     budget = loop.scheduler.max_num_batched_tokens
     with loop.memory.changing():
         for sequence in sequences:
-            num_missing = sequence.num_tokens - 1 - sequence.num_computed_tokens
-            count = min(budget, num_missing)
+            count = min(budget, sequence.num_to_compute - 1)
             if not count:
                 break
-            is_allocated = loop.blocks.append(sequence.blocks, count)
-            if not is_allocated and loop.scheduler.reclaim():
-                is_allocated = loop.blocks.append(sequence.blocks, count)
-            if not is_allocated:
+            append = functools.partial(loop.blocks.append, sequence.blocks)
+            if not append(count) and not (loop.scheduler.reclaim() and append(count)):
                 count = 1  # token by token, since sliding windows then free blocks
-                if not loop.blocks.append(sequence.blocks, count):
+                if not append(count):
                     break
             items.append((sequence, count))
             budget -= count

@@ -81,7 +81,8 @@ class Call:
         self.has_swapped_images = False  # whether the expansion gave rows the images of other rows
         self.route_name = "plain"
         self.reason = "cache_implementation is not 'paged'"
-        self.remedy: str | None = None  # how the call could get the paged cache that it requested
+        # how the call could get the paged cache that it requested and, as `reason` says, lacks
+        self.remedy: str | None = None
         self.reads_in_place = False  # whether attention is switched to read blocks in place
         self.is_running = False  # whether `running` has begun
         self.own_code_reason: str | None = None  # why attention other than ours runs
@@ -172,22 +173,6 @@ class Call:
         are_views = is_in_place and not is_gathered
         how = "read in place as contiguous rows" if are_views else "gathered"
         return Topic.MODEL_CODE(f"{self.reason}; keys and values are {how}: {self.own_code_reason}")
-
-    def use_memory(self, memory: PagedMemory) -> None:
-        """Notes that the call stores keys and values in the model's `memory`."""
-        self.memory = memory
-        if self.is_running:
-            memory.begin_call(self)
-
-    def use_engine(self, reason: str, **fields: Any) -> None:
-        """Notes that the engine serves the call, why, and other fields for `route_of`."""
-        self.route_name, self.reason = "engine", reason
-        self.route_fields.update(fields)
-
-    def note_unpaged(self, reason: str, remedy: str) -> None:
-        """Notes that the call requested a paged cache, why it has none (yet), and how to get
-        one."""
-        self.reason, self.remedy = reason, remedy
 
     def use_caches(
         self, caches: list[PagedCache], config: GenerationConfig, are_built: bool

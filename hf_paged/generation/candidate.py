@@ -90,6 +90,8 @@ class Candidate:
         if self.adapter_names is not None:
             num_rows = len(self.paddings)
             is_packed = self.layout.unsupported_reason is None
+            has_criteria = bool(StopChecker(self.inputs.stopping_criteria).callers_criteria)
+            may_run_model = has_criteria or not are_row_wise(self.inputs.logits_processor, num_rows)
             yield from true_reasons(
                 {
                     Topic.ADAPTERS("`adapter_names` needs packed forwards of token ids"): (
@@ -101,18 +103,13 @@ class Candidate:
                     Topic.ADAPTERS(
                         "`guidance_scale`, or a processor or criterion of the caller, may run the"
                         " model, and the rows have different adapters"
-                    ): len(set(self.adapter_names)) > 1 and self._runs_callers_code(num_rows),
+                    ): len(set(self.adapter_names)) > 1 and may_run_model,
                 }
             )
         if self.assistance is not None:
             option = option_for_drafts(self.config, self.assistance.model)
             speculation: rooms.SpeculationRoom = rooms.room("speculation", f"`{option}`")
             yield from speculation.reasons_against_call(self, self.assistance)
-
-    def _runs_callers_code(self, num_rows: int) -> bool:
-        """Whether the loop runs processors or criteria that may run the model."""
-        has_criteria = bool(StopChecker(self.inputs.stopping_criteria).callers_criteria)
-        return has_criteria or not are_row_wise(self.inputs.logits_processor, num_rows)
 
     def _reasons_against_options(self) -> Iterator[str]:
         model = self.model

@@ -102,10 +102,8 @@ def _generate(generate: Invocation) -> Any:
 def _run(generate: Invocation, is_requested: bool) -> Any:
     call = Call(generate.model)
     if is_requested:
-        call.note_unpaged(
-            f"{type(generate.model).__name__} prepares its cache itself",
-            "Use a model that generates as transformers does",
-        )
+        call.reason = f"{type(generate.model).__name__} prepares its cache itself"
+        call.remedy = "Use a model that generates as transformers does"
     with call.running():
         return generate.run()
 
@@ -209,7 +207,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
         if caches:
             call.use_caches(caches, generation_config, are_built=not is_passed)
         elif config is not None:
-            call.note_unpaged(*_why_not_paged(model, is_passed, arguments))
+            call.reason, call.remedy = _why_not_paged(model, is_passed, arguments)
         if config is not None and config.batch_invariant and not call.built_caches:
             raise batch_invariant_error(model, call.reason)
     return result
@@ -241,8 +239,9 @@ def _page_caches(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> 
     if call.is_running:
         call.stack.enter_context(reserving(model))
     lengths = [length] * num_rows if length else []
-    memory = memory_for(model, config, lengths)
-    call.use_memory(memory)
+    memory = call.memory = memory_for(model, config, lengths)
+    if call.is_running:
+        memory.begin_call(call)
 
     def to_paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:
@@ -340,7 +339,7 @@ def _warn_of_padding(warn: Invocation) -> Any:
     return warn.run()
 
 
-_GENERATION_REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
+_REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
     "generate": _generate,
     **({} if compat.ENCODE_MEDIA is None else {compat.ENCODE_MEDIA: _encode_media}),
     compat.EXPAND_INPUTS: _expand_inputs,
@@ -349,9 +348,6 @@ _GENERATION_REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
     compat.SAMPLE: _decode,
     compat.BEAM_SEARCH: _decode,
     compat.ASSISTED_DECODING: _decode,
-}
-_REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
-    **_GENERATION_REPLACEMENTS,
     compat.WARN_OF_PADDING: _warn_of_padding,
 }
 _installed: dict[tuple[type, str], tuple[Method | None, Method]] = {}
@@ -419,9 +415,9 @@ def install(
         if not _installed:
             interface.register()
             compat.allow_cache_implementation(NAME, True)
-            for name in _GENERATION_REPLACEMENTS:
-                _replace(GenerationMixin, name)
-            _replace(PreTrainedModel, compat.WARN_OF_PADDING)
+            for name in _REPLACEMENTS:
+                is_of_model = name == compat.WARN_OF_PADDING
+                _replace(PreTrainedModel if is_of_model else GenerationMixin, name)
         _is_paged_by_default |= by_default
         if native is not None:
             config = None if isinstance(continuous_batching, bool) else continuous_batching

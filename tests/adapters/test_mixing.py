@@ -237,6 +237,21 @@ def test_code_of_a_request_runs_the_model_with_its_adapter(
         assert_drained(engine)
 
 
+def test_a_criterion_of_a_request_runs_the_model_with_its_adapter() -> None:
+    model, (text,), predicted = many(2), prompts(9), list[int]()
+
+    def predict(input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        logits = model(input_ids=input_ids, use_cache=False).logits
+        predicted.append(int(logits[0, -1].argmax()))
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        (result,) = engine.generate([text], GREEDY, adapter="a1", stopping_criteria=[predict])
+        assert_drained(engine)
+    assert_same_as_lone(lone_with(model, "a1", text, GREEDY), result, GREEDY, "a1")
+    assert predicted[:-1] == result.token_ids[1:]
+
+
 @pytest.mark.parametrize("name", ["a0", "__base__"])
 def test_code_of_a_call_runs_the_model_with_the_adapters_of_its_rows(name: str) -> None:
     model, inputs = many(2), models.padded_prompt("llama", (9, 4, 12))
@@ -247,7 +262,10 @@ def test_code_of_a_call_runs_the_model_with_the_adapters_of_its_rows(name: str) 
         assert hf_paged.last_route(model).road == road
 
 
-def test_a_streamer_of_an_adapter_may_wait_for_a_thread_that_uses_the_model() -> None:
+@pytest.mark.parametrize("guidance_scale", [None, 1.4])
+def test_a_streamer_of_an_adapter_may_wait_for_a_thread_that_uses_the_model(
+    guidance_scale: float | None,
+) -> None:
     class Waiting:
         num_put = 0
 
@@ -266,7 +284,7 @@ def test_a_streamer_of_an_adapter_may_wait_for_a_thread_that_uses_the_model() ->
         target=lambda: results.append(model.generate(**inputs, **GREEDY, **models.PAGED)),
         daemon=True,
     )
-    options = {**GREEDY, "adapter_names": ["a1"]}
+    options = {**GREEDY, "adapter_names": ["a1"], "guidance_scale": guidance_scale}
     found = model.generate(**inputs, **options, **models.PAGED, streamer=Waiting())
     assert torch.equal(found, model.generate(**inputs, **options))
     assert torch.equal(results[0], model.generate(**inputs, **GREEDY))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from transformers.generation import stopping_criteria as stock
 
 from ...step import numbers_on
+from ...switches import NOTHING
 from .returned import explain_hits_error
 from .stop_strings import StopStrings
 
@@ -255,11 +257,19 @@ class Decoding:
         self.runs_callers_code = False
         # whether that code may run the model, as processors and criteria may
         self.may_run_model = False
+        # makes a context around that code, in which the model runs with the rows' adapter; a
+        # streamer runs outside of it, since it may wait for a thread that uses the model
+        self.running_model: Callable[[], AbstractContextManager[Any]] = lambda: NOTHING
 
     @property
     def is_done(self) -> bool:
         """Whether no row needs another forward."""
         return not self.open_rows
+
+    @property
+    def can_repeat(self) -> bool:
+        """Whether an interrupted step can be undone (`SampleDecoding.rewind`) and repeated."""
+        return False
 
     @property
     def batch_key(self) -> Hashable | None:

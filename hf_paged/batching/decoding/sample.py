@@ -193,7 +193,8 @@ class SampleDecoding(Decoding):
                     self._open_processors = (rows, narrowed)
             _, processors = self._open_processors
             try:
-                scores = processors(ids, logits)
+                with self.running_model():
+                    scores = processors(ids, logits)
                 has_wrong_shape = scores.dim() != 2 or len(scores) != len(ids)
             except Exception as error:
                 explain_scores_error(processors, logits, scores, error)
@@ -257,10 +258,11 @@ class SampleDecoding(Decoding):
         tokens = tokens_by_row
         are_hits: list[list[bool]] = []
         if checker.callers_criteria:
-            are_hits = [
-                hits(criterion, self.input_ids, self.scores)
-                for criterion in checker.callers_criteria
-            ]
+            with self.running_model():
+                are_hits = [
+                    hits(criterion, self.input_ids, self.scores)
+                    for criterion in checker.callers_criteria
+                ]
             # a criterion may force a token by writing to the ids
             tokens = self.input_ids[:, -1].tolist()
         ended = []
@@ -335,8 +337,8 @@ class SampleDecoding(Decoding):
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an interrupted step can be undone (`rewind`) and repeated: no other code has read
-        the step's token, and no seeded generator has drawn it."""
+        """Whether an interrupted step can be undone (`rewind`) and repeated: it has a single row,
+        no other code has read the step's token, and no seeded generator has drawn it."""
         if not self.is_simple or self.draft is not None:
             return False
         if self.do_sample and self.generator is not None:

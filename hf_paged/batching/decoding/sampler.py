@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...interrupts import is_interrupt
+from ...step import numbers_on
 from .base import (
     Decoding,
     Fetch,
@@ -212,7 +213,8 @@ def _try_choose(
     decoding, rows = ready[indices[0]]
     try:
         if decoding.has_beams:
-            results[indices[0]] = decoding.step(rows.take())
+            with decoding.running_model():
+                results[indices[0]] = decoding.step(rows.take())
         else:
             decodings, parts = zip(*[ready[index] for index in indices])
             batches.append(_choose(list(indices), list(decodings), join_rows(parts)))
@@ -324,17 +326,14 @@ def _fetch(batches: list[SampledBatch], fetch: Fetch) -> list[list[int]]:
     if len(batches) < 2:
         return [fetch(batch.tokens) for batch in batches]
     device = batches[0].tokens.device
-    # by the index of a decoding: the list for its batch on the host, and its tokens on the device
-    parts: dict[int, tuple[list[int], Tensor]] = {}
-    tokens_of_batches: list[list[int]] = []
-    for batch in batches:
-        host_tokens: list[int] = []
-        tokens_of_batches.append(host_tokens)
-        sizes = [len(decoding.open_rows) for decoding in batch.decodings]
-        for index, tokens in zip(batch.indices, batch.tokens.to(device).split(sizes)):
-            parts[index] = (host_tokens, tokens)
-    in_order = [parts[index] for index in sorted(parts)]
-    fetched = iter(fetch(torch.cat([tokens for _, tokens in in_order])))
-    for host_tokens, tokens in in_order:
-        host_tokens += itertools.islice(fetched, len(tokens))
+    tokens_of_batches: list[list[int]] = [[] for _ in batches]
+    # by row of the batches: the index of its decoding, and the list for its batch on the host
+    rows: list[tuple[int, list[int]]] = []
+    for batch, host_tokens in zip(batches, tokens_of_batches):
+        for index, decoding in zip(batch.indices, batch.decodings):
+            rows += [(index, host_tokens)] * len(decoding.open_rows)
+    order = sorted(range(len(rows)), key=[index for index, _ in rows].__getitem__)
+    tokens = torch.cat([batch.tokens.to(device) for batch in batches])
+    for row, token in zip(order, fetch(tokens[numbers_on(device, order)])):
+        rows[row][1].append(token)
     return tokens_of_batches

@@ -38,7 +38,14 @@ def check_vocabulary(
     # embeddings and encoder outputs are read in place of the ids
     reads_ids = inputs.get("inputs_embeds") is None and inputs.get("encoder_outputs") is None
     if len(input_ids) and reads_ids:
-        size = _num_embeddings_of(model, "get_encoder") if has_encoder else _num_with_extra(model)
+        size: int | None
+        if has_encoder:
+            size = _num_embeddings_of(model, "get_encoder")
+        else:
+            size = num_embeddings(model)
+            if size < sys.maxsize:  # Idefics has an additional embedding for its placeholders
+                table = model.get_input_embeddings()
+                size += getattr(table, "num_additional_embeddings", 0)
         _check_ids(model, input_ids, size, inputs)
     decoder_ids = inputs.get("decoder_input_ids")
     if has_encoder and isinstance(decoder_ids, Tensor) and decoder_ids.numel():
@@ -68,15 +75,6 @@ def _check_ids(
             f"token id {invalid} is outside the vocabulary: ids from 0 to {size - 1} have an"
             " embedding"
         )
-
-
-def _num_with_extra(model: PreTrainedModel) -> int:
-    """Returns `num_embeddings` plus the number of rows of an additional embedding, such as Idefics
-    has for its placeholders."""
-    size = num_embeddings(model)
-    if size < sys.maxsize:
-        size += getattr(model.get_input_embeddings(), "num_additional_embeddings", 0)
-    return size
 
 
 def _num_embeddings_of(model: Any, getter: str) -> int | None:

@@ -4,7 +4,7 @@ The scheduler chooses the rows; decodings sample the tokens."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +23,13 @@ from ...model.forwards import compute_device
 from ...model.state import ModelState, read_state
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
-from ...rooms import OnDemand
+from ...rooms import OnDemand, TapeRoom, is_installed, room
 from ...seams import Adapters, ForwardContext, RunAhead
 from ...step import NotPackable
 from ...switches import NOTHING
 from ...threads import step_lock
 from ...topics import Topic
-from ..decoding.base import Fetch, LogitRows, Result
-from ..decoding.sampler import sample_step
+from ..decoding.base import Fetch, LogitRows
 from ..decoding.vocabulary import num_embeddings
 from ..generation import Generation
 from ..request import Sequence
@@ -48,10 +47,6 @@ class StableSpan:
     is_call: bool = False
     is_open: bool = False  # whether its period has begun, or is not needed
     is_committed: bool = False  # whether `Executor.commit` was called, or is not needed
-
-    def reset(self) -> None:
-        """Called after `Executor.close`, so that the span can be opened again."""
-        self.is_open = self.is_committed = False
 
 
 class Executor:
@@ -108,15 +103,16 @@ class Executor:
         in flight. `check_weights`: must be set if the prefix cache is used. Without `allow_replays`
         no recorded step is replayed, and the model's state is not read. Without `switch_attention`
         the caller has set the model's attention to `"hf_paged"`. Without `runs_user_code` only code
-        of transformers and of the model runs between steps."""
+        of transformers and of the model runs between steps. These options, but not
+        `switch_attention`, stay set if an earlier call has set them."""
         self._device = compute_device(self.model)
         # the autocast dtype of all forwards, whichever thread runs the steps; `None`: no autocast
         self.autocast_dtype = autocast_dtype(self._device)
-        self.checks_weights = check_weights
-        self.allows_replays = allow_replays
-        self.runs_user_code = runs_user_code
+        self.checks_weights |= check_weights
+        self.allows_replays |= allow_replays
+        self.runs_user_code |= runs_user_code
         self._switches_attention = switch_attention
-        self.guard.begin(check_weights, self.autocast_dtype)
+        self.guard.begin(self.checks_weights, self.autocast_dtype)
         self.runner.pack()
         self.forget_model()
 
@@ -155,10 +151,11 @@ class Executor:
         span.is_committed = True
 
     def close(self, span: StableSpan) -> None:
-        """Ends the span, even after a failure. Without a `commit`, the guard ends its period by
-        `abandon`."""
+        """Ends the span, even after a failure, so that it can be opened again. Without a `commit`,
+        the guard ends its period by `abandon`."""
         if span.is_open and not span.is_committed:
             self.guard.abandon()
+        span.is_open = span.is_committed = False
 
     def go_idle(self) -> None:
         """Called once all requests have finished: releases the objects held for steps, and calls
@@ -254,7 +251,9 @@ class Executor:
             modules = list(self.model.modules())
             eager_context = running_eagerly(compiled_layers(modules))
             with eager_context:
-                self.runner.choose_products(modules)
+                if is_installed("tape"):
+                    tape: TapeRoom = room("tape", "half-precision products")
+                    self.runner.product_context = tape.kernel_products(modules)
             attention_context = switch_attention(modules if self._switches_attention else [])
             switches = self._switches = eager_context, attention_context
         eager_context, attention_context = switches
@@ -300,16 +299,17 @@ class Executor:
         try:
             return self._run_rows(plan)
         except NotPackable as error:
-            if not self._unpack(str(error), "a packed forward failed: "):
+            if not self._unpack(str(error)):
                 raise
         return self._run_rows(plan)
 
-    def _unpack(self, failure: str | None = None, prefix: str = "") -> bool:
-        """Calls `Runner.unpack` with `failure`; returns whether the runner stopped packing rows. If
-        so, adds the reason to `slowed_by`, after `prefix`."""
+    def _unpack(self, failure: str | None = None) -> bool:
+        """Calls `Runner.unpack` with the `failure` of a packed forward, if any; returns whether the
+        runner stopped packing rows. If so, adds the reason to `slowed_by`."""
         reason = self.runner.unpack(failure)
         if reason is None:
             return False
+        prefix = "a packed forward failed: " if failure else ""
         self.slowed_by.add(
             Topic.HOOKS(
                 f"rows are computed side by side from now on, since {prefix}{reason}. Add hooks,"
@@ -331,29 +331,12 @@ class Executor:
         with self._autocast_context(), shared_forward:
             return forward(*arguments)
 
-    def sample(
-        self, ready: list[tuple[Generation, LogitRows]], fetch: Fetch | None = None
-    ) -> list[Result]:
-        """Like `sample_step`. If a decoding `may_run_model`, as with guidance, and its rows all
-        have one adapter, it is sampled alone, with this adapter and under `lock`. (A caller's
-        streamer may wait for another thread, which may need the lock.)"""
-        results: dict[int, Result] = {}
-        for index, (generation, logits) in enumerate(ready):
-            adapter, *others = {request.adapter for request in generation.requests}
-            is_alone = generation.decoding.may_run_model and not others
-            if adapter is None or not is_alone:
-                continue
-            try:
-                with self.lock, self.adapters().using(adapter):
-                    (results[index],) = sample_step([(generation.decoding, logits)])
-            except Exception as error:  # of the adapter, which is gone or merged
-                results[index] = error
-        remaining = [index for index in range(len(ready)) if index not in results]
-        steps = [(ready[index][0].decoding, ready[index][1]) for index in remaining]
-        if results:
-            fetch = None
-        results.update(zip(remaining, sample_step(steps, fetch)))
-        return [results[index] for index in range(len(ready))]
+    @restoring
+    def using(self, adapter: Hashable) -> Iterator[None]:
+        """A context that holds `lock`, and in which the model runs with an adapter. Raises what
+        `Adapters.run` raises."""
+        with self.lock, self.adapters().using(adapter):
+            yield
 
     def fetch_while_running_ahead(self, ready: list[tuple[Generation, LogitRows]]) -> Fetch | None:
         """Returns a function that copies the tokens of these rows to the host and meanwhile tries

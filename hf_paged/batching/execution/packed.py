@@ -75,8 +75,10 @@ class PackedRunner(Runner):
         self.recorder = recorder
         # the room whose contexts make forwards batch-invariant; `None` without `batch_invariant`
         self._fixed_order_room: TapeRoom | None = None
+        self._in_fixed_order: Callable[[], AbstractContextManager[None]] = lambda: NOTHING
         if batch_invariant:
             self._fixed_order_room = room("tape", "`batch_invariant`")
+            self._in_fixed_order = self._fixed_order_room.in_fixed_order
         self._can_mix_lengths = can_mix_lengths
         self._processes = processes
         self.store_hidden: Callable[[Tensor], None] | None = None
@@ -128,23 +130,14 @@ class PackedRunner(Runner):
         plan: StepPlan,
         context: ForwardContext | None = None,
     ) -> Tensor:
-        if self._fixed_order_room is None:
-            return self._run(plan, context)
-        with self._fixed_order_room.in_fixed_order():
-            return self._run(plan, context)
-
-    def _run(
-        self,
-        plan: StepPlan,
-        context: ForwardContext | None,
-    ) -> Tensor:
-        if self.is_packed and not plan.has_inputs:
-            return self._run_packed(plan, context)
-        parts, other_indices = self.run_whole_prompts(plan)
-        for indices in self._group_rows(plan, other_indices):
-            logits = self._run_packed(plan.select(indices), context)
-            parts.append((indices, logits))
-        return concat_in_order(parts, plan.num_logits)
+        with self._in_fixed_order():
+            if self.is_packed and not plan.has_inputs:
+                return self._run_packed(plan, context)
+            parts, other_indices = self.run_whole_prompts(plan)
+            for indices in self._group_rows(plan, other_indices):
+                logits = self._run_packed(plan.select(indices), context)
+                parts.append((indices, logits))
+            return concat_in_order(parts, plan.num_logits)
 
     def _group_rows(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
         """Divides rows, by index in the step, among forwards. In a packed forward, all rows that
@@ -190,13 +183,9 @@ class PackedRunner(Runner):
                 return replayed
         extra_indices = [index for *_, indices in recordings for index in indices]
         if self._processes is not None:
-            names = None
-            if context is not None:
-                names = context.names
+            names = None if context is None else context.names
             self._processes.run(tokens, extra_indices, names)
-        unpacked_plan = None
-        if not self.is_packed:
-            unpacked_plan = plan
+        unpacked_plan = None if self.is_packed else plan
         logits = self.compute(tokens, extra_indices, unpacked_plan, context)
         start = len(tokens.last)
         for recording, position, indices in recordings:
@@ -214,10 +203,7 @@ class PackedRunner(Runner):
         token_ids: Tensor,
         context: ForwardContext | None = None,
     ) -> Tensor | None:
-        fixed_order = NOTHING
-        if self._fixed_order_room is not None:
-            fixed_order = self._fixed_order_room.in_fixed_order()
-        with fixed_order:
+        with self._in_fixed_order():
             plan = StepPlan.of([(sequence, 1) for sequence in sequences])
             tokens = pack(plan, self._block_sizes, self.rope, is_ahead=True)
             return self._replay(tokens, context, token_ids)

@@ -11,14 +11,13 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...cache.memory import PagedMemory
 from ...interrupts import is_interrupt
 from ...model.state import ModelState
 from ...plan import StepPlan
-from ...rooms import TapeRoom, is_installed, room
 from ...seams import ForwardContext, Recorder
 from ...step import ReadCounters
 from ...switches import NOTHING
@@ -51,23 +50,15 @@ class Runner:
     num_captured_steps: int = 0  # forwards that were replaced by replays
     num_forwards: int = 0  # begun forwards of the model's own code, without replays
     counters: ReadCounters  # how its forwards read keys and values
-    # a context for the matrix products of forwards that are not replays
+    # a context for the matrix products of forwards that are not replays (`Executor.attention`)
     product_context: AbstractContextManager[Any] = NOTHING
 
     # makes the `Preemption` of the loop
     make_preemption: Callable[..., Preemption] = Preemption
 
-    def choose_products(self, modules: list[nn.Module]) -> None:
-        """Sets `product_context` for a model with these modules, if the room `tape` is
-        installed."""
-        if is_installed("tape"):
-            tape: TapeRoom = room("tape", "half-precision products")
-            self.product_context = tape.kernel_products(modules)
-
     def begin(self, state: ModelState | None) -> None:
         """Starts work on the model in this state; `None`: its state is unknown, and no step is
         replayed."""
-        return None
 
     def run(
         self,
@@ -91,7 +82,6 @@ class Runner:
 
     def pack(self) -> None:
         """Called when work on the model begins: reverts `unpack`."""
-        return None
 
     def unpack(self, reason: str | None = None) -> str | None:
         """Stops packing rows. `reason`: why a packed step raised [`NotPackable`]; without a reason,
@@ -106,7 +96,6 @@ class Runner:
 
     def go_idle(self) -> None:
         """Releases the objects held for steps; called when no step is in flight."""
-        return None
 
     def run_whole_prompts(self, plan: StepPlan) -> tuple[list[LogitsPart], list[int]]:
         """Runs prompts that the model's own forward computes as a whole. Those with an equal

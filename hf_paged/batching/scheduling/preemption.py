@@ -144,11 +144,6 @@ class Preemption:
     def num_needed(self, request: Request) -> int:
         """Returns the number of blocks with which the request can finish alone in the memory, even
         if layers with windows then compute its tokens in chunks of one."""
-        needs = self._needs_by_group(request)
-        return sum(needs) + self.num_other_blocks(request)
-
-    def _needs_by_group(self, request: Request) -> list[int]:
-        """Returns `num_needed` by layer group, without `num_other_blocks`."""
         size = self.blocks.block_size
         num_rows = request.num_rows
         num_shared = 0
@@ -157,10 +152,9 @@ class Preemption:
         longest = max(1, request.max_num_tokens - 1)  # the last token is not computed
         for sequence in request.sequences:
             longest = max(longest, len(sequence.token_ids))
-        common = self.blocks.num_spanned(0, num_shared, 1)
-        separate = self.blocks.num_spanned(num_shared, longest, 1)
-        pairs = zip(common, separate)
-        return [num_common + num_rows * num_separate for num_common, num_separate in pairs]
+        num_common = sum(self.blocks.num_spanned(0, num_shared, 1))
+        num_separate = sum(self.blocks.num_spanned(num_shared, longest, 1))
+        return num_common + num_rows * num_separate + self.num_other_blocks(request)
 
     def admit(
         self,
@@ -181,7 +175,7 @@ class Preemption:
                 return True
             if not is_alone:
                 return False
-            self.reset(request)
+            self.free(request)
         # new variables, since a retry needs the original arguments
         num_reserved = num_reserved_blocks + self.num_other_blocks(request)
         max_tokens = max_chunk_tokens
@@ -200,20 +194,20 @@ class Preemption:
             additional = manager.num_spanned(num_cached, num_tokens, chunk, sequence.blocks)
             needs = [sum(pair) for pair in zip(needs, additional)]
         if not manager.can_take(needs, num_reserved):
-            self.reset(request)
+            self.free(request)
             return False
         is_restorable = self.is_restorable(request)
         may_be_outdated = is_restorable or any(
             manager.epochs.needs_verification(sequence.blocks) for sequence in request.sequences
         )
         if may_be_outdated and self.verify is not None and not self.verify():
-            self.reset(request)
+            self.free(request)
             # retry without the outdated blocks, which `verify` has dropped
             return self.admit(request, max_chunk_tokens, num_reserved_blocks, is_alone)
         if is_restorable:
             self._restore(request)
         if not self.take_other_blocks(request):
-            self.reset(request)
+            self.free(request)
             return False
         request.record_hits()
         return True
@@ -250,7 +244,7 @@ class Preemption:
         attached = [(sequence, sequence.num_computed_tokens) for sequence in rows]
         if all(num_computed >= num_shared for _, num_computed in attached):
             return attached
-        self.reset(request)
+        self.free(request)
         first_row, *other_rows = rows
         request.num_shared_tokens = num_shared
         self.match(first_row, first_row.keys[: num_shared + 1])
@@ -299,13 +293,20 @@ class Preemption:
             self.match(sequence, sequence.keys)
 
     def match(self, sequence: Sequence, keys: list[Hashable]) -> None:
-        """Attaches a row to the longest reusable cached prefix of `keys`."""
+        """Attaches a row to the longest reusable cached prefix of `keys`, if it has enough tokens
+        or ends before the prompt's content."""
         request = sequence.request
         sequence.begin(self.blocks)
         if request.drafts_first_token:
             # the last prompt token has a separate step, before which a step must compute a token
             keys = keys[:-1]
-        sequence.attach_prefix(self.blocks, keys, max(request.num_content, self.min_saved))
+        min_tokens = max(request.num_content, self.min_saved)
+        blocks = sequence.blocks
+        num_matched = self.blocks.match(blocks, keys, request.namespace, min_tokens)
+        if not num_matched and request.num_text:
+            text_keys = keys[: request.num_text + 1]
+            num_matched = self.blocks.match(blocks, text_keys, request.namespace)
+        sequence.num_computed_tokens = num_matched
 
     def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute
@@ -365,24 +366,28 @@ class Preemption:
                         # keeps the first decode after the swap-in off the scheduler's fast path
                         sequence.blocks.capacity = 0
                     return
-        self.reset(request)
+        self.free(request)
 
-    def reset(self, request: Request) -> None:
+    def free(self, request: Request) -> None:
         """Frees all blocks of a request, in the pool and on the host, so that it is recomputed.
         Reasons: a preemption without a swap; an admission that lacks blocks, finds cached blocks
         outdated, or has the first row compute a shared prefix; new rotary factors or weights
         (`weights_update`); a failed step that admitted the request, may have advanced its states,
         or left bookkeeping half changed (`StepLoop.recover`); the end of a row whose swapped blocks
         a returned cache needs."""
-        request.free(self.blocks)
+        for sequence in request.sequences:
+            sequence.free(self.blocks)
+        request.num_shared_tokens = 0
         self.free_other_blocks(request)
 
     def end_sequence(self, sequence: Sequence) -> None:
-        """Ends a sequence and frees its blocks, in the pool and on the host. The prefix cache may
-        keep full blocks that are in the pool."""
+        """Ends a sequence, records its length for `block_size="auto"`, and frees its blocks, in the
+        pool and on the host. The prefix cache may keep full blocks that are in the pool."""
         if sequence.swapped is None:
             self._register(sequence)
-        sequence.end(self.blocks)
+        sequence.is_finished = True
+        self.blocks.end(sequence.blocks)
+        sequence.free(self.blocks)
         if not sequence.request.open_sequences:
             self.free_other_blocks(sequence.request)
 

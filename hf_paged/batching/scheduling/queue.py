@@ -56,7 +56,13 @@ class Suspects(deque[set[Request]]):
     def clear_computed(self) -> None:
         """After a successful forward of the first group, removes its requests that are finished, or
         have nothing to compute until they get their next tokens."""
-        self.discard({request for request in self[0] if _needs_no_forward(request)})
+        self.discard(
+            {
+                request
+                for request in self[0]
+                if request.is_finished or request.is_computed or request.awaits_tokens
+            }
+        )
 
     def discard(self, requests: set[Request]) -> None:
         """Removes the requests from all groups."""
@@ -126,12 +132,8 @@ class RequestQueue:
         if request.adapter_bytes:
             self.adapters().release(request)
 
-    def end_row(self, request: Request) -> None:
-        """Updates `num_rows` after a row of the request has ended while others continue."""
-        if request.status is Status.RUNNING:
-            self.num_rows -= 1
-
     def clear(self) -> None:
+        self.suspects.clear()
         self.running = []
         self.waiting = []
         self.num_rows = 0
@@ -180,7 +182,3 @@ class RequestQueue:
             " `hf_paged.budget`, free memory, or lower `max_new_tokens`, the prompt length or the"
             " number of sequences",
         )
-
-
-def _needs_no_forward(request: Request) -> bool:
-    return request.is_finished or request.is_computed or request.awaits_tokens

@@ -20,17 +20,6 @@ class Budget:
     # for which `Scheduler._chunk_limit` counts these decodes
     num_reserved: int = -1
 
-    def take(self, num_tokens: int) -> None:
-        """Takes the tokens that a row computes next: several are a chunk."""
-        self.num_tokens -= num_tokens
-        if num_tokens > 1:
-            self.num_chunk_tokens -= num_tokens
-
-    def take_draft(self, num_drafted: int) -> None:
-        """Takes a row's last token and its draft."""
-        self.num_tokens -= 1 + num_drafted
-        self.num_draft_tokens -= num_drafted
-
 
 @dataclass
 class Scheduled:
@@ -48,10 +37,6 @@ class Scheduled:
     def __bool__(self) -> bool:
         """Whether any token is scheduled."""
         return bool(self.decodes or self.drafted or self.chunks)
-
-    def has_rows_of(self, request: Request) -> bool:
-        """Whether a row of the request is scheduled."""
-        return any(sequence.request is request for sequence in self.plan().sequences)
 
     def shares_forward(self, request: Request) -> bool:
         """Whether the request's prompt belongs to the same `Prompts` as all chunks scheduled so

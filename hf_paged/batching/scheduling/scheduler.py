@@ -80,7 +80,7 @@ class Scheduler:
             self.timeline.record_waiting(request)
 
     def schedule(self) -> StepPlan:
-        """Returns the plan of the next step. Unless the plan is empty, `commit` or `fail_step` must
+        """Returns the plan of the next step. Unless the plan is empty, `commit` or `undo_step` must
         follow. Raises `OutOfBlocksError`, with nothing scheduled, if other requests, caches or
         models hold the blocks that the first request needs, and `NeverFitsError` if none of these
         holds any. After any other exception the caller must call `recover`."""
@@ -209,13 +209,16 @@ class Scheduler:
                 num_drafted = sequence.append_draft(self.blocks, budget.num_draft_tokens)
                 if num_drafted:
                     self._scheduled.drafted.append((sequence, 1 + num_drafted))
-                    budget.take_draft(num_drafted)
+                    budget.num_tokens -= 1 + num_drafted
+                    budget.num_draft_tokens -= num_drafted
                     return True
             limit = budget.num_tokens
         else:
             limit = self._chunk_limit(request, budget)
         count = self._schedule_tokens(request, sequence, limit)
-        budget.take(count)
+        budget.num_tokens -= count
+        if count > 1:
+            budget.num_chunk_tokens -= count
         return request.status is Status.RUNNING
 
     def _chunk_limit(self, request: Request, budget: Budget) -> int:
@@ -295,7 +298,8 @@ class Scheduler:
             elif count > 1 and can_shrink:
                 count //= 2  # later chunks can reuse blocks that leave the windows
             else:
-                if may_preempt and not self._scheduled.has_rows_of(request):
+                scheduled = self._scheduled.plan().sequences
+                if may_preempt and not any(row.request is request for row in scheduled):
                     self._preempt_last(request)
                 return 0
         return count
@@ -398,8 +402,11 @@ class Scheduler:
         self.timeline.record_waiting(request)
 
     def _preempt(self, request: Request, may_swap: bool = True) -> None:
-        request.record_preemption()
+        request.num_preemptions += 1
         self.preemption.num_preemptions += 1
+        for sequence in request.open_sequences:
+            if not sequence.num_to_compute:
+                sequence.logits_length = sequence.num_tokens
         self._scheduled.preempted.append(request)
         self._requeue(request, may_swap)
 
@@ -414,7 +421,7 @@ class Scheduler:
         for request in list(self.queue.running):
             self._preempt(request, may_swap=False)
         for request in self.queue.waiting:
-            self.preemption.reset(request)
+            self.preemption.free(request)
             self.timeline.record_waiting(request)
         return self._scheduled.preempted
 
@@ -425,12 +432,12 @@ class Scheduler:
         for sequence in request.open_sequences:
             sequence.commit_draft(self.blocks)
         try:
-            release = self.preemption.swap_out_or_free if may_swap else self.preemption.reset
+            release = self.preemption.swap_out_or_free if may_swap else self.preemption.free
             release(request)
         finally:
             self._enqueue(request)
 
-    def fail_step(self) -> None:
+    def undo_step(self) -> None:
         """Undoes the last step: one whose forward raised an exception or, in a forked child, one
         that another thread of the parent was taking. The latter may be only partly scheduled, or
         already computed, with logits that are not delivered yet."""
@@ -447,7 +454,10 @@ class Scheduler:
         for sequence in plan.sequences:
             is_running = sequence.request.status is Status.RUNNING
             if is_running and sequence.blocks is not NO_BLOCKS:
-                sequence.undo_step(self.blocks)
+                # drops the slots of the step's tokens, and the draft; restores no state
+                self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
+                self.blocks.free(sequence.before_draft)
+                sequence.draft, sequence.before_draft = [], NO_BLOCKS
 
     def recover(self, requests: Collection[Request]) -> None:
         """Called after an exception that may have left bookkeeping partly changed: resets the queue
@@ -458,7 +468,7 @@ class Scheduler:
         self._blocked_request = None
         self._scheduled = Scheduled()
         for request in requests_to_reset:
-            self.preemption.reset(request)
+            self.preemption.free(request)
             if request in requests and not request.is_finished:
                 self._enqueue(request)
 
@@ -471,7 +481,8 @@ class Scheduler:
             self.finish(request)
             return
         self.preemption.end_sequence(sequence)
-        self.queue.end_row(request)
+        if request.status is Status.RUNNING:
+            self.queue.num_rows -= 1
 
     def finish(self, request: Request) -> None:
         """Ends a running or waiting request. No forward in progress may compute its rows."""

@@ -273,10 +273,10 @@ def test_a_step_whose_logits_are_lost_is_computed_again(window: int | None) -> N
     scheduler = make(window=window)
     a = add(scheduler, "a", 14)
     assert step(scheduler) == "a14"
-    scheduler.fail_step()
+    scheduler.undo_step()
     assert step(scheduler) == "a2"  # the rest is cached
     give(a)
     assert step(scheduler) == "a1"
-    scheduler.fail_step()
+    scheduler.undo_step()
     assert a.sequences[0].num_to_compute
     assert step(scheduler) and not a.sequences[0].num_to_compute

@@ -304,7 +304,7 @@ class Engine(RuleBasedStateMachine):
         self.manager.flush_copies()
         self.write(batch, broken=fails)
         if fails:
-            self.scheduler.fail_step()
+            self.scheduler.undo_step()
             for request in dict.fromkeys(sequence.request for sequence in batch.sequences):
                 if not retries:
                     self.scheduler.finish(request)

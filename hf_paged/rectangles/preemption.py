@@ -95,7 +95,7 @@ class RectanglePreemption(Preemption):
     can_chunk: ClassVar[bool] = False
     # whether `replays_prompt` is true for all requests
     replays_all_prompts: bool = False
-    # for a model with an encoder: allocates blocks for the encoder's output
+    # for a model with an encoder: allocates the blocks of the encoder's keys and values
     encoder_blocks: BlockManager | None = None
 
     def __post_init__(self) -> None:

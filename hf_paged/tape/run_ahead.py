@@ -96,7 +96,9 @@ class GraphRunAhead:
         if continuing and can_launch:
             try:
                 logits = launch(continuing, select_rows(tokens, continuing_rows))
-            except Exception as error:  # the step is computed as usual, and raises the error again
+            except (
+                Exception
+            ) as error:  # the step is computed as usual, and may raise the error again
                 if is_interrupt(error):
                     raise
                 logger.debug("a step could not be launched ahead", exc_info=True)

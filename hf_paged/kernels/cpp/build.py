@@ -150,8 +150,8 @@ def _load() -> ctypes.CDLL:
             Topic.CPP_KERNELS(
                 "hf_paged: compiling the CPU kernels for this process alone, as every process will,"
                 " since a compiled library cannot be stored in the cache folder or loaded from it:"
-                " %s. Set HF_PAGED_CACHE_DIR to a folder that is yours, that only you can write to,"
-                " and from which programs may run"
+                " %s. Set HF_PAGED_CACHE_DIR to a folder that is yours and that only you can write"
+                " to"
             ),
             error,
         )

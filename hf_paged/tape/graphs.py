@@ -103,8 +103,7 @@ class StepGraphs:
         backend: GraphBackend,
     ) -> None:
         """`groups`: those of the memory with this `lock`; empty if the model has only states."""
-        # why no step is recorded or replayed until the model or torch's options change; `None`
-        # without such a reason
+        # why no step is recorded or replayed until the model or torch's options change, or `None`
         self.unsupported_reason: str | None = None
         # whether the model's own code computes attention, over all slots of the block tables
         self.reads_keys = False

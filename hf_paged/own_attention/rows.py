@@ -24,15 +24,17 @@ class DeferredTensor(LazyTensor):
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
     # shape and dtype, for our own code: torch's attributes are slower
     sizes: tuple[int, ...]
-    kind: torch.dtype
+    nominal_dtype: torch.dtype
     arguments: dict[str, Any]  # of the constructor
 
     @classmethod
     def make(cls, sizes: tuple[int, ...], device: torch.device, **arguments: Any) -> Any:
         """Makes a tensor with the constructor's `arguments`, `dtype` among them, as attributes."""
-        kind = arguments["dtype"]
-        tensor = make_without_memory(cls, sizes, dtype=kind, device=device)
-        vars(tensor).update(arguments, sizes=sizes, kind=kind, arguments=arguments)
+        nominal_dtype = arguments["dtype"]
+        tensor = make_without_memory(cls, sizes, dtype=nominal_dtype, device=device)
+        vars(tensor).update(
+            arguments, sizes=sizes, nominal_dtype=nominal_dtype, arguments=arguments
+        )
         return tensor
 
     def replace(self, **changes: Any) -> Any:
@@ -60,7 +62,7 @@ class DeferredTensor(LazyTensor):
                     return function(func, *args, **kwargs)
                 except TypeError as error:
                     if _accepts(function, func, *args, **kwargs):
-                        # a `TypeError` behind `@` is `NotImplemented` for torch
+                        # not as a `TypeError`, which torch's `@` would turn into `NotImplemented`
                         raise RuntimeError(f"`{name}` failed: {error}") from error
                     raise NotPackable(
                         f"the arguments of `{name}` on packed keys, values or scores are not"

@@ -175,7 +175,7 @@ def _convert(
 
 
 def _empty(x: DeferredTensor) -> Tensor:
-    return torch.empty(0, dtype=x.kind, device=x.device)
+    return torch.empty(0, dtype=x.nominal_dtype, device=x.device)
 
 
 @defer("dropout")
@@ -350,7 +350,9 @@ def _softmax(
     for argument in args:
         if isinstance(argument, torch.dtype):
             dtype = argument
-    return scores.replace(is_softmax=True, dtype=dtype or scores.kind, terms=scores.terms.copy())
+    return scores.replace(
+        is_softmax=True, dtype=dtype or scores.nominal_dtype, terms=scores.terms.copy()
+    )
 
 
 @defer("scaled_dot_product_attention")
@@ -434,7 +436,7 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
             "packed values are transposed, or multiplied by something other than attention weights"
             " of the same step"
         )
-    dtype = value.kind if quantized.is_quantized(value.blocks) else value.blocks.dtype
+    dtype = value.nominal_dtype if quantized.is_quantized(value.blocks) else value.blocks.dtype
     query = weights.query.transpose(0, 1).to(dtype)
     bias = weights.terms["bias"]
     call = AttentionCall(query, paired_blocks(key, value), step, weights.terms["scale"])
@@ -449,7 +451,7 @@ def _attend(weights: Scores, value: RowTensor) -> Tensor:
             rows_call = call._replace(query=query[tokens], step=rows, bias=rows_bias)
             outputs.append(backends.attend(rows_call))
         output = torch.cat(outputs)
-    output = output.transpose(0, 1).to(value.kind)
+    output = output.transpose(0, 1).to(value.nominal_dtype)
     if len(value.sizes) == 4:
         return output[None]
     return output

@@ -76,8 +76,8 @@ def _input_names(prompts: Any) -> tuple[str, ...]:
 
 def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
     """Yields the reasons why the engine cannot run the rows of a call; `reason` says why they
-    cannot be packed. If rows cannot join those of other calls, they stay together, in their
-    original batch: then sets the layout and the paddings of such rows."""
+    cannot be packed. Rows that cannot run side by side with those of any call stay together, in
+    their original batch: for them, sets the call's layout and paddings."""
     layout = call.layout
     returns_cache = call.config.return_dict_in_generate
     if reason == layout.unsupported_reason and layout.is_side_by_side and not returns_cache:

@@ -205,30 +205,29 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     shorter_second = _single_row(trial.prompts, max(1, width - 3), -1)
     new_tokens = sample_tokens(model)[:1, :3]
 
-    def compute(second: Any, verdict: tuple[bool, bool], can_join: bool) -> Tensor:
-        """Returns the logits of both rows, which begin together. Unless `verdict` requires equal
-        lengths, the first row then computes one token more. `can_join`: whether they share
-        forwards."""
+    def compute(second: Any, requirements: tuple[bool, bool], can_join: bool) -> Tensor:
+        """Returns the logits of both rows, which begin together. Unless lengths must be equal, the
+        first row then computes one token more. `can_join`: whether the rows share forwards."""
         for single in (first, second):
-            set_join_keys(single, verdict if can_join else None)
+            set_join_keys(single, requirements if can_join else None)
         runner = PromptsRunner(trial, TOGETHER)
         (first_row,) = runner.add_prompts(first, new_tokens)
         (second_row,) = runner.add_prompts(second, new_tokens.flip(1))
         logits = [runner.advance_apart(first_row, second_row)]
-        if not verdict[0]:
+        if not requirements[0]:
             logits.append(runner.advance_apart(first_row))
         logits.append(runner.advance_apart(first_row, second_row))
         logits.append(runner.advance_apart(first_row, second_row))
         return torch.cat(logits)
 
     encoder_options = (False, True) if width > 1 else (True,)
-    for verdict in itertools.product((False, True), encoder_options):
-        second = equal_second if verdict[1] else shorter_second
+    for requirements in itertools.product((False, True), encoder_options):
+        second = equal_second if requirements[1] else shorter_second
         with contextlib.suppress(ForwardFailedError):
-            separate = compute(second, verdict, can_join=False)
-            joined = compute(second, verdict, can_join=True)
+            separate = compute(second, requirements, can_join=False)
+            joined = compute(second, requirements, can_join=True)
             if first.join_key is not None and trial.difference(separate, joined) is None:
-                return verdict
+                return requirements
     return None
 
 

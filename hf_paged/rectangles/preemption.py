@@ -95,7 +95,7 @@ class RectanglePreemption(Preemption):
     can_chunk: ClassVar[bool] = False
     # whether `replays_prompt` is true for all requests
     replays_all_prompts: bool = False
-    # for a model with an encoder: allocates blocks for the encoder's output
+    # for a model with an encoder: allocates the blocks of the encoder's keys and values
     encoder_blocks: BlockManager | None = None
 
     def __post_init__(self) -> None:
@@ -153,9 +153,11 @@ class RectanglePreemption(Preemption):
         return self.replays_prompt(request)
 
     def num_shared(self, request: Request, rows: list[Sequence]) -> int:
-        if self.replays_prompt(request):
-            return request.num_prompt_tokens
-        return 0
+        if not self.replays_prompt(request):
+            return 0
+        # each row needs logits: a row without further tokens computes the prompt itself
+        num_tokens = request.num_prompt_tokens
+        return num_tokens if min(row.num_tokens for row in rows) > num_tokens else 0
 
     def is_restorable(self, request: Request) -> bool:
         return not self.replays_prompt(request) and super().is_restorable(request)

@@ -223,6 +223,7 @@ def set_join_keys(prompts: Prompts, requirements: tuple[bool, bool] | None) -> N
     share a forward, their `merge_key`. `requirements`: whether joined rows must have equal lengths,
     and equal encoder lengths; `None`: rows cannot join (`capability.join_requirements`)."""
     prompts.join_key = None
+    prompts.merge_key = None
     shapes: list[Hashable] = []
     options: list[Any] = []
     has_media = False

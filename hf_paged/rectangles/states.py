@@ -37,7 +37,7 @@ class StateRows:
         each `row` in `block_ids`. Ignores `index` and `num_layers`, which `HostLayer.put_back`
         needs."""
         rows = StateRows([(self.state_layers, list(block_ids))])
-        group.storage.keep(block_ids.values(), rows)
+        group.storage.put_copies(block_ids.values(), rows)
 
 
 class StateStorage:
@@ -69,7 +69,7 @@ class StateStorage:
     reserve = outline = promote = make
 
     def clear(self) -> None:
-        """Forgets all states. No slot may be used or kept."""
+        """Forgets all states. The pool may have no used or kept slots."""
         self._rows = {}
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -88,7 +88,7 @@ class StateStorage:
         self._rows.update((slot, (ref, row)) for row, slot in enumerate(slots))
         self.block_bytes = row_bytes
 
-    def keep(self, slots: Iterable[int], rows: StateRows) -> None:
+    def put_copies(self, slots: Iterable[int], rows: StateRows) -> None:
         """Makes row `i` of `rows` the state of `slots[i]`, and keeps `rows` alive."""
         self._rows.update((slot, (lambda: rows, row)) for row, slot in enumerate(slots))
 
@@ -102,8 +102,8 @@ class StateStorage:
         return holder, row
 
     def holders(self) -> dict[Any, set[int]]:
-        """Returns the slots of each holder. Forgets slots that are neither used nor kept, or whose
-        holder is gone."""
+        """Returns the slots of each holder. Forgets slots that the pool neither uses nor keeps, or
+        whose holder is gone."""
         slots_by_holder: dict[Any, set[int]] = {}
         for slot, (get_holder, _) in list(self._rows.items()):
             holder = get_holder()
@@ -124,7 +124,7 @@ class StateStorage:
             else:
                 if not isinstance(holder, StateRows):
                     part = (holder.state_layers, [row])
-                    self.keep([slot], StateRows([part]))
+                    self.put_copies([slot], StateRows([part]))
 
     def copy_out(self, slots: Iterable[int]) -> StateRows:
         """Returns copies of the states of these slots (at least one) in host memory. Raises

@@ -126,7 +126,7 @@ class CudaGraphs:
 
 class RecordedGraph:
     """A CUDA graph that is freed only after its last replay has ended. `done`: an event recorded
-    after every replay. `host_results`: results of waits and transfers that the graph reads; this
+    after every replay. `host_results`: results of reads and copies that the graph uses; this
     object keeps them alive."""
 
     def __init__(

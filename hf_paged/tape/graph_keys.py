@@ -81,9 +81,9 @@ class GraphKey(NamedTuple):
 
     @property
     def without_widths(self) -> Hashable:
-        """A coarser key, without the widths of tables and the capacity for prefixes. Steps without
-        a graph are also counted by this key, so that a step whose tables outgrow a graph is
-        recorded at once."""
+        """A coarser key, without the widths of tables and the capacity for prefixes and ranges.
+        Steps without a graph are also counted by this key, so that a step whose tables outgrow a
+        graph is recorded at once."""
         return (
             self.num_decodes,
             self.num_chunks,

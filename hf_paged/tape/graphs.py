@@ -103,7 +103,7 @@ class StepGraphs:
         backend: GraphBackend,
     ) -> None:
         """`groups`: those of the memory with this `lock`; empty if the model has only states."""
-        # why no step is recorded or replayed until the model changes; `None` without such a reason
+        # why no step is recorded or replayed until the model or torch's options change, or `None`
         self.unsupported_reason: str | None = None
         # whether the model's own code computes attention, over all slots of the block tables
         self.reads_keys = False
@@ -173,7 +173,8 @@ class StepGraphs:
         self._outputs.clear()
 
     def release(self) -> None:
-        """As `Recorder.release`: keeps recorded steps if all of their blocks were released."""
+        """As `Recorder.release`: if all blocks of the recorded steps were released, keeps those
+        steps that can give their memory back (`RecordedStep.discard`); otherwise drops all."""
         if self._released_blocks() != self._blocks:
             self.clear()
         for key, step in list(self._graphs.items()):  # `begin` may clear them in another thread
@@ -249,8 +250,9 @@ class StepGraphs:
 
     def _is_recordable(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
         """Whether steps like this are recorded: those of decodes that all get logits and, on a GPU
-        if the context allows them, those with few chunk tokens. In both cases, sizes must be within
-        `_limits`, and there must be no `rope_factors`."""
+        if the context allows them, those with few chunk tokens. `_limits` bounds the number of
+        decodes in the former, and of chunk tokens in the latter. Steps with `rope_factors` are not
+        recorded."""
         if tokens.rope_factors:
             return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
@@ -405,10 +407,10 @@ class StepGraphs:
         return RecordedStep(inputs, outputs[0], graph, recorded_context)
 
     def _handle_failure(self, key: GraphKey, error: Exception) -> None:
-        """If memory ran out, only delays the next attempt. Otherwise sets a limit: on prefixes, if
-        the step has any, otherwise on chunk tokens or, without chunks, on decodes. But if a step of
-        decodes alone, without shared prefixes, fails while there is no graph of decodes, stops
-        recording altogether."""
+        """If memory ran out, only delays the next attempt. Otherwise sets a limit: if the step has
+        shared prefixes, on these, otherwise on chunk tokens or, without chunks, on decodes. But if
+        a step of decodes alone, without shared prefixes, fails while there is no graph of decodes,
+        stops recording altogether."""
         reason = reason_of(error)
         log_level = logging.INFO
         if self._backend.on_device:
@@ -419,15 +421,17 @@ class StepGraphs:
             self._num_misses[key] = self._num_misses[key.without_widths] = -num_delayed
             log_unrecorded(f"there is no memory for more recordings now ({reason})", log_level)
             return
-        limited, size = "decodes", key.num_decodes
-        if key.prefixes:  # the next attempt records the step without them
-            limited, size = "prefixes", 1
+        if key.prefixes:  # the next attempt records the step without a cascade
+            self._limits["prefixes"] = 0
             self._graphs = {
                 graph_key: step
                 for graph_key, step in self._graphs.items()
                 if not graph_key.prefixes
             }
-        elif key.num_chunks:
+            logger.info("steps are recorded without cascades over shared prefixes: %s", reason)
+            return
+        limited, size = "decodes", key.num_decodes
+        if key.num_chunks:
             limited, size = "chunk tokens", key.num_chunk_tokens
         has_decodes = any(not graph_key.num_chunks for graph_key in self._graphs)
         if limited == "decodes" and not has_decodes:

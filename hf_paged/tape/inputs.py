@@ -77,7 +77,7 @@ class _Tables:
     def __init__(self, num_rows: int, width: int, new_array: NewArray) -> None:
         self.width = width
         self.seq_lens = new_array("i", num_rows)
-        self.starts = new_array("i", num_rows)
+        self.starts = new_array("i", num_rows)  # stays 0: only windows hide leading tokens
         self._block_ids = new_array("i", num_rows * width)
         self._written: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
 

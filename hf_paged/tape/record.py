@@ -47,8 +47,8 @@ _FROM_PYTHON = frozenset(
 )
 
 HostResults = list[tuple[Any, Any, Any]]
-"""The operations that wait for the device or copy to or from it, in order: for each, the function,
-a copy of its source if that is on the host (otherwise `None`), and the result."""
+"""The operations that read on the host or copy between host and device, in order: for each, the
+function, a copy of its source if that is on the host (otherwise `None`), and the result."""
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -56,11 +56,11 @@ def tensors_in(x: Any) -> list[Tensor]:
 
 
 class CaptureGuard(TorchDispatchMode):
-    """Raises [`NotCapturable`] before an operation that waits for the device, copies to or from it,
-    or draws random numbers; in this thread only, unlike torch's sync debug mode. Allows waits for,
-    and copies of, constants: tensors that are computed only from Python numbers, and so are equal
-    in every run. `host_results` stores the results of these waits and copies for
-    [`HostResultReplay`]."""
+    """Raises [`NotCapturable`] before an operation that reads a tensor's content on the host (and
+    so waits for the device), copies between host and device, or draws random numbers; in this
+    thread only, unlike torch's sync debug mode. Allows reads and copies of constants: tensors that
+    are computed only from Python numbers, and so are equal in every run. `host_results` stores the
+    results of these reads and copies for [`HostResultReplay`]."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +84,14 @@ class CaptureGuard(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise NotCapturable(f"its forward draws random numbers ({func})")
         has_constant_result = self._has_constant_result(func, args, kwargs)
-        waits = _waits(func, args)
-        if waits and not has_constant_result:
-            raise NotCapturable(f"its forward waits for the device ({func})")
+        reads_on_host = _reads_on_host(func, args)
+        if reads_on_host and not has_constant_result:
+            raise NotCapturable(f"its forward reads the content of a tensor ({func})")
         source = _source_of_transfer(func, args, kwargs)
         if source is not None and not self.is_constant(source):
             raise NotCapturable(f"its forward copies between host and device ({func})")
         result = func(*args, **kwargs)
-        if waits or source is not None:
+        if reads_on_host or source is not None:
             copied = result
             if func is aten.copy_.default:  # only the values, not the tensor that they are part of
                 copied = args[1].to(args[0].device)
@@ -145,8 +145,8 @@ class CaptureGuard(TorchDispatchMode):
 
 class HostResultReplay(TorchDispatchMode):
     """While a forward runs again, returns the `host_results` of [`CaptureGuard`] instead of running
-    operations that wait or copy between host and device. Raises [`NotCapturable`] if these
-    operations, or the sources of copies from the host, differ from those of the first run."""
+    operations that read on the host or copy between host and device. Raises [`NotCapturable`] if
+    these operations, or the sources of copies from the host, differ from those of the first run."""
 
     def __init__(self, host_results: HostResults) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class HostResultReplay(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
         source = _source_of_transfer(func, args, kwargs)
-        if source is None and not _waits(func, args):
+        if source is None and not _reads_on_host(func, args):
             return func(*args, **kwargs)
         expected_func, host_source, result = next(self._expected, (None, None, None))
         is_same_func = expected_func is func
@@ -228,13 +228,14 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _waits(func: Any, args: Any) -> bool:
-    """Whether an operation makes the host wait for values of the device."""
+def _reads_on_host(func: Any, args: Any) -> bool:
+    """Whether the host needs the content of tensors to run an operation, so that it waits for their
+    device."""
     name = func.name()
     if name in _INDEXED_READS:
-        # only a mask makes the host wait, for the number of selected elements
+        # the host needs the content of a mask only, for the number of selected elements
         return _has_mask(args[1])
-    if name in _INDEXED_WRITES:  # a single number on the host is written without a wait
+    if name in _INDEXED_WRITES:  # a single number on the host is written without counting elements
         if not _has_mask(args[1]):
             return False
         values = args[2]

@@ -37,8 +37,8 @@ class Tapes:
     intermediate values."""
 
     # Replays run on the host, with other kernels than the forward. Steps with chunks are not
-    # recorded, since they compute for too long to become much faster. Nor are shared prefixes read
-    # once for several rows, which would save no time.
+    # recorded, since they compute for too long to become much faster. Recordings have no cascades,
+    # since the C++ kernel finds the blocks that rows share, and reads them once, in every call.
     on_device = False
 
     def capture(
@@ -84,8 +84,8 @@ class RecordedStep:
 
     def discard(self) -> bool:
         """Gives memory back until the next replay: that of intermediate values, logits and states.
-        Returns whether that was possible, and the rest is small: not for a CUDA graph, nor with a
-        context, which keeps an adapter's weights."""
+        Returns whether the step keeps little memory then. A CUDA graph, and a step with a context,
+        which keeps an adapter's weights, give nothing back."""
         if not isinstance(self.graph, Tape) or self.context is not None:
             return False
         states = self.inputs.states
@@ -169,9 +169,10 @@ def _capture_lock(device: torch.device) -> threading.Lock:
 
 @functools.cache
 def log_unrecorded(reason: str, level: int) -> None:
-    """Logs, once per reason and level, that steps are not recorded."""
+    """Logs, once per reason and level, that steps without a recording run operation by
+    operation."""
     message = Topic.RECORDING(
-        "the model's steps are not recorded, and run operation by operation, which is slower: %s"
+        "steps are not recorded, and run operation by operation, which is slower: %s"
     )
     logger.log(level, message, reason)
 

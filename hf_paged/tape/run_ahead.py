@@ -41,9 +41,10 @@ class LaunchedStep(NamedTuple):
 
 class GraphRunAhead:
     """Launches the next decode step while its input tokens are still being copied to the host,
-    assuming that no row joins, and that only rows that reach their maximum length leave. From the
-    first row on for which that is wrong, rows are computed as usual. This is possible since the
-    launched step has only written K/V past the ends of sequences."""
+    assuming that no row joins, and that rows leave only at their maximum length. The logits of rows
+    that leave earlier are not used; from the first row on that joins or differs from its assumed
+    state, rows are computed as usual. This is possible since the launched step has only written K/V
+    past the ends of sequences."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory = memory
@@ -96,7 +97,9 @@ class GraphRunAhead:
         if continuing and can_launch:
             try:
                 logits = launch(continuing, select_rows(tokens, continuing_rows))
-            except Exception as error:  # the step is computed as usual, and raises the error again
+            except (
+                Exception
+            ) as error:  # the step is computed as usual, and may raise the error again
                 if is_interrupt(error):
                     raise
                 logger.debug("a step could not be launched ahead", exc_info=True)

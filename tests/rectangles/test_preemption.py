@@ -31,3 +31,21 @@ def test_prompts_that_await_another_let_others_pass() -> None:
     assert step(scheduler) == "e105"
     scheduler.blocks.check_integrity()
     assert not len(preemption._waiting_prompts)
+
+
+def test_rows_that_end_with_the_prompt_are_each_recomputed() -> None:
+    """As after an interrupt between a prompt's forward and the first sampled tokens: a shared
+    prompt would leave all rows but the first without logits."""
+    for num_new, expected in ((0, "a40 a40"), (1, "a40")):
+        groups = [PoolGroup(BlockPool(200)), PoolGroup(BlockPool(9), StateSpec())]
+        preemption = RectanglePreemption(manager_of(groups, SIZE), replays_all_prompts=True)
+        scheduler = Scheduler(preemption, max_num_batched_tokens=1 << 40, max_num_seqs=4)
+        request = Request("a", [Sequence(list(range(40))) for _ in range(2)], 150)
+        for sequence in request.sequences:
+            sequence.token_ids += [7] * num_new
+        scheduler.add(request)
+        assert step(scheduler) == expected
+        if num_new == 0:
+            give(request)
+        assert step(scheduler) == "a1 a1"
+        scheduler.blocks.check_integrity()

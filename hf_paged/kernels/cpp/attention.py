@@ -151,16 +151,18 @@ class Attention:
         )
         if not is_supported or not all(x.is_cpu for x in tensors):
             queries, keys, values = (f"{x.dtype} on {x.device}" for x in tensors)
-            raise TypeError(  # names no sizes, since each different message is logged once
+            # this error and the next name no sizes, since each different message is a warning
+            raise TypeError(
                 "the C++ kernel takes queries in float32, bfloat16 or float16 on the CPU, with keys"
                 f" and values in the same dtype or quantized: queries are {queries}, keys {keys},"
                 f" values {values}"
             )
         dims = [x.dim() for x in tensors]
-        if dims != [3, 4, 4] or any(x.stride(-1) != 1 for x in tensors):
+        are_contiguous = [x.stride(-1) == 1 for x in tensors]
+        if dims != [3, 4, 4] or not all(are_contiguous):
             raise TypeError(
                 "the C++ kernel takes queries, keys and values of 3, 4 and 4 dimensions, the last"
-                " one contiguous; they are " + "; ".join(map(_describe, tensors))
+                f" one contiguous; they have {dims}, the last one contiguous: {are_contiguous}"
             )
         key_shape = key_blocks.shape
         value_shape = value_blocks.shape
@@ -191,9 +193,7 @@ class Attention:
         self._step_shape = num_tokens, block_size
         self._kernel = kernel("attention")
         token_stride, head_stride, _ = query.stride()
-        sinks_dtype = 0
-        if sinks is not None:
-            sinks_dtype = FLOAT_NUMBERS[sinks.dtype]
+        sinks_dtype = 0 if sinks is None else FLOAT_NUMBERS[sinks.dtype]
         self._packed = _LAYER.pack(
             key_blocks.data_ptr(),
             value_blocks.data_ptr(),

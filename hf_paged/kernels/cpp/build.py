@@ -149,8 +149,9 @@ def _load() -> ctypes.CDLL:
         logger.warning(
             Topic.CPP_KERNELS(
                 "hf_paged: compiling the CPU kernels for this process alone, as every process will,"
-                " since a compiled library cannot be stored: %s. Set HF_PAGED_CACHE_DIR to a folder"
-                " that is yours and that only you can write to"
+                " since a compiled library cannot be stored in the cache folder or loaded from it:"
+                " %s. Set HF_PAGED_CACHE_DIR to a folder that is yours and that only you can write"
+                " to"
             ),
             error,
         )

@@ -16,8 +16,8 @@ from pathlib import Path
 from .compiler import COMMON_FLAGS, SOURCES, compile_command, cpu_flags, find_compiler
 
 FOLDER = Path(__file__).with_name("lib")
-_V2 = "cx16 popcnt sse4_1 sse4_2 ssse3"
-_V3 = f"{_V2} avx avx2 bmi1 bmi2 f16c fma movbe"
+_V2 = "cx16 lahf_lm popcnt sse4_1 sse4_2 ssse3"
+_V3 = f"{_V2} abm avx avx2 bmi1 bmi2 f16c fma movbe"
 _V4 = f"{_V3} avx512f avx512bw avx512cd avx512dq avx512vl"
 # instruction levels, best first: compiler options, and the CPU flags (as Linux names them) that
 # the compiled code requires

@@ -58,6 +58,18 @@ def test_cpp_refuses_what_would_read_outside_the_pool() -> None:
 
 
 @built
+def test_the_reason_against_strides_names_no_sizes() -> None:
+    blocks = torch.zeros(4, 2, 8, 16)
+    messages = set()
+    for num_tokens in (2, 3):
+        query = torch.zeros(num_tokens, 16, 4).transpose(1, 2)
+        with pytest.raises(TypeError, match="the last one contiguous") as caught:
+            Attention(query, blocks, blocks, scale=1.0)
+        messages.add(str(caught.value))
+    assert len(messages) == 1
+
+
+@built
 def test_a_bias_that_all_keys_share_counts_where_only_the_device_knows_the_lengths() -> None:
     torch.manual_seed(0)
     query, keys, values = torch.randn(2, 4, 16), torch.randn(4, 2, 8, 16), torch.randn(4, 2, 8, 16)

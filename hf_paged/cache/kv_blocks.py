@@ -124,10 +124,6 @@ class KVBlocks:
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
-    def empty_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns empty keys and values `(0, heads, 0, dim)` of these blocks' `formats`."""
-        return _empty_states(self.formats, device)
-
     def select(self, block_ids: list[int]) -> KVBlocks:
         """Returns a copy of the blocks `block_ids`."""
         return self.like([tensor[block_ids] for tensor in self.data])
@@ -259,11 +255,6 @@ class LayerKV(NamedTuple):
     keys: KVFormat
     values: KVFormat
 
-    @property
-    def empty_states(self) -> tuple[Tensor, Tensor]:
-        """Empty keys and values `(0, heads, 0, dim)` of the layer, on the meta device."""
-        return _empty_states((self.keys, self.values), torch.device("meta"))
-
 
 def _attention_dtypes(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
     """Returns the dtypes in which attention reads K and V. Under autocast, rotated keys stay in
@@ -292,7 +283,8 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _empty_states(formats: Iterable[KVFormat], device: torch.device) -> tuple[Tensor, Tensor]:
+def empty_states(formats: Iterable[KVFormat], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Returns empty keys and values `(0, heads, 0, dim)` of these formats."""
     keys, values = (
         torch.empty(0, heads, 0, dim, dtype=dtype, device=device) for heads, dim, dtype in formats
     )

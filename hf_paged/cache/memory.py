@@ -407,12 +407,18 @@ class PagedMemory:
         num_used = self.num_used
         if num_used > self._call_blocks:
             self._call_blocks = num_used
-            self._call_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
-        if num_used < self.peak_blocks or not num_used:
-            return
+            self._call_used = self._used_by_group()
+        if num_used and num_used >= self.peak_blocks:
+            self._set_peak(num_used)
+
+    def _set_peak(self, num_used: int) -> None:
+        """Records that the peak since the last reset is the current use, of `num_used` blocks."""
         self.peak_blocks = num_used
-        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
+        self._peak_used = self._used_by_group()
         self.waste = share_of_unused_slots(self.groups.values())
+
+    def _used_by_group(self) -> dict[GroupSpec, int]:
+        return {spec: group.pool.num_used for spec, group in self.groups.items()}
 
     def release(self) -> bool:
         """Frees all memory (on a device: to PyTorch's allocator) and cached blocks, unless a table
@@ -445,9 +451,7 @@ class PagedMemory:
         """Restarts the peaks from the current use, and the count of copied blocks from 0."""
         self._released_peak_bytes = 0
         self.num_copied = 0
-        self.peak_blocks = self.num_used
-        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
-        self.waste = share_of_unused_slots(self.groups.values())
+        self._set_peak(self.num_used)
 
     def stats(self) -> MemoryStats:
         """Returns the current statistics."""

@@ -17,13 +17,8 @@ from ...kernels import quantized
 from ...seams import PlacedRows
 from ...step import StepMetadata
 from . import reference
-from .parts import MIN_SEPARATE_QUERIES, SLICE_QUERIES, Part, plan_parts
+from .parts import MIN_SEPARATE_QUERIES, MIN_UNPACKED_QUERIES, SLICE_QUERIES, Part, plan_parts
 from .reference import AttentionCall
-
-MIN_UNPACKED_QUERIES = 64
-"""With fewer queries per row, the queries of all heads of a K/V head are packed as the rows of one
-matrix, which is up to 3.5 times as fast in half precision. With at least this many, SDPA on the CPU
-lays out K and V itself and skips keys that causal masking hides."""
 
 MASK_ALIGNMENT = 16
 """The stride of a mask's rows is a multiple of this many elements. On a GPU, PyTorch's fused
@@ -162,7 +157,7 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
     if materializes_scores and num_queries >= MIN_SEPARATE_QUERIES:
         num_head_steps = heads // key.shape[1]
     slices = part.slices
-    if part.causal and is_plain and num_queries >= MIN_UNPACKED_QUERIES:
+    if part.causal and is_plain:
         everything = slice(None)
         slices = ((everything, everything),)
     if len(slices) == num_head_steps == 1:
@@ -196,7 +191,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
             dtype = torch.promote_types(dtype, torch.float32)
         mask = None
         # a causal slice has all queries of its part (see `_attend_part`)
-        is_causal = part.causal and call.is_plain and num_queries >= MIN_UNPACKED_QUERIES
+        is_causal = part.causal and call.is_plain
         if not is_causal:
             mask = _mask(call.step, part, num_queries, num_keys, dtype)
         if bias is not None:

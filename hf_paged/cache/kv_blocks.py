@@ -124,6 +124,13 @@ class KVBlocks:
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
+    def widened(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Returns empty states like `keys` and `values`, in dtypes that also hold `dtypes`."""
+        pairs = zip((keys, values), self.dtypes)
+        return [
+            states[:, :, :0].to(torch.promote_types(dtype, states.dtype)) for states, dtype in pairs
+        ]
+
     def select(self, block_ids: list[int]) -> KVBlocks:
         """Returns a copy of the blocks `block_ids`."""
         return self.like([tensor[block_ids] for tensor in self.data])

@@ -190,9 +190,12 @@ class PagedMemory:
             self.is_recovery_due = True
             for manager in self.managers.values():
                 manager.recover()
-            for group in self.groups.values():
-                group.pool.recount(table.block_ids for table in group.live_tables(self))
+            self._recount()
             self.is_recovery_due = False
+
+    def _recount(self) -> None:
+        for group in self.groups.values():
+            group.pool.recount(table.block_ids for table in group.live_tables(self))
 
     def free_abandoned(self) -> None:
         """Unless this thread holds the lock, finishes a recovery that is due, and recounts all
@@ -206,8 +209,7 @@ class PagedMemory:
             with self.lock:
                 if self.is_recovery_due:
                     self.recover()
-                for group in groups:
-                    group.pool.recount(table.block_ids for table in group.live_tables(self))
+                self._recount()
         while self.abandoned:
             with attempt(self.lock) as is_held:
                 if not is_held:
@@ -311,10 +313,7 @@ class PagedMemory:
     def _max_bytes(self, if_unused: bool = False) -> int | None:
         """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without
         either. With `if_unused`, those that they would allow if no other pool were in use."""
-        if if_unused:
-            budget_bytes = budget.limit(self)
-        else:
-            budget_bytes = budget.share(self)
+        budget_bytes = budget.limit(self) if if_unused else budget.share(self)
         fraction = self.config.memory_fraction
         if fraction is not None and self._fraction_limit is None:
             fraction_limit = self.fraction_bytes()
@@ -407,18 +406,12 @@ class PagedMemory:
         num_used = self.num_used
         if num_used > self._call_blocks:
             self._call_blocks = num_used
-            self._call_used = self._used_by_group()
-        if num_used and num_used >= self.peak_blocks:
-            self._set_peak(num_used)
-
-    def _set_peak(self, num_used: int) -> None:
-        """Records that the peak since the last reset is the current use, of `num_used` blocks."""
+            self._call_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
+        if num_used < self.peak_blocks or not num_used:
+            return
         self.peak_blocks = num_used
-        self._peak_used = self._used_by_group()
+        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
         self.waste = share_of_unused_slots(self.groups.values())
-
-    def _used_by_group(self) -> dict[GroupSpec, int]:
-        return {spec: group.pool.num_used for spec, group in self.groups.items()}
 
     def release(self) -> bool:
         """Frees all memory (on a device: to PyTorch's allocator) and cached blocks, unless a table
@@ -451,7 +444,9 @@ class PagedMemory:
         """Restarts the peaks from the current use, and the count of copied blocks from 0."""
         self._released_peak_bytes = 0
         self.num_copied = 0
-        self._set_peak(self.num_used)
+        self.peak_blocks = self.num_used
+        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
+        self.waste = share_of_unused_slots(self.groups.values())
 
     def stats(self) -> MemoryStats:
         """Returns the current statistics."""

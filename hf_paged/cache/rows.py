@@ -61,11 +61,7 @@ class CacheRows:
         blocks."""
         tables_by_group = zip(*(sequence.tables for sequence in self.sequences))
         num_used = self.memory.num_used
-        num_held = 0
-        for tables in tables_by_group:
-            block_ids = {block_id for table in tables for block_id in table.block_ids}
-            num_held += len(block_ids)
-        return num_used <= num_held
+        return num_used <= sum(map(len, map(number_blocks, tables_by_group)))
 
     @guarded
     def select(self, indices: Sequence[int]) -> None:

@@ -168,7 +168,7 @@ def unpadded_columns(
     `None` if the ones of a row are not contiguous, or if the mask has no columns."""
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
-    mask = attention_mask[:, :length].bool().cpu().expand(batch_size, -1)
+    mask = attention_mask[:, :length].bool().cpu()
     if not mask.shape[1]:
         return None
     # one byte per column, since searching bytes is faster than tensor operations
@@ -178,6 +178,8 @@ def unpadded_columns(
     for row, first, end in zip(rows, firsts, ends):
         if end - first != row.count(1):
             return None
+    if len(rows) != batch_size:
+        return firsts * batch_size, ends * batch_size
     return firsts, ends
 
 

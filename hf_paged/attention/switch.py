@@ -223,7 +223,7 @@ def _configs_of_readers(
     the class of these layers."""
     configs = {}
     for module in modules:
-        cls = type(module)
+        cls: type = type(module)
         config = compat.attribute(module, "config")
         if isinstance(config, PreTrainedConfig) and _calls_interface(cls):
             configs[id(config), cls] = config

@@ -92,8 +92,8 @@ def _by_row(states: Tensor, step: StepMetadata) -> Tensor:
 
 
 def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
-    states = (_by_row(x, call.step) for x in (call.query, *fresh))
-    return _sdpa(call, *states, call.query.dtype, is_causal=True).flatten(0, 1)
+    query, key, value = (_by_row(x, call.step) for x in (call.query, *fresh))
+    return _sdpa(call, query, key, value, query.dtype, is_causal=True).flatten(0, 1)
 
 
 def _sdpa(
@@ -310,11 +310,12 @@ def _scratch_view(index: int, shape: tuple[int, int], dtype: torch.dtype) -> Ten
     """Returns a tensor in this thread's buffer `index`, valid until the next call with that
     index."""
     size = math.prod(shape) * dtype.itemsize
-    buffers: dict[int, Tensor] = vars(_scratch)
-    buffer = buffers.get(index)
+    buffers: dict[str, Tensor] = vars(_scratch)
+    name = str(index)
+    buffer = buffers.get(name)
     if buffer is None or buffer.numel() < size:
         with torch.inference_mode(False):
             # an inference tensor could not be written outside inference mode
             buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        buffers[index] = buffer
+        buffers[name] = buffer
     return buffer[:size].view(dtype).view(shape)

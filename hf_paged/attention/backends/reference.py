@@ -126,7 +126,7 @@ def attend(call: AttentionCall) -> Tensor:
         # [heads or 1, query_len, positions]
         mask = torch.zeros(1, query_len, len(positions), dtype=compute_dtype, device=device)
         if bias is not None:
-            length = max(bias.shape[3], step.seq_lens[row])
+            length = max(bias.shape[-1], step.seq_lens[row])
             row_bias = bias.expand(step.num_rows, heads, query_len, length)[row]
             mask = row_bias[..., positions].to(compute_dtype)
         mask = mask.masked_fill(~is_visible[:, is_read], -math.inf)

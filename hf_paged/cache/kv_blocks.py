@@ -72,9 +72,9 @@ class KVBlocks:
         return (self.keys, key_dtype), (self.values, value_dtype)
 
     @property
-    def formats(self) -> list[KVFormat]:
+    def formats(self) -> tuple[KVFormat, ...]:
         """The formats in which the model computes keys and values."""
-        return [(blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair]
+        return tuple((blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair)
 
     @property
     def is_exact(self) -> bool:
@@ -259,8 +259,7 @@ class LayerKV(NamedTuple):
 
     spec: GroupSpec
     layer_index: int
-    keys: KVFormat
-    values: KVFormat
+    formats: tuple[KVFormat, ...]
 
 
 def _attention_dtypes(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:

@@ -464,7 +464,7 @@ class PagedMemory:
     def layers(self) -> tuple[LayerKV, ...]:
         """Returns the formats of keys and values of each allocated layer."""
         return tuple(
-            LayerKV(spec, index, *layer.formats)
+            LayerKV(spec, index, layer.formats)
             for spec, group in self.groups.items()
             for index, layer in group.storage.layers.items()
         )

@@ -87,9 +87,7 @@ class PrefixStore:
         expected_layers = self.expected_layers if device is not None else ()
         self._outlines = [
             {
-                layer.layer_index: group.storage.outline(
-                    *empty_states((layer.keys, layer.values), "meta")
-                )
+                layer.layer_index: group.storage.outline(*empty_states(layer.formats, "meta"))
                 for layer in expected_layers
                 if layer.spec == group.spec
             }

@@ -30,7 +30,8 @@ class LookAhead:
     length: int
     first: int = 0
     num_calls: int = 0  # attentions over the prompts' own tokens
-    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)  # non-causal, each once
+    # those that are not causal, by `id`
+    _masks: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
 
     def __call__(
         self,
@@ -49,8 +50,8 @@ class LookAhead:
             is_causal = mask.pattern.causal
         elif mask is not None:
             is_causal = False
-        if not is_causal and not any(mask is observed for observed in self._masks):
-            self._masks.append(mask)
+        if not is_causal:
+            self._masks[id(mask)] = mask
 
     def look_ahead_mask(self) -> Tensor | None:
         """Returns a bool mask `(rows, length)` that marks each position that attended to a later
@@ -61,7 +62,7 @@ class LookAhead:
         looks_ahead = torch.zeros(num_rows, length, dtype=torch.bool, device="cpu")
         queries = torch.arange(self.first, length, device="cpu")
         first_tokens = torch.tensor(self.paddings, device="cpu")[:, None]
-        for mask in self._masks:
+        for mask in self._masks.values():
             if mask is None:
                 return torch.ones_like(looks_ahead)
             if isinstance(mask, PagedMask):

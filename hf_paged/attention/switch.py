@@ -216,29 +216,29 @@ def is_from_transformers(function: Any) -> bool:
     )
 
 
-def _configs_with_readers(modules: Iterable[nn.Module]) -> list[tuple[PreTrainedConfig, set[type]]]:
-    """Returns each config that attention layers with a cache among `modules` read, with the classes
-    of these layers."""
-    readers: dict[int, tuple[PreTrainedConfig, set[type]]] = {}
+def _configs_of_readers(
+    modules: Iterable[nn.Module],
+) -> dict[tuple[int, type], PreTrainedConfig]:
+    """Returns each config that attention layers with a cache among `modules` read, by its `id` and
+    the class of these layers."""
+    configs = {}
     for module in modules:
         cls: type = type(module)
         config = compat.attribute(module, "config")
         if isinstance(config, PreTrainedConfig) and _calls_interface(cls):
-            _, classes = readers.setdefault(id(config), (config, set()))
-            classes.add(cls)
-    return list(readers.values())
+            configs[id(config), cls] = config
+    return configs
 
 
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
     """Returns why attention layers with a cache among `modules` get gathered keys and values;
     `None` if all of them use transformers' attention functions."""
-    for config, classes in _configs_with_readers(modules):
-        for cls in classes:
-            implementation = model_attention(config, cls)
-            if stock_function(cls, implementation) is None:
-                return Topic.MODEL_CODE(
-                    f"its attention function or mask, {implementation!r}, is not transformers' own"
-                )
+    for (_, cls), config in _configs_of_readers(modules).items():
+        implementation = model_attention(config, cls)
+        if stock_function(cls, implementation) is None:
+            return Topic.MODEL_CODE(
+                f"its attention function or mask, {implementation!r}, is not transformers' own"
+            )
     return None
 
 
@@ -251,12 +251,12 @@ def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     """Returns the configs from which attention layers with a cache read their implementation,
     without those that name ours because the model was loaded with it. `modules`: all modules of a
     model."""
-    switchable = []
-    for config, _ in _configs_with_readers(modules):
+    switchable = {}
+    for (config_id, _), config in _configs_of_readers(modules).items():
         name = compat.attention_of(config)  # read once, since another thread's call may restore it
         if name != NAME or isinstance(name, _SwitchedName):
-            switchable.append(config)
-    return switchable
+            switchable[config_id] = config
+    return list(switchable.values())
 
 
 # Reading the models' source code

@@ -308,13 +308,23 @@ class BlockManager:
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """Removes all tokens from `num_tokens` on; restores no states. Raises `ValueError`, and
         changes nothing, if the new end lies in blocks that left the window."""
-        blocks.truncate(num_tokens, self.node_size)
+        for table in blocks.tables:
+            table.check_truncate(num_tokens)
+        for table in blocks.tables:
+            table.truncate(num_tokens)
+        blocks.capacity = min(blocks.capacity, num_tokens)
+        if blocks.num_registered * self.node_size > num_tokens:
+            blocks.node, blocks.num_registered = None, 0
 
     def fork(self, blocks: SequenceBlocks) -> SequenceBlocks:
         """Returns a sequence with the same tokens, which shares their blocks (copy-on-write)."""
         if not blocks.tables:
             return self.new()
-        child = blocks.fork()
+        tables = tuple(table.fork() for table in blocks.tables)
+        blocks.capacity = min(blocks.capacity, tables[0].num_tokens)  # both now share the tail
+        child = SequenceBlocks(
+            tables, blocks.epoch, blocks.node, blocks.num_registered, blocks.capacity
+        )
         self._sequences[child] = None
         return child
 
@@ -387,7 +397,9 @@ class BlockManager:
                 table.attach(cached_ids, 0, num_tokens)
             else:
                 table.attach(cached_ids, needed_nodes.start * size // table.block_size)
-        blocks.attach(path, num_tokens)
+        blocks.node, blocks.num_registered = path[-1], num_nodes
+        blocks.epoch = min(node.epoch for node in path)
+        blocks.capacity = num_tokens
         return num_tokens
 
     def set_tier(self, tier: Tier | None) -> None:

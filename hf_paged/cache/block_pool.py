@@ -78,6 +78,10 @@ class BlockPool:
         """Whether the block is cached, or will be when it is released."""
         return block_id in self._kept
 
+    def is_read_only(self, block_id: int) -> bool:
+        """Whether the block must not be written to, since it is shared or kept."""
+        return self._refcounts[block_id] > 1 or block_id in self._kept
+
     @property
     def kept_ids(self) -> list[int]:
         """Ids of cached blocks, and of used ones that will be cached when released."""
@@ -297,9 +301,7 @@ class BlockTable:
         if index >= len(self.block_ids):
             return None
         block_id = self.block_ids[index]
-        if self.pool.refcount(block_id) > 1 or self.pool.is_kept(block_id):
-            return block_id
-        return None
+        return block_id if self.pool.is_read_only(block_id) else None
 
     def full_block(self, index: int) -> int | None:
         """Returns the block of tokens `[index * block_size, (index + 1) * block_size)`; `None` if
@@ -319,7 +321,7 @@ class BlockTable:
         return [
             block_id
             for block_id in self.block_ids[max(0, first_index) : max(0, end_index)]
-            if pool.refcount(block_id) > 1 or pool.is_kept(block_id)
+            if pool.is_read_only(block_id)
         ]
 
     def copy_on_write(self, first: int, end: int) -> list[tuple[int, int]]:

@@ -109,7 +109,7 @@ def release_idle(memory: Any) -> None:
         if _limit is None:
             return
         for pool in _idle_pools(_other_pools(memory)):
-            _release(pool)
+            release(pool)
 
 
 def enforce() -> None:
@@ -140,12 +140,12 @@ def _free_until_fits(needed_bytes: int, memory: Any) -> bool:
         excess = needed_bytes + charged_bytes - total
         if excess <= 0:
             return True
-        if not any(_release(pool) for pool in _idle_pools(other_pools)):
+        if not any(release(pool) for pool in _idle_pools(other_pools)):
             return False
     return True
 
 
-def _release(memory: Any) -> bool:
+def release(memory: Any) -> bool:
     """Frees a pool unless it is in use or locked; returns whether it did."""
     # with timeouts, since two threads that each hold a pool's lock may each try to free the other's
     # pool

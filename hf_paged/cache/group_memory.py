@@ -207,32 +207,29 @@ class GroupMemory:
         if num_missing <= num_spare_rows:
             step = min(step, num_spare_rows)
         num_added = max(num_missing, step)
-        num_available = pool.num_available + max(0, growth_limit)
-        if num_blocks > num_available and memory.release_unused(self):
+        num_available = pool.num_available
+        is_over_limit = num_blocks > num_available + max(0, growth_limit)
+        if is_over_limit and memory.release_unused(self):
             growth_limit = memory.growth_limit(self)
         if num_added > growth_limit:
             num_added = max(0, min(num_missing, growth_limit))
-        if num_blocks > pool.num_available + num_added:
-            num_available = max(0, growth_limit) + pool.num_available
-            raise self._over_limit_error(num_blocks, num_available)
+        if num_blocks > num_available + num_added:
+            raise self._over_limit_error(num_blocks, num_available + max(0, growth_limit))
         if not num_added:
             return
         num_new_rows = num_added if storage.is_elastic else max(0, num_added - num_spare_rows)
         if not budget.charge(memory, num_new_rows * self.block_bytes):
             # another thread has since used that part of the budget
-            raise self._over_limit_error(num_blocks, pool.num_available)
+            raise self._over_limit_error(num_blocks, num_available)
         try:
             uncharged_bytes = budget.num_uncharged_bytes()
             max_added = growth_limit
             if uncharged_bytes is not None:
                 num_affordable = uncharged_bytes // max(1, self.block_bytes)
                 max_added = min(growth_limit, num_added + num_affordable)
-            storage.grow(pool.num_blocks + num_added, max_blocks=pool.num_blocks + max_added)
-        except (MemoryError, RuntimeError) as error:  # torch raises the latter
-            if is_interrupt(error):
-                raise
-            raise self._out_of_memory_error(f"{num_added} more blocks", error) from error
-        else:
+            num_blocks = pool.num_blocks + num_added
+            max_blocks = pool.num_blocks + max_added
+            self._allocate(f"{num_added} more blocks", storage.grow, num_blocks, max_blocks)
             pool.grow(num_added)
         finally:
             budget.update_charge(memory)
@@ -257,13 +254,20 @@ class GroupMemory:
         total = num_available + self.pool.num_used
         return over_limit_error(needed, self.block_size, num_available, total, option)
 
-    def _out_of_memory_error(self, needed_text: str, error: Exception) -> OutOfBlocksError:
-        return OutOfBlocksError(
-            f"needs {needed_text} of {self.block_size} tokens, but memory ran out: free memory, or"
-            f" limit the pool by `num_blocks` ({self.memory.config.num_blocks}) or"
-            f" `memory_fraction` ({self.memory.config.memory_fraction}) in `cache_config`, or in an"
-            f" engine's `PagedConfig` ({error})"
-        )
+    def _allocate(self, needed_text: str, allocate: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the result of a method of the storage. Raises `OutOfBlocksError` in place of the
+        errors that mean that memory ran out."""
+        try:
+            return allocate(*arguments)
+        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            if is_interrupt(error):
+                raise
+            raise OutOfBlocksError(
+                f"needs {needed_text} of {self.block_size} tokens, but memory ran out: free memory,"
+                f" or limit the pool by `num_blocks` ({self.memory.config.num_blocks}) or"
+                f" `memory_fraction` ({self.memory.config.memory_fraction}) in `cache_config`, or"
+                f" in an engine's `PagedConfig` ({error})"
+            ) from error
 
     @mirrored
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -290,11 +294,8 @@ class GroupMemory:
         if layer is not None:
             if layer.fits(keys, values):
                 return layer
-            has_content = num_new_tables is None
-            if num_new_tables is not None:
-                num_tables = sum(bool(table.block_ids) for table in self.live_tables(self.memory))
-                has_content = num_tables > num_new_tables
-            if has_content:
+            have_blocks = (bool(table.block_ids) for table in self.live_tables(self.memory))
+            if num_new_tables is None or sum(have_blocks) > num_new_tables:
                 return self._promote(layer, index, keys, values)
         self._is_adding_layer = True
         try:
@@ -307,12 +308,8 @@ class GroupMemory:
         self._is_short = True
         if not commits_when_touched(keys.device):
             budget.release_idle(self.memory)
-        try:
-            layer = self.storage.make(index, keys, values)
-        except (MemoryError, RuntimeError) as error:  # torch raises the latter
-            if is_interrupt(error):
-                raise
-            raise self._out_of_memory_error(f"{self.pool.num_blocks} blocks", error) from error
+        needed_text = f"{self.pool.num_blocks} blocks"
+        layer = self._allocate(needed_text, self.storage.make, index, keys, values)
         self._is_short = False
         budget.update_charge(self.memory)
         return layer
@@ -322,22 +319,15 @@ class GroupMemory:
     ) -> KVBlocks:
         """Converts a layer to dtypes that also hold these K/V; raises as `layer` does."""
         memory = self.memory
-        empty_states = []
-        for states, dtype in zip((keys, values), layer.dtypes):
-            wider_dtype = torch.promote_types(dtype, states.dtype)
-            empty_states.append(states[:, :, :0].to(wider_dtype))
-        new_block_bytes = self.storage.outline(*empty_states).block_bytes
+        new_block_bytes = self.storage.outline(*layer.widened(keys, values)).block_bytes
         num_bytes = self.pool.num_blocks * max(0, new_block_bytes - layer.block_bytes)
         if num_bytes and not budget.charge(memory, num_bytes):
             raise OutOfBlocksError(
                 f"needs {num_bytes:,} bytes for keys and values of a wider dtype: {_budget_text()}"
             )
         try:
-            return self.storage.promote(index, keys, values)
-        except (MemoryError, RuntimeError) as error:  # torch raises the latter
-            if is_interrupt(error):
-                raise
-            raise self._out_of_memory_error(f"{self.pool.num_blocks} blocks", error) from error
+            needed_text = f"{self.pool.num_blocks} blocks"
+            return self._allocate(needed_text, self.storage.promote, index, keys, values)
         finally:
             budget.update_charge(memory)
 

@@ -305,11 +305,13 @@ class Handles:
     def __init__(self) -> None:
         self._refs: list[weakref.ref[PagedTensor]] = []
 
-    def add(self, handle: PagedTensor) -> None:
+    def add(self, handle: PagedTensor) -> PagedTensor:
+        """Returns `handle`, after adding it."""
         if len(self._refs) > 64:
             live_refs = [ref for ref in self._refs if ref() is not None]
             self._refs[:] = live_refs
         self._refs.append(weakref.ref(handle))
+        return handle
 
     def gather(self) -> None:
         """Gathers a copy for each live handle and forgets all handles. Continues after an error,

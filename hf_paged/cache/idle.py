@@ -11,7 +11,7 @@ import time
 import weakref
 
 from .. import forks
-from ..threads import attempt, make, start_made
+from ..threads import make, start_made
 from ..topics import Topic
 from . import budget
 from .memory import PagedMemory
@@ -114,12 +114,9 @@ def _pop_due() -> list[weakref.ref[PagedMemory]]:
 def _release(ref: weakref.ref[PagedMemory]) -> None:
     """Frees a pool or, if it is in use or locked, schedules the next attempt."""
     memory = ref()
-    if memory is None:
+    # if another thread holds the lock, it is about to use the memory or to free it
+    if memory is None or budget.release(memory):
         return
-    with attempt(memory.outer_lock or memory.lock) as is_held:
-        # if another thread holds the lock, it is about to use the memory or to free it
-        if is_held and memory.release():
-            return
     seconds = memory.config.idle_release_seconds
     with _lock:
         if seconds is not None and memory not in _deadlines:

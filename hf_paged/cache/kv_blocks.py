@@ -72,9 +72,9 @@ class KVBlocks:
         return (self.keys, key_dtype), (self.values, value_dtype)
 
     @property
-    def formats(self) -> list[KVFormat]:
+    def formats(self) -> tuple[KVFormat, ...]:
         """The formats in which the model computes keys and values."""
-        return [(blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair]
+        return tuple((blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair)
 
     @property
     def is_exact(self) -> bool:
@@ -124,9 +124,12 @@ class KVBlocks:
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
-    def empty_states(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns empty keys and values `(0, heads, 0, dim)` of these blocks' `formats`."""
-        return _empty_states(self.formats, device)
+    def widened(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+        """Returns empty states like `keys` and `values`, in dtypes that also hold `dtypes`."""
+        pairs = zip((keys, values), self.dtypes)
+        return [
+            states[:, :, :0].to(torch.promote_types(dtype, states.dtype)) for states, dtype in pairs
+        ]
 
     def select(self, block_ids: list[int]) -> KVBlocks:
         """Returns a copy of the blocks `block_ids`."""
@@ -256,13 +259,7 @@ class LayerKV(NamedTuple):
 
     spec: GroupSpec
     layer_index: int
-    keys: KVFormat
-    values: KVFormat
-
-    @property
-    def empty_states(self) -> tuple[Tensor, Tensor]:
-        """Empty keys and values `(0, heads, 0, dim)` of the layer, on the meta device."""
-        return _empty_states((self.keys, self.values), torch.device("meta"))
+    formats: tuple[KVFormat, ...]
 
 
 def _attention_dtypes(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
@@ -292,7 +289,8 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _empty_states(formats: Iterable[KVFormat], device: torch.device) -> tuple[Tensor, Tensor]:
+def empty_states(formats: Iterable[KVFormat], device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Returns empty keys and values `(0, heads, 0, dim)` of these formats."""
     keys, values = (
         torch.empty(0, heads, 0, dim, dtype=dtype, device=device) for heads, dim, dtype in formats
     )

@@ -225,7 +225,7 @@ class LayerGroup:
                     table.skip(max(0, first_visible - padding))
         tables_and_ranges = zip(tables, ranges)
         if any(table.read_only_blocks(*tokens) for table, tokens in tables_and_ranges):
-            self.rows.gather_handles()
+            self.rows.handles.gather()
         if self.rows.manager.extend(self.index, tables, ranges) or self.rows.is_borrowed:
             self._block_tables = None
         if self.rows.is_borrowed:
@@ -261,7 +261,7 @@ class LayerGroup:
             first_token = max(0, first_visible - padding)
             first_block = first_token // table.block_size
             if first_block > table.num_dropped and table.block_ids:
-                self.rows.gather_handles()
+                self.rows.handles.gather()
                 table.drop_before(first_token)
                 self._block_tables = None
 

@@ -199,7 +199,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Returns handles to all visible K/V; in a decode, dense tensors if `should_gather`."""
         if self.should_gather and is_decode:
             return read_pair(step, blocks)
-        track = self.group.rows.track
+        track = self.group.rows.handles.add
         reader = self if is_decode else None
         cached_keys = track(PagedTensor(step, blocks, False))
         cached_values = track(PagedTensor(step, blocks, True, reader=reader))
@@ -267,7 +267,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             # borrowed rows belong to an engine, which does not write to views
             has_read_only_views = not rows.is_borrowed
             handle = PagedTensor(step, blocks, is_value, has_read_only_views=has_read_only_views)
-            return rows.track(handle)
+            return rows.handles.add(handle)
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:
             if value is not None:

@@ -190,9 +190,12 @@ class PagedMemory:
             self.is_recovery_due = True
             for manager in self.managers.values():
                 manager.recover()
-            for group in self.groups.values():
-                group.pool.recount(table.block_ids for table in group.live_tables(self))
+            self._recount()
             self.is_recovery_due = False
+
+    def _recount(self) -> None:
+        for group in self.groups.values():
+            group.pool.recount(table.block_ids for table in group.live_tables(self))
 
     def free_abandoned(self) -> None:
         """Unless this thread holds the lock, finishes a recovery that is due, and recounts all
@@ -206,8 +209,7 @@ class PagedMemory:
             with self.lock:
                 if self.is_recovery_due:
                     self.recover()
-                for group in groups:
-                    group.pool.recount(table.block_ids for table in group.live_tables(self))
+                self._recount()
         while self.abandoned:
             with attempt(self.lock) as is_held:
                 if not is_held:
@@ -311,10 +313,7 @@ class PagedMemory:
     def _max_bytes(self, if_unused: bool = False) -> int | None:
         """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without
         either. With `if_unused`, those that they would allow if no other pool were in use."""
-        if if_unused:
-            budget_bytes = budget.limit(self)
-        else:
-            budget_bytes = budget.share(self)
+        budget_bytes = budget.limit(self) if if_unused else budget.share(self)
         fraction = self.config.memory_fraction
         if fraction is not None and self._fraction_limit is None:
             fraction_limit = self.fraction_bytes()
@@ -465,7 +464,7 @@ class PagedMemory:
     def layers(self) -> tuple[LayerKV, ...]:
         """Returns the formats of keys and values of each allocated layer."""
         return tuple(
-            LayerKV(spec, index, *layer.formats)
+            LayerKV(spec, index, layer.formats)
             for spec, group in self.groups.items()
             for index, layer in group.storage.layers.items()
         )

@@ -326,7 +326,9 @@ class PagedCache(DynamicCache):
         num_rows = len(self.rows.sequences)
         for layer in self.layers:
             if hasattr(layer, "conv_states"):
-                num_rows = max(num_rows, _num_state_rows(layer))
+                states = [*layer.conv_states.values(), *layer.recurrent_states.values()]
+                row_counts = [len(state) for state in states if state is not None]
+                num_rows = max([num_rows, *row_counts])
         return num_rows
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -406,13 +408,3 @@ class PagedCache(DynamicCache):
             values = getattr(layer, "values", None)
             window = getattr(layer, "_sliding_window_tensor", None)
             yield keys, values, window
-
-
-def _num_state_rows(layer: Any) -> int:
-    """Returns how many rows of linear-attention states a layer holds; 0 before its first update."""
-    conv_states = layer.conv_states.values()
-    recurrent_states = layer.recurrent_states.values()
-    for state in [*conv_states, *recurrent_states]:
-        if state is not None:
-            return state.shape[0]
-    return 0

@@ -213,8 +213,7 @@ class PrefixIndex:
 
     def clear(self) -> None:
         """Removes all nodes."""
-        for root in self._roots.values():
-            self._remove(root)
+        self.remove_before(sys.maxsize + 1)
         self._roots.clear()
 
     def recover(self) -> None:
@@ -276,11 +275,11 @@ class PrefixIndex:
             self._remove_empty(node)
 
     def _remove(self, node: Node) -> None:
-        """Removes a node with its subtree, and then each ancestor that becomes empty."""
+        """Removes a node, which is not a root, with its subtree, and then each ancestor that
+        becomes empty."""
         parent = node.parent
         assert parent is not None
-        if parent is not node:
-            del parent.children[node.tokens]
+        del parent.children[node.tokens]
         pending = [node]
         while pending:
             removed = pending.pop()
@@ -291,8 +290,7 @@ class PrefixIndex:
                     del self._registered[group][block_id]
                     self._pools[group].drop(block_id)
             removed.block_ids = [None] * len(self._pools)
-        if parent is not node:
-            self._remove_empty(parent)
+        self._remove_empty(parent)
 
     def _remove_empty(self, node: Node) -> None:
         """Removes the node if it has neither children nor blocks, and then each ancestor that

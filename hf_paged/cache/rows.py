@@ -11,7 +11,7 @@ from typing import Any
 from ..interrupts import guarded
 from ..step import ReadCounters
 from .groups import GroupSpec
-from .handles import Handles, PagedTensor
+from .handles import Handles
 from .layer_group import LayerGroup
 from .memory import PagedMemory
 from .sequence_blocks import SequenceBlocks
@@ -44,15 +44,16 @@ class CacheRows:
         self.groups: weakref.WeakValueDictionary[GroupSpec, LayerGroup] = (
             weakref.WeakValueDictionary()
         )
-        self._handles = memory.handles[id(self)] = Handles()
+        # gathered before their blocks change or are freed
+        self.handles = memory.handles[id(self)] = Handles()
 
     def __del__(self) -> None:
         """Frees the sequences, unless they are borrowed, without waiting for the memory's lock
         (`PagedMemory.abandon`), since a finalizer may run in any thread and under any lock."""
-        if "_handles" in self.__dict__:  # otherwise `__init__` has raised
+        if "handles" in self.__dict__:  # otherwise `__init__` has raised
             del self.memory.handles[id(self)]
             if self.sequences and not self.is_borrowed:
-                self.memory.abandon(self.manager, self.sequences, self._handles)
+                self.memory.abandon(self.manager, self.sequences, self.handles)
 
     @property
     def is_only_holder(self) -> bool:
@@ -60,21 +61,7 @@ class CacheRows:
         blocks."""
         tables_by_group = zip(*(sequence.tables for sequence in self.sequences))
         num_used = self.memory.num_used
-        num_held = 0
-        for tables in tables_by_group:
-            block_ids = {block_id for table in tables for block_id in table.block_ids}
-            num_held += len(block_ids)
-        return num_used <= num_held
-
-    def track(self, handle: PagedTensor) -> PagedTensor:
-        """Returns `handle`, after registering it to be gathered before its blocks change or are
-        freed."""
-        self._handles.add(handle)
-        return handle
-
-    def gather_handles(self) -> None:
-        """Gathers the tracked handles that are still alive. Call this before blocks change."""
-        self._handles.gather()
+        return num_used <= sum(map(len, map(number_blocks, tables_by_group)))
 
     @guarded
     def select(self, indices: Sequence[int]) -> None:
@@ -95,7 +82,7 @@ class CacheRows:
                 f"there are no rows {out_of_range}: the cache holds rows 0 to {num_rows - 1}"
             )
         with self.memory.changing():
-            self.gather_handles()
+            self.handles.gather()
             sources = [all_rows[index] for index in indices]
             # a row that keeps its index keeps its blocks
             self.sequences = [
@@ -122,7 +109,7 @@ class CacheRows:
         for group, length in zip(groups, lengths):
             group.check_crop(length)
         with self.memory.changing():
-            self.gather_handles()
+            self.handles.gather()
             for group, length in zip(groups, lengths):
                 group.crop(length)
 
@@ -134,13 +121,13 @@ class CacheRows:
         with self.memory.changing():
             try:
                 if should_gather:
-                    self.gather_handles()
+                    self.handles.gather()
             finally:
                 if not self.is_borrowed:
                     for sequence in self.sequences:
                         self.manager.end(sequence)
                 self.sequences = []
-                self._handles.clear()
+                self.handles.clear()
                 for group in self.groups.values():
                     group.clear()
 

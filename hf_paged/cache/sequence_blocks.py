@@ -3,7 +3,6 @@ and frees them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .block_pool import BlockTable
@@ -32,32 +31,6 @@ class SequenceBlocks(_WithWeakRefs):
     capacity: int = 0
     # token counts at which a step must end, so that `register` can register the state there
     stops: tuple[int, ...] = ()
-
-    def attach(self, path: Sequence[Node], num_tokens: int) -> None:
-        """Records that its tables now hold the `num_tokens` tokens of these cached nodes."""
-        self.node, self.num_registered = path[-1], len(path)
-        self.epoch = min(node.epoch for node in path)
-        self.capacity = num_tokens
-
-    def fork(self) -> SequenceBlocks:
-        """Returns a sequence with the same tokens, which shares their blocks (copy-on-write)."""
-        tables = tuple(table.fork() for table in self.tables)
-        self.capacity = min(self.capacity, tables[0].num_tokens)  # both now share the tail
-        return SequenceBlocks(
-            tables, self.epoch, self.node, self.num_registered, capacity=self.capacity
-        )
-
-    def truncate(self, num_tokens: int, node_size: int) -> None:
-        """Removes all tokens from `num_tokens` on. `node_size`: tokens per node of the index.
-        Raises `ValueError`, and changes nothing, if the new end lies in blocks that left the
-        window."""
-        for table in self.tables:
-            table.check_truncate(num_tokens)
-        for table in self.tables:
-            table.truncate(num_tokens)
-        self.capacity = min(self.capacity, num_tokens)
-        if self.num_registered * node_size > num_tokens:
-            self.node, self.num_registered = None, 0
 
     def unregister(self) -> None:
         """Forgets its nodes in the prefix index and its capacity."""

@@ -104,18 +104,14 @@ class BlockStorage:
                     f"layer {index} stores (heads, dim, device) {stored}, but the new keys or"
                     f" values have {new}: use one cache per model"
                 )
-        old_key_dtype, old_value_dtype = layer.dtypes
-        key_dtype = torch.promote_types(old_key_dtype, keys.dtype)
-        value_dtype = torch.promote_types(old_value_dtype, values.dtype)
-        dtypes = (key_dtype, value_dtype)
+        wider_keys, wider_values = layer.widened(keys, values)
+        dtypes = (wider_keys.dtype, wider_values.dtype)
         if dtypes == layer.dtypes:
             return layer
         if layer.quantized_dtype is not None:
             promoted = replace(layer, dtypes=dtypes)
         else:
-            empty_keys = keys[:, :, :0].to(key_dtype)
-            empty_values = values[:, :, :0].to(value_dtype)
-            promoted = self._allocate(layer.num_blocks, empty_keys, empty_values)
+            promoted = self._allocate(layer.num_blocks, wider_keys, wider_values)
             # later blocks have not been written to: copying them would commit their memory
             used = slice(self.pool.num_blocks)
             promoted.keys[used] = layer.keys[used]
@@ -166,7 +162,9 @@ class BlockStorage:
         num_reserved = self._num_reserved(block_bytes, keys.device)
         min_blocks = self.pool.num_blocks
         num_blocks = num_expected = max(min_blocks, num_reserved)
-        layer = self._take_released(index, num_blocks, keys, values)
+        layer = self.released.pop(index, None)
+        if layer is not None and (layer.num_blocks < num_blocks or not layer.fits(keys, values)):
+            layer = None  # frees its addresses
         while layer is None:
             try:
                 layer = self._allocate(num_blocks, keys, values)
@@ -182,16 +180,6 @@ class BlockStorage:
             num_blocks = max(min_blocks, num_reserved)
             layer = self._allocate(num_blocks, keys, values)
         self.layers[index] = layer
-        return layer
-
-    def _take_released(
-        self, index: int, num_blocks: int, keys: Tensor, values: Tensor
-    ) -> KVBlocks | None:
-        """Returns layer `index` of `released` if it fits these K/V and has at least `num_blocks`
-        blocks; otherwise frees its addresses and returns `None`."""
-        layer = self.released.pop(index, None)
-        if layer is None or layer.num_blocks < num_blocks or not layer.fits(keys, values):
-            return None
         return layer
 
     def clear(self) -> None:

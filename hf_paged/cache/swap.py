@@ -4,7 +4,7 @@ section 4.5). The scheduler decides which requests are preempted."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from ..interrupts import is_interrupt
 from .block_manager import BlockManager
 from .block_pool import BlockTable
 from .group_memory import GroupMemory, mirrored
-from .kv_blocks import KVBlocks
+from .kv_blocks import KVBlocks, empty_states
 
 
 class HostLayer(NamedTuple):
@@ -35,7 +35,7 @@ class HostLayer(NamedTuple):
         """Writes row `row` of the copies to block `block_ids[row]` of layer `index`, for each `row`
         in `block_ids`."""
         # since the copy, the storage may have grown, changed its dtype or been recreated
-        keys, values = self.blocks.empty_states(self.device)
+        keys, values = empty_states(self.blocks.formats, self.device)
         target = group.layer(index, keys, values, num_layers, num_new_tables=None)
         ids = torch.tensor(list(block_ids.values()), device=self.device)
         rows = list(block_ids)
@@ -106,7 +106,7 @@ class BlockSwapper:
 
     def num_blocks(self, request: Any) -> int:
         """Returns how many blocks `swap_in` allocates, over all counted groups."""
-        rows_by_group = self._needed_rows(_swapped(request))
+        rows_by_group = _needed_rows(_swapped(request))
         groups = zip(self.block_manager.groups, rows_by_group)
         return sum(len(rows) for group, rows in groups if group.spec.is_counted)
 
@@ -150,8 +150,8 @@ class BlockSwapper:
         content back and restores the tables. Returns `False`, with nothing changed, if too few
         blocks are free."""
         swapped = _swapped(request)
-        rows_by_group = self._needed_rows(swapped)
-        host_blocks = swapped[0][1].host_blocks
+        rows_by_group = _needed_rows(swapped)
+        host_blocks = swapped[0].swapped.host_blocks
         with self.block_manager.memory.lock:
             allocated_ids = self.block_manager.take(list(map(len, rows_by_group)))
             if allocated_ids is None:
@@ -163,9 +163,9 @@ class BlockSwapper:
                 groups = self.block_manager.groups
                 for group, copies, block_ids in zip(groups, host_blocks, targets):
                     put_back(group, copies, block_ids)
-                for sequence, swapped_blocks in swapped:
+                for sequence in swapped:
                     tables = sequence.blocks.tables
-                    for table, table_rows, block_ids in zip(tables, swapped_blocks.rows, targets):
+                    for table, table_rows, block_ids in zip(tables, sequence.swapped.rows, targets):
                         table.hold([block_ids[row] for row in table_rows])
                     sequence.swapped = None
             finally:  # by now the tables hold the blocks, unless there was an error
@@ -173,20 +173,16 @@ class BlockSwapper:
                     group.pool.release(reversed(new_ids))
         return True
 
-    def _needed_rows(self, swapped: Sequence[tuple[Any, SwappedSequence]]) -> list[list[int]]:
-        """Returns, per group, the rows of the host copies that these sequences need."""
-        rows_by_group = zip(*(swapped_blocks.rows for _, swapped_blocks in swapped))
-        return [list(dict.fromkeys(itertools.chain(*rows))) for rows in rows_by_group]
+
+def _swapped(request: Any) -> list[Any]:
+    """Returns the swapped-out sequences of a request."""
+    return [sequence for sequence in request.sequences if sequence.swapped is not None]
 
 
-def _swapped(request: Any) -> list[tuple[Any, SwappedSequence]]:
-    """Returns the swapped-out sequences of a request, with the host copies of their blocks."""
-    pairs = ((sequence, sequence.swapped) for sequence in request.sequences)
-    return [
-        (sequence, swapped_blocks)
-        for sequence, swapped_blocks in pairs
-        if swapped_blocks is not None
-    ]
+def _needed_rows(swapped: Iterable[Any]) -> list[list[int]]:
+    """Returns, per group, the rows of the host copies that these sequences need."""
+    rows_by_group = zip(*(sequence.swapped.rows for sequence in swapped))
+    return [list(dict.fromkeys(itertools.chain(*rows))) for rows in rows_by_group]
 
 
 def number_blocks(tables: Iterable[BlockTable]) -> dict[int, int]:

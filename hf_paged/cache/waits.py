@@ -131,8 +131,9 @@ def claims_waiting(memory: Any) -> Iterator[None]:
     """A context in which the claims of this thread count as waiting: while its calls wait for
     blocks, or while a loop determines whether other calls progress."""
     thread = threading.get_ident()
-    claims = claims_on(memory)
-    claims = [claim for claim in claims if claim.thread == thread and not claim.is_waiting]
+    claims = [
+        claim for claim in claims_on(memory) if claim.thread == thread and not claim.is_waiting
+    ]
     try:
         for claim in claims:
             claim.is_waiting = True

@@ -409,7 +409,7 @@ class EncoderColumns:
 
     num_rows: int
     width: int
-    _masks: list[Tensor | None] = dataclasses.field(default_factory=list)  # each mask once
+    _masks: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)  # by `id`
 
     def __call__(
         self,
@@ -418,15 +418,14 @@ class EncoderColumns:
         is_causal: bool,
     ) -> None:
         num_rows, _, num_keys = sizes
-        is_of_encoder = (num_rows, num_keys) == (self.num_rows, self.width)
-        if is_of_encoder and not any(mask is observed for observed in self._masks):
-            self._masks.append(mask)
+        if (num_rows, num_keys) == (self.num_rows, self.width):
+            self._masks[id(mask)] = mask
 
     def columns(self) -> Columns | None:
         """Returns the range of columns to which each row attends; `None` if a row's columns are not
         contiguous, or differ between queries or layers, if a layer has a bias or a mask per head,
         or if no attention was observed."""
-        distinct = {self._columns_of(mask) for mask in self._masks}
+        distinct = set(map(self._columns_of, self._masks.values()))
         return distinct.pop() if len(distinct) == 1 else None
 
     def _columns_of(self, mask: Tensor | None) -> Columns | None:

@@ -22,7 +22,7 @@ from ..batching.request import Sequence
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.free_memory import free_bytes
-from ..cache.kv_blocks import KVBlocks
+from ..cache.kv_blocks import KVBlocks, empty_states
 from ..cache.memory import PagedMemory
 from ..cache.memory_stats import TierCounts
 from ..cache.prefix_index import Link
@@ -87,7 +87,7 @@ class PrefixStore:
         expected_layers = self.expected_layers if device is not None else ()
         self._outlines = [
             {
-                layer.layer_index: group.storage.outline(*layer.empty_states)
+                layer.layer_index: group.storage.outline(*empty_states(layer.formats, "meta"))
                 for layer in expected_layers
                 if layer.spec == group.spec
             }

@@ -128,16 +128,12 @@ def unsupported_reason(call: AttentionCall) -> str | None:
 def attend(call: AttentionCall) -> Tensor:
     """Computes the result of `reference.attend`, summed in float32, by the kernel or, for rows with
     many queries (`_is_long`), by `gather`."""
-    if _is_long(call):
-        return call.by_groups(_attend_group)
-    kernel = _kernel(call)
-    return kernel(call.query, call.step, call.sinks, call.bias)
-
-
-def _attend_group(call: AttentionCall) -> Tensor:
-    if _is_long(call):
-        return gather.attend(call)
-    return attend(call)
+    if not _is_long(call):
+        kernel = _kernel(call)
+        return kernel(call.query, call.step, call.sinks, call.bias)
+    if call.step.query_len is None:  # some rows may have few queries
+        return call.by_groups(attend)
+    return gather.attend(call)
 
 
 def _is_long(call: AttentionCall) -> bool:

@@ -17,39 +17,17 @@ from ...kernels import quantized
 from ...seams import PlacedRows
 from ...step import StepMetadata
 from . import reference
-from .parts import MIN_SEPARATE_QUERIES, SLICE_QUERIES, Part, plan_parts
+from .parts import MIN_SEPARATE_QUERIES, MIN_UNPACKED_QUERIES, SLICE_QUERIES, Part, plan_parts
 from .reference import AttentionCall
-
-MIN_UNPACKED_QUERIES = 64
-"""With fewer queries per row, the queries of all heads of a K/V head are packed as the rows of one
-matrix, which is up to 3.5 times as fast in half precision. With at least this many, SDPA on the CPU
-lays out K and V itself and skips keys that causal masking hides."""
 
 MASK_ALIGNMENT = 16
 """The stride of a mask's rows is a multiple of this many elements. On a GPU, PyTorch's fused
 kernels would pad masks with other strides in every layer."""
 
 
-class _Scratch(threading.local):
-    """A thread's CPU memory for gathered keys and values, reused since new memory would cost page
-    faults in every call."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[int, Tensor] = {}
-
-    def view(self, index: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-        """Returns a tensor in buffer `index`, valid until the next call with that index."""
-        size = math.prod(shape) * dtype.itemsize
-        buffer = self._buffers.get(index)
-        if buffer is None or buffer.numel() < size:
-            with torch.inference_mode(False):
-                # an inference tensor could not be written outside inference mode
-                buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-            self._buffers[index] = buffer
-        return buffer[:size].view(dtype).view(shape)
-
-
-_scratch = _Scratch()
+# Each thread's CPU memory for gathered keys and values, by number, reused since new memory would
+# cost page faults in every call.
+_scratch = threading.local()
 
 
 def attend(call: AttentionCall) -> Tensor:
@@ -98,10 +76,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         if bias is not None:
             part_bias = _bias_of_part(bias, part, query_heads)
         part_call = call.of_heads(query_heads, queries, part_bias)
-        if placed is None:
-            key, value = _gather(part_call, part)
-        else:
-            key, value = _view(part_call, part, placed)
+        key, value = _keys_and_values(part_call, part, placed)
         output = _attend_part(part_call, part, key, value)
         if out is None:
             return output.flatten(0, 1).contiguous()
@@ -117,24 +92,37 @@ def _by_row(states: Tensor, step: StepMetadata) -> Tensor:
 
 
 def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
-    states = (call.query, *fresh)
-    dtype = call.query.dtype
-    query, key, value = (_by_row(x, call.step).to(dtype) for x in states)
+    query, key, value = (_by_row(x, call.step) for x in (call.query, *fresh))
+    return _sdpa(call, query, key, value, query.dtype, is_causal=True).flatten(0, 1)
+
+
+def _sdpa(
+    call: AttentionCall,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+) -> Tensor:
+    """Computes attention of queries `[rows, heads, queries, dim]` in `dtype` by PyTorch's SDPA,
+    with the scale of `call`: `[rows, queries, heads, value_dim]` in the queries' dtype."""
     output = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        is_causal=True,
+        query.to(dtype),
+        key.to(dtype),
+        value.to(dtype),
+        mask,
+        is_causal=is_causal,
         scale=call.scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output.transpose(1, 2).flatten(0, 1)
+    return output.to(query.dtype).transpose(1, 2)
 
 
 def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Tensor:
     """Computes `attend` for a plain call with one query per row, whose rows have one length and lie
     in adjacent slots, with as few torch calls as possible."""
-    key, value = _view(call, part, placed)
+    key, value = _keys_and_values(call, part, placed)
     rows, kv_heads, _, dim = key.shape
     packed = call.query.view(rows, kv_heads, -1, dim)
     output = F.scaled_dot_product_attention(packed, key, value, scale=call.scale)
@@ -169,7 +157,7 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
     if materializes_scores and num_queries >= MIN_SEPARATE_QUERIES:
         num_head_steps = heads // key.shape[1]
     slices = part.slices
-    if part.causal and is_plain and num_queries >= MIN_UNPACKED_QUERIES:
+    if part.causal and is_plain:
         everything = slice(None)
         slices = ((everything, everything),)
     if len(slices) == num_head_steps == 1:
@@ -203,7 +191,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
             dtype = torch.promote_types(dtype, torch.float32)
         mask = None
         # a causal slice has all queries of its part (see `_attend_part`)
-        is_causal = part.causal and call.is_plain and num_queries >= MIN_UNPACKED_QUERIES
+        is_causal = part.causal and call.is_plain
         if not is_causal:
             mask = _mask(call.step, part, num_queries, num_keys, dtype)
         if bias is not None:
@@ -212,16 +200,7 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
         if needs_scores:
             # without a bias, every query sees a key
             return reference.attend_densely(call, key, value, mask, bias is None)
-        result = F.scaled_dot_product_attention(
-            query.to(dtype),
-            key.to(dtype),
-            value.to(dtype),
-            mask,
-            is_causal=is_causal,
-            scale=call.scale,
-            enable_gqa=group_size > 1,
-        )
-        return result.to(query.dtype).transpose(1, 2)
+        return _sdpa(call, query, key, value, dtype, mask, is_causal)
     # [rows, kv_heads, group_size * queries, dim]
     packed = query.unflatten(1, (kv_heads, group_size)).flatten(2, 3)
     mask = _mask(call.step, part, num_queries, num_keys, dtype, heads=group_size)
@@ -298,16 +277,14 @@ def _make_mask(
 # Keys and values of a part
 
 
-def _view(call: AttentionCall, part: Part, placed: PlacedRows) -> list[Tensor]:
-    """Returns the keys and values of a part whose rows are contiguous in memory, as `_gather` does:
-    views if they have the query's dtype, otherwise converted copies."""
-    return [states.to(call.query.dtype) for states in placed.view(part)]
-
-
-def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
-    """Gathers the keys and values of a part, each `[rows, kv_heads, length, dim]` in the query's
-    dtype. On the CPU they may lie in scratch memory, which this thread's next call overwrites; on
-    other devices, and if a gradient is required, they lie in new memory."""
+def _keys_and_values(call: AttentionCall, part: Part, placed: PlacedRows | None) -> list[Tensor]:
+    """Returns the keys and values of a part, each `[rows, kv_heads, length, dim]` in the query's
+    dtype. Rows that are contiguous in memory (`placed`) are viewed, others gathered. On the CPU,
+    gathered ones may lie in scratch memory, which this thread's next call overwrites; on other
+    devices, and if a gradient is required, they lie in new memory."""
+    dtype = call.query.dtype
+    if placed is not None:
+        return [states.to(dtype) for states in placed.view(part)]
     keys = call.blocks.keys
     values = call.blocks.values
     stored = (*quantized.stored_tensors(keys), *quantized.stored_tensors(values))
@@ -320,11 +297,25 @@ def _gather(call: AttentionCall, part: Part) -> list[Tensor]:
         out = None
         if uses_scratch:
             shape = (units.indices.numel(), units.shape[1])
-            out = _scratch.view(index, shape, tensor.dtype)
+            out = _scratch_view(index, shape, tensor.dtype)
         states = units.read(tensor, out).view(rows, kv_heads, -1, tensor.shape[3])
         pieces.append(states[:, :, visible])
     half = len(pieces) // 2
-    dtype = call.query.dtype
     key = quantized.dequantize(pieces[:half], keys, dtype)
     value = quantized.dequantize(pieces[half:], values, dtype)
     return [key, value]
+
+
+def _scratch_view(index: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Returns a tensor in this thread's buffer `index`, valid until the next call with that
+    index."""
+    size = math.prod(shape) * dtype.itemsize
+    buffers: dict[str, Tensor] = vars(_scratch)
+    name = str(index)
+    buffer = buffers.get(name)
+    if buffer is None or buffer.numel() < size:
+        with torch.inference_mode(False):
+            # an inference tensor could not be written outside inference mode
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        buffers[name] = buffer
+    return buffer[:size].view(dtype).view(shape)

@@ -123,15 +123,13 @@ def attend(call: AttentionCall) -> Tensor:
         # [1, kv_heads, positions, dim]
         key = quantized.read(keys, index, compute_dtype).transpose(0, 1)[None]
         value = quantized.read(values, index, compute_dtype).transpose(0, 1)[None]
-        mask = torch.zeros(1, dtype=compute_dtype, device=device)
-        if bias is not None:
-            length = bias.shape[-1]
-            mask = bias.expand(step.num_rows, heads, query_len, length)[row].to(compute_dtype)
-            if length != 1:
-                mask = mask[..., positions]
         # [heads or 1, query_len, positions]
-        is_hidden = ~is_visible[:, is_read]
-        mask = mask.expand(*mask.shape[:-2], *is_hidden.shape).masked_fill(is_hidden, -math.inf)
+        mask = torch.zeros(1, query_len, len(positions), dtype=compute_dtype, device=device)
+        if bias is not None:
+            length = max(bias.shape[-1], step.seq_lens[row])
+            row_bias = bias.expand(step.num_rows, heads, query_len, length)[row]
+            mask = row_bias[..., positions].to(compute_dtype)
+        mask = mask.masked_fill(~is_visible[:, is_read], -math.inf)
         row_call = call._replace(query=query.transpose(0, 1)[None])
         outputs.append(attend_densely(row_call, key, value, mask, False)[0])
     return torch.cat(outputs)

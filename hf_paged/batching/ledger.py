@@ -52,9 +52,9 @@ class Ledger:
         return self.generations_of(self.rows)
 
     def recover(self) -> None:
-        """Called after an exception that may have split an update of rows: completes the assignment
-        of rows to parts, drops all logits that are not being sampled, calls `Scheduler.recover`
-        with all requests, and removes finished ones."""
+        """Called after an exception that may have interrupted an update of rows: completes the
+        assignment of rows to parts, drops all logits that are not being sampled, calls
+        `Scheduler.recover` with all requests, and removes finished ones."""
         self._assign_rows_to_parts()
         for request, rows in self.rows.items():
             for (generation, _), sequence in zip(rows, request.sequences):

@@ -423,10 +423,10 @@ class StepLoop:
             self.executor.forget_model()
 
     def recover(self, unsampled: Iterable[Generation] = ()) -> None:
-        """Called after an exception that may have split the bookkeeping: makes pools and queues
-        consistent with the unfinished requests, which are recomputed from their tokens. The logits
-        of `unsampled` generations are dropped. If this raises, the next call of `add`, `drop`,
-        `change_weights`, `compute` or `step` repeats it first."""
+        """Called after an exception that may have left the bookkeeping half changed: makes pools
+        and queues consistent with the unfinished requests, which are recomputed from their tokens.
+        The logits of `unsampled` generations are dropped. If this raises, the next call of `add`,
+        `drop`, `change_weights`, `compute` or `step` repeats it first."""
         self._is_recovery_due = True
         for generation in unsampled:
             generation.is_sampling = False

@@ -412,7 +412,7 @@ class BlockManager:
         assert self.tier is not None
         self.tier.keep(group_index, block_id, digest, self.epochs.are_verified)
 
-    def num_shared(self, blocks: SequenceBlocks, num_rows: int) -> int:
+    def num_shared_blocks(self, blocks: SequenceBlocks, num_rows: int) -> int:
         """Returns how many registered blocks of a sequence have more holders than the `num_rows`
         rows of its request; 0 without prefix caching, or if cached prefixes need snapshots."""
         if not self.prefix_caching or self.keeps_states:

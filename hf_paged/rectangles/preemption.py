@@ -65,7 +65,7 @@ class WaitingPrompts:
                 divergences.append(num_blocks * self._block_size)
         return divergences
 
-    def await_stops(self, request: Request, stops: Collection[int]) -> None:
+    def announce_stops(self, request: Request, stops: Collection[int]) -> None:
         """Records that this step computes tokens of a request whose prefill will stop at each of
         `stops`, which are numbers of tokens."""
         prefixes = self._hash_prefixes(request)
@@ -119,8 +119,8 @@ class RectanglePreemption(Preemption):
         self._waiting_prompts = WaitingPrompts(self.blocks.block_size)
         self.awaited_prefixes = self._waiting_prompts.awaited_prefixes
 
-    def await_stops(self, request: Request, stops: list[int]) -> None:
-        self._waiting_prompts.await_stops(request, stops)
+    def announce_stops(self, request: Request, stops: list[int]) -> None:
+        self._waiting_prompts.announce_stops(request, stops)
 
     def awaits_prefix(self, request: Request) -> bool:
         return self._waiting_prompts.awaits_prefix(request)
@@ -152,7 +152,7 @@ class RectanglePreemption(Preemption):
     def shares_prompt(self, request: Request) -> bool:
         return self.replays_prompt(request)
 
-    def num_shared(self, request: Request, rows: list[Sequence]) -> int:
+    def num_shared_tokens(self, request: Request, rows: list[Sequence]) -> int:
         if not self.replays_prompt(request):
             return 0
         # each row needs logits: a row without further tokens computes the prompt itself

@@ -109,7 +109,7 @@ class Preemption:
     def forget_waiting(self) -> None:
         """Called when no request waits any longer."""
 
-    def await_stops(self, request: Request, stops: list[int]) -> None:
+    def announce_stops(self, request: Request, stops: list[int]) -> None:
         """Called when a step computes tokens of a request whose prefill will stop at each of
         `stops`, which are numbers of tokens."""
 
@@ -146,14 +146,14 @@ class Preemption:
         if layers with windows then compute its tokens in chunks of one."""
         size = self.blocks.block_size
         num_rows = request.num_rows
-        num_shared = 0
+        num_shared_tokens = 0
         if num_rows > 1 and self.shares_prompt(request):
-            num_shared = (request.num_prompt_tokens - 1) // size * size
+            num_shared_tokens = (request.num_prompt_tokens - 1) // size * size
         longest = max(1, request.max_num_tokens - 1)  # the last token is not computed
         for sequence in request.sequences:
             longest = max(longest, len(sequence.token_ids))
-        num_common = sum(self.blocks.num_spanned(0, num_shared, 1))
-        num_separate = sum(self.blocks.num_spanned(num_shared, longest, 1))
+        num_common = sum(self.blocks.num_spanned(0, num_shared_tokens, 1))
+        num_separate = sum(self.blocks.num_spanned(num_shared_tokens, longest, 1))
         return num_common + num_rows * num_separate + self.num_other_blocks(request)
 
     def admit(
@@ -233,30 +233,30 @@ class Preemption:
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
         shared tokens. If there are several rows, as after a preemption, and not all of their common
-        prefix (`num_shared`) is cached, the first row computes the prefix for all
+        prefix (`num_shared_tokens`) is cached, the first row computes the prefix for all
         (`Request.num_before_fork`)."""
         rows = request.open_sequences
         for sequence in rows:
             self.match(sequence, sequence.keys)
-        num_shared = 0
+        num_shared_tokens = 0
         if len(rows) > 1:
-            num_shared = self.num_shared(request, rows)
+            num_shared_tokens = self.num_shared_tokens(request, rows)
         attached = [(sequence, sequence.num_computed_tokens) for sequence in rows]
-        if all(num_computed >= num_shared for _, num_computed in attached):
+        if all(num_computed >= num_shared_tokens for _, num_computed in attached):
             return attached
         self.free(request)
         first_row, *other_rows = rows
-        request.num_shared_tokens = num_shared
-        self.match(first_row, first_row.keys[: num_shared + 1])
+        request.num_shared_tokens = num_shared_tokens
+        self.match(first_row, first_row.keys[: num_shared_tokens + 1])
         attached = [(first_row, first_row.num_computed_tokens)]
-        attached += [(sequence, num_shared) for sequence in other_rows]
+        attached += [(sequence, num_shared_tokens) for sequence in other_rows]
         return attached
 
     def shares_prompt(self, request: Request) -> bool:
         """Whether even recomputed rows share all full blocks before the prompt's last token."""
         return True
 
-    def num_shared(self, request: Request, rows: list[Sequence]) -> int:
+    def num_shared_tokens(self, request: Request, rows: list[Sequence]) -> int:
         """Returns the length of the rows' common prefix: the prompt, if it has inputs besides token
         ids and all rows are longer; without such inputs, the full blocks of tokens that are equal
         in all rows."""
@@ -349,7 +349,7 @@ class Preemption:
                 # blocks shared with other requests stay in the pool, where a recompute would find
                 # them; a swap-in would need new blocks
                 num_rows = len(rows)
-                is_shared = any(self.blocks.num_shared(row.blocks, num_rows) for row in rows)
+                is_shared = any(self.blocks.num_shared_blocks(row.blocks, num_rows) for row in rows)
                 choice = "recompute"
                 if not is_shared:
                     choice = self.cost_model.choose(num_tokens, num_bytes)

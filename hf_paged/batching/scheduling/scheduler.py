@@ -18,7 +18,8 @@ from .scheduled import Budget, Scheduled
 
 logger = logging.getLogger(__name__)
 
-ARRIVALS_PER_PRIORITY = 256.0  # earlier arrivals that a priority lower by 1 overtakes
+# how many earlier requests a request overtakes if its `priority` is 1 less (lower values run first)
+ARRIVALS_PER_PRIORITY = 256.0
 
 
 @dataclass(eq=False, repr=False)
@@ -247,8 +248,9 @@ class Scheduler:
     ) -> int:
         """Schedules up to `limit` tokens of `sequence`, and returns their number. A whole prompt
         may exceed `limit`, unless a chunk of another forward is scheduled. If too few blocks are
-        free, preempts later requests, shrinks the chunk if layers have windows, then preempts
-        `request` if none of its rows is scheduled; without `may_preempt`, only shrinks."""
+        free, frees the drafter's blocks, preempts later requests, shrinks the chunk if layers have
+        windows, then preempts `request` if none of its rows is scheduled; without `may_preempt`,
+        preempts nothing."""
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
@@ -327,7 +329,7 @@ class Scheduler:
         end = sequence.num_computed_tokens + count
         if blocks.stops:
             stops = [stop for stop in blocks.stops if stop >= end]
-            self.preemption.await_stops(request, stops)
+            self.preemption.announce_stops(request, stops)
         if not is_unchunked:
             # later requests may share the blocks already in this step, since each layer stores all
             # K and V before attention

@@ -105,6 +105,20 @@ template <class F> inline float reduce(vf x, F f) {
 inline vf larger(vf a, vf b) { return select(a > b, a, b); }
 inline vf plus(vf a, vf b) { return a + b; }
 
+// The sums of the lanes of four registers, with the bits of `reduce`.
+inline void sum4(const vf* x, float* out) {
+#if defined(__AVX__) && LANES == 8
+    const __m256 a = (__m256)x[0], b = (__m256)x[1], c = (__m256)x[2], d = (__m256)x[3];
+    const __m256 ab = _mm256_add_ps(_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31));
+    const __m256 cd = _mm256_add_ps(_mm256_permute2f128_ps(c, d, 0x20), _mm256_permute2f128_ps(c, d, 0x31));
+    const __m256 pairs = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    const vf sums = (vf)_mm256_add_ps(_mm256_shuffle_ps(pairs, pairs, 0x88), _mm256_shuffle_ps(pairs, pairs, 0xdd));
+    out[0] = sums[0], out[1] = sums[4], out[2] = sums[1], out[3] = sums[5];
+#else
+    for (int i = 0; i < 4; ++i) out[i] = reduce(x[i], plus);
+#endif
+}
+
 // Widen 16 bits in each lane to float32. For Float16 a product rebiases the exponent, and inf and NaN are restored.
 inline vf widen(BFloat16*, vu h) { return (vf)(h << 16); }
 inline vf widen(Float16*, vu h) {

@@ -130,8 +130,15 @@ template <class F> void with_count(int64_t n, F f) {
     else f(std::integral_constant<int, 4>());
 }
 
-// Computes units [low, high) of `kWideUnit` weight rows, for four rows of x at a time. `sums`: [rows][kWideUnit].
-template <class T> void run_wide(const LinearCall& c, const float* wide, vf* sums, int64_t low, int64_t high) {
+// Floats that a thread of `run_wide` needs: the sums of a unit's lanes, [rows][kWideUnit], and their totals, four at a
+// time.
+inline int64_t sum_floats(const LinearCall& c) { return ((c.rows * kWideUnit + 3) / 4 * 4 * (kLanes + 1) + 15) / 16 * 16; }
+
+// Computes units [low, high) of `kWideUnit` weight rows, for four rows of x at a time.
+template <class T> void run_wide(const LinearCall& c, const float* wide, float* scratch, int64_t low, int64_t high) {
+    const int64_t outputs = (c.rows * kWideUnit + 3) / 4 * 4;
+    vf* sums = (vf*)scratch;
+    float* totals = scratch + outputs * kLanes;
     constexpr int64_t step = std::is_same<T, BFloat16>::value ? 2 * kLanes : kLanes;
     const int64_t whole = c.depth / step * step, slice = c.rows > 4 ? kSlice : std::max<int64_t>(1, whole);
     const int64_t x_stride = wide_stride(c);
@@ -141,7 +148,7 @@ template <class T> void run_wide(const LinearCall& c, const float* wide, vf* sum
         const int64_t stride = p->weight_stride, first = unit.first;
         const int64_t count = std::min<int64_t>(kWideUnit, p->width - first);
         const T* w = (const T*)p->weight + first * stride;
-        std::fill(sums, sums + c.rows * kWideUnit, vf{});
+        std::fill(sums, sums + outputs, vf{});
         for (int64_t from = 0; from < whole; from += slice) {
             const int64_t to = std::min(whole, from + slice);
             auto blocks = [&](auto prefetches, int64_t m) {
@@ -160,9 +167,10 @@ template <class T> void run_wide(const LinearCall& c, const float* wide, vf* sum
             blocks(std::true_type(), 0);
             for (int64_t m = 4; m < c.rows; m += 4) blocks(std::false_type(), m);
         }
+        for (int64_t i = 0; i < outputs; i += 4) sum4(sums + i, totals + i);
         for (int64_t m = 0; m < c.rows; ++m)
             for (int64_t r = 0; r < count; ++r) {
-                float sum = reduce(sums[m * kWideUnit + r], plus);
+                float sum = totals[m * kWideUnit + r];
                 for (int64_t k = whole; k < c.depth; ++k) sum = fma(to_float(w + r * stride + k), wide[m * x_stride + k], sum);
                 finish<T>(*p, m, first + r, sum);
             }
@@ -413,7 +421,7 @@ template <class T> int run_linear(const LinearCall& c, int64_t threads) {
         return 0;
     }
 #endif
-    const int64_t sums = c.is_transposed ? 0 : c.rows * kWideUnit * kLanes;
+    const int64_t sums = c.is_transposed ? 0 : sum_floats(c);
     const int64_t floats = c.rows * wide_stride(c);
     float* wide = scratch.get(floats + sums * threads);
     if (!wide) return kNoMemory;
@@ -423,7 +431,7 @@ template <class T> int run_linear(const LinearCall& c, int64_t threads) {
     for (int64_t t = 0; t < threads; ++t) {
         const int64_t low = units * t / threads, high = units * (t + 1) / threads;
         if (c.is_transposed) run_columns<T>(c, wide, low, high);
-        else run_wide<T>(c, wide, (vf*)(wide + floats + sums * t), low, high);
+        else run_wide<T>(c, wide, wide + floats + sums * t, low, high);
     }
     return 0;
 }
@@ -452,7 +460,9 @@ extern "C" int hf_paged_linear(const LinearCall* call) {
         elements += p.width * c.depth;
     }
     if (!c.rows || !c.count) return 0;
-    const int64_t threads = elements * 2 < kFewBytes ? 1 : std::max<int64_t>(1, c.threads);
+    // In float32 lanes, more than eight rows take longer to multiply than the weights take to read.
+    const int64_t reads = linear_path(c) == kWide ? std::max<int64_t>(1, c.rows / 8) : 1;
+    const int64_t threads = elements * 2 * reads < kFewBytes ? 1 : std::max<int64_t>(1, c.threads);
     if (c.dtype == 0) return run_linear<float>(c, threads);
     return c.dtype == 1 ? run_linear<BFloat16>(c, threads) : run_linear<Float16>(c, threads);
 }

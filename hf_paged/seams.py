@@ -74,7 +74,7 @@ class Drafter(Protocol):
     def reclaim(self) -> bool:
         """Frees the drafter's own blocks for other uses; returns whether it had any."""
 
-    def change_weights(self) -> None:
+    def handle_weight_change(self) -> None:
         """Called between steps after weights have changed: drops state that depends on them."""
 
 

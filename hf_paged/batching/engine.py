@@ -397,7 +397,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         """
         if policy not in ("recompute", "keep"):
             raise ValueError(f"`policy` is {policy!r}: it must be one of 'recompute', 'keep'")
-        change = functools.partial(self._core.change_weights, policy == "recompute")
+        change = functools.partial(self._core.handle_weight_change, policy == "recompute")
         with self._core.pauses.begin():
             try:
                 yield

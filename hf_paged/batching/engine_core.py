@@ -308,12 +308,12 @@ class EngineCore(EngineLoop):
                 self._end_use()
 
     @guarded
-    def change_weights(self, recompute: bool) -> None:
-        """As `StepLoop.change_weights`; with `recompute`, also prepares the requests' inputs
+    def handle_weight_change(self, recompute: bool) -> None:
+        """As `StepLoop.handle_weight_change`; with `recompute`, also prepares the requests' inputs
         again."""
         with self.lock:
             if self.loop is not None:
-                self.loop.change_weights(recompute)
+                self.loop.handle_weight_change(recompute)
             if recompute:
                 for state in self.requests.values():
                     state.prepare_again(self.model)
@@ -461,7 +461,7 @@ class EngineCore(EngineLoop):
         a loop or unfinished requests, acts as `renew`; otherwise raises the errors of
         `limit_positions` for `new_state`."""
         if self.loop is None or not self.requests:
-            return self.renew(new_state, keeps_pool=bool(self._pool_user_ids))
+            return self.renew(new_state, keeps_block_sizes=bool(self._pool_user_ids))
         if new_state is not None:
             limit_positions(new_state, self.layout)
         return self.loop

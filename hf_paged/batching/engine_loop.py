@@ -82,13 +82,13 @@ class EngineLoop:
         # counters summed over earlier loops
         self._earlier_counts: Counter[str] = Counter(dict.fromkeys(LOOP_COUNTERS, 0))
 
-    def renew(self, state: RequestState | None, keeps_pool: bool) -> StepLoop:
+    def renew(self, state: RequestState | None, keeps_block_sizes: bool) -> StepLoop:
         """Called without unfinished requests. Returns the loop, to which the caller will add
         `state` (`None`: no request). Makes a new loop if there is none, if the model's layers,
-        layout, dtype, device or autocast dtype have changed or, unless `keeps_pool`, if other block
-        sizes are better. Before it allocates memory, raises the errors of `choose_layout` (over
-        several processes, of `Leader.choose_layout`) and of `limit_positions`; later, those of
-        `make_loop`."""
+        layout, dtype, device or autocast dtype have changed or, unless `keeps_block_sizes`, if
+        other block sizes are better. Before it allocates memory, raises the errors of
+        `choose_layout` (over several processes, of `Leader.choose_layout`) and of
+        `limit_positions`; later, those of `make_loop`."""
         model = self.model
         config = self.config
         probe_cache = empty_cache(model, PagedMemory(config))  # never gets a block
@@ -107,7 +107,7 @@ class EngineLoop:
             autocast_dtype(device),
         )
         better_sizes = None
-        if self.loop is not None and not keeps_pool:
+        if self.loop is not None and not keeps_block_sizes:
             better_sizes = self.memory.better_sizes()
         if self.loop is not None and loop_key == self._loop_key and better_sizes is None:
             return self.loop
@@ -151,12 +151,13 @@ class EngineLoop:
         loop_layers = self._loop_key[0]
         layers = _layers(empty_cache(self.model, self.memory))
         if layers != loop_layers:
-            windows = [window for _, window in layers]
-            loop_windows = [window for _, window in loop_layers]
+            new, old = (
+                [(kind.__name__, window) for kind, window in each] for each in (layers, loop_layers)
+            )
             raise ValueError(
-                f"the config now has layers with the windows {windows}, but unfinished requests"
-                f" began with {loop_windows}: change `sliding_window` and `layer_types` only while"
-                " no request is unfinished"
+                f"the config now has the layers {new} (type and window), but unfinished requests"
+                f" began with {old}: change `sliding_window` and `layer_types` only when all"
+                " requests have finished"
             )
 
     def _new_memory(self, previous_sizes: BlockSizes | None = None) -> PagedMemory:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _RUNS_CALLERS_CODE = operator.attrgetter("runs_callers_code")
 _IS_STREAMED = operator.attrgetter("is_streamed")
 _LOGITS = operator.itemgetter(1)
-_INTERRUPTED = "interrupted by {!r} while the request's next token was chosen"
+_INTERRUPTED = "interrupted by {!r} while the request's next token was being chosen"
 
 
 @dataclass(eq=False, repr=False)
@@ -146,16 +146,16 @@ class StepLoop:
                 self.blocks.free(blocks)
         generation.kept_blocks.clear()
 
-    def change_weights(self, recompute: bool) -> None:
+    def handle_weight_change(self, recompute: bool) -> None:
         """Called between steps after the weights changed: invalidates the prefix cache and the
         drafter's state. With `recompute`, also drops the K/V of unfinished requests, which are then
         recomputed."""
         try:
             self._finish_recovery()
             if self.drafter.instance is not None:
-                self.drafter.instance.change_weights()
+                self.drafter.instance.handle_weight_change()
             with self.executor.lock:
-                self.executor.change_weights()
+                self.executor.handle_weight_change()
                 if recompute:
                     for generation in self.ledger.generations():
                         generation.drop_logits()
@@ -240,11 +240,11 @@ class StepLoop:
         self, ready: Ready, span: StableSpan, fetch: Fetch | None = None
     ) -> BaseException | None:
         """Samples the next tokens of generations that `compute` returned (`fetch` as in
-        `sample_step`). Adds the generations that ended, and those whose steps are reported, to
-        `unreported`. Interrupted sampling is repeated in a later step; generations that cannot
-        repeat it end. Returns an interrupt that stopped the sampling of one generation; raises an
-        exception that stopped the sampling of all. Another thread may compute other generations
-        meanwhile."""
+        `sample_step`). Adds to `unreported` the generations that ended, and those that report every
+        step (not `skips_reports`). Interrupted sampling is repeated in a later step; generations
+        that cannot repeat it end. Returns an interrupt that stopped the sampling of one generation;
+        raises an exception that stopped the sampling of all. Another thread may compute other
+        generations meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         to_repeat: list[Generation] = []
@@ -426,7 +426,7 @@ class StepLoop:
         """Called after an exception that may have left the bookkeeping half changed: makes pools
         and queues consistent with the unfinished requests, which are recomputed from their tokens.
         The logits of `unsampled` generations are dropped. If this raises, the next call of `add`,
-        `drop`, `change_weights`, `compute` or `step` repeats it first."""
+        `drop`, `handle_weight_change`, `compute` or `step` repeats it first."""
         self._is_recovery_due = True
         for generation in unsampled:
             generation.is_sampling = False

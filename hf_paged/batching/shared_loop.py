@@ -92,9 +92,9 @@ class SharedLoop:
         make_loop: MakeLoop,
     ) -> T:
         """Runs the generation to its end and returns `finish(loop)`, which is called before the
-        generation's blocks are freed. Raises the error that ended the generation, or a step of this
-        thread. If this thread is already taking a step of this loop, the generation runs in a
-        separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for
+        generation's blocks are freed. Raises the error that ended the generation, or that of a step
+        taken by this thread. If this thread is already taking a step of this loop, the generation
+        runs in a separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for
         `Executor.begin`."""
         stepper = self._stepper  # read once: another thread may change it
         if stepper is not None and stepper.thread_id == threading.get_ident():

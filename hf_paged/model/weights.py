@@ -31,7 +31,9 @@ class WeightsGuard:
         self._autocast: torch.dtype | None = None
         # whether the executor compares the model with its last state (`ModelState.is_same`)
         self.is_watched = False
-        self.num_changes = 0  # detected changes to the model, and failures to fingerprint it
+        # times that a stored fingerprint was discarded: the model had changed, or could not be
+        # fingerprinted
+        self.num_changes = 0
         processes = memory.processes
         self._fingerprint = fingerprint if processes is None else processes.fingerprint
 
@@ -41,8 +43,9 @@ class WeightsGuard:
         return self._is_on and self._blocks.prefix_caching
 
     def begin(self, is_on: bool, autocast: torch.dtype | None) -> None:
-        """Called when work begins, with no request in flight. `is_on`: whether blocks may be cached
-        and served. `autocast`: the dtype to which forwards are autocast; `None`: they are not."""
+        """Called when work begins, between steps; requests of other calls may be unfinished.
+        `is_on`: whether blocks may be cached and served. `autocast`: the dtype to which forwards
+        are autocast; `None`: they are not."""
         self._is_on = is_on
         self._autocast = autocast
         self.is_watched = False
@@ -51,10 +54,10 @@ class WeightsGuard:
 
     def go_idle(self) -> None:
         """Called when work ends, with no request in flight. If there is a tier, fingerprints the
-        weights, unless they are verified or no fingerprint is stored, so that any process can use
-        the blocks that are later evicted to the tier."""
-        is_verified = self._epochs.are_verified or self._memory.fingerprint is None
-        if self.is_on and self._blocks.tier is not None and not is_verified:
+        weights, so that any process can use the blocks that are later evicted to it; not if they
+        are verified or no fingerprint is stored."""
+        needs_check = self._memory.fingerprint is not None and not self._epochs.are_verified
+        if self.is_on and self._blocks.tier is not None and needs_check:
             self.begin_period()  # the model may have changed since the last step
             self._compare()
         self.is_watched = False

@@ -138,7 +138,7 @@ class Assistant:
             return num_tokens
         return min(num_tokens, self._max_positions + 1 - sequence.num_tokens)
 
-    def change_weights(self) -> None:
+    def handle_weight_change(self) -> None:
         """Drops all keys and values, since the weights may have changed. Called between steps."""
         with self.executor.lock:
             self.executor.begin(check_weights=False)

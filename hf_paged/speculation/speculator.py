@@ -246,9 +246,9 @@ class Speculator:
         num_reclaimed = sum(assistant.reclaim() for assistant in self._assistants)
         return num_reclaimed > 0
 
-    def change_weights(self) -> None:
+    def handle_weight_change(self) -> None:
         for assistant in self._assistants:
-            assistant.change_weights()
+            assistant.handle_weight_change()
 
     def propose(
         self, num_embeddings: int, num_rows: int

@@ -213,7 +213,7 @@ class Toy(Drafter):
     def reclaim(self) -> bool:
         return False
 
-    def change_weights(self) -> None:
+    def handle_weight_change(self) -> None:
         pass
 
 

@@ -215,7 +215,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.changes ^= {which}
 
     @rule(which=st.sampled_from(["all", "few", "adapter"]))
-    def change_weights(self, which: str) -> None:
+    def handle_weight_change(self, which: str) -> None:
         """Without unfinished requests: later ones get the new weights' tokens."""
         if which == "adapter" and not self.has_lora:
             which = "all"

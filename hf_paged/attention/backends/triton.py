@@ -107,8 +107,9 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:
-    """Computes `attend` for rows with equally many queries, at most `MAX_QUERIES`, by a cascade if
-    the step has one, or if one is estimated to be faster."""
+    """Computes `attend` for rows with equally many queries, at most `MAX_QUERIES`: by the step's
+    cascade, or one that is estimated to be faster, if there is one, the call has no bias, and the
+    prefill kernel supports it."""
     from ...kernels.triton import attention  # needs Triton
 
     query = call.query
@@ -117,12 +118,12 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     values = call.blocks.values
     may_cascade = step.block_ids or step.cascade
     if may_cascade and call.bias is None and _prefill_reason(call) is None:
-        split = step.cascade
-        if not split:
+        step_cascade = step.cascade
+        if not step_cascade:
             costs = cascade.default_costs(query.shape[1], keys, values)
-            split = step.plan(cascade.find_cascade, costs)
-        if split is not None:
-            return attention.cascade_attention(query, keys, values, split, **_features(call))
+            step_cascade = step.plan(cascade.find_cascade, costs)
+        if step_cascade is not None:
+            return attention.cascade_attention(query, keys, values, step_cascade, **_features(call))
     return attention.decode_attention(
         query,
         keys,

@@ -166,7 +166,7 @@ class Executor:
             self.guard.go_idle()
         self._state = None  # it holds the weights
 
-    def change_weights(self) -> None:
+    def handle_weight_change(self) -> None:
         """Called between steps after the weights have changed: drops the blocks cached until now,
         and everything that `forget_model` drops."""
         self.guard.forget_earlier()
@@ -227,7 +227,7 @@ class Executor:
                 state.watch()
             has_changed = state is None or not state.is_like(previous)
         if has_changed:
-            self.change_weights()
+            self.handle_weight_change()
             self._num_handled_changes = self.guard.num_changes
         self._state, self._is_state_due = state, False
         if state is not None:

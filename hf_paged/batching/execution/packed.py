@@ -132,10 +132,10 @@ class PackedRunner(Runner):
     ) -> Tensor:
         with self._in_fixed_order():
             if self.is_packed and not plan.has_inputs:
-                return self._run_packed(plan, context)
+                return self._run_forward(plan, context)
             parts, other_indices = self.run_whole_prompts(plan)
             for indices in self._group_rows(plan, other_indices):
-                logits = self._run_packed(plan.select(indices), context)
+                logits = self._run_forward(plan.select(indices), context)
                 parts.append((indices, logits))
             return concat_in_order(parts, plan.num_logits)
 
@@ -166,7 +166,7 @@ class PackedRunner(Runner):
         with self._rope_context([]), self.product_context:
             return find_media().run_prompts(self.model, cache, whole_prompts, plan)
 
-    def _run_packed(
+    def _run_forward(
         self,
         plan: StepPlan,
         context: ForwardContext | None,

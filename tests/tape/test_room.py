@@ -9,7 +9,7 @@ import pytest
 
 from hf_paged import PagedConfig, PagedEngine, rooms
 from hf_paged.batching import factory
-from hf_paged.batching.execution import runner
+from hf_paged.batching.execution import executor
 from hf_paged.kernels import cpp
 from hf_paged.rooms import RoomMissingError
 from hf_paged.seams import EngineParts
@@ -23,7 +23,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tok
 
 @pytest.fixture
 def missing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (rooms, factory, runner):
+    for module in (rooms, factory, executor):
         monkeypatch.setattr(module, "is_installed", lambda name: name != "tape")
     rooms.room.cache_clear()
     yield

@@ -9,7 +9,7 @@ import pytest
 
 from hf_paged import PagedConfig, PagedEngine, rooms
 from hf_paged.batching import factory
-from hf_paged.batching.execution import executor
+from hf_paged.batching.execution import executor, runner
 from hf_paged.kernels import cpp
 from hf_paged.rooms import RoomMissingError
 from hf_paged.seams import EngineParts

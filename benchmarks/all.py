@@ -33,34 +33,34 @@ CALLS, SHAPE = "generate --device cpu --no-peers --no-memory", "cpu-llama-100m"
 WHOLE = "generate --device cpu --no-peers --only W1,W2,W3,W4,W5,W6,W9,W10,waste"
 SIDE = "side_by_side --processes 0 --only"
 STAGES = (
-    Stage("whole", 25, f"{WHOLE} --dtype {DTYPE}", "", f"generate-{SHAPE}", tuple(TITLES)),
+    Stage("whole", 31, f"{WHOLE} --dtype {DTYPE}", "", f"generate-{SHAPE}", tuple(TITLES)),
     Stage(
         "other_dtype",
-        5,
+        4,
         f"{CALLS} --only {IN_OTHER_DTYPE} --dtype {OTHER_DTYPE}",
         "--repeats 1",
         f"generate-other-dtype-{SHAPE}",
     ),
     Stage("speculation", 3, "speculation --only W7,W8", "", "speculation-cpu"),
-    Stage("rollouts", 4, "grpo", "--turns 5", "grpo-cpu-llama-24m"),
+    Stage("rollouts", 3, "grpo", "--turns 5", "grpo-cpu-llama-24m"),
     Stage("trainer", 3, "trainer", "", "trainer-cpu"),
     Stage(
         "encoders",
-        4,
+        3,
         f"{SIDE} '^(T5|BART|Whisper-t).* 16'",
         "--turns 5",
         "side_by_side-encoders-cpu",
     ),
     Stage(
-        "hybrids", 5, f"{SIDE} '^(?!T5|BART|Whisper-t).* 16 new$'", "--turns 5", "side_by_side-cpu"
+        "hybrids", 4, f"{SIDE} '^(?!T5|BART|Whisper-t).* 16 new$'", "--turns 5", "side_by_side-cpu"
     ),
     Stage("first_call", 2, f"first_call --dtype {DTYPE}", "--turns 3", f"first_call-{SHAPE}"),
-    Stage("adapters", 3, "lora", "--turns 5", "lora-cpu"),
+    Stage("adapters", 2, "lora", "--turns 5", "lora-cpu"),
     Stage("tiers", 2, "tiers --only prefix", "", "tiers-cpu"),
     Stage("small_pool", 1, "tiers --only W3", "--model llama-24m", "tiers-w3-cpu"),
     Stage(
         "int8",
-        1.5,
+        1,
         f"{CALLS} --only W6 --dtype {DTYPE} --int8",
         "--repeats 5",
         f"generate-int8-{SHAPE}",

@@ -38,7 +38,7 @@ from benchmarks import arrivals, ceilings, report, runner, tables
 from benchmarks.continuous import GenerateBatch, tuned
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.traces import SHAREGPT, make_trace
-from benchmarks.peers import TITLES, Peer
+from benchmarks.peers import ENGINES, TITLES, Peer
 from benchmarks.roofline import Cost, call_seconds
 from benchmarks.runner import Case, Data, Turn, flag, option
 from benchmarks.systems import (
@@ -192,6 +192,12 @@ def case_of(
     over |= {"engine": {SMALL_POOL: 1 / SLOWER}} if SMALL_POOL in systems else {}
     over |= {"ours": {}} if any(isinstance(system, Peer) for system in systems.values()) else {}
     is_cpu, is_long = model.device.type == "cpu", workload.name in LONG
+    settings: dict[str, list[str]] = {}  # by the system
+    for name, system in systems.items():
+        if isinstance(system, Peer):
+            settings.setdefault(ENGINES[system.name].worker, []).append(name)
+        elif name.startswith("plain, batch"):
+            settings.setdefault("plain", []).append(name)
     return Case(
         workload.name,
         {name: arm(name, one, model, shape, workload, floor) for name, one in systems.items()},
@@ -199,6 +205,7 @@ def case_of(
         workload.repeats,
         limits=LIMITS.get(workload.name, {}),
         once=[name for name, system in systems.items() if system.is_peer and is_cpu and is_long],
+        settings=list(settings.values()),
         fewest=workload.fewest,
     )
 

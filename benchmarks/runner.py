@@ -112,6 +112,8 @@ class Case(NamedTuple):
         figures (`dict`): Further columns, the same for all arms.
         limits (`dict[str, float]`): By a figure's name, the most that it should be.
         once (`Collection[str]`): Arms that run a single turn.
+        settings (`Sequence[Sequence[str]]`): Arms that are one system at several settings: after a
+            turn of all, only the fastest of them goes on.
         first (`int`): Number of the first turn.
         fewest (`int`, *optional*): After so many turns none begins that may end after the moment
             `until` of `time.perf_counter`; `None`: all turns run.
@@ -125,6 +127,7 @@ class Case(NamedTuple):
     figures: Mapping[str, Any] = {}
     limits: Mapping[str, float] = {}
     once: Collection[str] = ()
+    settings: Sequence[Sequence[str]] = ()
     first: int = 0
     fewest: int | None = None
     until: float = math.inf
@@ -197,10 +200,11 @@ def take_turns(case: Case, turns: int, warm_ups: int) -> dict[str, list[Turn | s
     for turn in tqdm(numbers, desc=case.name, disable=None):
         count = turn - case.first
         number = count if count < 0 else turn
+        ended = slower_settings(case.settings, found).union(case.once)
         running = [
             name
             for name, mine in found.items()
-            if not (mine and (name in case.once or isinstance(mine[-1], str)))
+            if not (mine and (name in ended or isinstance(mine[-1], str)))
         ]
         planned = time.perf_counter() + sum(spent.get(name, 0.0) for name in running)
         if count > 0 and (planned > case.end or (count >= fewest and planned > case.until)):
@@ -212,6 +216,18 @@ def take_turns(case: Case, turns: int, warm_ups: int) -> dict[str, list[Turn | s
             if count >= 0:
                 found[name].append(result if isinstance(result, Turn | str) else Turn(result))
     return found
+
+
+def slower_settings(
+    settings: Sequence[Sequence[str]], found: Mapping[str, Sequence[Turn | str]]
+) -> set[str]:
+    """The arms that another setting of the same system outran in the first turn."""
+    slower: set[str] = set()
+    for names in settings:
+        first = [(found[name][0], name) for name in names if found[name]]
+        seconds = {name: turn.seconds for turn, name in first if isinstance(turn, Turn)}
+        slower |= {name for name in seconds if seconds[name] > min(seconds.values())}
+    return slower
 
 
 def rows_of_case(case: Case, turns: int, warm_ups: int = 1) -> list[Data]:

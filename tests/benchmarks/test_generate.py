@@ -13,6 +13,7 @@ from benchmarks import arrivals, generate, pictures, report, runner, tables
 from benchmarks.arrivals import Record, Trace
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES, build
+from benchmarks.peers import Peer
 from benchmarks.systems import Answer, Engine, Generate, NotAvailable, SmallPool, System
 from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload
 
@@ -166,6 +167,25 @@ def test_a_slow_turn_ends_a_case_that_the_minutes_have_no_second_one_for():
     case = runner.Case("warm", runner.each(lambda turn, _: calls.append(("", turn)) or 0.0, ["a"]))
     runner.take_turns(case._replace(until=0.0, end=0.0), 2, 5)
     assert [turn for _, turn in calls] == [-5, 0]
+
+
+def test_after_a_turn_the_fastest_setting_of_a_system_goes_on_alone():
+    seconds = {"plain": 9.0, "a, u8": 2.0, "a": 1.0, "b": 3.0, "b, fast": "skipped: not here"}
+    arms = runner.each(lambda turn, name: seconds[name], list(seconds))
+    settings = [["a, u8", "a"], ["b", "b, fast"]]
+    found = runner.take_turns(runner.Case("settings", arms, settings=settings), 3, 1)
+    counts = {name: len(turns) for name, turns in found.items()}
+    assert counts == {"plain": 3, "a, u8": 1, "a": 3, "b": 3, "b, fast": 1}
+
+
+def test_settings_of_one_system_are_known(model):
+    peers = [Peer(name) for name in ("openvino", "openvino_u8", "vllm", "llamacpp")]
+    systems = generate.systems_for(WORKLOADS["W2"], None, peers=peers)
+    case = generate.case_of(model, TINY, WORKLOADS["W2"], systems)
+    plain, openvino, *others = case.settings
+    assert plain == ["plain, batch 32", "plain, batch 64"]
+    assert openvino == ["OpenVINO GenAI", "OpenVINO GenAI, u8 K/V"]
+    assert others == [["vLLM"], ["llama.cpp"]]
 
 
 @pytest.mark.slow

@@ -117,9 +117,10 @@ class EngineGenerateManager(utils.CBGenerateManager):
                 self.manager.stop(hard_stop=True)
                 self.manager = None
             if self.manager is None:
-                self.manager = ServedManager(model, model.generation_config, self._config)
-                setattr(self, compat.SERVED_MANAGER, self.manager)
-                self.manager.start()
+                manager = ServedManager(model, model.generation_config, self._config)
+                manager.start()  # if this raises, the next request tries again
+                self.manager = manager
+                setattr(self, compat.SERVED_MANAGER, manager)
 
     def generate_streaming(self, *arguments: Any, request_id: str, **options: Any) -> Any:
         output_id = self._prepare_request(*arguments)

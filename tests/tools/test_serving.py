@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from hf_paged.tools import serving
+from tests.support import models
 
 name: ContextVar[str] = ContextVar("name")
 
@@ -98,3 +99,23 @@ def test_a_preloaded_model_that_is_unloaded_is_freed(monkeypatch: pytest.MonkeyP
     finally:
         gc.unfreeze()
     assert model() is None
+
+
+def test_a_manager_whose_thread_does_not_start_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Later requests would wait in its queue for ever."""
+    model = models.get("llama")
+    manager = serving.EngineGenerateManager()
+    monkeypatch.setattr(serving.ServedManager, "start", failing_start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        manager.init_cb(model, model.generation_config)
+    assert manager.manager is None
+    monkeypatch.undo()
+    manager.init_cb(model, model.generation_config)
+    assert manager.manager is not None and manager.manager.is_running()
+    manager.manager.stop(block=True)
+
+
+def failing_start(self: Any) -> None:
+    raise RuntimeError("can't start new thread")

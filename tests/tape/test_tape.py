@@ -27,6 +27,7 @@ from hf_paged.tape.rows import CALL as ROWS_CALL
 from hf_paged.tape.rows import INSTRUCTION, MEMORY, OP_NUMBERS
 from hf_paged.tape.tape import Tape
 from tests.support.kernel_fuzz import OPERATIONS
+from tests.support.precision import default_precision
 
 pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 
@@ -182,6 +183,9 @@ def test_which_products_in_float32_it_computes(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(linear, "cpu_vendor", functools.partial(str, vendor))
         assert linear.max_rows(torch.float32) == most
         assert linear.max_rows(torch.float32, is_transposed=True) == 0
+        with default_precision():
+            torch.set_float32_matmul_precision("medium")
+            assert linear.max_rows(torch.float32) == 0
 
 
 def test_lookups() -> None:

@@ -54,7 +54,9 @@ def max_rows(dtype: torch.dtype, is_transposed: bool = False) -> int:
     on this CPU, with a weight stored as in `nn.Linear`, or (`is_transposed`) as in `Conv1D`; 0 if
     PyTorch should compute all of them."""
     if dtype is torch.float32:
-        return 0 if is_transposed else FLOAT32_MAX_ROWS.get(cpu_vendor(), 0)
+        # PyTorch may be told to round what it multiplies, which is faster
+        is_exact = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
+        return FLOAT32_MAX_ROWS.get(cpu_vendor(), 0) if is_exact and not is_transposed else 0
     if not is_native(dtype):
         return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]

@@ -1,12 +1,13 @@
 """The linear layers of one decode step, one after the other as in a model: PyTorch's `F.linear`
 and the C++ kernel that reads the weights in place, in turns, for 1 to 512 rows.
 
-    python -m benchmarks.linears [--models llama-100m ...] [--quick] [--json PATH]
+    python -m benchmarks.linears [--models llama-100m ...] [--dtype float32] [--quick] [--json PATH]
 
 Medians of 15 turns, 95% intervals. The floor is the bytes of the weights over the best
 streaming-read bandwidth of the same run. Targets: 1.4 up to 64 rows with AMX, 1.05 up to 32
 without. Above 256 rows with AMX, or 64 without, steps leave products to PyTorch; where PyTorch has
-none in bfloat16, products of more than 128 rows are computed in float32.
+none in bfloat16, products of more than 128 rows are computed in float32. In float32 the kernel
+computes up to 64 rows on AMD's processors, 4 on Intel's.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from hf_paged.kernels.cpp.build import PATHS, best_path
 LINEARS = {"torch": F.linear, "ours": kernel.linear}
 
 
-def weights(shape: Shape) -> list[Tensor]:
+def weights(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
     """Linear weights of one forward, each `(width, depth)`, in model order, the LM head last."""
     hidden, inner = shape.hidden, shape.intermediate
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     layer = [(queries, hidden), (keys, hidden), (keys, hidden), (hidden, queries)]
     layer += [(inner, hidden), (inner, hidden), (hidden, inner)]
     sizes = layer * shape.layers + [(shape.vocab, hidden)]
-    return [torch.randn(size, dtype=torch.float32).to(torch.bfloat16) for size in sizes]
+    return [torch.randn(size, dtype=torch.float32).to(dtype) for size in sizes]
 
 
 def arms(layers: list[Tensor], rows: int) -> dict[str, runner.Arm]:
     """Seconds of one forward's products by each."""
     depths = {layer.shape[1] for layer in layers}
-    inputs = {depth: torch.randn(rows, depth).to(torch.bfloat16) for depth in depths}
+    inputs = {depth: torch.randn(rows, depth).to(layers[0].dtype) for depth in depths}
 
     def run(turn: int, linear: Callable[[Tensor, Tensor], Tensor]) -> float:
         def walk() -> None:
@@ -55,7 +56,7 @@ def arms(layers: list[Tensor], rows: int) -> dict[str, runner.Arm]:
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     reading = bandwidth("cpu", args.num_bytes)  # bytes per second
     for name in args.models:
-        layers = weights(SHAPES[name])
+        layers = weights(SHAPES[name], getattr(torch, args.dtype))
         floor = {"floor, ms": 1e3 * sum(layer.nbytes for layer in layers) / reading}
         for rows in args.rows:
             case = f"{name}, {rows} row{'s' * (rows > 1)}"
@@ -66,12 +67,13 @@ BENCHMARK = runner.Benchmark(
     __doc__,
     cases,
     title="Products of few rows",
-    results=(("linears-cpu",), ("linears-cpu-avx2",)),
-    said=lambda args: f"Path of the kernel: {list(PATHS)[best_path()]}.",
+    results=(("linears-cpu",), ("linears-cpu-avx2",), ("linears-float32-cpu-avx2",)),
+    said=lambda args: f"Path of the kernel: {list(PATHS)[best_path()]}, in {args.dtype}.",
     options={
         "--models": runner.option(
             nargs="+", default=["llama-100m", "qwen2.5-0.5b"], choices=list(SHAPES)
-        )
+        ),
+        "--dtype": runner.DTYPE,
     },
     fixed={"rows": [1 << power for power in range(10)], "turns": 15, "num_bytes": CPU_BYTES},
     quick={"models": ["llama-tiny"], "rows": (1, 5), "turns": 1, "num_bytes": 1 << 26},

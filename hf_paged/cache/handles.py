@@ -226,8 +226,8 @@ class PagedTensor(ReadOnlyTensor):
         return self._dense
 
     def _own_mode(self) -> torch.inference_mode:
-        """A context for making `_dense`: whether this handle is an inference tensor, since torch
-        makes views of `_dense` views of this handle."""
+        """A context in which a tensor for `_dense` is an inference tensor if this handle is one, as
+        it must be, since torch makes views of `_dense` views of this handle."""
         return torch.inference_mode(self.is_inference())
 
     def materialize(self) -> None:

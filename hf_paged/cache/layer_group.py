@@ -40,8 +40,9 @@ class LayerGroup:
         self.packed_step: StepMetadata | None = None
 
     def clear(self, expected_paddings: tuple[tuple[int, ...], int] | None = None) -> None:
-        """Empties the group. `expected_paddings`: the paddings of the first step and its length, if
-        known in advance; a first step of another shape ignores them."""
+        """Called when all tables are empty: sets the length to 0. `expected_paddings`: the paddings
+        of the first step and its length, if known in advance; a first step of another shape ignores
+        them."""
         self.expected_paddings = expected_paddings
         self.set_rows((), 0)
 

@@ -62,11 +62,12 @@ class PagedLayer(cache_utils.DynamicLayer):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Stores new K/V `(batch, heads, n, dim)`; returns all visible K/V: tensors with their
-        graph if gradients reach new or stored K/V, dense tensors in decodes with `should_gather`,
-        otherwise handles. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
-        batch size or K/V that do not fit; `NotPackable` for another shape than the packed step's;
-        and `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
-        differentiation), or if the layer missed an operation (`_check_current`)."""
+        graph if gradients reach new or stored K/V, `own_attention.row_tensors` in a step with a
+        `key_len`, dense tensors in decodes with `should_gather`, otherwise handles. Raises, with
+        nothing stored: `OutOfBlocksError`; `ValueError` for another batch size or K/V that do not
+        fit; `NotPackable` for another shape than the packed step's; and `RuntimeError` for K/V that
+        a function transform traces (`torch.func`, forward-mode differentiation), or if the layer
+        missed an operation (`_check_current`)."""
         if torch.compiler.is_dynamo_compiling():
             # checked here, because the wrapper of `torch.compiler.disable` slows every call
             return self._update_untraced(key_states, value_states)

@@ -319,7 +319,7 @@ class GroupMemory:
     ) -> KVBlocks:
         """Converts a layer to dtypes that also hold these K/V; raises as `layer` does."""
         memory = self.memory
-        new_block_bytes = self.storage.outline(*layer.widened(keys, values)).block_bytes
+        new_block_bytes = self.storage.outline(*layer.widened_states(keys, values)).block_bytes
         num_bytes = self.pool.num_blocks * max(0, new_block_bytes - layer.block_bytes)
         if num_bytes and not budget.charge(memory, num_bytes):
             raise OutOfBlocksError(

@@ -137,10 +137,10 @@ class PagedLayer(cache_utils.DynamicLayer):
         while True:
             try:
                 with group.memory.lock:
-                    old_blocks = group.blocks.storage.layers.get(self.index)
+                    old_blocks = group.group_memory.storage.layers.get(self.index)
                     if old_blocks is None or old_blocks.store_signature != signature:
                         num_new_tables = group.num_new_tables(context_len)
-                        group.blocks.layer(
+                        group.group_memory.layer(
                             self.index,
                             keys,
                             values,
@@ -149,7 +149,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                         )
                     step = group.advance(batch_size, context_len, query_len, device)
                     step = step.on(device)
-                    blocks = group.blocks.storage.layers[self.index]  # may have grown
+                    blocks = group.group_memory.storage.layers[self.index]  # may have grown
                     assert step.slots is not None
                     blocks.store(signature, keys, values, step.slots)
                     if step.columns is not None:
@@ -253,7 +253,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def _visible_states(is_value: bool) -> property:
         def get(self: PagedLayer) -> Tensor | None:
             self._check_current()
-            layers = self.group.blocks.storage.layers
+            layers = self.group.group_memory.storage.layers
             if not self.num_positions or self.index not in layers:
                 return None
             blocks = layers[self.index]
@@ -289,7 +289,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def plain_bytes(self, num_rows: int, length: int) -> int:
         """Returns the bytes of keys and values that the stock layer would hold for `num_rows` rows
         of `length` positions; 0 if this layer has no blocks yet."""
-        blocks = self.group.blocks.storage.layers.get(self.index)
+        blocks = self.group.group_memory.storage.layers.get(self.index)
         if blocks is None:
             return 0
         window = self.group.spec.window
@@ -391,7 +391,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         # handles are dropped, since a deep copy would gather stale ones
         self.num_positions, self.packed_handles = length, None
         self.graph_states = None
-        blocks = self.group.blocks.storage.layers.get(self.index)
+        blocks = self.group.group_memory.storage.layers.get(self.index)
         if length and blocks is not None:
             self.lazy_initialization(blocks.keys, blocks.values)
 

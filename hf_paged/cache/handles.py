@@ -294,7 +294,8 @@ class LatentTensor(LazyTensor):
     attend_packed: Callable[..., Tensor]
     """Takes queries `(1, heads, T, key_dim)`, values, a packed step, and a tuple of scale, softcap
     and sinks. Returns the attention over these keys, `(T, heads, value_dim)`. Raises `NotPackable`
-    if the values come from other latents."""
+    if the values come from other latents, and `NotCapturable` if a recorded step must compute keys
+    from latents."""
 
 
 class Handles:

@@ -347,7 +347,7 @@ def wasted_bytes(page: int, heads: int, dim: int, lengths: list[int]) -> tuple[i
         cache.update(states, states, 0)
         (group,) = cache.groups.values()
         needed += 2 * states.nbytes
-        held += group.blocks.storage.nbytes
+        held += group.group_memory.storage.nbytes
         whole += -(-length // tokens) * tokens * 2 * states.nbytes // length
     return tokens, needed, held, whole
 

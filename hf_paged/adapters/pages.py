@@ -72,7 +72,7 @@ class AdapterPages:
         # resident
         self.num_hits = 0
         self.num_evictions = 0
-        block_manager.holders.add(self)
+        block_manager.other_owners.add(self)
 
     def __contains__(self, adapter: Hashable) -> bool:
         return adapter in self._adapters

@@ -85,15 +85,16 @@ def paged_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
-    to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast, in that of
-    autocast. Keys and values that are handles of a [`PagedCache`] are read in place in a packed
-    step, and in other steps if tokens were cached before, rows have few queries, and the result
-    equals that of the model's implementation. Otherwise that implementation is called with ordinary
-    tensors, and its attention weights, if any, are returned, too. `attention_mask`: a
-    [`PagedMask`], or a mask for the model's implementation, which also defines the `kwargs`
-    (`scaling`, `dropout`, `softcap`, `s_aux`, `position_bias`, ...). Raises `NotPackable` if the
-    backends cannot compute a packed step, `NotCapturable` if a recorded step needs the host, and
-    `ValueError` if the mask shows padding that was not stored.
+    to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast and unless
+    the queries are float64, in that of autocast. Keys and values that are handles of a
+    [`PagedCache`] are read in place in a packed step, and in other steps if tokens were cached
+    before, rows have few queries, and the result equals that of the model's implementation.
+    Otherwise that implementation is called with ordinary tensors, and its attention weights, if
+    any, are returned, too. `attention_mask`: a [`PagedMask`], or a mask for the model's
+    implementation, which also defines the `kwargs` (`scaling`, `dropout`, `softcap`, `s_aux`,
+    `position_bias`, ...). Raises `NotPackable` if the backends cannot compute a packed step,
+    `NotCapturable` if a recorded step needs the host, and `ValueError` if the mask shows padding
+    that was not stored.
     """
     # checked here, since the wrapper of `torch.compiler.disable` costs time in every layer
     function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention

@@ -48,7 +48,7 @@ class BlockManager:
         self.tier: Tier | None = None  # stores blocks that the prefix cache evicts (`set_tier`)
         self._sequences = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # live ones
         # owners of blocks with other content (adapter weights); each has a `recover` method
-        self.holders: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.other_owners: weakref.WeakSet[Any] = weakref.WeakSet()
         states = [index for index, group in enumerate(groups) if group.holds_states]
         self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
         # index of the first group of states that is not empty; `None` if there is none
@@ -348,7 +348,7 @@ class BlockManager:
                         # the next holder may write to the block before the copy runs
                         copies.pop(block_id, None)
             table.free()
-        blocks.unregister()
+        blocks.forget_registered()
         self._sequences.pop(blocks, None)
 
     def flush_copies(self) -> None:
@@ -359,14 +359,14 @@ class BlockManager:
                 copies.clear()
 
     def recover(self) -> None:
-        """Drops queued copies, the prefix cache and the blocks of `holders`, even if an exception
-        left them half changed. The caller must then recount the pools."""
+        """Drops queued copies, the prefix cache and the blocks of `other_owners`, even if an
+        exception left them half changed. The caller must then recount the pools."""
         self._copies = [{} for _ in self.groups]
         self.index.recover()
-        for holder in list(self.holders):
-            holder.recover()
+        for owner in list(self.other_owners):
+            owner.recover()
         for blocks in list(self._sequences):
-            blocks.unregister()
+            blocks.forget_registered()
 
     def match(
         self,
@@ -420,7 +420,8 @@ class BlockManager:
         num_tokens = blocks.num_registered * self.node_size
         num_shared = 0
         for table in blocks.tables:
-            for block_id in table.block_ids[: num_tokens // table.block_size]:
+            end = max(0, num_tokens // table.block_size - table.num_dropped)
+            for block_id in table.block_ids[:end]:
                 num_shared += table.pool.refcount(block_id) > num_rows
         return num_shared
 

@@ -28,8 +28,8 @@ class BlockPool:
     tables), cached (held by none, content kept) or free. Cached blocks are evicted in LRU order
     (PagedAttention, arXiv 2309.06180, section 4.2)."""
 
-    def __init__(self, num_blocks: int = 0, take: BlockSelector | None = None) -> None:
-        """`take` selects the blocks to allocate; by default, those free for the longest time."""
+    def __init__(self, num_blocks: int = 0, select: BlockSelector | None = None) -> None:
+        """`select` selects the blocks to allocate; by default, those free for the longest time."""
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -37,7 +37,7 @@ class BlockPool:
         self._kept: dict[int, Callable[[int], None]] = {}
         self.num_shared = 0  # blocks that more than one table holds
         self.peak_used = 0  # maximum number of blocks in use since the last `shrink`
-        self.take = take
+        self.select = select
         self._write_error: str | None = None
         # whether a table was garbage-collected while it held blocks, or `recount` has raised
         self.needs_recount = False
@@ -111,7 +111,7 @@ class BlockPool:
     def allocate(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
         """Returns the ids of `num_blocks` newly used blocks, each with refcount 1; evicts cached
         blocks if too few are free. `after`: the ids already in the table that gets the new ones,
-        for `take`. Raises `OutOfBlocksError` with nothing changed."""
+        for `select`. Raises `OutOfBlocksError` with nothing changed."""
         free = self._free
         if num_blocks > len(free) and num_blocks > self.num_available:
             cached = f" and {self.num_cached} cached" if self._cached else ""
@@ -121,10 +121,10 @@ class BlockPool:
             )
         while num_blocks > len(free):  # one at a time, since `on_evict` may free further blocks
             self.evict(1)
-        if self.take is None:
+        if self.select is None:
             block_ids = [free.popitem(last=False)[0] for _ in range(num_blocks)]
         else:
-            block_ids = self.take(free, self.num_blocks, num_blocks, after)
+            block_ids = self.select(free, self.num_blocks, num_blocks, after)
         for block_id in block_ids:
             self._refcounts[block_id] = 1
         self.peak_used = max(self.peak_used, len(self._refcounts) - len(free) - len(self._cached))

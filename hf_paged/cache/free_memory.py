@@ -163,10 +163,11 @@ def reserved_tensor(size: int) -> torch.Tensor:
 
 def discard(tensors: Iterable[torch.Tensor]) -> bool:
     """Gives the system the memory of the whole storages of these tensors, which stay at their
-    addresses. Their content is lost; the next write takes memory again. Returns whether that was
-    possible, and leaves the system nothing to count: not on devices and outside Linux, nor if
-    addresses are limited (`ulimit -v`) or charged as memory (`vm.overcommit_memory=2`). Memory that
-    shares a page with other objects, less than two pages per tensor, stays."""
+    addresses. Their content is lost; the next write takes memory again. Memory that shares a page
+    with other objects, less than two pages per tensor, stays. Returns `False` if a tensor keeps its
+    memory, such as one on a device: always outside Linux, and if addresses count even while unused,
+    toward a limit (`ulimit -v`) or as memory (`vm.overcommit_memory=2`). The content of the other
+    tensors may be lost even then."""
     madvise = _libc_function("madvise")
     is_on_linux = sys.platform == "linux" and madvise is not None
     if not is_on_linux or address_limit() is not None or _charges_addresses():

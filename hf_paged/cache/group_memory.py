@@ -34,8 +34,8 @@ CACHED_RATIO = 2
 
 def mirrored(move: Callable[..., Any]) -> Any:
     """Decorates a function that moves the content of a [`GroupMemory`]'s blocks, so that the
-    memory's other processes (`PagedMemory.processes`) repeat each call. Apart from forwards, only
-    decorated functions may call code that moves content (`tests/ranks/test_mirror.py`)."""
+    memory's other processes (`PagedMemory.processes`) repeat each call. In a memory with other
+    processes, only forwards and decorated functions move content (`tests/ranks/test_mirror.py`)."""
 
     @functools.wraps(move)
     def mirrored_move(group: GroupMemory, *arguments: Any) -> Any:
@@ -319,7 +319,7 @@ class GroupMemory:
     ) -> KVBlocks:
         """Converts a layer to dtypes that also hold these K/V; raises as `layer` does."""
         memory = self.memory
-        new_block_bytes = self.storage.outline(*layer.widened(keys, values)).block_bytes
+        new_block_bytes = self.storage.outline(*layer.widened_states(keys, values)).block_bytes
         num_bytes = self.pool.num_blocks * max(0, new_block_bytes - layer.block_bytes)
         if num_bytes and not budget.charge(memory, num_bytes):
             raise OutOfBlocksError(

@@ -226,8 +226,8 @@ class PagedTensor(ReadOnlyTensor):
         return self._dense
 
     def _own_mode(self) -> torch.inference_mode:
-        """A context for making `_dense`: whether this handle is an inference tensor, since torch
-        makes views of `_dense` views of this handle."""
+        """A context in which a tensor for `_dense` is an inference tensor if this handle is one, as
+        it must be, since torch makes views of `_dense` views of this handle."""
         return torch.inference_mode(self.is_inference())
 
     def materialize(self) -> None:
@@ -294,7 +294,8 @@ class LatentTensor(LazyTensor):
     attend_packed: Callable[..., Tensor]
     """Takes queries `(1, heads, T, key_dim)`, values, a packed step, and a tuple of scale, softcap
     and sinks. Returns the attention over these keys, `(T, heads, value_dim)`. Raises `NotPackable`
-    if the values come from other latents."""
+    if the values come from other latents, and `NotCapturable` if a recorded step must compute keys
+    from latents."""
 
 
 class Handles:

@@ -41,12 +41,14 @@ def end_use(memory: PagedMemory) -> None:
     """Marks the end of a call, or of an engine's last request. Unless the pool is used again, it is
     freed after `idle_release_seconds` (0: at once; `None`: only under `hf_paged.budget`), but not
     while a caller's cache holds blocks."""
+    memory.last_used = time.monotonic()
     seconds = memory.config.idle_release_seconds
-    # the clocks of several processes differ: an engine's first one frees the pools of all, while
-    # those of `generate` stay
+    # the clocks of several processes differ: an engine's first process frees the pools of all, and
+    # the pools of `generate` over several processes are not freed
     keeps_pool = memory.processes is not None and not memory.processes.leads
     if seconds is None or keeps_pool or (seconds == 0 and memory.release()):
-        begin_use(memory)
+        with _lock:
+            _deadlines.pop(memory, None)
     else:
         _schedule(memory, seconds or MIN_WAIT)
     budget.enforce()

@@ -124,7 +124,7 @@ class KVBlocks:
             return False
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
-    def widened(self, keys: Tensor, values: Tensor) -> list[Tensor]:
+    def widened_states(self, keys: Tensor, values: Tensor) -> list[Tensor]:
         """Returns empty states like `keys` and `values`, in dtypes that also hold `dtypes`."""
         pairs = zip((keys, values), self.dtypes)
         return [

@@ -34,14 +34,15 @@ class LayerGroup:
         self.spec = spec
         self.index = rows.specs.index(spec)
         self.memory = rows.memory
-        self.blocks = rows.memory.group(spec)
+        self.group_memory = rows.memory.group(spec)
         rows.groups[spec] = self
         # step of the current packed forward, during which the cache holds no rows
         self.packed_step: StepMetadata | None = None
 
     def clear(self, expected_paddings: tuple[tuple[int, ...], int] | None = None) -> None:
-        """Empties the group. `expected_paddings`: the paddings of the first step and its length, if
-        known in advance; a first step of another shape ignores them."""
+        """Called when all tables are empty: sets the length to 0. `expected_paddings`: the paddings
+        of the first step and its length, if known in advance; a first step of another shape ignores
+        them."""
         self.expected_paddings = expected_paddings
         self.set_rows((), 0)
 
@@ -185,7 +186,7 @@ class LayerGroup:
         self._check_extend(context_len, length)
         with self.memory.changing():
             self._extend(tables, ranges, context_len, length)
-        self.blocks.pool.check_writable(
+        self.group_memory.pool.check_writable(
             block_id
             for table, tokens in zip(tables, ranges)
             for block_id in table.read_only_blocks(*tokens)
@@ -272,7 +273,7 @@ class LayerGroup:
         device: torch.device | str,
     ) -> StepMetadata:
         tables = self.tables
-        size = self.blocks.block_size
+        size = self.group_memory.block_size
         if self._block_tables is None:
             num_blocks = (len(table.block_ids) for table in tables)
             width = max(num_blocks, default=0)

@@ -62,11 +62,12 @@ class PagedLayer(cache_utils.DynamicLayer):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         """Stores new K/V `(batch, heads, n, dim)`; returns all visible K/V: tensors with their
-        graph if gradients reach new or stored K/V, dense tensors in decodes with `should_gather`,
-        otherwise handles. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
-        batch size or K/V that do not fit; `NotPackable` for another shape than the packed step's;
-        and `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
-        differentiation), or if the layer missed an operation (`_check_current`)."""
+        graph if gradients reach new or stored K/V, `own_attention.row_tensors` in a step with a
+        `key_len`, dense tensors in decodes with `should_gather`, otherwise handles. Raises, with
+        nothing stored: `OutOfBlocksError`; `ValueError` for another batch size or K/V that do not
+        fit; `NotPackable` for another shape than the packed step's; and `RuntimeError` for K/V that
+        a function transform traces (`torch.func`, forward-mode differentiation), or if the layer
+        missed an operation (`_check_current`)."""
         if torch.compiler.is_dynamo_compiling():
             # checked here, because the wrapper of `torch.compiler.disable` slows every call
             return self._update_untraced(key_states, value_states)
@@ -136,10 +137,10 @@ class PagedLayer(cache_utils.DynamicLayer):
         while True:
             try:
                 with group.memory.lock:
-                    old_blocks = group.blocks.storage.layers.get(self.index)
+                    old_blocks = group.group_memory.storage.layers.get(self.index)
                     if old_blocks is None or old_blocks.store_signature != signature:
                         num_new_tables = group.num_new_tables(context_len)
-                        group.blocks.layer(
+                        group.group_memory.layer(
                             self.index,
                             keys,
                             values,
@@ -148,7 +149,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                         )
                     step = group.advance(batch_size, context_len, query_len, device)
                     step = step.on(device)
-                    blocks = group.blocks.storage.layers[self.index]  # may have grown
+                    blocks = group.group_memory.storage.layers[self.index]  # may have grown
                     assert step.slots is not None
                     blocks.store(signature, keys, values, step.slots)
                     if step.columns is not None:
@@ -252,7 +253,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def _visible_states(is_value: bool) -> property:
         def get(self: PagedLayer) -> Tensor | None:
             self._check_current()
-            layers = self.group.blocks.storage.layers
+            layers = self.group.group_memory.storage.layers
             if not self.num_positions or self.index not in layers:
                 return None
             blocks = layers[self.index]
@@ -288,7 +289,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def plain_bytes(self, num_rows: int, length: int) -> int:
         """Returns the bytes of keys and values that the stock layer would hold for `num_rows` rows
         of `length` positions; 0 if this layer has no blocks yet."""
-        blocks = self.group.blocks.storage.layers.get(self.index)
+        blocks = self.group.group_memory.storage.layers.get(self.index)
         if blocks is None:
             return 0
         window = self.group.spec.window
@@ -390,7 +391,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         # handles are dropped, since a deep copy would gather stale ones
         self.num_positions, self.packed_handles = length, None
         self.graph_states = None
-        blocks = self.group.blocks.storage.layers.get(self.index)
+        blocks = self.group.group_memory.storage.layers.get(self.index)
         if length and blocks is not None:
             self.lazy_initialization(blocks.keys, blocks.values)
 

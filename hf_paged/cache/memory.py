@@ -183,7 +183,7 @@ class PagedMemory:
 
     def recover(self) -> None:
         """Makes all pools agree with the tables of live sequences after an exception that may have
-        left a change half done. Drops all cached blocks, those of `BlockManager.holders`, and
+        left a change half done. Drops all cached blocks, those of `BlockManager.other_owners`, and
         queued copies, whose sequences must then be recomputed. If this method raises, the next
         change or count of blocks calls it again."""
         with self.lock:
@@ -303,7 +303,7 @@ class PagedMemory:
             return
         free = total - num_used
         if num_needed > free:
-            raise over_limit_error(num_needed, self.block_size, free, total, "`num_blocks`")
+            raise over_limit_error(num_needed, group.block_size, free, total, "`num_blocks`")
         excess = num_used + self.num_cached + num_needed - total
         for evicted_group in (group, *self.groups.values()):
             if excess <= 0:

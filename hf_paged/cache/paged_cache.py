@@ -240,7 +240,7 @@ class PagedCache(DynamicCache):
         memory_fraction = config.memory_fraction or DEFAULT_MEMORY_FRACTION
         reservation = Reservation({}, {}, {}, memory_fraction)
         for spec, group in self.groups.items():
-            size = group.blocks.block_size
+            size = group.group_memory.block_size
             blocks_per_sequence = spec.num_spanned(0, num_tokens, 1, 0, size) + 1
             blocks_per_step = config.max_num_batched_tokens // size
             num_live_blocks = num_sequences * blocks_per_sequence + blocks_per_step
@@ -250,9 +250,9 @@ class PagedCache(DynamicCache):
             reservation.num_layers[spec] = max(1, group.num_layers)
         with self.memory.lock:
             for group in self.groups.values():
-                blocks = group.blocks
-                has_content = blocks.pool.num_used or blocks.pool.num_cached
-                blocks.storage.reserve(reservation, drops=not has_content)
+                group_memory = group.group_memory
+                has_content = group_memory.pool.num_used or group_memory.pool.num_cached
+                group_memory.storage.reserve(reservation, drops=not has_content)
 
     def take(
         self,

@@ -32,8 +32,8 @@ class SequenceBlocks(_WithWeakRefs):
     # token counts at which a step must end, so that `register` can register the state there
     stops: tuple[int, ...] = ()
 
-    def unregister(self) -> None:
-        """Forgets its nodes in the prefix index and its capacity."""
+    def forget_registered(self) -> None:
+        """Forgets `node`, `num_registered` and `capacity`. The prefix index keeps its nodes."""
         self.node, self.num_registered, self.capacity = None, 0, 0
 
     def __del__(self) -> None:

@@ -104,7 +104,7 @@ class BlockStorage:
                     f"layer {index} stores (heads, dim, device) {stored}, but the new keys or"
                     f" values have {new}: use one cache per model"
                 )
-        wider_keys, wider_values = layer.widened(keys, values)
+        wider_keys, wider_values = layer.widened_states(keys, values)
         dtypes = (wider_keys.dtype, wider_values.dtype)
         if dtypes == layer.dtypes:
             return layer

@@ -110,7 +110,7 @@ class HiddenStates:
         group = layer.group
         with group.memory.lock:
             # `num_layers` is 1, so that the bytes of other layers are not estimated from this one
-            group.blocks.layer(layer.index, keys, values, 1, group.num_new_tables(0))
+            group.group_memory.layer(layer.index, keys, values, 1, group.num_new_tables(0))
         layer.update(keys, values)
         layer.packed_handles = None
 
@@ -123,9 +123,9 @@ class HiddenStates:
             table = sequence.tables[group.index]
             slots += table.slots(first, end)
         with group.memory.lock:
-            blocks = group.blocks.storage.layers[self._layer.index]
+            blocks = group.group_memory.storage.layers[self._layer.index]
             slot_ids = numbers_on(blocks.keys.device, slots)
-            size = group.blocks.block_size
+            size = group.group_memory.block_size
             index = (slot_ids // size, slice(None), slot_ids % size)
             # each (n, heads, head_dim)
             halves = [quantized.read(stored, index, dtype) for stored, dtype in blocks.pair]

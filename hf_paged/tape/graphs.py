@@ -80,7 +80,7 @@ def make_recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | Non
         return None  # a graph runs on one device
     caches = [cache] if cache.cross is None else [cache, cache.cross]
     specs = tuple(spec for sub_cache in caches for spec in sub_cache.groups)
-    groups = [group.blocks for sub_cache in caches for group in sub_cache.groups.values()]
+    groups = [group.group_memory for sub_cache in caches for group in sub_cache.groups.values()]
     graphs: Any = memory.recorders.get(specs)
     identity = (weakref.ref(model), model.device, groups)
     if not isinstance(graphs, StepGraphs) or graphs.identity != identity:

@@ -139,7 +139,7 @@ class RectangleReplays:
             return None
         groups = []
         for number, group in enumerate(self._groups):
-            block_size = group.blocks.block_size
+            block_size = group.group_memory.block_size
             tables = [blocks.tables[number] for blocks in rectangle.blocks]
             if self._recorder.reads_keys and any(table.num_dropped for table in tables):
                 return None  # a mask would need each row's first column

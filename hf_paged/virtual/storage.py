@@ -50,8 +50,8 @@ def make_storage(
     """Makes the storage of a layer group (`seams.StorageFactory`)."""
     options = config.storage
     assert isinstance(options, VirtualStorage)
-    take = functools.partial(_take_runs, 1 + options.blocks_ahead)
-    return MappedStorage(block_size, BlockPool(take=take), spec, options, before_move)
+    select = functools.partial(_take_runs, 1 + options.blocks_ahead)
+    return MappedStorage(block_size, BlockPool(select=select), spec, options, before_move)
 
 
 def _take_runs(

@@ -93,6 +93,12 @@ def test_any_operation_sees_what_the_model_s_own_mask_would_be(implementation: s
         assert not isinstance(mask[index], PagedMask) and torch.equal(mask[index], own[index])
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
+def test_a_mask_has_the_dtype_of_its_dense_form(implementation: str) -> None:
+    mask = PagedMask(arguments(), implementation, MaskPattern(causal=True))
+    assert mask.dtype == mask.dense().dtype
+
+
 @contextmanager
 def negated() -> Iterator[Callable[..., torch.Tensor]]:
     """An operation that takes its tensor by keyword alone."""

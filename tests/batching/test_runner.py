@@ -63,7 +63,7 @@ class Bench:
         self.cache = PagedCache(model.config, memory=self.memory)
         recorder = find_recorder(model, self.cache, self.memory.config.capture)
         self.runner = PackedRunner(model, self.cache, can_mix_lengths, recorder)
-        self.groups = [group.blocks for group in self.cache.groups.values()]
+        self.groups = [group.group_memory for group in self.cache.groups.values()]
 
     def run(self, items: list[tuple[Any, int]]) -> torch.Tensor:
         with torch.no_grad(), switch_attention(list(self.model.modules())):

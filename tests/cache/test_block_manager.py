@@ -119,6 +119,21 @@ def test_a_hit_needs_what_the_window_shows() -> None:
     assert [hit(blocks, range(n)) for n in (25, 21, 17)] == [24, 20, 0]
 
 
+def test_only_registered_blocks_count_as_shared_after_a_window_has_dropped_some() -> None:
+    blocks = manager(6)
+    sequence = stored(blocks, range(8))
+    for start in range(8, 24, 4):
+        assert blocks.append(sequence, 4)
+        blocks.register(sequence, range(24), start + 4, None)
+    assert blocks.append(sequence, 2)
+    (table,) = sequence.tables
+    assert (table.num_dropped, len(table.block_ids)) == (4, 3)
+    forks = [blocks.fork(sequence), blocks.fork(sequence)]
+    assert blocks.num_shared_blocks(sequence, num_rows=1) == 2, "not the tail"
+    for each in (sequence, *forks):
+        blocks.free(each)
+
+
 def test_a_copy_whose_target_went_back_is_not_made_to_blocks_of_a_cache() -> None:
     """An interrupted step leaves no copies to the next one: a cache of the same memory may hold the
     blocks."""

@@ -15,6 +15,8 @@ import torch
 
 import hf_paged
 from hf_paged.cache import idle
+from hf_paged.cache.memory import PagedMemory
+from hf_paged.config import PagedConfig
 from hf_paged.model import registry
 from tests.support import models
 from tests.support.models import BLOCK_SIZE, build
@@ -131,6 +133,19 @@ def test_engine_is_idle_without_unfinished_requests() -> None:
             assert (_held(engine) > 0) == ("a" not in found)
         assert found == {"a": expected, "b": expected[:2]}
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("seconds", [None, 0.0, 60.0])
+def test_the_end_of_a_call_is_the_last_use_of_its_pool(seconds: float | None) -> None:
+    """`hf_paged.budget` frees the least recently used idle pools first."""
+    config = PagedConfig(idle_release_seconds=seconds)
+    long_use, short_use = PagedMemory(config), PagedMemory(config)
+    for memory in (long_use, short_use):
+        idle.begin_use(memory)
+    for memory in (short_use, long_use):
+        time.sleep(0.02)  # longer than a tick of the clock
+        idle.end_use(memory)
+    assert long_use.last_used > short_use.last_used
 
 
 _SCRIPT = """

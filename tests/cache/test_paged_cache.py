@@ -334,11 +334,11 @@ def test_blocks_that_grew_are_not_kept_by_handles_of_the_last_packed_step(
     cache.update(states, states, 0)
     cache.reset()
     (group,) = cache.groups.values()
-    (block,) = group.blocks.take(1)
+    (block,) = group.group_memory.take(1)
     table, slots = torch.tensor([[block]], dtype=torch.int32), torch.arange(3)[None] + 8 * block
     step, storage = (
         StepMetadata.rectangle(table, [3], 8, query_len=3, slots=slots),
-        group.blocks.storage,
+        group.group_memory.storage,
     )
     for _ in range(2):
         cache.set_packed_steps([step])

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
+
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.cache.block_pool import BlockPool
+from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.group_memory import KEPT_STATES
 from hf_paged.cache.groups import UNBOUNDED, GroupSpec
 from hf_paged.cache.memory import PagedMemory
@@ -51,6 +53,12 @@ def test_with_states_alone_only_snapshots_are_known() -> None:
     blocks.groups[0].pool.evict(9)
     blocks.check_integrity()
     assert not blocks.index._roots
+
+
+def test_a_limit_on_slots_is_not_told_in_tokens() -> None:
+    memory = PagedMemory(PagedConfig(num_blocks=2))
+    with pytest.raises(OutOfBlocksError, match="needs 3 slots for states, but only 2 of 2"):
+        memory.group(StateSpec()).take(3)
 
 
 def test_a_few_snapshots_are_kept_without_a_budget() -> None:

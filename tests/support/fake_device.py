@@ -145,11 +145,11 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
         for group in runner.cache.groups.values():
             blocks = {
                 index: each.like([move(x) for x in each.data])
-                for index, each in group.blocks.storage.layers.items()
+                for index, each in group.group_memory.storage.layers.items()
             }
             for each in blocks.values():
                 each.store_signature = ()
-            stack.enter_context(mock.patch.object(group.blocks.storage, "layers", blocks))
+            stack.enter_context(mock.patch.object(group.group_memory.storage, "layers", blocks))
         forget()
         try:
             yield

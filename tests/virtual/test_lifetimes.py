@@ -68,7 +68,7 @@ def refill(cache: PagedCache, length: int = 70) -> None:
 
 
 def storage_of(cache: PagedCache) -> MappedStorage:
-    found = cache.layers[0].group.blocks.storage
+    found = cache.layers[0].group.group_memory.storage
     assert isinstance(found, MappedStorage)
     return found
 
@@ -105,7 +105,7 @@ def test_a_finalizer_waits_for_no_lock_and_changes_nothing_that_it_guards(
     """Collections run in any thread, under any lock: one that waited for the memory's lock would be
     a deadlock."""
     cache, _ = filled(options)
-    memory, pool = cache.memory, cache.layers[0].group.blocks.pool
+    memory, pool = cache.memory, cache.layers[0].group.group_memory.pool
 
     def collect() -> None:
         nonlocal cache

@@ -109,7 +109,7 @@ def attend(call: AttentionCall) -> Tensor:
 def _attend_rows(call: AttentionCall) -> Tensor:
     """Computes `attend` for rows with equally many queries, at most `MAX_QUERIES`: by the step's
     cascade, or one that is estimated to be faster, if there is one, the call has no bias, and the
-    prefill kernel supports it."""
+    prefill kernel supports it; otherwise by the decode kernel."""
     from ...kernels.triton import attention  # needs Triton
 
     query = call.query

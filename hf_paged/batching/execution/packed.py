@@ -68,7 +68,7 @@ class PackedRunner(Runner):
         self.windows: list[int | None] = [spec.window for spec in cache.groups]
         """Attention window of each layer group, in the order of a sequence's tables."""
         groups = cache.groups.values()
-        self._block_sizes = [group.blocks.block_size for group in groups]
+        self._block_sizes = [group.group_memory.block_size for group in groups]
         self._table_rows = [TableRows() for _ in self.windows]
         self.rope = find_length_rope(model, model.modules())
         self.supports_drafts = self.rope is None

@@ -147,7 +147,7 @@ def find_media() -> MediaRoom:
 
 def empty_blocks(cache: PagedCache) -> SequenceBlocks:
     """Returns empty tables, for a row that is not stored."""
-    groups = [group.blocks for group in cache.groups.values()]
+    groups = [group.group_memory for group in cache.groups.values()]
     return SequenceBlocks(tuple(BlockTable(group.pool, group.block_size) for group in groups))
 
 

@@ -41,7 +41,7 @@ class Scheduler:
     watermark: float = 0.01  # fraction of all blocks that admission keeps free for running requests
     arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
     rope: Rope | None = None  # rotary factors, if they depend on the sequence's length
-    # told when requests run and wait
+    # told when requests wait, run and end
     timeline: RequestListener = field(default_factory=RequestListener)
     drafter: OnDemand[Drafter] = field(default_factory=OnDemand)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)  # as `RequestQueue.adapters`

@@ -322,7 +322,9 @@ class RequestState(Generation):
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
         """Returns the tokens of the result that no output has reported, in the form of `outputs`:
         there may be some if a step failed, or if the request was cancelled during a step. The last
-        output includes the text that the text tracker has held back."""
+        output includes the text that the text tracker has held back. If the tokenizer raises, the
+        tokens have no text; the result, already made, does not hold that error, and an interrupt is
+        stored in `interrupt`."""
         if not self.reports_tokens:
             return []
         token_rows = (

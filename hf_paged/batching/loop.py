@@ -57,8 +57,7 @@ class StepLoop:
         self.unreported: deque[Generation] = deque()
         self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
-        # whether an exception now would leave the step's bookkeeping half changed
-        self._is_mid_update = False
+        self._is_mid_update = False  # whether an exception may leave bookkeeping half changed
         self._is_recovery_due = False  # whether the last `recover` raised
 
     def counts(self) -> dict[str, float]:
@@ -336,8 +335,7 @@ class StepLoop:
 
     def _run(self, plan: StepPlan) -> Tensor | None:
         """Runs a step's forward and commits the step. If the forward fails, undoes the step. Raises
-        interrupts and `RankLostError`; for other errors, calls `_handle_failure` and returns
-        `None`."""
+        interrupts and `RankLostError`; for others, calls `_handle_failure` and returns `None`."""
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:

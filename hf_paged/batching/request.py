@@ -281,8 +281,8 @@ class Request:
 
     def record_hits(self) -> None:
         """Called after an admission: records how many tokens were cached, unless a step has already
-        computed tokens of the request."""
-        if self.admitted_at is None:
+        computed tokens of the request or the request has been preempted."""
+        if self.admitted_at is None and not self.num_preemptions:
             computed = (sequence.num_computed_tokens for sequence in self.sequences)
             self.num_hit_tokens = sum(computed)
 

@@ -200,8 +200,8 @@ class Scheduler:
     def _continue_row(
         self, request: Request, sequence: Sequence, num_to_compute: int, budget: Budget
     ) -> bool:
-        """Schedules tokens of a running sequence that has a draft, needs a block or has several
-        tokens to compute. Returns whether later sequences may get tokens."""
+        """Schedules tokens of a running sequence that is not on the fast path of
+        `_continue_running`. Returns whether later sequences may get tokens."""
         if num_to_compute == 1:
             if budget.num_tokens <= 0:
                 return False
@@ -240,11 +240,7 @@ class Scheduler:
         return limit
 
     def _schedule_tokens(
-        self,
-        request: Request,
-        sequence: Sequence,
-        limit: int,
-        may_preempt: bool = True,
+        self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True
     ) -> int:
         """Schedules up to `limit` tokens of `sequence`, and returns their number. A whole prompt
         may exceed `limit`, unless a chunk of another forward is scheduled. If too few blocks are

@@ -283,7 +283,7 @@ class StepLoop:
                     if not generation.skips_reports or generation.is_closed:
                         self.unreported.append(generation)
                     generation.is_sampling = False
-            self._repeat(to_repeat)
+            self._rewind(to_repeat)
         except BaseException as cause:
             self._fail_interrupted(ready, to_repeat, applying, cause, bool(results))
             raise
@@ -455,7 +455,7 @@ class StepLoop:
         self.unreported.append(generation)  # last: another thread may now read the error
         return interrupt
 
-    def _repeat(self, generations: list[Generation]) -> None:
+    def _rewind(self, generations: list[Generation]) -> None:
         """Undoes the last step of these generations; later steps compute and sample their tokens
         again."""
         for generation in generations:
@@ -490,7 +490,7 @@ class StepLoop:
                 if generation.can_repeat and generation is not applying
             ]
         try:
-            self._repeat(to_repeat)
+            self._rewind(to_repeat)
             if is_mid_update:
                 self.recover()
         finally:

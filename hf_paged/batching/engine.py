@@ -123,7 +123,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             OSError, TypeError, ValueError: those of transformers' `from_pretrained` and of
                 [`PagedEngine`].
         """
-        # all checks come before the load
+        # all checks that need no model come before the load
         fields = PagedConfig.__annotations__
         reject_engine_arguments(
             {name: value for name, value in load_kwargs.items() if name in fields}
@@ -182,8 +182,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 step that runs the request.
             request_id (`str`, *optional*): An id that no unfinished request has. Default: a
                 generated id.
-            priority (`int`, within 2**31): Lower runs earlier. A request whose priority is lower by
-                1 overtakes up to 256 earlier arrivals.
+            priority (`int`, at most 2**31 - 1 in absolute value): Lower runs earlier. A request
+                whose priority is lower by 1 overtakes up to 256 earlier arrivals.
             logits_processor, stopping_criteria (lists, *optional*): As in `generate`, over this
                 request's rows.
             streamer (*optional*): As in `generate`. It gets the prompt in this call. Its `end` is

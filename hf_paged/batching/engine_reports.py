@@ -85,7 +85,8 @@ class EngineReports:
 
     @guarded
     def check_integrity(self) -> None:
-        """Raises `AssertionError` unless pools, block tables and reference counts agree."""
+        """Frees the blocks of garbage-collected caches, then raises `AssertionError` unless pools,
+        block tables and reference counts agree."""
         self.memory.free_abandoned()
         with self._core.lock, self.memory.lock:
             self.memory.check_integrity()

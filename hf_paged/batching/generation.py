@@ -314,7 +314,7 @@ class RequestState(Generation):
             ]
         if self._last_report[2] is not None:
             outputs, tracker = self._with_text(self.new_tokens)
-        else:  # no further call for each row of each step
+        else:  # without `_with_text`, to save Python calls in every step
             outputs, tracker = list(zip(self.new_tokens or [{}], itertools.repeat(None))), None
         self._last_report = decoding.length, outputs, tracker
         return outputs
@@ -322,7 +322,9 @@ class RequestState(Generation):
     def remaining_outputs(self, result: RequestResult) -> list[Output]:
         """Returns the tokens of the result that no output has reported, in the form of `outputs`:
         there may be some if a step failed, or if the request was cancelled during a step. The last
-        output includes the text that the text tracker has held back."""
+        output includes the text that the text tracker has held back. If the tokenizer raises, the
+        tokens have no text; the result, already made, does not hold that error, and an interrupt is
+        stored in `interrupt`."""
         if not self.reports_tokens:
             return []
         token_rows = (
@@ -374,7 +376,9 @@ class RequestState(Generation):
         if isinstance(error, Exception) and not is_interrupt(error):
             return error
         self.interrupt = error
-        return RuntimeError(f"interrupted by {error!r} while the request's tokens were decoded")
+        return RuntimeError(
+            f"interrupted by {error!r} while the request's tokens were being decoded"
+        )
 
     def result(self, reason: str | None) -> RequestResult:
         """Makes the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of sequences
@@ -478,6 +482,9 @@ def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
         if any(
             len(tensor) == num_prompts and bool((tensor != tensor[:1]).any()) for tensor in tensors
         ):
-            raise ValueError(f"`inputs` hold {num_prompts} prompts: pass the inputs of one prompt")
+            raise ValueError(
+                f"a request takes one prompt, but its inputs hold {num_prompts}: pass the inputs of"
+                " one prompt"
+            )
         input_ids, inputs = input_ids[:1], first_row(prompts)
     return replace(prompts, input_ids=input_ids, model_kwargs=inputs, paddings=[0])

@@ -57,7 +57,7 @@ class StepLoop:
         self.unreported: deque[Generation] = deque()
         self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
         self._progress = Progress()
-        self._is_mid_update = False  # whether an exception now would split the step's bookkeeping
+        self._is_mid_update = False  # whether an exception may leave bookkeeping half changed
         self._is_recovery_due = False  # whether the last `recover` raised
 
     def counts(self) -> dict[str, float]:
@@ -117,9 +117,9 @@ class StepLoop:
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """Returns the generations to end when a repeated step raises `error`: the one of the
-        first waiting request if no request runs or `error` is an `OutOfBlocksError`, otherwise
-        those of running requests."""
+        """Returns the generations to end when a repeated step raises `error`: if a waiting request
+        may begin, and no request runs or `error` is an `OutOfBlocksError`, that of the first such
+        request; otherwise those of running requests."""
         first = self.first_waiting_generation
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -283,7 +283,7 @@ class StepLoop:
                     if not generation.skips_reports or generation.is_closed:
                         self.unreported.append(generation)
                     generation.is_sampling = False
-            self._repeat(to_repeat)
+            self._rewind(to_repeat)
         except BaseException as cause:
             self._fail_interrupted(ready, to_repeat, applying, cause, bool(results))
             raise
@@ -335,7 +335,7 @@ class StepLoop:
 
     def _run(self, plan: StepPlan) -> Tensor | None:
         """Runs a step's forward and commits the step. If the forward fails, undoes the step. Raises
-        interrupts and `RankLostError`; for other errors, calls `_end_failed` and returns `None`."""
+        interrupts and `RankLostError`; for others, calls `_handle_failure` and returns `None`."""
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:
@@ -347,7 +347,7 @@ class StepLoop:
             if is_interrupt(error) or isinstance(error, RankLostError):
                 self._is_mid_update = False
                 raise
-            self._end_failed(plan, error, num_unsized)
+            self._handle_failure(plan, error, num_unsized)
             return None
         seconds = time.perf_counter() - start
         with self.memory.lock:
@@ -362,7 +362,7 @@ class StepLoop:
             cost_model.observe_prefill(plan.num_tokens, seconds)
         return logits
 
-    def _end_failed(
+    def _handle_failure(
         self,
         plan: StepPlan,
         error: BaseException,
@@ -455,7 +455,7 @@ class StepLoop:
         self.unreported.append(generation)  # last: another thread may now read the error
         return interrupt
 
-    def _repeat(self, generations: list[Generation]) -> None:
+    def _rewind(self, generations: list[Generation]) -> None:
         """Undoes the last step of these generations; later steps compute and sample their tokens
         again."""
         for generation in generations:
@@ -490,7 +490,7 @@ class StepLoop:
                 if generation.can_repeat and generation is not applying
             ]
         try:
-            self._repeat(to_repeat)
+            self._rewind(to_repeat)
             if is_mid_update:
                 self.recover()
         finally:

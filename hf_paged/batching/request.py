@@ -117,16 +117,16 @@ class Sequence:
         self.num_computed_tokens = num_computed
 
     def share_blocks(self, parent: Sequence, block_manager: BlockManager) -> None:
-        """Forks the blocks of `parent`, as far as they are computed. Does not free this sequence's
-        earlier blocks."""
+        """Forks the blocks of `parent`, if it has any, and copies its number of computed tokens.
+        Does not free this sequence's earlier blocks."""
         self.blocks = NO_BLOCKS
         if parent.blocks is not NO_BLOCKS:
             self.blocks = block_manager.fork(parent.blocks)
         self.num_computed_tokens = parent.num_computed_tokens
 
     def fork_from(self, parent: Sequence, block_manager: BlockManager) -> None:
-        """Copies the tokens and counts of `parent`, and forks its blocks. Does not free this
-        sequence's earlier blocks."""
+        """Copies the tokens and counts of `parent`, shares its blocks on the host, and forks those
+        in the pool. Does not free this sequence's earlier blocks."""
         self.share_blocks(parent, block_manager)
         self.token_ids, self.swapped = list(parent.token_ids), parent.swapped
         self.logits_length = parent.logits_length
@@ -280,10 +280,9 @@ class Request:
         return True
 
     def record_hits(self) -> None:
-        """Called after an admission: if it is the first one, and the rows have no new tokens yet,
-        records how many tokens were cached."""
-        num_tokens = self.sequences[0].num_tokens
-        if not self.num_preemptions and num_tokens == self.num_prompt_tokens:
+        """Called after an admission: records how many tokens were cached, unless a step has already
+        computed tokens of the request or the request has been preempted."""
+        if self.admitted_at is None and not self.num_preemptions:
             computed = (sequence.num_computed_tokens for sequence in self.sequences)
             self.num_hit_tokens = sum(computed)
 
@@ -373,8 +372,9 @@ class Request:
 
 
 class RequestListener:
-    """Called by a scheduler as its requests wait, run and end. This class only counts steps;
-    `tools.timeline.Timeline` keeps the history of an engine's requests."""
+    """Called by a loop's scheduler as requests wait, run and end, and by its ledger as drafts are
+    verified. This class only counts steps; `tools.timeline.Timeline` keeps the history of an
+    engine's requests."""
 
     num_steps = 0  # scheduled so far
 

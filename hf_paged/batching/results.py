@@ -205,7 +205,7 @@ class EngineStats:
     """The current state of a `PagedEngine`, and counters since the engine was made.
 
     Args:
-        num_blocks (`int`, *optional*): `PagedConfig.num_blocks`; `None`: no limit was set.
+        num_blocks (`int`, *optional*): `PagedConfig.num_blocks`; `None` if it is not set.
         used_blocks, shared_blocks, cached_blocks, peak_blocks (`int`): Blocks that sequences hold;
             blocks that several sequences hold; blocks that only the prefix cache holds; the maximum
             of `used_blocks` since `PagedEngine.memory` was made or `memory_stats(..., reset=True)`
@@ -219,8 +219,9 @@ class EngineStats:
         waste_percent (`float`): Percentage of the slots of used blocks that held no token at the
             peak.
         num_running, num_waiting (`int`): Requests in the batch, and requests that wait to be
-            admitted.
-        num_finished, num_preemptions, num_swaps (`int`): Since the engine was made.
+            admitted, for the first time or after a preemption.
+        num_finished, num_preemptions, num_swaps (`int`): Requests that have ended, even early;
+            preemptions; and swaps to host memory; since the engine was made.
         num_prompt_tokens, num_prefix_hit_tokens (`int`): Prompt tokens of the requests admitted
             since the engine was made, and those of them found in the prefix cache.
         num_generated_tokens, num_steps (`int`): Since the engine was made.

@@ -352,6 +352,18 @@ def test_hit_tokens_are_those_of_the_prompt_when_it_was_first_admitted() -> None
     assert [result.num_prefix_hit_tokens for result in results] == [0] * 4
 
 
+def test_hit_tokens_stay_those_of_the_first_admission_after_a_recovery() -> None:
+    ids = prompts(48)[0]
+    with engine_of(max_num_batched_tokens=8) as engine:
+        engine.generate([ids[:17]], GREEDY)
+        request_id = engine.add_request(ids, GREEDY)
+        engine.step()
+        loop = engine._core.loop
+        assert loop is not None
+        loop.recover()  # as after an interrupt; drops the prefix cache
+        assert run_all(engine)[request_id].num_prefix_hit_tokens == 16
+
+
 def test_integrity_is_checked_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_of() as engine:
         engine.generate([TEXT], GREEDY)

@@ -362,7 +362,7 @@ class PackedRunner(Runner):
             context.begin(num_tokens, head_tokens)
         store_hidden = self.store_hidden
         if store_hidden is not None:
-            arguments["output_hidden_states"] = -1  # selects the last ones
+            arguments["output_hidden_states"] = -1  # only those of the last layer
         arguments[self._cache_name] = cache
         self._count_forward()
         self.cache.set_packed_steps(steps, positions)

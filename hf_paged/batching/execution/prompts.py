@@ -46,13 +46,14 @@ class PromptsError(RowsError):
 
 @dataclass(eq=False)
 class Prompts:
-    """The prompts of a call, one row per distinct prompt: the arguments of the model's
-    `prepare_inputs_for_generation`, as `generate` prepared them for the first forward. One forward
-    computes all rows, since nothing says which images and audio belong to which row."""
+    """The prompts of a call, one row per prompt even if several sequences continue it: the
+    arguments of the model's `prepare_inputs_for_generation`, as `generate` prepared them for the
+    first forward. One forward computes all rows, since nothing says which images and audio belong
+    to which row."""
 
     input_ids: Tensor
-    """`(rows, length)` int64, as transformers' loops get them: the decoder's if the model has an
-    encoder; `(rows, 0)` if there are only `inputs_embeds`."""
+    """`(rows, length)` int64 or int32, as transformers' loops get them: the decoder's if the model
+    has an encoder; `(rows, 0)` if there are only `inputs_embeds`."""
     model_kwargs: dict[str, Any]  # without a cache
     paddings: list[int]  # leading padding columns of each row
     # (rows or 1, length), or with an axis dimension in front; `None`: 0, 1, 2, ... in each row
@@ -154,10 +155,10 @@ def empty_blocks(cache: PagedCache) -> SequenceBlocks:
 def prompts_of(
     unexpanded: tuple[Tensor, dict[str, Any]],
     model_kwargs: dict[str, Any],
-    is_decoder: bool,
+    has_encoder: bool,
 ) -> Prompts:
     """Makes `Prompts` from `unexpanded`, the inputs of `generate` before it repeats rows, and from
-    the `model_kwargs` that it prepared for its loop. `is_decoder`: whether the model has an
+    the `model_kwargs` that it prepared for its loop. `has_encoder`: whether the model has an
     encoder, so that these are the decoder's prompts. Only leading zeros of an attention mask count
     as padding, and only in rows that also have ones."""
     ids, inputs = unexpanded
@@ -166,7 +167,7 @@ def prompts_of(
         for name, value in {**model_kwargs, **inputs}.items()
         if name not in compat.CACHE_NAMES
     }
-    mask = inputs.get("decoder_attention_mask" if is_decoder else "attention_mask")
+    mask = inputs.get("decoder_attention_mask" if has_encoder else "attention_mask")
     prompts = Prompts(ids, inputs, [0] * len(ids))
     if isinstance(mask, Tensor) and mask.shape == (len(ids), prompts.length):
         paddings = (mask.cumsum(-1) == 0).sum(-1)

@@ -142,8 +142,8 @@ class Preemption:
             )
 
     def num_needed(self, request: Request) -> int:
-        """Returns the number of blocks with which the request can finish alone in the memory, even
-        if layers with windows then compute its tokens in chunks of one."""
+        """Returns the number of blocks with which the request can finish alone in the memory, if
+        need be in chunks of one token, for which layers with windows need the fewest blocks."""
         size = self.blocks.block_size
         num_rows = request.num_rows
         num_shared_tokens = 0

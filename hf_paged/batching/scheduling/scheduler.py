@@ -41,7 +41,7 @@ class Scheduler:
     watermark: float = 0.01  # fraction of all blocks that admission keeps free for running requests
     arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
     rope: Rope | None = None  # rotary factors, if they depend on the sequence's length
-    # told when requests run and wait
+    # told when requests wait, run and end
     timeline: RequestListener = field(default_factory=RequestListener)
     drafter: OnDemand[Drafter] = field(default_factory=OnDemand)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)  # as `RequestQueue.adapters`
@@ -200,8 +200,8 @@ class Scheduler:
     def _continue_row(
         self, request: Request, sequence: Sequence, num_to_compute: int, budget: Budget
     ) -> bool:
-        """Schedules tokens of a running sequence that has a draft, needs a block or has several
-        tokens to compute. Returns whether later sequences may get tokens."""
+        """Schedules tokens of a running sequence that is not on the fast path of
+        `_continue_running`. Returns whether later sequences may get tokens."""
         if num_to_compute == 1:
             if budget.num_tokens <= 0:
                 return False
@@ -240,11 +240,7 @@ class Scheduler:
         return limit
 
     def _schedule_tokens(
-        self,
-        request: Request,
-        sequence: Sequence,
-        limit: int,
-        may_preempt: bool = True,
+        self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True
     ) -> int:
         """Schedules up to `limit` tokens of `sequence`, and returns their number. A whole prompt
         may exceed `limit`, unless a chunk of another forward is scheduled. If too few blocks are

@@ -220,6 +220,13 @@ class NativeRoom(Protocol):
     replacements: Mapping[str, Callable[..., Any]]  # of methods of transformers' `ContinuousMixin`
     wrapper_methods: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrapper of a model
 
+    def after_import(self, name: str, action: Callable[[Any], None]) -> None:
+        """Runs `action` on the module `name`: now if it has been imported, and whenever it is
+        imported later."""
+
+    def forget_import(self, name: str, action: Callable[[Any], None]) -> None:
+        """Undoes `after_import` for later imports."""
+
     def set_default(self, config: PagedConfig) -> None:
         """Sets the default config of managers."""
 

@@ -41,6 +41,7 @@ Part = TypeVar("Part")
 ROOMS = (
     "adapters",
     "beams",
+    "gradients",
     "grammar",
     "latent",
     "media",
@@ -257,6 +258,18 @@ class RectanglesRoom(Protocol):
         self, model: PreTrainedModel, cache: PagedCache, layout: Layout, recorder: Recorder | None
     ) -> tuple[BlockManager, Runner]:
         """As `batching.factory.make_runner`."""
+
+
+class GradientsRoom(Protocol):
+    """`hf_paged.gradients`."""
+
+    extend: Callable[..., tuple[Tensor, Tensor]]
+    """Takes a `PagedLayer` after it stored a step's K/V, the step, the layer's `KVBlocks`, and
+    these K/V with their graph. Appends them to the layer's `graph_states`. Returns all K/V that the
+    step sees."""
+
+    def detach(self, cache: PagedCache) -> None:
+        """Implements `PagedCache.detach`."""
 
 
 class LatentRoom(Protocol):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -324,17 +323,9 @@ class PagedCache(DynamicCache):
 
     def detach(self) -> None:
         """Detaches all cached tensors from the autograd graph, as for truncated backpropagation
-        through time."""
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                layer.graph_states = None
-            # states of linear attention, keys of indexers and the like
-            tensors = {
-                name: value
-                for name, value in vars(layer).items()
-                if isinstance(value, (dict, list, torch.Tensor))
-            }
-            vars(layer).update(tree_map_only(torch.Tensor, torch.Tensor.detach, tensors))
+        through time. Raises [`RoomMissingError`] without the room `gradients`."""
+        gradients: rooms.GradientsRoom = rooms.room("gradients", "`PagedCache.detach`")
+        gradients.detach(self)
 
     def free(self) -> None:
         """Same as `reset`."""

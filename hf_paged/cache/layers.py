@@ -36,7 +36,8 @@ class PagedLayer(cache_utils.DynamicLayer):
     `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step, the
     layer holds no rows. K/V computed with gradients are also kept as tensors with their graph, as
     in `DynamicLayer`, until an update or an operation on rows runs with gradients disabled, or
-    until `reset` or `PagedCache.detach`."""
+    until `reset` or `PagedCache.detach`. Without the room `gradients`, such an update raises
+    `RoomMissingError`, with nothing stored."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
@@ -64,9 +65,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         graph if gradients reach new or stored K/V, dense tensors in decodes with `should_gather`,
         otherwise handles. Raises, with nothing stored: `OutOfBlocksError`; `ValueError` for another
         batch size or K/V that do not fit; `NotPackable` for another shape than the packed step's;
-        `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
-        differentiation), or if the layer missed an operation (`_check_current`); and
-        `RoomMissingError` if gradients reach K/V without the room `gradients`."""
+        and `RuntimeError` for K/V that a function transform traces (`torch.func`, forward-mode
+        differentiation), or if the layer missed an operation (`_check_current`)."""
         if torch.compiler.is_dynamo_compiling():
             # checked here, because the wrapper of `torch.compiler.disable` slows every call
             return self._update_untraced(key_states, value_states)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, StoppingCriteriaList
 from transformers.generation.utils import GenerateBeamDecoderOnlyOutput
 
 from . import compat
@@ -22,7 +22,7 @@ from .batching.decoding.base import (
     SampledTokens,
     stop_string_hits,
 )
-from .batching.decoding.returned import explain_criteria_error, explain_scores_error
+from .batching.decoding.returned import explain_hits_error, explain_scores_error
 from .batching.decoding.scores import are_row_wise, top_tokens, values_at
 from .model.structure import is_stock
 
@@ -180,7 +180,7 @@ class BeamDecoding(Decoding):
         try:
             are_ends = self.stopping_criteria(ids, self.scores)
         except Exception as error:
-            explain_criteria_error(len(ids), error)
+            _explain_criteria_error(len(ids), error)
             raise
         ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
         num_generated = self.length - self.prompt_length
@@ -337,3 +337,17 @@ class BeamDecoding(Decoding):
                     if row >= 0:
                         self.records[i].append((pairs[row, token], alternatives[row]))
         return finished
+
+
+def _explain_criteria_error(num_rows: int, error: Exception) -> None:
+    """As `explain_hits_error`, if `error` came from transformers' `StoppingCriteriaList` when it
+    used the result of one of its criteria; otherwise does nothing."""
+    innermost = error.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    list_code = StoppingCriteriaList.__call__.__code__
+    if innermost is None or innermost.tb_frame.f_code is not list_code:
+        return
+    frame_locals = innermost.tb_frame.f_locals
+    if "criteria" in frame_locals:
+        explain_hits_error(frame_locals["criteria"], NotImplemented, num_rows, error)

@@ -6,16 +6,14 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import transformers
-from transformers import LogitsProcessorList, PreTrainedConfig, PreTrainedModel, modeling_layers
+from transformers import PreTrainedConfig, PreTrainedModel, modeling_layers
 from transformers.generation import configuration_utils
 from transformers.generation import utils as generation_utils
-from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.stopping_criteria import StopStringCriteria
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -210,39 +208,10 @@ candidate_generator = _require_method("_get_candidate_generator")
 TARGET_CACHE_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
-def assisted_candidates(
-    input_ids: Any, assistant: Any, config: Any, processors: Any
-) -> tuple[Any, Any]:
-    """Returns transformers' candidate generator for an assistant with the target's vocabulary, and
-    the logits processors that the assistant's `generate` would build, including the target's."""
-    generator = AssistedCandidateGenerator(
-        input_ids, assistant, config, {"use_cache": True}, logits_processor=processors
-    )
-    assistant_config = copy.copy(generator.generation_config)
-    assistant_config.min_length = 0
-    assistant_processors = get_logits_processor(
-        assistant,
-        assistant_config,
-        input_ids.shape[1],
-        input_ids,
-        device=input_ids.device,
-        model_kwargs={},
-        logits_processor=LogitsProcessorList(generator.logits_processor),
-    )
-    return generator, assistant_processors
-
-
 # The class of a model's multi-token prediction heads; `None` in older versions, which lack it.
-_MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
+MtpModel: Any = getattr(modeling_layers, "MtpModel", None)
 _HEAD = "_project_to_logits"
-HAS_MTP = hasattr(_MtpModel, "forward_layer") and hasattr(_MtpModel, _HEAD)
-
-
-def load_mtp(model: Any) -> Any:
-    """Loads the `MtpModel` from the model's checkpoint, as `generate` does."""
-    last_layer = model.get_decoder().layers[-1]
-    device = next(parameter.device for parameter in last_layer.parameters())
-    return _MtpModel.from_pretrained(model, device_map={"": device})
+HAS_MTP = hasattr(MtpModel, "forward_layer") and hasattr(MtpModel, _HEAD)
 
 
 def mtp_logits(mtp: Any, hidden: Any) -> Any:
@@ -378,40 +347,12 @@ def shard_ranks(model: Any) -> list[int] | None:
     return members if len(members) > 1 else None
 
 
-def shard_style(model: Any, name: str) -> str | None:
-    """Returns transformers' name of the style in which `from_pretrained` sharded the weights of the
-    module `name`, such as `"colwise"`; `None` if they are whole."""
-    plan = getattr(model, "tp_plan", None) or {}
-    pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
-    return plan.get(pattern)
-
-
 def layer_configs(config: Any) -> Sequence[Any]:
     """Returns the config of each layer if layers differ: reading values that differ between layers
     from the model's own config raises an error. Otherwise, returns `[config]`."""
     if not getattr(config, "is_heterogeneous", False):
         return [config]
     return config.per_layer_config
-
-
-def sharded_heads(model: Any) -> tuple[int, int] | None:
-    """Returns the number of KV heads (the greatest common divisor, if layers differ) and the number
-    of processes over which they are sharded; `None` if the heads are not sharded, or if their
-    number is unknown."""
-    plan = getattr(model, "tp_plan", None) or {}
-    size = getattr(model, "tp_size", None) or 1
-    split = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
-    if size < 2 or split.isdisjoint(("k_proj", "qkv_proj", "query_key_value")):
-        return None
-    counts: list[int] = []
-    for layer in layer_configs(model.config.get_text_config(decoder=True)):
-        count = getattr(layer, "num_key_value_heads", None)
-        if not count:
-            count = getattr(layer, "num_attention_heads", None)
-        if not count or not isinstance(count, int):
-            return None
-        counts.append(count)
-    return math.gcd(*counts), size
 
 
 if _missing:

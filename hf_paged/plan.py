@@ -6,7 +6,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import Any
 
 
@@ -84,11 +83,6 @@ class StepPlan:
             has_drafts=self.has_drafts and any(sequence.draft for sequence in sequences),
             has_inputs=self.has_inputs,
         )
-
-    def rows_of_logits(self) -> list[range]:
-        """Returns, for each row, its range of rows in the step's logits."""
-        bounds = accumulate(self.num_logits, initial=0)
-        return [range(start, end) for start, end in pairwise(bounds)]
 
     def digest(self) -> int:
         """Returns a hash of the rows' positions, tokens, numbers of draft tokens and adapters,

@@ -41,6 +41,7 @@ Part = TypeVar("Part")
 ROOMS = (
     "adapters",
     "beams",
+    "gradients",
     "grammar",
     "latent",
     "media",
@@ -220,6 +221,13 @@ class NativeRoom(Protocol):
     replacements: Mapping[str, Callable[..., Any]]  # of methods of transformers' `ContinuousMixin`
     wrapper_methods: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrapper of a model
 
+    def after_import(self, name: str, action: Callable[[Any], None]) -> None:
+        """Runs `action` on the module `name`: now if it has been imported, and whenever it is
+        imported later."""
+
+    def forget_import(self, name: str, action: Callable[[Any], None]) -> None:
+        """Undoes `after_import` for later imports."""
+
     def set_default(self, config: PagedConfig) -> None:
         """Sets the default config of managers."""
 
@@ -250,6 +258,18 @@ class RectanglesRoom(Protocol):
         self, model: PreTrainedModel, cache: PagedCache, layout: Layout, recorder: Recorder | None
     ) -> tuple[BlockManager, Runner]:
         """As `batching.factory.make_runner`."""
+
+
+class GradientsRoom(Protocol):
+    """`hf_paged.gradients`."""
+
+    extend: Callable[..., tuple[Tensor, Tensor]]
+    """Takes a `PagedLayer` after it stored a step's K/V, the step, the layer's `KVBlocks`, and
+    these K/V with their graph. Appends them to the layer's `graph_states`. Returns all K/V that the
+    step sees."""
+
+    def detach(self, cache: PagedCache) -> None:
+        """Implements `PagedCache.detach`."""
 
 
 class LatentRoom(Protocol):

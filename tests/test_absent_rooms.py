@@ -132,6 +132,22 @@ def test_calls_of_generate_take_another_path(
     assert f"needs `hf_paged.{room}`" in caplog.text
 
 
+def test_gradients_through_a_cache() -> None:
+    """Nothing is stored, and decodes without gradients go on."""
+    cache = PagedCache()
+    states = torch.randn(1, 1, 9, 4, requires_grad=True)
+    message = r"a forward with gradients \(outside `torch.no_grad\(\)`\) needs `hf_paged.gradients`"
+    with pytest.raises(rooms.RoomMissingError, match=message):
+        cache.update(states, states, 0)
+    assert cache.memory.num_used == 0 and cache.get_seq_length() == 0
+    with pytest.raises(rooms.RoomMissingError, match=r"`PagedCache.detach` needs"):
+        cache.detach()
+    with torch.no_grad():
+        keys, _ = cache.update(states, states, 0)
+        assert torch.equal(keys + 0, states)
+    cache.check_integrity()
+
+
 def test_beams_of_a_request() -> None:
     with PagedEngine(models.get("llama"), {"capture": False}) as engine:
         (result,) = engine.generate([[5, 6, 7]], {"num_beams": 2, "max_new_tokens": 3})

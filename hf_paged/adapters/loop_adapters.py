@@ -24,8 +24,9 @@ from ..cache.paged_cache import PagedCache
 from ..interrupts import is_interrupt
 from ..kernels.lora import LoraWeights
 from ..model.capability import Capability
+from ..model.checks import batched_and_single_logits
 from ..model.layout import Layout
-from ..model.trial import MakeRunner
+from ..model.trial import MakeRunner, Trial, sample_tokens
 from ..plan import StepPlan
 from ..seams import ForwardContext
 from ..topics import Topic
@@ -310,7 +311,7 @@ class LoopAdapters:
 
         try:
             capability = Capability(self._model, self._cache, make_mixed_runner)
-            return capability.reason_against_mixing(module_names)
+            return capability.verdict(_mixing_check, "packed", kind=module_names)
         except Exception as error:
             if is_interrupt(error) or not is_out_of_memory(error):
                 raise
@@ -318,6 +319,13 @@ class LoopAdapters:
                 "too little memory is free to check whether rows with different adapters can share"
                 " a forward"
             )
+
+
+def _mixing_check(trial: Trial) -> str | None:
+    """How the logits of rows with different adapters in one step differ from those of each row
+    alone; `None` if they agree. Raises `ForwardFailedError` if a forward fails."""
+    batched, single = batched_and_single_logits(trial, sample_tokens(trial.model))
+    return trial.difference(single, batched, how="with several adapters in a forward")
 
 
 def _make_mix(

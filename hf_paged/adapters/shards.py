@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import compat
 from ..kernels.lora import LoraWeights
 
 # styles of layers whose inputs and outputs are whole in every process
@@ -65,7 +65,7 @@ def local_shard(
     weight: Any = module.weight
     style = None
     if is_dtensor(weight):
-        style = compat.shard_style(model, name)
+        style = _shard_style(model, name)
     if style in _REPLICATED:
         return lora
     styles = _COLWISE | _ROWWISE
@@ -95,3 +95,11 @@ def local_shard(
         return lora._replace(a=shard_of(lora.a), group=weight.device_mesh.get_group())
     bias = None if lora.bias is None else shard_of(lora.bias)
     return lora._replace(b=shard_of(lora.b), bias=bias)
+
+
+def _shard_style(model: Any, name: str) -> str | None:
+    """Returns transformers' name of the style in which `from_pretrained` sharded the weights of the
+    module `name`, such as `"colwise"`; `None` if they are whole."""
+    plan = getattr(model, "tp_plan", None) or {}
+    pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+    return plan.get(pattern)

@@ -10,13 +10,12 @@ import torch
 import transformers
 from packaging.version import Version
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers import cache_utils
 
-from ..rooms import OwnAttentionRoom, room
+from ..rooms import GradientsRoom, OwnAttentionRoom, room
 from ..step import NotPackable, StepMetadata
-from . import gradients
 from .block_pool import OutOfBlocksError
-from .gradients import GraphStates, is_transformed
 from .handles import PagedTensor
 from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
@@ -37,7 +36,8 @@ class PagedLayer(cache_utils.DynamicLayer):
     `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step, the
     layer holds no rows. K/V computed with gradients are also kept as tensors with their graph, as
     in `DynamicLayer`, until an update or an operation on rows runs with gradients disabled, or
-    until `reset` or `PagedCache.detach`."""
+    until `reset` or `PagedCache.detach`. Without the room `gradients`, such an update raises
+    `RoomMissingError`, with nothing stored."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
@@ -50,7 +50,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         # handles returned in the last packed step
         self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
         self._packed_signature: StoreSignature | None = None
-        self.graph_states: GraphStates | None = None
+        self.graph_states: Any = None  # `GraphStates` of the room `gradients`
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
@@ -84,14 +84,16 @@ class PagedLayer(cache_utils.DynamicLayer):
             keys = key_states.detach()
             values = value_states.detach()
         # borrowed rows are computed by their owner, without gradients
-        has_graph = (needs_grad or self._is_in_graph) and not self.group.rows.is_borrowed
+        gradients: GradientsRoom | None = None
+        if (needs_grad or self._is_in_graph) and not self.group.rows.is_borrowed:
+            gradients = room("gradients", "a forward with gradients (outside `torch.no_grad()`)")
         context_len = self.num_positions
         signature = store_signature(keys, values)
         step, blocks = self._store(keys, values, signature)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        if has_graph:
-            return self._extend_graph(step, blocks, key_states, value_states)
+        if gradients is not None:
+            return gradients.extend(self, step, blocks, key_states, value_states)
         self.graph_states = None
         if step.key_len is not None:
             own_attention: OwnAttentionRoom = room("own_attention", "a model's own attention code")
@@ -113,7 +115,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                 " and one number of tokens"
             )
         self._check_current()
-        if is_transformed(key_states) or is_transformed(value_states):
+        if _is_transformed(key_states) or _is_transformed(value_states):
             raise RuntimeError(
                 f"layer {self.index} got keys or values of a function transform (`torch.func`,"
                 " forward-mode differentiation), which blocks cannot hold: use a `DynamicCache`"
@@ -213,37 +215,10 @@ class PagedLayer(cache_utils.DynamicLayer):
         """Whether gradients are enabled and reach cached keys and values."""
         return self.graph_states is not None and torch.is_grad_enabled()
 
-    def _extend_graph(
-        self,
-        step: StepMetadata,
-        blocks: KVBlocks,
-        key_states: Tensor,
-        value_states: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        """Appends new K/V to `graph_states`; returns all K/V that the step sees."""
-        states = gradients.extend(self.graph_states, step, blocks, key_states, value_states)
-        # a first forward attends to the K/V that it computed
-        is_first = self.num_positions == key_states.shape[2]
-        if is_first:
-            visible = (key_states, value_states)
-        else:
-            visible = gradients.visible_states(states, step, blocks)
-        if not self.group.record_past:
-            first_visible = self.group.spec.first_visible(self.num_positions)
-            states = states.last(self.num_positions - first_visible)
-        self.graph_states = states
-        return visible
-
     def _select_in_graph(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Applies a selection to `graph_states`. Drops them if gradients are disabled, since
-        `DynamicLayer` would lose its graph, too."""
-        states = self.graph_states
-        if states is None:
-            return
-        if torch.is_grad_enabled():
-            self.graph_states = states.map(function)
-        else:
-            self.graph_states = None
+        """Applies a selection to `graph_states`."""
+        if self.graph_states is not None:
+            self.graph_states = self.graph_states.select(function)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Sets dtype and device; `update` allocates blocks."""
@@ -261,9 +236,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             view = self.group.view(self.num_positions, device)
             step = view.on(device)
             if self._is_in_graph:
-                assert self.graph_states is not None
-                visible = gradients.visible_states(self.graph_states, step, blocks)
-                return visible[is_value]
+                return self.graph_states.visible(step, blocks)[is_value]
             rows = self.group.rows
             # borrowed rows belong to an engine, which does not write to views
             has_read_only_views = not rows.is_borrowed
@@ -469,6 +442,16 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         PagedLayer.crop(self, tokens_to_remove)
         self._linear.crop(self, int(tokens_to_remove))
+
+
+def _is_transformed(states: Tensor) -> bool:
+    """Whether a function transform (`torch.func`, forward-mode differentiation) traces the
+    tensor."""
+    if torch._C._functorch.is_functorch_wrapped_tensor(states):
+        return True
+    if forward_ad._current_level < 0:
+        return False
+    return forward_ad.unpack_dual(states).tangent is not None
 
 
 def _as_tensor(rows: Any) -> Tensor:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache
 
@@ -26,10 +25,6 @@ from .rows import CacheRows
 from .sequence_blocks import SequenceBlocks
 from .stand_ins import paged_layer, spec_of
 from .storage import fit_blocks
-
-# Attributes of a layer that `continue_from` does not copy, since they belong to the layer's cache.
-_NOT_COPIED = {"graph_states", "group", "index", "num_operations", "packed_handles"}
-
 
 DEFAULT_MEMORY_FRACTION = 0.5  # of free memory, if the config sets no `memory_fraction`
 
@@ -161,19 +156,6 @@ class PagedCache(DynamicCache):
             value = _WeaklyBound(value.__func__, self)
         super().__setattr__(name, value)
 
-    def continue_from(self, other: PagedCache) -> None:
-        """Copies what the layers of `other` hold, except blocks, into the same layers of this empty
-        cache. The two caches then share tensors, which must not be written to in place before an
-        operation on rows replaces them."""
-        while len(self.layers) < len(other.layers):
-            self.layers.append(self._make_next_layer())
-        for layer, other_layer in zip(self.layers, other.layers):
-            for name, value in vars(other_layer).items():
-                if name not in _NOT_COPIED:
-                    if isinstance(value, (dict, list)):
-                        value = copy.copy(value)
-                    vars(layer)[name] = value
-
     def _setup(
         self,
         memory: PagedMemory,
@@ -274,15 +256,6 @@ class PagedCache(DynamicCache):
             if isinstance(layer, PagedLayer) and length is not None:
                 layer.take(length)
 
-    def note_step(self, length: int) -> None:
-        """Records that a replay stored the tokens of every row up to `length` positions, including
-        padding."""
-        for group in self.groups.values():
-            group.set_rows(group.paddings, length)
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                layer.num_positions = length
-
     def set_packed_steps(
         self,
         steps: Sequence[StepMetadata | None],
@@ -350,17 +323,9 @@ class PagedCache(DynamicCache):
 
     def detach(self) -> None:
         """Detaches all cached tensors from the autograd graph, as for truncated backpropagation
-        through time."""
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                layer.graph_states = None
-            # states of linear attention, keys of indexers and the like
-            tensors = {
-                name: value
-                for name, value in vars(layer).items()
-                if isinstance(value, (dict, list, torch.Tensor))
-            }
-            vars(layer).update(tree_map_only(torch.Tensor, torch.Tensor.detach, tensors))
+        through time. Raises [`RoomMissingError`] without the room `gradients`."""
+        gradients: rooms.GradientsRoom = rooms.room("gradients", "`PagedCache.detach`")
+        gradients.detach(self)
 
     def free(self) -> None:
         """Same as `reset`."""

@@ -40,7 +40,6 @@ from ..model.registry import memory_for, warn_once
 from ..model.sharding import deferring_signals, reserving
 from ..switches import NOTHING
 from ..topics import Topic
-from .after_import import after_import, forget_import
 from .batch_call import batch_of
 from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt
 from .invocation import Invocation, Method, method_of, wrapper_of
@@ -427,7 +426,7 @@ def install(
                 wrapper = wrapper_of(method_of(ContinuousMixin, name), replacement)
                 _replace(ContinuousMixin, name, wrapper)
     if native is not None:
-        after_import(_PEFT, _add_to_peft)
+        native.after_import(_PEFT, _add_to_peft)
 
 
 def install_from_environment() -> None:
@@ -458,9 +457,10 @@ def uninstall() -> None:
                 )
                 raise RuntimeError(message)
         _is_paged_by_default = False
-        forget_import(_PEFT, _add_to_peft)
         if any(owner is ContinuousMixin for owner, _ in _installed):
-            _native().destroy_kept_managers()
+            native = _native()
+            native.forget_import(_PEFT, _add_to_peft)
+            native.destroy_kept_managers()
         while _installed:
             (owner, name), (original, _) = _installed.popitem()
             if original is None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import compat
-from ..attention.observers import LookAhead, observing_attention
+from ..attention.observers import observing_attention
 from ..batching import request
 from ..batching.decoding.vocabulary import MEDIA_WORDS
 from ..batching.execution.prompts import Prompts, empty_blocks, is_plain_value, uncommon_names
@@ -28,6 +28,7 @@ from ..forks import lazy_property
 from ..model.own_loop import next_logits, padding_mask
 from ..model.structure import is_stock
 from ..model.trial import stock_cache
+from .look_ahead import LookAhead
 
 
 class PromptKeys(NamedTuple):

@@ -27,7 +27,6 @@ from ..topics import Topic
 from .checks import (
     invariance_check,
     judge_writes,
-    mixing_check,
     packed_check,
 )
 from .forwards import code_of, compute_device, hooks_of, tensors_of_module
@@ -106,11 +105,6 @@ class Capability:
         if not uses_cpp:
             return Topic.BATCH_INVARIANT("the C++ kernels are not used")
         return self.verdict(invariance_check, "packed")
-
-    def reason_against_mixing(self, modules: tuple[str, ...]) -> str | None:
-        """Why rows with different adapters on these modules cannot share a packed forward; `None`
-        if they can. The runners must apply a different adapter to each of three rows."""
-        return self.verdict(mixing_check, "packed", kind=modules)
 
     def verdict(
         self,

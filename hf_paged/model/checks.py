@@ -138,21 +138,14 @@ def invariance_check(trial: Trial) -> str | None:
     rows = sample_tokens(trial.model)
     end = _FIRST_LENGTH + 2
     prefill_logits = trial.run(Layout(), rows, (end, _SECOND_LENGTH, LENGTH), [((0, end),)])
-    batched, single = _batched_and_single_logits(trial, rows)
+    batched, single = batched_and_single_logits(trial, rows)
     decode_logits = single[_PACKED_LOGITS.index((0, end))]
     if torch.equal(batched, single) and torch.equal(prefill_logits[0], decode_logits):
         return None
     return Topic.BATCH_INVARIANT("its logits depend on which tokens a forward computes together")
 
 
-def mixing_check(trial: Trial) -> str | None:
-    """How the logits of rows with different adapters in one step differ from those of each row
-    alone; `None` if they agree. Raises `ForwardFailedError` if a forward fails."""
-    batched, single = _batched_and_single_logits(trial, sample_tokens(trial.model))
-    return trial.difference(single, batched, how="with several adapters in a forward")
-
-
-def _batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
+def batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the logits of `_PACKED_STEPS`, and those of the same sequences when each runs alone:
     both `(len(_PACKED_LOGITS), vocab_size)`."""
     batched = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import math
 import struct
 import threading
 from collections.abc import Iterator
@@ -183,10 +184,30 @@ class Ranks:
 _ranks: dict[tuple[int, ...], Ranks] = {}
 
 
+def sharded_heads(model: Any) -> tuple[int, int] | None:
+    """Returns the number of KV heads (the greatest common divisor, if layers differ) and the number
+    of processes over which they are sharded; `None` if the heads are not sharded, or if their
+    number is unknown."""
+    plan = getattr(model, "tp_plan", None) or {}
+    size = getattr(model, "tp_size", None) or 1
+    split = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
+    if size < 2 or split.isdisjoint(("k_proj", "qkv_proj", "query_key_value")):
+        return None
+    counts: list[int] = []
+    for layer in compat.layer_configs(model.config.get_text_config(decoder=True)):
+        count = getattr(layer, "num_key_value_heads", None)
+        if not count:
+            count = getattr(layer, "num_attention_heads", None)
+        if not count or not isinstance(count, int):
+            return None
+        counts.append(count)
+    return math.gcd(*counts), size
+
+
 def _check_heads(model: nn.Module) -> None:
     """Raises `ValueError` if the K/V heads cannot be divided evenly among the processes that split
     the attention."""
-    num_heads, num_processes = compat.sharded_heads(model) or (0, 1)
+    num_heads, num_processes = sharded_heads(model) or (0, 1)
     if num_heads % num_processes == 0:
         return
     divisors = (count for count in range(1, num_heads + 1) if num_heads % count == 0)

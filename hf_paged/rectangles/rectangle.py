@@ -24,6 +24,8 @@ from ..model.own_loop import cache_parts, padding_mask, select_rows, tensors_of
 from ..plan import StepPlan
 from .states import state_layers
 
+# Attributes of a layer that `_copy_layers` does not copy, since they belong to the layer's cache.
+_NOT_COPIED = {"graph_states", "group", "index", "num_operations", "packed_handles"}
 _MASK, _ENCODER_MASK = "decoder_attention_mask", "attention_mask"
 
 
@@ -102,13 +104,13 @@ class Rectangle:
         `EncoderDecoderCache` around it if the model made its own cross-attention cache. The caller
         must reorder the returned cache's rows before anything is written to it."""
         paged, *cross_caches = cache_parts(self.cache)
-        cache_parts(cache)[0].continue_from(paged)
+        _copy_layers(paged, cache_parts(cache)[0])
         for cross in cross_caches:
             if not isinstance(cache, EncoderDecoderCache):
                 # the model made the cross-attention cache
                 cache = EncoderDecoderCache(cache, copy.deepcopy(cross))
             elif isinstance(cross, PagedCache):
-                cache.cross_attention_cache.continue_from(cross)
+                _copy_layers(cross, cache.cross_attention_cache)
             cache.is_updated = dict(self.cache.is_updated)
         return cache
 
@@ -273,3 +275,17 @@ def rectangle_of(
         encoded[row] = sequence.request.encoded
     ids = prompts.input_ids
     return Rectangle(blocks, encoded, prompts.length, paddings, ids, cache, inputs)
+
+
+def _copy_layers(cache: PagedCache, empty: PagedCache) -> None:
+    """Copies what the layers of `cache` hold, except blocks, into the same layers of `empty`. The
+    two caches then share tensors, which must not be written to in place before an operation on rows
+    replaces them."""
+    while len(empty.layers) < len(cache.layers):
+        empty.layers.append(empty.layer_class_to_replicate())
+    for source, target in zip(cache.layers, empty.layers):
+        for name, value in vars(source).items():
+            if name not in _NOT_COPIED:
+                if isinstance(value, (dict, list)):
+                    value = copy.copy(value)
+                vars(target)[name] = value

@@ -21,6 +21,7 @@ from ..attention.masks import Columns, PagedMask, unpadded_columns
 from ..attention.observers import observing_attention
 from ..batching.execution.runner import LogitsPart, Runner, WholePrompts, concat_in_order
 from ..cache.block_manager import BlockManager
+from ..cache.layers import PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import SequenceBlocks
 from ..model.forwards import compute_device
@@ -257,7 +258,7 @@ class RectangleRunner(Runner):
             return logits
         self.num_captured_steps += 1
         cache, *_ = cache_parts(rectangle.cache)
-        cache.note_step(rectangle.width)
+        _note_step(cache, rectangle.width)
         outputs = ModelOutput({compat.OUTPUT_CACHE: rectangle.cache})
         rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
         return replayed
@@ -399,6 +400,16 @@ def make_runner(
     block_manager = cache.memory.manager([*cache.groups, state_spec])
     state_storage: Any = cache.memory.group(state_spec).storage
     return block_manager, RectangleRunner(model, cache, state_storage, layout, recorder)
+
+
+def _note_step(cache: PagedCache, length: int) -> None:
+    """Records in `cache` that a replay stored the tokens of every row up to `length` positions,
+    including padding."""
+    for group in cache.groups.values():
+        group.set_rows(group.paddings, length)
+    for layer in cache.layers:
+        if isinstance(layer, PagedLayer):
+            layer.num_positions = length
 
 
 @dataclasses.dataclass(eq=False)

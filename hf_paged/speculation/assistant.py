@@ -3,6 +3,7 @@ together, in blocks of the target's memory. The sampler verifies the drafts."""
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
 from collections.abc import Sequence as Items
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.logits_process import MinLengthLogitsProcessor
 
 from .. import compat, forks
@@ -114,7 +116,7 @@ class Assistant:
         """Creates transformers' strategy that chooses the number of a row's draft tokens, and the
         logits processors for these tokens: those of transformers' assistant, which include the
         target's, as far as they can run on drafts (`can_run_on_drafts`)."""
-        strategy, processors = compat.assisted_candidates(
+        strategy, processors = _candidates(
             decoding.input_ids,
             self.model,
             decoding.config,
@@ -269,10 +271,11 @@ class Assistant:
         for row, count in row_counts:
             row.sequence.num_computed_tokens += count
         last_logits = {}
-        for (row, _), logit_rows in zip(row_counts, plan.rows_of_logits()):
-            if logit_rows:
-                last = logit_rows.stop - 1
-                last_logits[row] = logits[last : last + 1]
+        end = 0
+        for (row, _), num_logits in zip(row_counts, plan.num_logits):
+            end += num_logits
+            if num_logits:
+                last_logits[row] = logits[end - 1 : end]
         return last_logits
 
     @staticmethod
@@ -398,3 +401,23 @@ class AssistantRow(Source):
                 # for the next call, as transformers does
                 config.num_assistant_tokens = self.strategy.num_assistant_tokens
         self.assistant.remove(self)
+
+
+def _candidates(input_ids: Any, assistant: Any, config: Any, processors: Any) -> tuple[Any, Any]:
+    """Returns transformers' candidate generator for an assistant with the target's vocabulary, and
+    the logits processors that the assistant's `generate` would build, including the target's."""
+    generator = AssistedCandidateGenerator(
+        input_ids, assistant, config, {"use_cache": True}, logits_processor=processors
+    )
+    assistant_config = copy.copy(generator.generation_config)
+    assistant_config.min_length = 0
+    assistant_processors = compat.get_logits_processor(
+        assistant,
+        assistant_config,
+        input_ids.shape[1],
+        input_ids,
+        device=input_ids.device,
+        model_kwargs={},
+        logits_processor=LogitsProcessorList(generator.logits_processor),
+    )
+    return generator, assistant_processors

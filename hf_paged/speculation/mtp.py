@@ -184,7 +184,7 @@ class MtpHeads(Assistant):
     depend on rejected tokens."""
 
     def __init__(self, target: PackedRunner, scheduler: Scheduler) -> None:
-        model = compat.load_mtp(target.model)
+        model = _load_heads(target.model)
         step_lock(model, target.model)  # the heads share the target's embedding and `lm_head`
         memory = target.cache.memory
         cache = assistant_cache(model, memory)
@@ -243,3 +243,10 @@ class MtpHeads(Assistant):
                 self._observe_seconds((time.perf_counter() - start_time) / self.depth)
             for row, count in row_counts:
                 row.sequence.num_computed_tokens += count
+
+
+def _load_heads(model: Any) -> Any:
+    """Loads the `MtpModel` from the model's checkpoint, as `generate` does."""
+    last_layer = model.get_decoder().layers[-1]
+    device = next(parameter.device for parameter in last_layer.parameters())
+    return compat.MtpModel.from_pretrained(model, device_map={"": device})

@@ -112,7 +112,7 @@ def test_a_mixed_forward_that_failed_is_not_repeated_beside_a_row_with_inputs(
     [
         ("_random_adapter", ValueError("a layer is split in another way"), "in another way"),
         (
-            "Capability.reason_against_mixing",
+            "_mixing_check",
             torch.OutOfMemoryError("CUDA out of memory"),
             "too little memory is free",
         ),

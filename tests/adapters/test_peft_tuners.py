@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import subprocess
 import sys
 import textwrap
@@ -21,7 +20,6 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.generation.after_import import after_import, forget_import
 from tests.support import models
 from tests.support.engine_helpers import assert_drained, prompts, run_all
 
@@ -507,52 +505,3 @@ def test_peft_may_be_imported_after_the_names_are_installed() -> None:
         assert "generate_batch" in vars(peft.PeftModel)
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)
-
-
-def test_actions_after_an_import_of_a_module_that_is_reloaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "paged_early.py").write_text("value = []\n")
-    module = importlib.import_module("paged_early")
-    before = sys.meta_path.copy()
-    try:
-        after_import("paged_early", note := lambda module: module.value.append(1))
-        importlib.reload(module)
-        assert module.value == [1]
-        forget_import("paged_early", note)
-        assert sys.meta_path == before
-        assert importlib.reload(module).value == []
-    finally:
-        del sys.modules["paged_early"]
-
-
-def test_actions_after_an_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They run once, with the whole module; forgotten ones do not."""
-    monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "paged_late.py").write_text("value = 1\n")
-    (tmp_path / "paged_never.py").write_text("")
-    values: list[int] = []
-
-    def note(module: Any) -> None:
-        values.append(module.value)
-
-    before = sys.meta_path.copy()
-    try:
-        for _ in range(2):
-            after_import("paged_late", note)
-        assert not values and "paged_late" not in sys.modules
-        importlib.util.find_spec("paged_late")  # does not import it
-        importlib.import_module("paged_late")
-        assert values == [1]
-        after_import("paged_late", note)
-        assert values == [1, 1]
-        forget_import("paged_late", note)
-        assert sys.meta_path == before
-        after_import("paged_never", note)
-        forget_import("paged_never", note)
-        importlib.import_module("paged_never")
-        assert values == [1, 1]
-    finally:
-        for name in ("paged_late", "paged_never"):
-            sys.modules.pop(name, None)

@@ -3,7 +3,6 @@ a whole."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import transformers
 
 import hf_paged
-from hf_paged import PagedEngine, compat
+from hf_paged import PagedEngine
 from tests.support import models
 from tests.support.architecture_configs import spread_weights, tiny_config
 
@@ -53,9 +52,3 @@ def test_tokens(storage: str) -> None:
         results = engine.generate(inputs["input_ids"], GREEDY)
     assert [result.token_ids for result in results] == plain[:, 12:].tolist()
     hf_paged.free(model)
-
-
-def test_heads_are_shared_among_processes_if_each_layers_are() -> None:
-    plan = {"layers.*.self_attn.k_proj": "colwise"}
-    model = SimpleNamespace(config=build().config, tp_plan=plan, tp_size=4)
-    assert compat.sharded_heads(model) == (2, 4)  # 4 and 2 heads

@@ -118,7 +118,7 @@ def checkpoint(folder: Path, kind: str, num_heads: int) -> Path:
     )
     torch.manual_seed(0)
     model = cls(config(**{**SIZES, **sizes, "num_mtp_layers": num_heads})).float().eval()
-    heads = compat._MtpModel(model, num_heads).float()
+    heads = compat.MtpModel(model, num_heads).float()
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *heads.layers.named_parameters()]:
             if "norm" in name:

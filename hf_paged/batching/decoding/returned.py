@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from transformers import LogitsProcessorList, StoppingCriteriaList
+from transformers import LogitsProcessorList
 
 from ...interrupts import is_interrupt
 
@@ -47,20 +47,6 @@ def explain_hits_error(criterion: Any, are_hits: Any, num_rows: int, error: Exce
         f"the stopping criterion {type(criterion).__name__} returned {_describe(are_hits)}: it"
         f" must return a bool tensor of shape ({num_rows},), one value per row"
     ) from error
-
-
-def explain_criteria_error(num_rows: int, error: Exception) -> None:
-    """As `explain_hits_error`, if `error` came from transformers' `StoppingCriteriaList` when it
-    used the result of one of its criteria; otherwise does nothing."""
-    innermost = error.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    list_code = StoppingCriteriaList.__call__.__code__
-    if innermost is None or innermost.tb_frame.f_code is not list_code:
-        return
-    frame_locals = innermost.tb_frame.f_locals
-    if "criteria" in frame_locals:
-        explain_hits_error(frame_locals["criteria"], NotImplemented, num_rows, error)
 
 
 def _describe(result: Any) -> str:

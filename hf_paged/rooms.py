@@ -45,6 +45,7 @@ ROOMS = (
     "latent",
     "media",
     "native",
+    "overlap",
     "own_attention",
     "ranks",
     "ray",

@@ -148,29 +148,35 @@ def test_blocks_that_no_call_gives_back() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_child_process_drops_the_calls_of_other_threads() -> None:
+def test_a_call_goes_on_in_a_child_process_with_the_blocks_of_other_threads() -> None:
+    """It needs all blocks, of which the call of another thread holds two."""
     model, holds, ended = models.build("llama"), threading.Event(), threading.Event()
-    expected = generate(model, 2)
+    longer = {"max_new_tokens": 30, "min_new_tokens": 30}
+    expected = [generate(model, 0), generate(model, 4, **longer)]
+    children: list[int] = []
 
     def wait() -> None:
         holds.set()
         assert ended.wait(60)
 
-    def forking() -> int:
+    def fork() -> None:
         assert holds.wait(60)
-        child = os.fork()
-        if not child:
-            try:
-                torch.set_num_threads(1)
-                used = hf_paged.memory_stats(model).used_blocks
-                is_right = not used and torch.equal(paged(model, 2), expected)
-                os._exit(0 if is_right else 1)
-            finally:
-                os._exit(2)
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        ended.set()
-        return code
+        children.append(os.fork())
+        if children[0]:
+            children.append(os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+            ended.set()
 
-    found, code = in_threads(lambda: paged(model, 0, at_token(3, wait)), forking)
-    assert code == 0
-    assert_same(model, [generate(model, 0)], [found])
+    def forking() -> torch.Tensor:
+        try:
+            torch.set_num_threads(1)  # a child has no other threads of OpenMP
+            found = paged(model, 4, at_token(2, fork), blocks=8, **longer)
+            if children[0] == 0:
+                os._exit(0 if torch.equal(found, expected[1]) else 1)
+            return found
+        finally:
+            if children[:1] == [0]:
+                os._exit(2)
+
+    found = in_threads(lambda: paged(model, 0, at_token(3, wait), blocks=8), forking)
+    assert children[1] == 0
+    assert_same(model, expected, found)

@@ -46,6 +46,7 @@ ROOMS = (
     "latent",
     "media",
     "native",
+    "overlap",
     "own_attention",
     "ranks",
     "ray",

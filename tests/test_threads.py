@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hf_paged
-from hf_paged.batching import shared_loop
+from hf_paged.overlap import _loops
 from tests.support import thread_mixes, threads
 from tests.support.thread_mixes import Call, Mix, draw, get_model
 from tests.support.tools import run_apart
@@ -159,8 +159,8 @@ def changes_the_model(outcome: Any, call: Call) -> None:
 
 
 def leaves_a_loop(outcome: Any, call: Call) -> None:
-    for memory in list(shared_loop._loops):
-        shared_loop._loops[memory]["left"] = None  # type: ignore[assignment]
+    for memory in list(_loops):
+        _loops[memory]["left"] = None  # type: ignore[assignment]
 
 
 WRONGS: dict[Callable[[Any, Call], None], str] = {
@@ -184,7 +184,7 @@ def test_a_wrong_outcome_is_caught(
         assert WRONGS[wrong] in played(MIX, wrong, monkeypatch)
     finally:
         get_model("llama").eval()
-        shared_loop._loops.clear()
+        _loops.clear()
 
 
 def test_what_is_right_passes(monkeypatch: pytest.MonkeyPatch) -> None:

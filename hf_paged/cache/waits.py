@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, TypeVar
 
 from .. import forks
 from ..interrupts import register_for_cleanup, restoring
@@ -21,12 +21,35 @@ GRACE = 0.5  # seconds that callers get to drop the caches that finished calls r
 MAX_STALL = 60.0
 
 
-class Holder(Protocol):
-    """Calls that hold blocks of a memory (`PagedMemory.holders`)."""
+class Holder:
+    """A call of this thread that holds blocks of a memory while it is in `PagedMemory.holders`."""
+
+    def __init__(self, memory: Any) -> None:
+        self.memory = memory
+        self.thread = threading.get_ident()
+        self.is_waiting = False  # for blocks
+        forks.notify_in_child(self)
+        register_for_cleanup(self)
 
     def is_progressing(self, thread: int) -> bool:
         """Whether a call of a thread other than `thread` runs and is not itself waiting for
         blocks."""
+        return self.thread != thread and not self.is_waiting
+
+    def withdraw(self) -> None:
+        """Removes this from the memory's holders, if it is among them."""
+        if self in self.memory.holders:
+            self.memory.holders.remove(self)
+
+    def clean_up_after_error(self) -> None:
+        """Withdraws this thread's holder, in case an interrupt has left its call open."""
+        if self.thread == threading.get_ident():
+            self.withdraw()
+
+    def after_fork(self, freed: set[Any]) -> None:
+        """Called in a forked child: withdraws the holder of a thread that does not exist there."""
+        if self.thread != threading.get_ident():
+            self.withdraw()
 
 
 class Shortage:
@@ -71,19 +94,26 @@ class Shortage:
             return will_retry
 
 
-class Claim:
+AnyHolder = TypeVar("AnyHolder", bound=Holder)
+
+
+@restoring
+def held(holder: AnyHolder) -> Iterator[AnyHolder]:
+    """A context in which `holder` is among the holders of its memory."""
+    try:
+        holder.memory.holders.append(holder)
+        yield holder
+    finally:
+        holder.withdraw()
+
+
+class Claim(Holder):
     """The claim of a call that cannot be preempted: how many blocks it will hold at most."""
 
     def __init__(self, memory: Any, num_blocks: int) -> None:
-        self.memory = memory
+        super().__init__(memory)
         self.num_blocks = num_blocks
-        self.thread = threading.get_ident()
         self.is_waiting = True
-        forks.notify_in_child(self)
-        register_for_cleanup(self)
-
-    def is_progressing(self, thread: int) -> bool:
-        return self.thread != thread and not self.is_waiting
 
     def fits(self, total: int) -> bool:
         """Whether `total` blocks suffice for this claim and all earlier ones. Always true without
@@ -103,21 +133,6 @@ class Claim:
         while not self.fits(total()) and shortage.wait():
             pass
         self.is_waiting = False
-
-    def withdraw(self) -> None:
-        """Removes the claim from the memory's holders, if it is among them."""
-        if self in self.memory.holders:
-            self.memory.holders.remove(self)
-
-    def clean_up_after_error(self) -> None:
-        """Withdraws this thread's claim, in case an interrupt has left its call open."""
-        if self.thread == threading.get_ident():
-            self.withdraw()
-
-    def after_fork(self, freed: set[Any]) -> None:
-        """Called in a forked child: withdraws the claim of a thread that does not exist there."""
-        if self.thread != threading.get_ident():
-            self.withdraw()
 
 
 def claims_on(memory: Any) -> list[Claim]:
@@ -147,10 +162,6 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
     """A context for a call that cannot be preempted and holds up to `num_blocks` of `total()`
     blocks. First waits as `Claim.wait`."""
-    claim = Claim(memory, num_blocks)
-    try:
-        memory.holders.append(claim)
+    with held(Claim(memory, num_blocks)) as claim:
         claim.wait(total)
         yield
-    finally:
-        claim.withdraw()

@@ -4,9 +4,7 @@ decides whether the engine can serve the call."""
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-import threading
 from collections import Counter
 from collections.abc import Hashable
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 
 from .. import compat
 from ..batching.arguments import Assistance
+from ..batching.call_loop import CallLoop
 from ..batching.decoding.base import Decoding
 from ..batching.decoding.prepare import LoopCall
 from ..batching.decoding.sample import SampleDecoding
@@ -22,20 +21,16 @@ from ..batching.factory import UNLIMITED, batch_invariant_error, empty_cache, ma
 from ..batching.generation import Generation
 from ..batching.loop import StepLoop
 from ..batching.request import Request, Sequence
-from ..batching.shared_loop import shared_loop
 from ..cache.block_pool import OutOfBlocksError
-from ..cache.memory import autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import UNCACHED
-from ..cache.waits import Shortage, claimed
+from ..cache.waits import Shortage, claimed, held
 from ..config import PagedConfig
-from ..interrupts import num_modes
-from ..model.forwards import compute_device
 from ..model.own_loop import cache_parts
 from ..model.sharding import is_sharded
 from ..model.wrappers import adapters_for
 from ..plan import StepPlan
-from ..rooms import room
+from ..rooms import room, room_if_installed
 from ..switches import NOTHING
 from ..topics import Topic
 from .call import Call, caches_in
@@ -105,7 +100,6 @@ class BatchCall(Candidate):
         """Runs the loop on the engine. Returns the result that transformers' `_sample` or
         `_beam_search` would return, or raises the error that they would raise."""
         call = self.call
-        memory = self.cache.memory
         decoding: Decoding
         if self.uses_beams:
             decoding = room("beams", "`num_beams`").BeamDecoding(self.model, self.inputs)
@@ -127,27 +121,29 @@ class BatchCall(Candidate):
             self.paged_config,
             max_num_seqs=UNLIMITED,
         )
-        with shared_loop(memory, self._loop_key(), make) as shared:
-            executor = shared.loop.executor
+        overlap = room_if_installed("overlap")
+        context = held(CallLoop(make())) if overlap is None else overlap.call_loop(self, make)
+        with context as call_loop:
+            loop = call_loop.loop
             finish = functools.partial(self._result, generation)
             claim = NOTHING
             if generation.keep_blocks:  # rows then keep their blocks until the call ends
-                preemption = shared.loop.scheduler.preemption
+                preemption = loop.scheduler.preemption
                 num_needed = sum(map(preemption.num_needed, generation.requests))
-                claim = claimed(memory, num_needed, lambda: shared.loop.blocks.num_total)
+                claim = claimed(loop.memory, num_needed, lambda: loop.blocks.num_total)
             try:
                 with claim:
-                    return shared.run(generation, keeps_prefixes, replays, finish, make)
+                    return call_loop.run(generation, keeps_prefixes, replays, finish)
             finally:
                 rows = generation.parts or [generation]
                 drafts = sum((row.draft_counts for row in rows), Counter[str]())
                 call.route_fields.update(
-                    num_captured_steps=executor.runner.num_captured_steps,
+                    num_captured_steps=loop.executor.runner.num_captured_steps,
                     num_draft_tokens=drafts["num_draft_tokens"],
                     num_accepted_tokens=drafts["num_accepted_tokens"],
                 )
-                call.counters.append(executor.runner.counters)
-                call.slowed_by.update(executor.slowed_by)
+                call.counters.append(loop.executor.runner.counters)
+                call.slowed_by.update(loop.executor.slowed_by)
 
     def _set_up_drafts(self, generation: Generation) -> None:
         """Chooses the source of drafts, and splits a generation whose rows have drafts, since such
@@ -166,25 +162,6 @@ class BatchCall(Candidate):
         generation.assistance = assistance
         if assistance is not None and not is_single_row:
             generation.split()
-
-    def _loop_key(self) -> Hashable:
-        """Returns a key. Calls with equal keys can share forwards, even across threads."""
-        device = compute_device(self.model)
-        config = dataclasses.replace(self.paged_config, cache_salt=None, idle_release_seconds=None)
-        stream = None
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device).cuda_stream
-        return (
-            config,
-            self.layout,
-            tuple(self.cache.groups),
-            self.model.training,
-            autocast_dtype(device),
-            torch.is_inference_mode_enabled(),
-            stream,
-            # torch's function and dispatch modes are those of one thread
-            threading.get_ident() if any(num_modes()) else None,
-        )
 
     def _make_generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         repeats = self.call.repeats

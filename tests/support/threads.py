@@ -33,9 +33,8 @@ from transformers import PreTrainedModel
 
 import hf_paged
 from hf_paged import OutOfBlocksError
-from hf_paged.batching import shared_loop
-from hf_paged.batching.shared_loop import SharedLoop
 from hf_paged.generation import install
+from hf_paged.overlap import SharedLoop, _loops
 from tests.support import models, tools
 from tests.support.checks import assert_pool_empty, model_state
 from tests.support.interrupts import Interrupter
@@ -239,7 +238,7 @@ def play_mix(
 
 def after_mix(model: PreTrainedModel, observer: Observer) -> list[str]:
     wrong = []
-    left = {key: shared for loops in shared_loop._loops.values() for key, shared in loops.items()}
+    left = {key: shared for loops in _loops.values() for key, shared in loops.items()}
     if left:
         wrong.append(f"loops are left: {left}")
     if torch.is_autocast_enabled("cpu") or torch.is_inference_mode_enabled():
@@ -308,7 +307,7 @@ def run_mixes(numbers: Sequence[int], seed: int) -> int:
                 print("\n".join([f"mix {number} ({mix.model}) FAILED: {repeat}", *wrong]))
                 hf_paged.free(get_model(mix.model))
                 observer.memories.clear()
-                shared_loop._loops.clear()
+                _loops.clear()
     counts = observer.counts
     print(", ".join(f"{name}: {counts[name]}" for name in sorted(counts)))
     calls = counts["calls"]

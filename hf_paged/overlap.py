@@ -1,8 +1,10 @@
-"""`SharedLoop` runs overlapping `generate` calls on a model in one `StepLoop`: the calls share
-forwards, and each call samples in its own thread."""
+"""The room of `generate` calls that overlap: `SharedLoop` runs calls of several threads on a model
+in one `StepLoop`. The calls share forwards, and each call samples in its own thread. Imports no
+other room."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -10,29 +12,27 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from .. import forks
-from ..cache.block_pool import OutOfBlocksError
-from ..cache.memory import PagedMemory
-from ..cache.waits import Shortage, claims_waiting
-from ..interrupts import register_for_cleanup, restoring
-from ..threads import wait
-from .decoding.base import Fetch
-from .execution.executor import StableSpan
-from .generation import Generation
-from .ledger import Ready
-from .loop import StepLoop
+from . import forks
+from .batching.call_loop import POLL_SECONDS, CallLoop
+from .batching.decoding.base import Fetch
+from .batching.generation import Generation
+from .batching.ledger import Ready
+from .batching.loop import StepLoop
+from .cache.block_pool import OutOfBlocksError
+from .cache.memory import PagedMemory, autocast_dtype
+from .cache.waits import Shortage
+from .generation.candidate import Candidate
+from .interrupts import num_modes, restoring
+from .model.forwards import compute_device
+from .threads import wait
 
 # minimum and maximum of the seconds that a step waits for callers that sample
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05
-# seconds after which a waiting thread checks for signals, and a step that lacked blocks is repeated
-_POLL = 0.05
-
-T = TypeVar("T")
-MakeLoop = Callable[[], StepLoop]
 
 
 @dataclass(eq=False)
@@ -63,84 +63,41 @@ class Caller:
         self.sampling, self.sampling_since = [], None
 
 
-class SharedLoop:
+class SharedLoop(CallLoop):
     """Iteration-level scheduling (Orca, OSDI 2022) over callers. While no step is in progress, the
     thread of a caller that waits for logits takes a step for all callers. Before that, it waits
     briefly for callers that are sampling, except those that were late the last time. The
     processors, criteria and streamer of a caller run in its own thread, without a lock."""
 
     def __init__(self, loop: StepLoop) -> None:
-        self.loop = loop
-        self.users = set[object]()  # one object per open `shared_loop` context
+        super().__init__(loop)
+        self.users = set[object]()  # one object per open `call_loop` context
         self._lock = forks.rlock()
         self._callers: dict[Generation, Caller] = {}
-        self._stepper: Caller | None = None  # the caller whose thread is taking a step
+        self.stepper: Caller | None = None  # the caller whose thread is taking a step
         # generations to drop after the current step, which may write to their blocks
         self._deferred_drops: list[Generation] = []
-        self._step_seconds = 0.0  # duration of the last step
+        # seconds that a step waits for callers that sample: the duration of the last step, but at
+        # least `MIN_PATIENCE` and at most `MAX_PATIENCE`
+        self._patience = MIN_PATIENCE
         self._shortage: Shortage | None = None  # set while steps fail because blocks are too few
         self._retry_at = 0.0  # earliest time of the next step, in seconds of `time.perf_counter`
-        forks.notify_in_child(self)
-        register_for_cleanup(self)
 
-    def run(
-        self,
-        generation: Generation,
-        checks_weights: bool,
-        allows_replays: bool,
-        finish: Callable[[StepLoop], T],
-        make_loop: MakeLoop,
-    ) -> T:
-        """Runs the generation to its end and returns `finish(loop)`, which is called before the
-        generation's blocks are freed. Raises the error that ended the generation, or that of a step
-        taken by this thread. If this thread is already taking a step of this loop, the generation
-        runs in a separate loop, from `make_loop`. `checks_weights`, `allows_replays`: for
-        `Executor.begin`."""
-        stepper = self._stepper  # read once: another thread may change it
-        if stepper is not None and stepper.thread_id == threading.get_ident():
-            with shared_loop(self.loop.memory, object(), make_loop) as nested:
-                return nested.run(generation, checks_weights, allows_replays, finish, make_loop)
-        executor = self.loop.executor
-        span = StableSpan(
-            is_call=True,
-            is_open=not (checks_weights or allows_replays),
-            is_committed=not checks_weights,
-        )
-        try:
-            with executor.lock:
-                runs_user_code = generation.decoding.runs_callers_code
-                executor.begin(checks_weights, False, allows_replays, runs_user_code)
-            executor.open(span)
-            with self._lock:
-                self.loop.add(generation)
-                caller = self._callers[generation] = Caller(
-                    generation, threading.Condition(self._lock)
-                )
-            with claims_waiting(self.loop.memory):
-                while True:
-                    self._sample(caller, self._wait_for_logits(caller), span)
-                    if generation.is_done:
-                        return finish(self.loop)
-                    executor.commit(span)
-        finally:
-            try:
-                executor.close(span)
-            finally:
-                self._leave(generation)
+    def _add(self, generation: Generation) -> None:
+        with self._lock:
+            self.loop.add(generation)
+            wake = threading.Condition(self._lock)
+            self._callers[generation] = Caller(generation, wake)
 
-    def _sample(self, caller: Caller, ready: Ready, span: StableSpan) -> None:
-        """Samples the caller's generations that are `ready`. Raises an interrupt of the sampling,
-        and the error that ended the caller's generation."""
-        fetch = self.loop.executor.fetch_while_running_ahead(ready)
-        if fetch is not None:
-            fetch = functools.partial(self._fetch, caller, fetch)
-        interrupt = self.loop.sample(ready, span, fetch)
-        if interrupt is not None:
-            raise interrupt
+    def _guard_fetch(self, generation: Generation, run_ahead: Fetch) -> Fetch:
+        return functools.partial(self._fetch, self._callers[generation], run_ahead)
+
+    def _raise_error(self, generation: Generation) -> None:
         with self._lock:
             self._report_errors()
-        if caller.error is not None:
-            raise caller.error
+        error = self._callers[generation].error
+        if error is not None:
+            raise error
 
     def _report_errors(self) -> None:
         """Passes the errors of failed generations to their callers."""
@@ -154,20 +111,21 @@ class SharedLoop:
         """Copies tokens to the host. If this caller is the only one and no step is in progress,
         `run_ahead` copies them, and meanwhile launches the next step."""
         with self._lock:
-            if len(self._callers) > 1 or self._stepper is not None:
+            if len(self._callers) > 1 or self.stepper is not None:
                 host_tokens: list[int] = tokens.tolist()
                 return host_tokens
-            self._stepper = caller
+            self.stepper = caller
         try:
             return run_ahead(tokens)
         finally:
             self._end_step([])
 
-    def _wait_for_logits(self, caller: Caller) -> Ready:
-        """Waits until the caller's generation or parts of it have logits, and returns these; takes
-        steps if no other thread does. Raises the error that ended the caller's generation."""
+    def _wait_for_logits(self, generation: Generation) -> Ready:
+        """Waits until the generation or parts of it have logits, and returns these; takes steps if
+        no other thread does. Raises the error that ended the generation."""
         now = time.perf_counter()
         with self._lock:
+            caller = self._callers[generation]
             caller.end_sampling(now, self._patience)
         while True:
             with self._lock:
@@ -176,19 +134,14 @@ class SharedLoop:
                 if caller.ready:
                     return caller.take()
                 delay = self._seconds_until_step()
-                should_step = self._stepper is None and delay <= 0
+                should_step = self.stepper is None and delay <= 0
                 if should_step:
-                    self._stepper = caller
+                    self.stepper = caller
                 else:
-                    wait(caller.wake, self._lock, min(delay, _POLL) if delay > 0 else _POLL)
+                    seconds = min(delay, POLL_SECONDS) if delay > 0 else POLL_SECONDS
+                    wait(caller.wake, self._lock, seconds)
             if should_step:
                 self._step()
-
-    @property
-    def _patience(self) -> float:
-        """Seconds that a step waits for callers that sample: the duration of the last step, but at
-        least `MIN_PATIENCE` and at most `MAX_PATIENCE`."""
-        return min(max(MIN_PATIENCE, self._step_seconds), MAX_PATIENCE)
 
     def _seconds_until_step(self) -> float:
         """Returns how many seconds the next step still waits for callers that sample, or for
@@ -202,9 +155,9 @@ class SharedLoop:
         return due_at - time.perf_counter()
 
     def is_progressing(self, thread: int) -> bool:
-        """Implements `cache.waits.Holder`. A loop that lacks blocks makes no progress: its requests
-        are preempted, and hold no blocks."""
-        stepper = self._stepper
+        """As `Holder.is_progressing`. A loop that lacks blocks makes no progress: its requests are
+        preempted, and hold no blocks."""
+        stepper = self.stepper
         callers = [caller for caller in list(self._callers.values()) if caller.thread_id != thread]
         if any(caller.sampling_since is not None for caller in callers):
             return True
@@ -229,7 +182,7 @@ class SharedLoop:
             first_waiting = self.loop.first_waiting_generation
             if first_waiting is None:
                 raise
-            self._retry_at = time.perf_counter() + _POLL
+            self._retry_at = time.perf_counter() + POLL_SECONDS
             self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
             # calls of other threads may free blocks, or other models hold the memory
             if not (shortage.should_retry() or shortage.should_await_other_models):
@@ -244,7 +197,8 @@ class SharedLoop:
                 self.loop.unreported.append(generation)
                 self._shortage = None  # the other generations get the blocks of this one
         finally:
-            self._step_seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._patience = min(max(MIN_PATIENCE, seconds), MAX_PATIENCE)
             self._end_step(ready)
 
     def _end_step(self, ready: Ready) -> None:
@@ -265,13 +219,13 @@ class SharedLoop:
             for caller in self._callers.values():
                 if caller.ready or caller.error is not None:
                     caller.wake.notify()
-            self._stepper = None
+            self.stepper = None
             self._wake_next_stepper()
 
     def _abort_step(self) -> None:
         """Ends a step that an exception left open at its beginning or end: passes errors to the
         callers, and makes the loop compute again the logits that no caller received."""
-        self._stepper = None
+        self.stepper = None
         delivered = {
             generation
             for caller in self._callers.values()
@@ -298,9 +252,9 @@ class SharedLoop:
         with self._lock:
             caller = self._callers.get(generation)
             try:
-                if caller is not None and self._stepper is caller:
+                if caller is not None and self.stepper is caller:
                     self._abort_step()
-                if self._stepper is None or generation.is_done:
+                if self.stepper is None or generation.is_done:
                     self.loop.drop(generation)
                 else:
                     self._deferred_drops.append(generation)
@@ -319,9 +273,9 @@ class SharedLoop:
         """Called in a forked child, where other threads do not exist: undoes a step of another
         thread, and drops the calls of other threads."""
         thread_id = threading.get_ident()
-        if self._stepper is not None and self._stepper.thread_id != thread_id:
+        if self.stepper is not None and self.stepper.thread_id != thread_id:
             self.loop.undo_step()
-            self._stepper = None
+            self.stepper = None
         for caller in list(self._callers.values()):
             caller.wake = threading.Condition(self._lock)
             if caller.thread_id != thread_id:
@@ -337,16 +291,36 @@ if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist
 
 
 @restoring
-def shared_loop(memory: PagedMemory, key: Hashable, make_loop: MakeLoop) -> Iterator[SharedLoop]:
-    """A context whose value is the loop on this memory for calls with equal `key`, which can share
-    forwards. The first such context makes the loop with `make_loop`, and the last one drops the
-    loop, which holds the model."""
+def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[SharedLoop]:
+    """A context whose value is the loop on the call's memory for calls with equal keys, which can
+    share forwards, even across threads. The first such context makes the loop with `make_loop`, and
+    the last one drops the loop, which holds the model. If this thread is already taking a step of
+    that loop, the value is a separate loop."""
+    memory, device = call.cache.memory, compute_device(call.model)
+    stream = None
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+    key: Hashable = (
+        dataclasses.replace(call.paged_config, cache_salt=None, idle_release_seconds=None),
+        call.layout,
+        tuple(call.cache.groups),
+        call.model.training,
+        autocast_dtype(device),
+        torch.is_inference_mode_enabled(),
+        stream,
+        # torch's function and dispatch modes are those of one thread
+        threading.get_ident() if any(num_modes()) else None,
+    )
     user = object()
     shared = None
     try:
         with _loops_lock:
             loops = _loops.setdefault(memory, {})
             shared = loops.get(key)
+            # read once: another thread may change it
+            stepper = None if shared is None else shared.stepper
+            if stepper is not None and stepper.thread_id == threading.get_ident():
+                key, shared = user, None
             if shared is None:
                 shared = loops[key] = SharedLoop(make_loop())
             if shared not in memory.holders:
@@ -359,5 +333,5 @@ def shared_loop(memory: PagedMemory, key: Hashable, make_loop: MakeLoop) -> Iter
                 shared.users.discard(user)
                 if not shared.users and loops.get(key) is shared:
                     del loops[key]
-                if not shared.users and shared in memory.holders:
-                    memory.holders.remove(shared)
+                if not shared.users:
+                    shared.withdraw()

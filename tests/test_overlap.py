@@ -21,13 +21,12 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_paged
-from hf_paged.batching import shared_loop
 from hf_paged.batching.execution import executor
 from hf_paged.batching.ledger import Ledger
 from hf_paged.batching.loop import StepLoop
-from hf_paged.batching.shared_loop import SharedLoop
 from hf_paged.cache import waits
 from hf_paged.generation import batch_call, candidate
+from hf_paged.overlap import Caller, SharedLoop, _loops
 from tests.support import models
 from tests.support.checks import in_threads, model_state
 from tests.support.forwards import build, forwards
@@ -73,7 +72,7 @@ def wait_for(condition: Callable[[], Any]) -> None:
 
 
 def open_loops() -> list[Any]:
-    return [loop for loops in shared_loop._loops.values() for loop in loops.values()]
+    return [loop for loops in _loops.values() for loop in loops.values()]
 
 
 def num_callers() -> int:
@@ -167,7 +166,7 @@ def assert_clean(model: PreTrainedModel) -> None:
     gc.collect()
     hf_paged.check_integrity(model)
     assert hf_paged.memory_stats(model).used_blocks == 0
-    assert num_callers() == 0 and not any(shared_loop._loops.values())
+    assert num_callers() == 0 and not any(_loops.values())
 
 
 def assert_same(model: PreTrainedModel, expected: list[Any], found: Iterable[Any]) -> None:
@@ -435,14 +434,14 @@ def test_a_call_that_joins_between_two_looks_of_a_step(monkeypatch: pytest.Monke
 
 def test_a_step_that_ends_between_two_looks_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     model, looks = models.build("llama"), [0]
-    other = shared_loop.Caller(None, None, thread_id=-1)  # type: ignore[arg-type]
+    other = Caller(None, None, thread_id=-1)  # type: ignore[arg-type]
 
     def stepper(self: Any) -> Any:
         looks[0] += 1
-        return other if looks[0] == 1 else vars(self).get("_stepper")
+        return other if looks[0] == 1 else vars(self).get("stepper")
 
-    both = property(stepper, lambda self, value: vars(self).update(_stepper=value))
-    monkeypatch.setattr(SharedLoop, "_stepper", both, raising=False)
+    both = property(stepper, lambda self, value: vars(self).update(stepper=value))
+    monkeypatch.setattr(SharedLoop, "stepper", both, raising=False)
     assert_same(model, plain(model, [0]), [paged(model, 0)])
 
 
@@ -471,7 +470,7 @@ def test_no_call_waits_for_one_that_samples(when: str, monkeypatch: pytest.Monke
 
     if when == "during a step":
         monkeypatch.setattr(StepLoop, "compute", computed)
-        monkeypatch.setattr(shared_loop, "_POLL", 100)
+        monkeypatch.setattr("hf_paged.overlap.POLL_SECONDS", 100)
     number = 0 if when == "during a step" else 2
     first = functools.partial(paged, model, 0, at_token(number, lambda: wait_for(ended.is_set)))
     assert_same(model, plain(model, (0, 1)), in_threads(first, second))

@@ -201,7 +201,7 @@ def attribute(model: PreTrainedModel) -> None:
 
 
 WRITES = [load, data_add, numpy_write, in_place_without_grad, attribute]
-"""Of the kinds that `tests/model/test_fingerprint.py` and `tests/model/test_state.py` have."""
+"""Of the kinds that the tests in `tests/fingerprints` have."""
 
 
 @pytest.mark.slow_cases(but=["engine-data_add", "engine-in_place_without_grad", "engine-load"])

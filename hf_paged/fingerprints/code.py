@@ -9,7 +9,7 @@ import marshal
 import types
 from typing import Any
 
-from .values import SCALARS
+from ..model.values import SCALARS
 
 # Attributes of a code object, without its file name and line numbers. `co_exceptiontable` exists
 # from Python 3.11 on.

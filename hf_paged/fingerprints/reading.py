@@ -28,9 +28,8 @@ from torch.nn.modules import module as torch_module
 
 from .. import compat
 from ..compiled import replaced_forward
-from .code import code_hash, globals_module, names_of
-from .forwards import is_idle_hook
-from .values import (
+from ..model.forwards import is_idle_hook
+from ..model.values import (
     ABSENT,
     BOOKKEEPING,
     CONTAINERS,
@@ -42,7 +41,8 @@ from .values import (
     is_user_module,
     package_of,
 )
-from .writes import notes_of
+from ..model.writes import notes_of
+from .code import code_hash, globals_module, names_of
 
 _NAMED_TYPES = (type, types.ModuleType)
 _FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)

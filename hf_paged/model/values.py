@@ -30,7 +30,7 @@ BOOKKEEPING = frozenset(
 )
 SKIPPED = BOOKKEEPING.union(vars(nn.Module()))
 """Attributes to skip when the other attributes of a module are visited: bookkeeping, and those that
-torch gives every module. (`fingerprints.reading` and `writes` visit parameters, buffers, submodules,
+torch gives every module. (`fingerprints` and `writes` visit parameters, buffers, submodules,
 forward hooks and modes separately, as far as they need them.)"""
 # The standard library, except `types`: user code keeps data in `types.SimpleNamespace`.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}

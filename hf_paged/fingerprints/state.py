@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from ..interrupts import is_interrupt
 from ..kernels.hashing import hash_tensors
 from ..model.state import ModelState, warn_uncached
-from .reading import MARSHAL_VERSION, Reading
+from .code import MARSHAL_VERSION
+from .reading import Reading
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # types of the core alone
     from .generation.candidate import Candidate
     from .model.capability import Capability
     from .model.layout import Layout
+    from .model.state import ModelState
     from .seams import (
         Adapters,
         MakeDrafter,
@@ -41,6 +42,7 @@ Part = TypeVar("Part")
 ROOMS = (
     "adapters",
     "beams",
+    "fingerprints",
     "gradients",
     "grammar",
     "latent",
@@ -144,6 +146,16 @@ class TapeRoom(Protocol):
     def batch_invariant_operations(self) -> AbstractContextManager[None]:
         """A context, within `in_fixed_order`, in which all operations of this thread are
         batch-invariant. An operation without a batch-invariant kernel raises `NotPackable`."""
+
+
+class FingerprintsRoom(Protocol):
+    """`hf_paged.fingerprints`."""
+
+    read_state: Callable[[nn.Module], ModelState | None]
+    """Reads the state of a model; `None` if the model cannot be read."""
+
+    fingerprint: Callable[[nn.Module, ModelState | None], bytes | None]
+    """As `model.state.fingerprint`, of a model that carries no state."""
 
 
 class ResolvedAdapter(NamedTuple):

@@ -17,6 +17,7 @@ from hf_paged.rooms import is_installed
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_media import media_inputs
+from tests.support.engine_helpers import run_all
 from tests.support.forwards import build
 
 
@@ -153,3 +154,63 @@ def test_beams_of_a_request() -> None:
         (result,) = engine.generate([[5, 6, 7]], {"num_beams": 2, "max_new_tokens": 3})
     assert isinstance(result.error, rooms.RoomMissingError)
     assert "`num_beams` needs `hf_paged.beams`" in str(result.error)
+
+
+def test_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefixes are shared within a call of an engine and dropped after it. Tokens are plain's after
+    each change, and no step is replayed."""
+    monkeypatch.setattr(
+        rooms, "is_installed", lambda name: name != "fingerprints" and is_installed(name)
+    )
+    model, (prompt,) = models.build("llama"), models.token_ids(1, 34).tolist()
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+
+    def plain() -> list[int]:
+        return model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+
+    def change() -> None:
+        for parameter in model.get_decoder().layers[0].parameters():
+            parameter.data.mul_(-1)
+
+    before = plain()
+    with PagedEngine(model, {"block_size": 8, "max_num_seqs": 1}) as engine:
+        for _ in range(2):
+            pair = engine.generate([prompt] * 2, options)
+            assert [result.token_ids for result in pair] == [plain()] * 2
+            assert [result.num_prefix_hit_tokens for result in pair] == [0, 32]
+            change()
+        change()
+        assert plain() != before, "the change changes nothing: the test is void"
+        first = engine.add_request(prompt, {**options, "max_new_tokens": 12})
+        engine.step()
+        change()  # between two steps
+        later = engine.add_request(prompt, options)
+        results = run_all(engine)
+        assert results[first].error is None and results[later].token_ids == plain()
+        assert results[later].num_prefix_hit_tokens == 0
+    for _ in range(2):
+        ids = model.generate(torch.tensor([prompt]), **options, **models.PAGED)
+        route = last_route(model)
+        assert route is not None and route.road == "engine" and not route.num_captured_steps
+        assert ids[0, len(prompt) :].tolist() == plain()
+        change()
+
+
+def test_a_hook_between_steps_without_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are no longer packed once a hook of user code gets their tokens."""
+    monkeypatch.setattr(
+        rooms, "is_installed", lambda name: name != "fingerprints" and is_installed(name)
+    )
+    model, shapes = models.build("llama"), list[int]()
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    with PagedEngine(model, {"capture": False}) as engine:
+        for prompt in ([5, 6, 7], [8, 9, 10, 11]):
+            engine.add_request(prompt, options)
+        engine.step()
+        hook = model.model.register_forward_hook(
+            lambda module, inputs, output: shapes.append(output.last_hidden_state.shape[1])
+        )
+        while engine.has_unfinished:
+            engine.step()
+        hook.remove()
+    assert set(shapes) == {1}

@@ -18,12 +18,13 @@ from hf_paged.cache.groups import FULL_ATTENTION
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.model.weights import WeightsGuard
 from tests.support import models
-from tests.support.rooms import records_on_cpu
+from tests.support.rooms import KEEPS_PREFIXES, needs_fingerprints, records_on_cpu
 
 # with the prompts, enough tokens to be kept
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}
 LENGTHS = (26, 20, 17)
-HITS = 24 + 16 + 16  # tokens in full blocks of 8, short of each prompt's last token
+# tokens in full blocks of 8, short of each prompt's last token
+HITS = (24 + 16 + 16) * KEEPS_PREFIXES
 
 
 @contextlib.contextmanager
@@ -201,7 +202,7 @@ def attribute(model: PreTrainedModel) -> None:
 
 
 WRITES = [load, data_add, numpy_write, in_place_without_grad, attribute]
-"""Of the kinds that `tests/model/test_fingerprint.py` and `tests/model/test_state.py` have."""
+"""Of the kinds that the tests in `tests/fingerprints` have."""
 
 
 @pytest.mark.slow_cases(but=["engine-data_add", "engine-in_place_without_grad", "engine-load"])
@@ -312,6 +313,7 @@ def test_training_an_adapter(door: str) -> None:
     assert not torch.equal(seen[0], seen[-1]), "training changes nothing: the test is void"
 
 
+@needs_fingerprints
 def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
     """Packed and rectangular calls have separate managers on one memory, with a single
     fingerprint."""

@@ -162,9 +162,9 @@ def find_recorder(
     model: PreTrainedModel, cache: PagedCache, capture: bool = True
 ) -> Recorder | None:
     """Returns the recorder of the model's steps; `None` if `capture` is `False`, if the room `tape`
-    is not installed, or if the steps cannot be recorded."""
+    or `fingerprints` is not installed, or if the steps cannot be recorded."""
     # communication between the processes of a sharded model cannot be recorded
-    if not capture or is_sharded(model) or not is_installed("tape"):
+    if not capture or is_sharded(model) or not all(map(is_installed, ("tape", "fingerprints"))):
         return None
     tape: TapeRoom = room("tape", "`capture`")
     return tape.make_recorder(model, cache)

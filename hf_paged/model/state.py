@@ -1,36 +1,64 @@
-"""Detects changes to a model. Cached keys and values, and recorded steps, are valid until the model
-changes."""
+"""Whether a model's prefixes can be cached, and the fingerprint that says whether the model has
+changed. The room `fingerprints` reads the model."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import hashlib
-import itertools
 import logging
-import marshal
-import operator
-import random
+import os
 import re
 import weakref
-from typing import Any
+from typing import Protocol
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-from ..interrupts import is_interrupt
-from ..kernels.hashing import hash_tensors
+from ..rooms import FingerprintsRoom, room_if_installed
 from ..topics import Topic
-from .reading import MARSHAL_VERSION, Reading
 from .writes import notes_of
 
 logger = logging.getLogger(__name__)
 
-LINE = 64  # bytes of a tensor that `is_same` compares
-_version_of = operator.attrgetter("_version")
 
-_StateValues = tuple[tuple[Any, ...], bytes, list[bytes]]
+class ModelState(Protocol):
+    """The state of a model that determines the results of its forward. The room `fingerprints`
+    reads it, with the reference of `is_in_place`."""
+
+    undetectable: str | None
+    """Message about a value that user code reads and whose changes cannot be detected, if any."""
+
+    tensors: list[Tensor]
+    """The distinct tensors of the model."""
+
+    def fingerprint(self) -> bytes:
+        """Returns 32 bytes that depend on the whole state, the content of tensors included. Raises
+        `ValueError` if something is `undetectable`."""
+
+    def addresses(self) -> bytes:
+        """As `fingerprint`, but covers the tensors' addresses instead of their content."""
+
+    def is_like(self, other: ModelState) -> bool:
+        """Whether both states describe equal models."""
+
+    def keep_memory(self) -> None:
+        """Keeps the tensors' memory alive."""
+
+    def mark_unverified(self) -> None:
+        """Called after code has run that may have changed the model."""
+
+    def is_in_place(self) -> bool:
+        """Whether the model has the same modules and tensors, with the tensors at the same
+        addresses. Reads them once after each `mark_unverified`."""
+
+    def accept(self) -> None:
+        """Takes the reference of `is_same` for everything but modules and tensors. Must be called
+        before other code can run, and again after each forward, whose writes are not changes."""
+
+    def watch(self) -> None:
+        """Takes the reference of `is_same` for writes to tensors."""
+
+    def is_same(self) -> bool:
+        """Whether the model is unchanged since the references were taken. After `False`, the model
+        may still be equal (`is_like`)."""
+
 
 # By model, the reasons for which a warning has been logged. Numbers are removed from them, since
 # some, such as that of free bytes, differ each time.
@@ -43,7 +71,7 @@ def carries_state(model: nn.Module) -> bool:
     name = notes_of(model).carried
     if name is None:
         return False
-    _warn_once(
+    warn_uncached(
         model,
         f"its forward reads `{name}`, which earlier forwards wrote, so the same tokens may get"
         " other keys and values",
@@ -51,7 +79,8 @@ def carries_state(model: nn.Module) -> bool:
     return True
 
 
-def _warn_once(model: nn.Module, reason: object) -> None:
+def warn_uncached(model: nn.Module, reason: object) -> None:
+    """Warns, once per model and reason, that the model's prefixes are not cached."""
     reasons = _warned.setdefault(model, set())
     key = re.sub(r"[\d.,]+", "", str(reason))
     if key not in reasons:
@@ -60,192 +89,12 @@ def _warn_once(model: nn.Module, reason: object) -> None:
         logger.warning(message, type(model).__name__, reason)
 
 
-def read_state(model: nn.Module) -> ModelState | None:
-    """Reads the [`ModelState`] of `model`, with the reference for `is_in_place`; `None` if the
-    model cannot be read."""
-    try:
-        state = ModelState(model)
-        state.hold()
-        return state
-    except Exception as error:  # must not fail a call
-        if is_interrupt(error):
-            raise
-        logger.debug("the state of %s cannot be read: %s", type(model).__name__, error)
-        return None
-
-
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
     """Returns the [`ModelState.fingerprint`] of the model as it is now; `None`, with a warning once
-    per model and reason, if the model carries state or if reading it raises an error. `state`: the
-    model's state, if it has just been read."""
-    try:
-        if carries_state(model):
-            return None
-        if state is None:
-            state = ModelState(model)
-        return state.fingerprint()
-    except Exception as error:  # operation missing for a dtype or device, out of memory, user code
-        if is_interrupt(error):
-            raise
-        _warn_once(model, f"changes to it cannot be detected ({error})")
+    per model and reason, if the model carries state or cannot be read. `state`: the model's state,
+    if it has just been read. Without the room `fingerprints`, returns random bytes, which equal no
+    other fingerprint, so that blocks are served only in the period that computed them."""
+    if carries_state(model):
         return None
-
-
-class ModelState(Reading):
-    """The state of a model that determines the results of its forward, read at construction. It
-    answers two questions: what the state is (`fingerprint`) and, after other code may have run,
-    whether the model is unchanged since the references were taken (`is_same`).
-
-    Covered: all parameters, buffers, tensors and arrays; attributes of modules and configs that are
-    scalars, nested containers of scalars, objects of user classes or values of the standard
-    library; functions and scalars of modules' classes; functions that replace or hook `forward`,
-    with their closures; everything that user code names: helper functions, globals of its modules,
-    train or eval mode. Not covered: files, attributes of library objects, attributes that each
-    forward writes and none reads (`writes.note_write`), and the value that `undetectable` names.
-    Equal models have equal fingerprints in every process with the same library versions and kind of
-    device. Tensor subclasses are read by `__tensor_flatten__`. Subclasses without it, and tensors
-    that are sparse, quantized, on the meta device or lazily conjugated or negated, raise
-    `ValueError`; user code that is called may raise other errors."""
-
-    # references of `is_same`
-    _values: _StateValues | None = None
-    _content: tuple[Any, ...] | None = None
-
-    def fingerprint(self) -> bytes:
-        """Returns 32 bytes that change with anything covered, the content of tensors included.
-        Raises `ValueError` if something is `undetectable`."""
-        if self.undetectable is not None:
-            raise ValueError(self.undetectable)
-        with torch.no_grad():
-            hashes = hash_tensors(self.tensors)
-            return self._digest(hashes)
-
-    def addresses(self) -> bytes:
-        """As `fingerprint`, but covers the tensors' addresses instead of their content, and also
-        every module's mode and the scalars in containers and objects that closures hold."""
-        pointers = [tensor.data_ptr() for tensor in self.tensors]
-        return self._digest([pointers, self._modes, self._closure_scalars])
-
-    def is_like(self, other: ModelState) -> bool:
-        """Whether both states describe equal models: by `addresses` and, if both states are
-        watched, by the references of `hold` and `watch`."""
-        if self.addresses() != other.addresses():
-            return False
-        if self._content is None or other._content is None:
-            return True
-        if self._content != other._content:
-            return False
-        return _pointers(self._parts) == _pointers(other._parts)
-
-    def hold(self) -> None:
-        """Takes the reference of `is_in_place`. The reference keeps the tensors alive."""
-        self._parts = self._read_parts()
-        self._addresses = list(map(Tensor.data_ptr, self._all_tensors))
-        self._is_unverified, self._is_in_place = False, True
-
-    def keep_memory(self) -> None:
-        """Keeps the tensors' memory alive for recorded steps, since until the next
-        `mark_unverified`, `is_in_place` returns its last result without reading the tensors."""
-        self._memory = [x.untyped_storage() for x in self._all_tensors]
-
-    def mark_unverified(self) -> None:
-        """Called after code has run that may have changed the model."""
-        self._is_unverified = True
-
-    def is_in_place(self) -> bool:
-        """Whether the model has the same modules and tensors as at `hold`, with the tensors at the
-        same addresses. Reads them once after each `mark_unverified`."""
-        if self._is_unverified:
-            self._is_unverified = False
-            addresses = list(map(Tensor.data_ptr, self._all_tensors))
-            parts = self._read_parts()
-            has_parts = _pointers(parts) == _pointers(self._parts)
-            self._is_in_place = has_parts and addresses == self._addresses
-        return self._is_in_place
-
-    def accept(self) -> None:
-        """Takes the reference of `is_same` for everything but modules and tensors. Must be called
-        before other code can run, and again after each forward, whose writes are not changes."""
-        self._attributes = list(map(vars, self._modules))
-        backwards = map(reversed, self._attributes)
-        self._last_names = list(map(next, backwards))
-        self._values = self._read_values()
-
-    def watch(self) -> None:
-        """Takes the reference of `is_same` for writes to tensors."""
-        rng = random.Random(0)
-        self._versioned = [x for x in self._all_tensors if not x.is_inference()]
-        on_cpu = [x for x in self.tensors if x.is_cpu and x.nbytes]
-        self._lines = [_line(x, rng) for x in on_cpu]
-        self._content = self._read_content()
-
-    def is_same(self) -> bool:
-        """Whether the model is as it was at `hold`, `accept` and, if it was called, `watch`. This
-        check of microseconds compares the identities of modules, tensors, attributes, hooks,
-        functions, closures and globals, the content of arrays, the tensors' addresses and, if
-        watched, the tensors' versions and on the CPU `LINE` bytes of each tensor, at an address
-        that `watch` draws. So writes that change neither version nor address are only detected on
-        the CPU, and even there not if they miss those bytes. After `False`, the model may still be
-        equal (`is_like`)."""
-        self.mark_unverified()
-        if self._values is None or not self.is_in_place():
-            return False
-        # renaming an attribute makes it the last one
-        has_names = map(operator.contains, self._attributes, self._last_names)
-        if not all(has_names):
-            return False
-        values = self._read_values()
-        if values is None or values[1:] != self._values[1:]:
-            return False
-        return self._content is None or self._read_content() == self._content
-
-    def _read_parts(self) -> tuple[Any, ...]:
-        """Returns the modules' parameters, buffers and submodules."""
-        parts = gc.get_referents(*self._tables)
-        for table, write_only in self._partly_read:
-            parts += [part for name, part in table.items() if name not in write_only]
-        return tuple(parts)
-
-    def _read_values(self) -> _StateValues | None:
-        """Returns the values, their addresses and the content of arrays; `None` if they cannot be
-        read, for instance because another thread changes a container meanwhile."""
-        try:
-            values = (
-                *gc.get_referents(*self._owners),
-                *itertools.chain.from_iterable(self._iterated),
-                *itertools.starmap(operator.getitem, self._globals),
-            )
-            plain = map(np.asarray, self._arrays)
-            arrays = list(map(operator.methodcaller("tobytes"), plain))
-            return values, _pointers(values), arrays
-        except Exception:
-            return None
-
-    def _read_content(self) -> tuple[list[int], bytes]:
-        versions = list(map(_version_of, self._versioned))
-        return versions, b"".join(self._lines)
-
-    def _digest(self, content: list[Any]) -> bytes:
-        state = self.structure + marshal.dumps(content, MARSHAL_VERSION)
-        return hashlib.blake2b(state, digest_size=32).digest()
-
-
-def _pointers(values: tuple[Any, ...]) -> bytes:
-    """The addresses of a tuple's items, copied from the tuple's memory, so that the identities of
-    the items can be compared without a loop in Python."""
-    start = id(values) + tuple.__basicsize__
-    items = (ctypes.c_void_p * len(values)).from_address(start)
-    return bytes(items)
-
-
-def _line(tensor: Tensor, rng: random.Random) -> memoryview:
-    """A view of up to `LINE` bytes of the tensor's memory, from a random address on. The view keeps
-    the storage alive."""
-    storage = tensor.untyped_storage()
-    start = tensor.storage_offset() * tensor.element_size()
-    # expanded tensors have more elements than their storage
-    size = min(tensor.nbytes, storage.nbytes() - start)
-    first = start + rng.randrange(max(1, size - LINE + 1))
-    line = torch.empty(0, dtype=torch.uint8, device="cpu")
-    line.set_(storage, first, (min(LINE, size),))
-    return memoryview(line.numpy())
+    fingerprints: FingerprintsRoom | None = room_if_installed("fingerprints")
+    return os.urandom(32) if fingerprints is None else fingerprints.fingerprint(model, state)

@@ -1,5 +1,5 @@
 """Kinds of values that a model's modules hold, and its tensors, for the files that read or watch a
-model (`reading`, `writes`, `positions`)."""
+model (`fingerprints.reading`, `writes`, `positions`)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ BOOKKEEPING = frozenset(
 )
 SKIPPED = BOOKKEEPING.union(vars(nn.Module()))
 """Attributes to skip when the other attributes of a module are visited: bookkeeping, and those that
-torch gives every module. (`reading` and `writes` visit parameters, buffers, submodules, forward
-hooks and modes separately, as far as they need them.)"""
+torch gives every module. (`fingerprints` and `writes` visit parameters, buffers, submodules,
+forward hooks and modes separately, as far as they need them.)"""
 # The standard library, except `types`: user code keeps data in `types.SimpleNamespace`.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
 # Packages that are not user code. Except for modules, tensors and configs, attributes of their

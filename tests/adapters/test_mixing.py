@@ -30,6 +30,7 @@ from tests.support.engine_helpers import (
     run_all,
 )
 from tests.support.peft_models import active, lone_with, lora, many, peft_state, saved
+from tests.support.rooms import needs_fingerprints
 from tests.test_faults import Countdown, OnPurpose, last_block, replaced_forward
 
 peft = pytest.importorskip("peft")
@@ -459,6 +460,7 @@ def test_a_folder_that_changes(tmp_path: Path) -> None:
         assert_drained(engine)
 
 
+@needs_fingerprints
 def test_a_folder_that_gets_other_weights_of_the_same_size_and_time(tmp_path: Path) -> None:
     """As from archives and images of containers whose times are all set to one."""
     model, prompt = many(2, target_modules=["q_proj", "v_proj"], r=4), prompts(20)[0]

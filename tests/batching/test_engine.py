@@ -50,6 +50,7 @@ from tests.support.engine_helpers import (
     steps,
     told_by,
 )
+from tests.support.rooms import needs_fingerprints
 
 GREEDY = MODES["greedy"]
 
@@ -177,6 +178,7 @@ def test_a_request_is_queued_until_its_first_step_begins(monkeypatch: pytest.Mon
     assert 0 <= timings.queued <= begun[0] - added < timings.first_token
 
 
+@needs_fingerprints
 def test_fields_of_a_result() -> None:
     ids = prompts(21)[0]
     forms = [np.array(ids), torch.tensor(ids, dtype=torch.int32), torch.tensor([ids]), tuple(ids)]
@@ -210,6 +212,7 @@ def test_a_request_cancelled_in_the_queue_adds_no_prompt_tokens() -> None:
     assert stats.num_finished == 2 and stats.num_prompt_tokens == 20
 
 
+@needs_fingerprints
 def test_stats_and_block_map() -> None:
     texts, engine = prompts(20, 33, 8), engine_of(num_blocks=64)
     assert engine.block_map() == {} and engine.stats().num_steps == 0

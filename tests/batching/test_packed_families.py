@@ -19,6 +19,7 @@ from tests.support.checks import assert_paged_is_plain, assert_pool_empty
 from tests.support.engine_helpers import MODES, assert_served_as_lone
 from tests.support.forwards import prompts
 from tests.support.models import BEFORE_5_18, PAGED, left_padded, put
+from tests.support.rooms import needs_fingerprints
 
 CHUNKED = {
     **dict(num_hidden_layers=2, layer_types=["chunked_attention", "full_attention"]),
@@ -124,6 +125,7 @@ def test_preempted_requests_go_on(name: str, preemption: Any) -> None:
 
 
 # a window has dropped them
+@needs_fingerprints
 @pytest.mark.slow_cases("latents", "narrow latents", "phi3")
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "shared keys"])
 def test_prefixes_are_found_again(name: str) -> None:

@@ -19,7 +19,7 @@ from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.memory_stats import TierCounts
 from hf_paged.cache.swap import copy_out, put_back
-from hf_paged.rooms import RoomMissingError
+from hf_paged.rooms import RoomMissingError, is_installed
 from hf_paged.seams import Drafter, EngineParts
 from tests.support import models
 from tests.support.engine_helpers import (
@@ -28,6 +28,7 @@ from tests.support.engine_helpers import (
     prompts,
     tokens_of,
 )
+from tests.support.rooms import needs_fingerprints
 
 CONFIG = PagedConfig(block_size=8)
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
@@ -76,6 +77,7 @@ class DictTier(dict[bytes, Any]):
         return TierCounts(num_kept=len(self), num_restored=self.num_restored)
 
 
+@needs_fingerprints
 def test_a_toy_tier_keeps_and_restores_what_the_pool_evicts() -> None:
     model, (prompt,) = models.build("llama"), prompts(70)
     tiers: list[DictTier] = []
@@ -258,7 +260,9 @@ def test_an_option_of_a_missing_room_names_both_and_others_are_served(
     option: str, ask: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = ("speculation", "grammar", "tiers")
-    monkeypatch.setattr(rooms, "is_installed", lambda name: name not in missing)
+    monkeypatch.setattr(
+        rooms, "is_installed", lambda name: name not in missing and is_installed(name)
+    )
     rooms.room.cache_clear()  # rooms that earlier tests imported
     with pytest.raises(RoomMissingError, match=rf"`{option}`.* needs `hf_paged\."):
         ask()

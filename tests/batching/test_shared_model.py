@@ -13,6 +13,7 @@ from hf_paged.cache.groups import GroupSpec
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import lone_run, run_all
+from tests.support.rooms import needs_fingerprints
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 25}
 
@@ -59,6 +60,7 @@ def test_writing_to_a_returned_cache_leaves_the_prefix_cache_alone() -> None:
         assert torch.equal(expected, model.generate(**inputs, **GREEDY, **models.PAGED))
 
 
+@needs_fingerprints
 @pytest.mark.parametrize("first", [True, False])
 def test_requests_are_computed_in_the_precision_in_which_they_were_added(first: bool) -> None:
     """Autocast is per thread, and another may take the steps: no request joins others of another

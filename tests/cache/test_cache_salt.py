@@ -14,6 +14,7 @@ from transformers import InfNanRemoveLogitsProcessor, LogitsProcessorList
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
+from tests.support.rooms import needs_fingerprints
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
 PROMPT = models.token_ids(1, 41, seed=5)[0].tolist()  # five full blocks and one token
@@ -30,6 +31,7 @@ def hit(engine: PagedEngine, **options: Any) -> int:
     return result.num_prefix_hit_tokens
 
 
+@needs_fingerprints
 @pytest.mark.parametrize("own", [None, "alice"])
 def test_requests_with_different_salts_share_no_prefix(own: str | None) -> None:
     """A request's salt comes before the config's."""
@@ -41,6 +43,7 @@ def test_requests_with_different_salts_share_no_prefix(own: str | None) -> None:
         assert hit(engine, cache_salt="alice") == (0 if own is None else 40)
 
 
+@needs_fingerprints
 def test_running_requests_with_different_salts_hold_no_block_together() -> None:
     with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64)) as engine:
         for salt, num_shared in (("alice", 0), ("bob", 0), ("bob", 5)):
@@ -49,6 +52,7 @@ def test_running_requests_with_different_salts_hold_no_block_together() -> None:
             assert engine.stats().shared_blocks == num_shared
 
 
+@needs_fingerprints
 @pytest.mark.slow
 def test_salts_and_adapters_combine() -> None:
     peft = pytest.importorskip("peft")
@@ -68,6 +72,7 @@ def test_salts_and_adapters_combine() -> None:
         assert [hit(engine, **kind) for kind in kinds] == [40] * 5
 
 
+@needs_fingerprints
 def test_calls_of_generate_with_different_salts_share_no_prefix() -> None:
     model, ids = models.build("llama"), torch.tensor([PROMPT] * 4)
     expected = model.generate(ids, **GREEDY)
@@ -88,6 +93,7 @@ def test_calls_of_generate_with_different_salts_share_no_prefix() -> None:
     ]
 
 
+@needs_fingerprints
 def test_a_call_keeps_its_own_salt_while_another_thread_calls_with_another() -> None:
     """Both calls run on the model's only pool, whose config is the later call's."""
     model = models.build("llama")

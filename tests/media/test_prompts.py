@@ -32,6 +32,7 @@ from tests.support.checks import (
     in_threads,
 )
 from tests.support.engine_helpers import Recorder, run_all
+from tests.support.rooms import needs_fingerprints
 
 
 def test_forwards_of_whole_prompts_count_as_the_models_own() -> None:
@@ -296,6 +297,7 @@ def turned_pictures(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return picture, picture.mT
 
 
+@needs_fingerprints
 @pytest.mark.parametrize("make", [colliding_pictures, turned_pictures])
 def test_a_picture_with_the_hash_of_another_is_not_served_in_its_place(make: Any) -> None:
     model, inputs = model_of(LLAVA), with_question(rows_of(LLAVA)[0])
@@ -362,6 +364,7 @@ def test_inputs_that_do_not_fit_raise_what_plain_raises() -> None:
     same(model, inputs)
 
 
+@needs_fingerprints
 @pytest.mark.slow_cases(but=["LlavaForConditionalGeneration"])
 @pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
 def test_an_engine_takes_what_a_processor_gives(name: str) -> None:
@@ -443,6 +446,7 @@ def test_inputs_that_an_engine_refuses(prompt: Any, inputs: Any, message: str) -
         assert engine.stats().peak_blocks == 0 and not engine.has_unfinished
 
 
+@needs_fingerprints
 def test_pictures_that_move_to_other_rows_are_other_content(hits: list[int]) -> None:
     """The tensors are equal, and so are the token ids of the middle row, which has another
     picture."""
@@ -508,6 +512,7 @@ def test_an_answer_about_a_picture_is_served_in_the_next_turn(hits: list[int]) -
 # -- several prompts in one forward ---------------------------------------------------------------
 
 
+@needs_fingerprints
 @pytest.mark.slow_cases("Gemma3ForConditionalGeneration")
 @pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
 def test_prompts_of_several_requests_begin_in_one_forward(name: str, forwards: list[int]) -> None:
@@ -650,6 +655,7 @@ def rows_of_two_sizes(name: str) -> list[dict[str, Any]]:
     return [with_system_text(row) for row in questions(name)]
 
 
+@needs_fingerprints
 @pytest.mark.slow_cases(GEMMA, "Qwen3VLForConditionalGeneration")
 @pytest.mark.parametrize("name", [*BEHIND_TEXT, "Qwen3VLForConditionalGeneration"])
 def test_a_new_picture_behind_a_known_text(name: str) -> None:
@@ -669,6 +675,7 @@ def test_a_new_picture_behind_a_known_text(name: str) -> None:
         assert hit >= call["input_ids"].shape[1] - 8
 
 
+@needs_fingerprints
 @pytest.mark.slow_cases("Gemma3ForConditionalGeneration")
 @pytest.mark.parametrize("name", BEHIND_TEXT)
 def test_a_generate_call_begins_behind_a_known_text(name: str, hits: list[int]) -> None:

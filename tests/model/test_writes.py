@@ -19,6 +19,7 @@ from hf_paged.model.state import fingerprint
 from hf_paged.model.writes import Snapshot
 from hf_paged.rooms import is_installed
 from tests.support import models
+from tests.support.rooms import needs_fingerprints
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
 
@@ -240,6 +241,7 @@ def hits_of(model: Any, calls: int = 3) -> list[int]:
         return [engine.generate([ids], OPTIONS)[0].num_prefix_hit_tokens for _ in range(calls)]
 
 
+@needs_fingerprints
 def test_what_every_forward_writes_and_none_reads_does_not_count() -> None:
     model, module = with_layer(Counting)
     assert hits_of(model) == [0, 32, 32]
@@ -294,6 +296,7 @@ class Lazy(Wrapped):
         return self.inner(hidden * self.table)
 
 
+@needs_fingerprints
 def test_a_table_that_the_first_forward_makes_is_part_of_the_model() -> None:
     model, module = with_layer(Lazy)
     assert hits_of(model) == [0, 32, 32]

@@ -26,6 +26,7 @@ from tests.support.engine_helpers import (
     run_all,
 )
 from tests.support.forwards import build, forwards
+from tests.support.rooms import needs_fingerprints
 from tests.test_faults import Countdown, FailingProcessor, OnPurpose
 
 CLASSES = [
@@ -227,6 +228,7 @@ def test_no_snapshot_is_left_by_a_forward_that_was_interrupted(place: int) -> No
         assert run(engine, prompt) > 0
 
 
+@needs_fingerprints
 def test_a_request_that_ends_at_a_stop_leaves_no_snapshot() -> None:
     """No step follows that would copy its state."""
     with engine_of(build(CLASSES[0])) as engine:
@@ -304,6 +306,7 @@ ARRIVALS = {
 LATER = [case for case in ARRIVALS if case not in ("one", "two")]
 
 
+@needs_fingerprints
 @pytest.mark.slow_cases(but=["*-GPTNeoForCausalLM", "*-Mamba2ForCausalLM", "waiting*"])
 @pytest.mark.parametrize(
     ("case", "name"),
@@ -341,6 +344,7 @@ def sampled(model: Any, inputs: Any, options: Any, **paged: Any) -> torch.Tensor
     return model.generate(**inputs, **options, max_new_tokens=12, pad_token_id=0, **paged)
 
 
+@needs_fingerprints
 @pytest.mark.slow_cases(but=["GPTNeoForCausalLM-options0", "GPTNeoForCausalLM-options1"])
 @pytest.mark.parametrize(
     "options",

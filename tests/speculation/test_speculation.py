@@ -42,6 +42,7 @@ from tests.support.engine_helpers import (
     prompts,
     run_all,
 )
+from tests.support.rooms import needs_fingerprints
 
 NGRAM: dict[str, Any] = {"block_size": 8, "speculation": "ngram"}
 GREEDY = {"do_sample": False, "max_new_tokens": 30}
@@ -268,6 +269,7 @@ def check_accept_lengths(
     return seen
 
 
+@needs_fingerprints
 def test_rejected_tokens_are_never_served_from_the_prefix_cache() -> None:
     """The second request begins with the first one's text: K/V of wrong drafts would give other
     tokens."""
@@ -672,6 +674,7 @@ def test_an_assistant_with_a_window_whose_long_drafts_are_refused() -> None:
         assert [result.token_ids for result in results] == expected, name
 
 
+@needs_fingerprints
 def test_a_seed_gives_the_same_samples_behind_a_cached_prefix() -> None:
     """All but the last token of the prompt are cached at that point."""
     model, (text,) = models.get("llama"), prompts(17)

@@ -16,6 +16,7 @@ from hf_paged.rooms import ROOMS
 from tests.support import tools
 from tests.support.tools import ROOT
 
+NEEDED_BY = {"fingerprints": ["tape", "tiers"]}  # rooms that do nothing without another one
 FOLDERS = ("hf_paged", "tests", "examples", "docs", "benchmarks", ".ci", ".github")
 
 # Read at every start of Python, before the `sitecustomize` that it hides. Without it an editable
@@ -55,6 +56,7 @@ def main() -> None:
     rooms = arguments.without.split(",")
     if unknown := set(rooms) - set(ROOMS):
         parser.error(f"no room has the name {', '.join(sorted(unknown))}: rooms are {ROOMS}")
+    rooms += sorted({other for name in rooms for other in NEEDED_BY.get(name, ())} - {*rooms})
     with tempfile.TemporaryDirectory() as folder:
         for source in ROOT.iterdir():
             target = Path(folder) / source.name

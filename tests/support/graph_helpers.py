@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_paged import PagedEngine, RequestResult
-from hf_paged.model.state import read_state
+from hf_paged.fingerprints import read_state
 from hf_paged.tape import graph_keys, recorders
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay

@@ -15,6 +15,10 @@ needs_all_rooms = pytest.mark.skipif(
     not all(map(is_installed, ROOMS)), reason="looks at all rooms, and some are taken away"
 )
 
+KEEPS_PREFIXES = is_installed("fingerprints")
+"""Whether prefixes stay cached after a call and after a step of an engine."""
+needs_fingerprints = pytest.mark.skipif(not KEEPS_PREFIXES, reason="prefixes do not stay cached")
+
 
 def records_on_cpu() -> bool:
     """Whether steps on the CPU are recorded."""

@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
-from hf_paged.model.state import read_state
+from hf_paged.fingerprints import read_state
 from hf_paged.tape import cuda_graphs, recorders, run_ahead
 from hf_paged.tape import graphs as recording
 from tests.batching.test_runner import SIZE, Bench, Row, tokens

@@ -11,8 +11,8 @@ import torch
 
 from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.batching.loop import StepLoop
+from hf_paged.fingerprints.state import StateReading
 from hf_paged.kernels import cpp
-from hf_paged.model.state import ModelState
 from tests.batching.test_changing_models import AT, SIMPLE, WIDTH, Processor
 from tests.support import models
 from tests.support.engine_helpers import lone_run, prompts
@@ -29,13 +29,13 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     """How often a model was read, and each part of it looked at."""
     counts = collections.Counter[str]()
     for name in ("__init__", "_read_parts", "_read_values", "_read_content"):
-        method = getattr(ModelState, name)
+        method = getattr(StateReading, name)
 
         def counted(self: Any, *args: Any, name: str = name, method: Any = method) -> Any:
             counts[name] += 1
             return method(self, *args)
 
-        monkeypatch.setattr(ModelState, name, counted)
+        monkeypatch.setattr(StateReading, name, counted)
     return counts
 
 

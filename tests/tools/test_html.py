@@ -12,6 +12,7 @@ from hf_paged import PagedCache, PagedEngine, memory_stats
 from hf_paged.tools.figures import format_bytes
 from hf_paged.tools.pictures import COLUMNS, KINDS, MAX_ROWS, memory_html
 from tests.support import models
+from tests.support.rooms import needs_fingerprints
 
 
 def parsed(html: str) -> ElementTree.Element:
@@ -88,6 +89,7 @@ def test_of_an_engine() -> None:
     assert not num_squares(engine._repr_html_())
 
 
+@needs_fingerprints
 def test_the_hit_rate_of_an_engine_is_that_of_the_requests_in_its_batch() -> None:
     engine = PagedEngine(models.get("llama"), {"block_size": 8, "max_num_seqs": 2})
     prompt = list(range(5, 38))

@@ -20,10 +20,10 @@ from ...cache.memory import PagedMemory, autocast_dtype
 from ...compiled import running_eagerly
 from ...interrupts import restoring
 from ...model.forwards import compute_device
-from ...model.state import ModelState, read_state
+from ...model.state import ModelState
 from ...model.weights import WeightsGuard
 from ...plan import StepPlan
-from ...rooms import OnDemand, TapeRoom, is_installed, room
+from ...rooms import FingerprintsRoom, OnDemand, TapeRoom, is_installed, room, room_if_installed
 from ...seams import Adapters, ForwardContext, RunAhead
 from ...step import NotPackable
 from ...switches import NOTHING
@@ -67,6 +67,7 @@ class Executor:
         self.guard = guard
         self.lock = step_lock(model)
         self._processes = memory.processes
+        self._fingerprints: FingerprintsRoom | None = room_if_installed("fingerprints")
         self.slowed_by: set[str] = set()  # reasons why steps were slower than they could be
         self.checks_weights = False  # whether the prefix cache is used (see `begin`)
         self.allows_replays = False  # whether steps may be replays (see `begin`)
@@ -197,18 +198,22 @@ class Executor:
             self.forget_model()
             self._num_handled_changes = self.guard.num_changes
             needs_state = self.runner.recorder is not None or self.guard.is_on
-            self._is_state_due = self.allows_replays and needs_state
+            can_read = self._fingerprints is not None and self.allows_replays
+            self._is_state_due = can_read and needs_state
 
     def check_model(self) -> None:
         """Called before a step, within `attention`: if user code may have run since the last step
         (`is_unchecked`) and has changed the model since its state was read, drops cached prefixes,
         recorded steps and the step launched ahead, and stops packing rows if the new structure
-        rules packing out."""
+        rules packing out. Without the room `fingerprints`, user code counts as a change."""
         is_due, self.is_unchecked = self.is_unchecked, False
-        if not is_due or self._state is None:
+        if not is_due:
             return
-        if not self._state.is_same() and self._read_model():
-            self._unpack()
+        if self._fingerprints is None:
+            self._handle_change()
+        elif self._state is None or self._state.is_same() or not self._read_model():
+            return
+        self._unpack()
 
     def mark_unverified(self) -> None:
         """Makes the next replay check whether user code has replaced modules or tensors."""
@@ -219,16 +224,16 @@ class Executor:
         """Reads the model's state, within `attention`, and returns whether it differs from the
         state read before, if any; if so, drops cached prefixes, recorded steps and the step
         launched ahead."""
+        assert self._fingerprints is not None
         previous = self._state
-        state = read_state(self.model)
+        state = self._fingerprints.read_state(self.model)
         has_changed = False
         if previous is not None:
             if state is not None and self.guard.is_watched:
                 state.watch()
             has_changed = state is None or not state.is_like(previous)
         if has_changed:
-            self.handle_weight_change()
-            self._num_handled_changes = self.guard.num_changes
+            self._handle_change()
         self._state, self._is_state_due = state, False
         if state is not None:
             if self.runs_user_code:
@@ -240,6 +245,10 @@ class Executor:
         recorded_state = None if self.runner.recorder is None else state
         self.runner.begin(recorded_state)
         return has_changed
+
+    def _handle_change(self) -> None:
+        self.handle_weight_change()
+        self._num_handled_changes = self.guard.num_changes
 
     @restoring
     def attention(self) -> Iterator[None]:

@@ -10,17 +10,17 @@ import torch
 from torch import nn
 from transformers import TextIteratorStreamer
 
+from hf_paged.fingerprints.state import StateReading, read_state
 from hf_paged.kernels import cpp
-from hf_paged.model.state import ModelState, read_state
 from hf_paged.model.writes import Write, note_write
 from tests.batching.test_changing_models import SIMPLE
-from tests.model.test_fingerprint import CHANGES, FACTORS, WRITES, Small, llama
+from tests.fingerprints.test_fingerprint import CHANGES, FACTORS, WRITES, Small, llama
 from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
 
 
-def watched(model: nn.Module) -> ModelState:
+def watched(model: nn.Module) -> StateReading:
     state = read_state(model)
     assert state is not None
     state.accept()

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_paged
 from hf_paged import PagedEngine
-from hf_paged.model import state
+from hf_paged.fingerprints import state
 from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
@@ -109,8 +109,8 @@ def test_each_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "hf_paged"):
         for _ in range(2):
             for reason in ("a hook", "out of memory: 3.5 MiB free", "out of memory: 17 MiB free"):
-                state._warn_once(model, ValueError(reason))
-        state._warn_once(models.build("llama"), "a hook")
+                state.warn_uncached(model, ValueError(reason))
+        state.warn_uncached(models.build("llama"), "a hook")
     told = [record.getMessage() for record in caplog.records]
     assert [message.split("LlamaForCausalLM: ")[1].split(" [")[0] for message in told] == [
         "a hook",

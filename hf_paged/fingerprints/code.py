@@ -9,8 +9,9 @@ import marshal
 import types
 from typing import Any
 
-from .values import SCALARS
+from ..model.values import SCALARS
 
+MARSHAL_VERSION = 2  # the bytes of later versions also depend on reference counts
 # Attributes of a code object, without its file name and line numbers. `co_exceptiontable` exists
 # from Python 3.11 on.
 _HASHED_ATTRIBUTES = (
@@ -51,8 +52,7 @@ def names_of(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=8192)
 def code_hash(code: types.CodeType) -> str:
-    # format version 2, since the bytes of later versions depend on reference counts
-    return hashlib.sha256(marshal.dumps(_describe(code), 2)).hexdigest()
+    return hashlib.sha256(marshal.dumps(_describe(code), MARSHAL_VERSION)).hexdigest()
 
 
 def _describe(value: Any) -> Any:

@@ -25,10 +25,11 @@ from torch.nn.utils import parametrize as weights
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged import PagedEngine, kernels
+from hf_paged.fingerprints.code import code_hash
+from hf_paged.fingerprints.state import StateReading
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_portable, hash_tensors
-from hf_paged.model.code import code_hash
-from hf_paged.model.state import ModelState, fingerprint
+from hf_paged.model.state import fingerprint
 from tests.support import models
 from tests.support.kernels.device import DEVICE, available, interpreted
 
@@ -292,10 +293,10 @@ CHANGING: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_cannot_be_seen_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Small()
-    assert ModelState(model).undetectable is None
+    assert StateReading(model).undetectable is None
     model.activation.forward = CHANGING[name]
     assert fingerprint(model) is None and "its code reads" in caplog.text
-    assert "its code reads" in str(ModelState(model).undetectable)
+    assert "its code reads" in str(StateReading(model).undetectable)
 
 
 # as transformers' and diffusers'
@@ -305,7 +306,7 @@ lazy = type("Lazy", (ModuleType,), {"__module__": "lazy_loader"})("other_package
 def test_user_code_may_name_a_lazy_module() -> None:
     model = Small()
     model.activation.forward = lambda x: x * lazy.factor
-    assert ModelState(model).undetectable is None
+    assert StateReading(model).undetectable is None
 
 
 def test_an_engine_that_the_model_holds_does_not_count() -> None:
@@ -393,7 +394,7 @@ def test_pytorch_and_the_kernel_give_the_same_fingerprint(monkeypatch: pytest.Mo
 def test_tied_weights_are_read_once() -> None:
     model = llama(tie_word_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    state = ModelState(model)
+    state = StateReading(model)
     stored = {tensor.data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
     assert len(state.tensors) == len({tensor.data_ptr() for tensor in state.tensors}) == len(stored)
 
@@ -510,7 +511,7 @@ def test_code_is_told_by_what_it_does_and_not_by_where_it_is() -> None:
 
 _IN_ANOTHER = """
 import sys
-from hf_paged.model.code import code_hash
+from hf_paged.fingerprints.code import code_hash
 from hf_paged.model.state import fingerprint
 from tests.support import models
 exec(sys.argv[1])

@@ -28,9 +28,8 @@ from torch.nn.modules import module as torch_module
 
 from .. import compat
 from ..compiled import replaced_forward
-from .code import code_hash, globals_module, names_of
-from .forwards import is_idle_hook
-from .values import (
+from ..model.forwards import is_idle_hook
+from ..model.values import (
     ABSENT,
     BOOKKEEPING,
     CONTAINERS,
@@ -42,13 +41,13 @@ from .values import (
     is_user_module,
     package_of,
 )
-from .writes import notes_of
+from ..model.writes import notes_of
+from .code import MARSHAL_VERSION, code_hash, globals_module, names_of
 
 _NAMED_TYPES = (type, types.ModuleType)
 _FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
 _TORCH_SCALAR_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _MAX_DEPTH = 8  # of nested containers: some hold themselves
-MARSHAL_VERSION = 2  # the bytes of later versions also depend on reference counts
 # Attributes of a module that `_module` skips. No forward depends on `name_or_path`, which says
 # where the model was loaded from.
 _IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}

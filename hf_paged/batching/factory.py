@@ -164,7 +164,9 @@ def find_recorder(
     """Returns the recorder of the model's steps; `None` if `capture` is `False`, if the room `tape`
     or `fingerprints` is not installed, or if the steps cannot be recorded."""
     # communication between the processes of a sharded model cannot be recorded
-    if not capture or is_sharded(model) or not all(map(is_installed, ("tape", "fingerprints"))):
+    if not capture or is_sharded(model):
+        return None
+    if not is_installed("tape") or not is_installed("fingerprints"):
         return None
     tape: TapeRoom = room("tape", "`capture`")
     return tape.make_recorder(model, cache)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..interrupts import is_interrupt
 from ..kernels.hashing import hash_tensors
-from ..model.state import ModelState, warn_uncached
+from ..model.state import warn_uncached
 from .code import MARSHAL_VERSION
 from .reading import Reading
 
@@ -45,13 +45,11 @@ def read_state(model: nn.Module) -> StateReading | None:
         return None
 
 
-def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
+def fingerprint(model: nn.Module, state: StateReading | None) -> bytes | None:
     """Returns the fingerprint of the model as it is now; `None`, with a warning once per model and
     reason, if reading it raises an error. `state`: the model's state, if it has just been read."""
     try:
-        if state is None:
-            state = StateReading(model)
-        return state.fingerprint()
+        return (state or StateReading(model)).fingerprint()
     except Exception as error:  # operation missing for a dtype or device, out of memory, user code
         if is_interrupt(error):
             raise

@@ -28,12 +28,9 @@ class ModelState(Protocol):
     tensors: list[Tensor]
     """The distinct tensors of the model."""
 
-    def fingerprint(self) -> bytes:
-        """Returns 32 bytes that depend on the whole state, the content of tensors included. Raises
-        `ValueError` if something is `undetectable`."""
-
     def addresses(self) -> bytes:
-        """As `fingerprint`, but covers the tensors' addresses instead of their content."""
+        """Returns 32 bytes that depend on the whole state, but on the tensors' addresses instead of
+        their content."""
 
     def is_like(self, other: ModelState) -> bool:
         """Whether both states describe equal models."""
@@ -62,7 +59,7 @@ class ModelState(Protocol):
 
 # By model, the reasons for which a warning has been logged. Numbers are removed from them, since
 # some, such as that of free bytes, differ each time.
-_warned: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+_warned = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 
 
 def carries_state(model: nn.Module) -> bool:
@@ -85,15 +82,19 @@ def warn_uncached(model: nn.Module, reason: object) -> None:
     key = re.sub(r"[\d.,]+", "", str(reason))
     if key not in reasons:
         reasons.add(key)
-        message = Topic.PREFIX_CACHE("prefix caching is off for this %s: %s")
-        logger.warning(message, type(model).__name__, reason)
+        logger.warning(
+            Topic.PREFIX_CACHE("prefix caching is off for this %s: %s"),
+            type(model).__name__,
+            reason,
+        )
 
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
-    """Returns the [`ModelState.fingerprint`] of the model as it is now; `None`, with a warning once
-    per model and reason, if the model carries state or cannot be read. `state`: the model's state,
-    if it has just been read. Without the room `fingerprints`, returns random bytes, which equal no
-    other fingerprint, so that blocks are served only in the period that computed them."""
+    """Returns 32 bytes that change with the state of the model, the content of its tensors
+    included; `None`, with a warning once per model and reason, if the model carries state or cannot
+    be read. `state`: the model's state, if it has just been read. Without the room `fingerprints`,
+    returns random bytes, which equal no other fingerprint, so that blocks are served only in the
+    period that computed them."""
     if carries_state(model):
         return None
     fingerprints: FingerprintsRoom | None = room_if_installed("fingerprints")

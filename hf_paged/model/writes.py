@@ -49,12 +49,11 @@ class Notes:
         self.carried: str | None = None
         # by module, the attributes that each forward overwrites and none reads, so they are not
         # part of the model's state; their values are those that `ModelState` reads instead
-        self.write_only: weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]
-        self.write_only = weakref.WeakKeyDictionary()
+        self.write_only = weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]()
 
 
 _NO_NOTES = Notes()
-_notes: weakref.WeakKeyDictionary[nn.Module, dict[Modes, Notes]] = weakref.WeakKeyDictionary()
+_notes = weakref.WeakKeyDictionary[nn.Module, dict[Modes, Notes]]()
 
 
 def _modes(model: nn.Module) -> Modes:

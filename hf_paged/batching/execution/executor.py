@@ -102,15 +102,15 @@ class Executor:
     ) -> None:
         """Starts work on the model; must be called before other methods, and only while no step is
         in flight. `check_weights`: must be set if the prefix cache is used. Without `allow_replays`
-        no recorded step is replayed, and the model's state is not read. Without `switch_attention`
-        the caller has set the model's attention to `"hf_paged"`. Without `runs_user_code` only code
-        of transformers and of the model runs between steps. These options, but not
-        `switch_attention`, stay set if an earlier call has set them."""
+        or the room `fingerprints` no recorded step is replayed, and the model's state is not read.
+        Without `switch_attention` the caller has set the model's attention to `"hf_paged"`. Without
+        `runs_user_code` only code of transformers and of the model runs between steps. These
+        options, but not `switch_attention`, stay set if an earlier call has set them."""
         self._device = compute_device(self.model)
         # the autocast dtype of all forwards, whichever thread runs the steps; `None`: no autocast
         self.autocast_dtype = autocast_dtype(self._device)
         self.checks_weights |= check_weights
-        self.allows_replays |= allow_replays
+        self.allows_replays |= allow_replays and self._fingerprints is not None
         self.runs_user_code |= runs_user_code
         self._switches_attention = switch_attention
         self.guard.begin(self.checks_weights, self.autocast_dtype)
@@ -198,8 +198,7 @@ class Executor:
             self.forget_model()
             self._num_handled_changes = self.guard.num_changes
             needs_state = self.runner.recorder is not None or self.guard.is_on
-            can_read = self._fingerprints is not None and self.allows_replays
-            self._is_state_due = can_read and needs_state
+            self._is_state_due = self.allows_replays and needs_state
 
     def check_model(self) -> None:
         """Called before a step, within `attention`: if user code may have run since the last step
@@ -210,7 +209,7 @@ class Executor:
         if not is_due:
             return
         if self._fingerprints is None:
-            self._handle_change()
+            self.handle_weight_change()
         elif self._state is None or self._state.is_same() or not self._read_model():
             return
         self._unpack()
@@ -233,7 +232,8 @@ class Executor:
                 state.watch()
             has_changed = state is None or not state.is_like(previous)
         if has_changed:
-            self._handle_change()
+            self.handle_weight_change()
+            self._num_handled_changes = self.guard.num_changes
         self._state, self._is_state_due = state, False
         if state is not None:
             if self.runs_user_code:
@@ -245,10 +245,6 @@ class Executor:
         recorded_state = None if self.runner.recorder is None else state
         self.runner.begin(recorded_state)
         return has_changed
-
-    def _handle_change(self) -> None:
-        self.handle_weight_change()
-        self._num_handled_changes = self.guard.num_changes
 
     @restoring
     def attention(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from hf_paged.model.state import fingerprint
 from tests.callers.test_callers import assert_used_pool
 from tests.support import models
 from tests.support.checks import assert_same_tokens, in_threads
+from tests.support.rooms import needs_fingerprints
 
 OPTIONS: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}  # enough for recorded steps
 MODES: dict[str, dict[str, Any]] = {
@@ -309,6 +310,7 @@ def test_overlapping_calls() -> None:
     assert num_frames() == 0
 
 
+@needs_fingerprints
 def test_a_model_is_the_same_compiled_or_not() -> None:
     """So cached prefixes stay, and no check runs again."""
     plain, model = models.build("llama"), _in_place(_forward(_layer_forward(models.build("llama"))))

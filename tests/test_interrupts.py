@@ -34,6 +34,7 @@ from hf_paged.batching import engine_core
 from hf_paged.batching.decoding import sample, sampler
 from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.ledger import Ledger
+from hf_paged.rooms import ROOMS, is_installed
 from hf_paged.switches import Switches
 from tests.support import models
 from tests.support.engine_helpers import run_all
@@ -706,7 +707,7 @@ def test_with_takes_locks_and_no_conditions() -> None:
         items = [item for node in nodes if isinstance(node, ast.With) for item in node.items]
         taken |= {ast.unparse(item.context_expr).split(".")[-1] for item in items}
     assert not conditions & taken
-    assert len(conditions) > 3
+    assert len(conditions) > (3 if all(map(is_installed, ROOMS)) else 1)
 
 
 class SignalAtCheck:

@@ -31,6 +31,7 @@ from tests.support.engine_helpers import (
     steps,
     told_by,
 )
+from tests.support.rooms import needs_fingerprints
 from tests.test_faults import Countdown, FailingProcessor, OnPurpose
 
 GREEDY = MODES["greedy"]
@@ -352,6 +353,7 @@ def test_hit_tokens_are_those_of_the_prompt_when_it_was_first_admitted() -> None
     assert [result.num_prefix_hit_tokens for result in results] == [0] * 4
 
 
+@needs_fingerprints
 def test_hit_tokens_stay_those_of_the_first_admission_after_a_recovery() -> None:
     ids = prompts(48)[0]
     with engine_of(max_num_batched_tokens=8) as engine:

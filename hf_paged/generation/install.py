@@ -43,7 +43,6 @@ from ..topics import Topic
 from .batch_call import batch_of
 from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt
 from .invocation import Invocation, Method, method_of, wrapper_of
-from .prefill import share_prefill
 
 PAGED_IMPLEMENTATIONS = ("paged", NAME)  # values of `cache_implementation` for a paged cache
 _PEFT = "peft.peft_model"
@@ -324,6 +323,14 @@ def _decode(decode: Invocation) -> Any:
         return decode.run()
 
 
+def _prefill(prefill: Invocation) -> Any:
+    call = prefill.value_of(current_call)
+    sharing = rooms.room_if_installed("shared_prefill")
+    if call is None or sharing is None:
+        return prefill.run()
+    return sharing.share_prefill(prefill, call)
+
+
 def _encode_media(encode: Invocation) -> Any:
     if encode.value_of(capturing) is None or encode.model.config.is_encoder_decoder:
         return encode.run()
@@ -343,7 +350,7 @@ _REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
     **({} if compat.ENCODE_MEDIA is None else {compat.ENCODE_MEDIA: _encode_media}),
     compat.EXPAND_INPUTS: _expand_inputs,
     compat.PREPARE_CACHE: _prepare_cache,
-    compat.PREFILL: share_prefill,
+    compat.PREFILL: _prefill,
     compat.SAMPLE: _decode,
     compat.BEAM_SEARCH: _decode,
     compat.ASSISTED_DECODING: _decode,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -340,6 +341,7 @@ class StepGraphs:
         thread records. Logs a failure, and limits which graphs are recorded from then on; but the
         first `KeysReadError` sets `reads_keys` and drops all graphs. If an interrupt leaves a mode
         of torch active, the guarded call around this one ends it (`interrupts.guarded`)."""
+        handled = sys.exc_info()[1]
         with timed("record"), exclusive_recording(self._device) as is_exclusive:
             if not is_exclusive:
                 return None
@@ -353,7 +355,7 @@ class StepGraphs:
                     self.clear()  # graphs are recorded again, with smaller block tables
                     return None
                 logger.debug("capturing %s failed", key, exc_info=True)
-                self._handle_failure(key, error)
+                self._handle_failure(key, error, handled)
                 return None
             self._num_out_of_memory = 0
             while len(self._graphs) >= MAX_GRAPHS:
@@ -406,12 +408,14 @@ class StepGraphs:
                     check_replay(graph.replay, [x[:num_rows] for x in results], dtypes, prepare)
         return RecordedStep(inputs, outputs[0], graph, recorded_context)
 
-    def _handle_failure(self, key: GraphKey, error: Exception) -> None:
+    def _handle_failure(
+        self, key: GraphKey, error: Exception, handled: BaseException | None
+    ) -> None:
         """If memory ran out, only delays the next attempt. Otherwise sets a limit: if the step has
         shared prefixes, on these, otherwise on chunk tokens or, without chunks, on decodes. But if
         a step of decodes alone, without shared prefixes, fails while there is no graph of decodes,
         stops recording altogether."""
-        reason = reason_of(error)
+        reason = reason_of(error, handled)
         log_level = logging.INFO
         if self._backend.on_device:
             log_level = logging.WARNING

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer
 
 from hf_paged import last_route
 from hf_paged.cache.layers import PagedIndexedLayer, PagedLayer
-from hf_paged.generation.prefill import _can_repeat_rows
+from hf_paged.shared_prefill import _can_repeat_rows
 from tests.support import models
 
 

@@ -288,6 +288,8 @@ class StepGraphs:
             torch.get_default_dtype(),
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
+            # decides which kernel multiplies in float32
+            torch.backends.mkldnn.matmul.fp32_precision,
         )
         return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
 

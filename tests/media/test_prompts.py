@@ -238,6 +238,15 @@ def test_embeddings(with_ids: bool, mode: str) -> None:
         torch.testing.assert_close(shown[0], stock.layers[0].keys[0])
 
 
+def test_an_input_that_is_false_counts() -> None:
+    """Here each token of a prompt sees the later ones."""
+    model = models.get("llama")
+    hf_paged.free(model)
+    inputs = {**text(model), "is_causal": False}
+    for call in (inputs, with_question(inputs), with_question(inputs, seed=2), text(model)):
+        same(model, call, max_new_tokens=60)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [GEMMA, "PaliGemmaForConditionalGeneration"])
 def test_tokens_that_see_later_ones_are_not_served_to_other_prompts(

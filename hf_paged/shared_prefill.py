@@ -1,5 +1,5 @@
-"""One prefill for all rows of a prompt in transformers' own loop; the engine shares prefills by blocks.
-This module imports no other room."""
+"""One prefill for all rows of a prompt in transformers' own loop. In the engine, rows share a
+prefill's blocks instead. This module imports no other room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cache.paged_cache import PagedCache
 from .generation.call import Call, first_rows
 from .generation.invocation import Invocation
 from .model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows, select_rows
-from .model.structure import row_dependencies
+from .model.structure import hook_reasons, row_reasons
 
 # Python modules and packages, with a dot after them, of cache layers whose `reorder_cache` repeats
 # everything that they hold
@@ -100,10 +100,10 @@ def _can_repeat_rows(layer: Any) -> bool:
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: no reason of `row_dependencies` applies, such as
-    dropout or a foreign hook, and no module has a replaced forward or holds a cache of its own."""
+    """Whether rows do not affect one another: there is no dropout, foreign hook or the like, and no
+    module has a replaced forward or holds a cache of its own."""
     modules = list(model.modules())
-    if next(row_dependencies(model, modules), None) is not None:
+    if any(hook_reasons(model, modules)) or any(row_reasons(model, modules, is_packed=True)):
         return False
     return not any(
         "forward" in vars(module) or compat.attribute(module, "_setup_cache") for module in modules

@@ -72,7 +72,7 @@ def _first_row_inputs(
     for name, value in model_kwargs.items():
         if isinstance(value, Cache):
             for part in cache_parts(value):
-                if not isinstance(part, PagedCache) or not part.is_empty:
+                if not isinstance(part, PagedCache) or part.rows.sequences:
                     return None
                 if not all(map(_can_repeat_rows, part.layers)):
                     return None

@@ -81,6 +81,7 @@ def _generate(generate: Invocation) -> Any:
         requested is None
         and not _is_paged_by_default
         and generate.option("cache_config") is not None
+        and not generate.option("is_assistant")
     ):
         warn_once(
             model,
@@ -99,6 +100,7 @@ def _generate(generate: Invocation) -> Any:
 @guarded
 def _run(generate: Invocation, is_requested: bool) -> Any:
     call = Call(generate.model)
+    call.has_custom_loop = callable(generate.kwargs.get("custom_generate"))
     if is_requested:
         call.reason = f"{type(generate.model).__name__} prepares its cache itself"
         call.remedy = "Use a model that generates as transformers does"
@@ -204,6 +206,15 @@ def _prepare_cache(prepare: Invocation) -> Any:
         caches = [part for part in parts if isinstance(part, PagedCache)]
         if caches:
             call.use_caches(caches, generation_config, are_built=not is_passed)
+            options = generation_config.cache_config
+            if is_passed and options and any(cache.memory.config != config for cache in caches):
+                warn_once(
+                    model,
+                    Topic.NOT_PAGED(
+                        "the passed `PagedCache` keeps its own options, so `cache_config` has no"
+                        " effect: leave it out, or pass these options to the `PagedCache`"
+                    ),
+                )
         elif config is not None:
             call.reason, call.remedy = _why_not_paged(model, is_passed, arguments)
         if config is not None and config.batch_invariant and not call.built_caches:

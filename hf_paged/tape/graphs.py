@@ -31,7 +31,6 @@ from ..interrupts import is_interrupt
 from ..kernels import BACKEND_VARIABLE
 from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
-from ..model.writes import undoing_writes
 from ..seams import ForwardContext, RecordedContext
 from ..step import KeysReadError
 from ..switches import NOTHING
@@ -49,6 +48,7 @@ from .recorders import (
     log_unrecorded,
     reason_of,
     storage_addresses,
+    undoing_writes,
 )
 from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
@@ -275,11 +275,9 @@ class StepGraphs:
     ) -> GraphKey:
         """Returns the key of the smallest graph that could serve the running step."""
         is_training = getattr(self._model(), "training", False)
-        variant = None
-        num_ranges = 0
+        variant, num_ranges = None, 0
         if self._context is not None:
-            variant = self._context.variant
-            num_ranges = self._context.num_ranges
+            variant, num_ranges = self._context.variant, self._context.num_ranges
         options = (
             autocast_dtype(self._device),
             is_training,
@@ -288,7 +286,6 @@ class StepGraphs:
             torch.get_default_dtype(),
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
-            # decides which kernel multiplies in float32
             torch.backends.mkldnn.matmul.fp32_precision,
         )
         return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
@@ -357,7 +354,7 @@ class StepGraphs:
                     self.clear()  # graphs are recorded again, with smaller block tables
                     return None
                 logger.debug("capturing %s failed", key, exc_info=True)
-                self._handle_failure(key, error, handled)
+                self._handle_failure(key, error, reason_of(error, handled))
                 return None
             self._num_out_of_memory = 0
             while len(self._graphs) >= MAX_GRAPHS:
@@ -410,14 +407,11 @@ class StepGraphs:
                     check_replay(graph.replay, [x[:num_rows] for x in results], dtypes, prepare)
         return RecordedStep(inputs, outputs[0], graph, recorded_context)
 
-    def _handle_failure(
-        self, key: GraphKey, error: Exception, handled: BaseException | None
-    ) -> None:
+    def _handle_failure(self, key: GraphKey, error: Exception, reason: str) -> None:
         """If memory ran out, only delays the next attempt. Otherwise sets a limit: if the step has
         shared prefixes, on these, otherwise on chunk tokens or, without chunks, on decodes. But if
         a step of decodes alone, without shared prefixes, fails while there is no graph of decodes,
         stops recording altogether."""
-        reason = reason_of(error, handled)
         log_level = logging.INFO
         if self._backend.on_device:
             log_level = logging.WARNING

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import forks
 from ..attention.backends import cpp
@@ -22,6 +22,7 @@ from ..cache.free_memory import discard
 from ..interrupts import restoring
 from ..kernels import forced_backend, uses_triton
 from ..model.trial import first_line, significant_difference
+from ..model.writes import Snapshot
 from ..seams import RecordedContext
 from ..step import NotCapturable
 from ..switches import NOTHING, Switches, Switching
@@ -161,6 +162,16 @@ def exclusive_recording(device: torch.device) -> Iterator[bool]:
     finally:
         if is_exclusive:
             _capture_lock(device).release()
+
+
+@restoring
+def undoing_writes(model: nn.Module) -> Iterator[None]:
+    """A context that undoes writes into the model when it ends, as far as a [`Snapshot`] can."""
+    snapshot = Snapshot(model)
+    try:
+        yield
+    finally:
+        snapshot.restore(by_engine=True, writes=[])
 
 
 @functools.cache

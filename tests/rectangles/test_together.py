@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import T5ForConditionalGeneration
 
 from hf_paged import (
     OutOfBlocksError,
@@ -203,6 +204,29 @@ def test_requests_share_forwards(name: str, joins_any: bool, rows_of_forwards: l
         assert_drained(engine)
     assert max(rows_of_forwards) == (4 if joins_any else 2), rows_of_forwards
     assert len(decodes) <= (NEW if joins_any else 2 * NEW), decodes
+
+
+class Steered(T5ForConditionalGeneration):
+    """Prefers a token, as much as an input says."""
+
+    def forward(self, *args: Any, steering: float = 0.0, **inputs: Any) -> Any:
+        outputs = super().forward(*args, **inputs)
+        outputs.logits[..., 7] += steering
+        return outputs
+
+
+def test_requests_with_other_values_of_an_input_keep_theirs() -> None:
+    model = Steered(build(T5).config).eval()
+    prompt = prompts()[0]
+    with PagedEngine(model, SMALL) as engine:
+        names = {}
+        for value in (0.0, 1e4, 0.0):
+            names[engine.add_request(prompt, LONG, inputs={"steering": value})] = value
+        results = run_all(engine)
+        for name, value in names.items():
+            expected = model.generate(torch.tensor([prompt]), **LONG, steering=value)
+            assert results[name].token_ids == expected[0, 1:].tolist()
+        assert_drained(engine)
 
 
 def test_calls_in_threads_share_forwards(rows_of_forwards: list[int]) -> None:

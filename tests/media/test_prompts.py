@@ -685,6 +685,43 @@ def test_a_new_picture_behind_a_known_text(name: str) -> None:
 
 
 @needs_fingerprints
+@pytest.mark.parametrize(
+    "config", [{}, {"preemption": "swap", "max_num_batched_tokens": 48}], ids=str
+)
+def test_a_picture_behind_a_text_of_the_same_step(config: dict[str, Any]) -> None:
+    """In the second engine the picture waits for the next step."""
+    model, (first, second) = model_of(LLAVA), rows_of_two_sizes(LLAVA)
+    words = [first["input_ids"][0, :26], second["input_ids"][0, -13:]]
+    with PagedEngine(model, {"block_size": 8, **config}) as engine:
+        ask(engine, [{"input_ids": torch.cat(words)[None]}, first])
+        ask(engine, [first])
+
+
+@needs_fingerprints
+def test_a_prompt_in_the_blocks_that_another_computes_in_the_same_unpacked_step() -> None:
+    model, prompt = models.build("llama"), models.token_ids(1, 33)
+    expected = model.generate(prompt, **GREEDY)[0, 33:].tolist()
+    model.model.norm.register_forward_hook(lambda *args: None)
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        for result in engine.generate([prompt[0].tolist()] * 2, GREEDY):
+            assert result.token_ids == expected
+
+
+def test_a_buffer_of_pictures_may_be_reused() -> None:
+    model, first = model_of(LLAVA), rows_of_two_sizes(LLAVA)[0]
+    frame = first["pixel_values"].clone()
+    calls, names = [first, other_pictures(first)], []
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        for call in calls:
+            frame.copy_(call["pixel_values"])
+            names.append(engine.add_request({**call, "pixel_values": frame}, GREEDY))
+        results = run_all(engine)
+        found = [results[name].token_ids for name in names]
+        assert found == [answer(model, call, **GREEDY) for call in calls]
+        ask(engine, calls)
+
+
+@needs_fingerprints
 @pytest.mark.slow_cases("Gemma3ForConditionalGeneration")
 @pytest.mark.parametrize("name", BEHIND_TEXT)
 def test_a_generate_call_begins_behind_a_known_text(name: str, hits: list[int]) -> None:

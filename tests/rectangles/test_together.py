@@ -330,6 +330,35 @@ def test_new_weights_are_the_encoder_s_too() -> None:
     assert expected[0, 1:].tolist() == result.token_ids
 
 
+def test_a_request_whose_encoder_fails_after_new_weights_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, (long, short) = copy.deepcopy(build(T5)), (prompts()[1] * 2, prompts()[1])
+    options = {"max_new_tokens": 12, **GREEDY}
+    encode = model.encoder.forward
+
+    def fail(*args: Any, **inputs: Any) -> Any:
+        if inputs["input_ids"].shape[1] == len(long):
+            raise torch.OutOfMemoryError("on purpose")
+        return encode(*args, **inputs)
+
+    with PagedEngine(model, SMALL) as engine:
+        names = [engine.add_request(prompt, options) for prompt in (long, short)]
+        engine.step()
+        with engine.weights_update("recompute"), torch.no_grad():
+            model.encoder.final_layer_norm.weight.mul_(-1.0)
+            monkeypatch.setattr(model.encoder, "forward", fail)
+        monkeypatch.undo()
+        begun = list(engine._core.requests[names[1]].request.sequences[0].token_ids)
+        results = run_all(engine)
+        assert_drained(engine)
+    assert isinstance(results[names[0]].error, torch.OutOfMemoryError)
+    options["max_new_tokens"] = 13 - len(begun)
+    ids = torch.tensor([short])
+    expected = model.generate(ids, **options, decoder_input_ids=torch.tensor([begun]))
+    assert expected[0, 1:].tolist() == results[names[1]].token_ids
+
+
 @pytest.mark.slow_cases("*-writes to its inputs")
 @pytest.mark.parametrize(
     ("name", "why"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import LogitsProcessor, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -32,6 +33,7 @@ from hf_paged.speculation.sources import (
 )
 from hf_paged.speculation.speculator import Speculator
 from tests.support import models
+from tests.support.architecture_configs import tiny_model
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
     MODES,

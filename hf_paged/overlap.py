@@ -321,10 +321,6 @@ def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[Sh
             stepper = None if shared is None else shared.stepper
             if stepper is not None and stepper.thread_id == threading.get_ident():
                 key, shared = user, None
-            elif shared is not None and shared.loop.executor.lock._is_owned():
-                # code of a row with an adapter, or of a forward: another thread's step would wait
-                # for this thread, and this call for the step
-                key, shared = user, None
             if shared is None:
                 shared = loops[key] = SharedLoop(make_loop())
             if shared not in memory.holders:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from hf_paged.adapters import files as adapter_files
 from hf_paged.kernels.lora import LoraWeights, add_portable
 from hf_paged.rooms import is_installed
 from tests.support import models
-from tests.support.checks import in_threads, model_state
+from tests.support.checks import model_state
 from tests.support.engine_helpers import (
     MODES,
     assert_drained,
@@ -290,26 +289,6 @@ def test_a_streamer_of_an_adapter_may_wait_for_a_thread_that_uses_the_model(
     found = model.generate(**inputs, **options, **models.PAGED, streamer=Waiting())
     assert torch.equal(found, model.generate(**inputs, **options))
     assert torch.equal(results[0], model.generate(**inputs, **GREEDY))
-    hf_paged.check_integrity(model.get_base_model())
-
-
-def test_code_of_a_row_with_an_adapter_calls_generate_beside_another_thread() -> None:
-    model, inputs = many(2), models.prompt("llama", 1)
-    judged: list[torch.Tensor] = []
-
-    def judge(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        time.sleep(0.2)  # until the other thread waits for the model
-        judged.append(model.generate(input_ids=ids[:, :8], **GREEDY, **models.PAGED))
-        return scores
-
-    def call(**options: Any) -> torch.Tensor:
-        return model.generate(**inputs, **GREEDY, **options)
-
-    expected = call(adapter_names=["a1"]), call()
-    with_adapter = {"adapter_names": ["a1"], "logits_processor": [judge], **models.PAGED}
-    found = in_threads(lambda: call(**with_adapter), lambda: call(**models.PAGED))
-    assert all(map(torch.equal, found, expected)) and judged
-    assert torch.equal(judged[0], model.generate(input_ids=inputs["input_ids"][:, :8], **GREEDY))
     hf_paged.check_integrity(model.get_base_model())
 
 

@@ -216,8 +216,8 @@ class Steered(T5ForConditionalGeneration):
 
 
 def test_requests_with_other_values_of_an_input_keep_theirs() -> None:
-    model = Steered(build(T5).config).eval()
-    prompt = prompts()[0]
+    model, prompt = copy.deepcopy(build(T5)), prompts()[0]
+    model.__class__ = Steered
     with PagedEngine(model, SMALL) as engine:
         names = {}
         for value in (0.0, 1e4, 0.0):

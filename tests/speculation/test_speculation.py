@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from transformers import LogitsProcessor, WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
@@ -33,7 +32,6 @@ from hf_paged.speculation.sources import (
 )
 from hf_paged.speculation.speculator import Speculator
 from tests.support import models
-from tests.support.architecture_configs import tiny_model
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
     MODES,
@@ -44,6 +42,7 @@ from tests.support.engine_helpers import (
     prompts,
     run_all,
 )
+from tests.support.forwards import build
 from tests.support.rooms import needs_fingerprints
 
 NGRAM: dict[str, Any] = {"block_size": 8, "speculation": "ngram"}
@@ -576,7 +575,7 @@ def test_an_assistant_that_fails_ends_its_requests_alone() -> None:
 
 
 def test_a_config_that_asks_for_impossible_drafts_says_so() -> None:
-    model, texts = tiny_model(transformers.GPTNeoForCausalLM), repeating(20)
+    model, texts = build("dynamic"), repeating(20)
     with PagedEngine(model, PagedConfig(block_size=8, speculation="ngram")) as engine:
         engine.generate(texts, GREEDY)
         assert engine.route is not None and engine.stats().num_drafts == 0

@@ -215,8 +215,8 @@ class JoinKey(NamedTuple):
     """A key of prompts. Rows of prompts with equal keys may continue in one rectangle."""
 
     needs_equal_lengths: bool  # whether these rows must also have equal lengths
-    # dtypes and shapes of the inputs, without rows and without columns that can be padded; values of
-    # the inputs without rows; then the number of encoder tokens if it must be equal
+    # dtypes and shapes of the inputs, without rows and without columns that can be padded; values
+    # of inputs without rows; then the number of encoder tokens if it must be equal
     inputs: Hashable
 
 

@@ -31,6 +31,7 @@ from hf_paged.speculation.sources import (
     StepCosts,
 )
 from hf_paged.speculation.speculator import Speculator
+from tests.batching.test_packed_families import build
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
@@ -42,7 +43,6 @@ from tests.support.engine_helpers import (
     prompts,
     run_all,
 )
-from tests.support.forwards import build
 from tests.support.rooms import needs_fingerprints
 
 NGRAM: dict[str, Any] = {"block_size": 8, "speculation": "ngram"}

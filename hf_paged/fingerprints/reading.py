@@ -95,8 +95,8 @@ class Reading:
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
         self._num_plain_objects = 0
-        # containers, functions and objects, by their ids: those described so far, and those that are
-        # nested too deep where they were met
+        # containers, functions and objects by their ids: those described so far, and those nested too
+        # deep to be described
         self._described = dict[int, Any]()
         self._too_deep = dict[int, Any]()
         # Whether containers and objects in closures of user code are described. Hooks and functions
@@ -279,9 +279,8 @@ class Reading:
     def _container(self, value: Any, depth: int) -> Any:
         self._watch_container(value)
         kind = type(value)
-        if isinstance(value, DICT_TYPES):
-            value = itertools.chain.from_iterable(value.items())
-        items = [*value]
+        is_dict = isinstance(value, DICT_TYPES)
+        items = [*(itertools.chain.from_iterable(value.items()) if is_dict else value)]
         if not SCALARS.issuperset(map(type, items)):  # a vocabulary may have millions of scalars
             if self._is_too_deep(value, depth):
                 return kind.__qualname__, len(items)

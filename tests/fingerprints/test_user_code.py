@@ -244,9 +244,7 @@ CASES: dict[str, Install] = {
         lambda box: box["mlp"]["alpha"],
         lambda box: box["mlp"].update(alpha=NEW),
     ),
-    "closed object": closes(
-        Options, lambda box: box.alpha, lambda box: setattr(box, "alpha", NEW)
-    ),
+    "closed object": closes(Options, lambda box: box.alpha, lambda box: setattr(box, "alpha", NEW)),
     "decorated method": decorated,
     "private attribute": private,
     "private attribute of the config": private_of_config,

@@ -95,8 +95,8 @@ class Reading:
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
         self._num_plain_objects = 0
-        # containers, functions and objects by their ids: those described so far, and those nested too
-        # deep to be described
+        # containers, functions and objects by their ids: those described, and those nested too deep
+        # to be described
         self._described = dict[int, Any]()
         self._too_deep = dict[int, Any]()
         # Whether containers and objects in closures of user code are described. Hooks and functions

@@ -64,12 +64,14 @@ class StateReading(Reading):
     after other code may have run, whether the model is unchanged since the references were taken
     (`is_same`).
 
-    Covered: all parameters, buffers, tensors and arrays; attributes of modules and configs that are
-    scalars, nested containers of scalars, objects of user classes or values of the standard
-    library; functions and scalars of modules' classes; functions that replace or hook `forward`,
-    with their closures; everything that user code names: helper functions, globals of its modules,
-    train or eval mode. Not covered: files, attributes of library objects, attributes that each
-    forward writes and none reads (`writes.note_write`), and the value that `undetectable` names.
+    Covered: all parameters, buffers, tensors and arrays; attributes of modules, configs and user
+    classes that are scalars, nested containers of scalars, objects of user classes or values of the
+    standard library; functions and scalars of modules' classes; functions that replace or hook
+    `forward`, with their closures; everything that user code names: helper functions, globals of
+    its modules, train or eval mode. Not covered: files, attributes of library objects, modules in
+    `site-packages` without code of the model, containers and objects in closures of hooks and of
+    functions that users set on libraries' classes, attributes that each forward writes and none
+    reads (`writes.note_write`), and the value that `undetectable` names.
     Equal models have equal fingerprints in every process with the same library versions and kind of
     device. Tensor subclasses are read by `__tensor_flatten__`. Subclasses without it, and tensors
     that are sparse, quantized, on the meta device or lazily conjugated or negated, raise
@@ -90,7 +92,7 @@ class StateReading(Reading):
 
     def addresses(self) -> bytes:
         """As `fingerprint`, but covers the tensors' addresses instead of their content, and also
-        every module's mode and the scalars in containers and objects that closures hold."""
+        every module's mode and the scalars in containers and objects that any closure holds."""
         pointers = [tensor.data_ptr() for tensor in self.tensors]
         return self._digest([pointers, self._modes, self._closure_scalars])
 

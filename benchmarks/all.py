@@ -8,7 +8,8 @@ for bfloat16 it is the other way round, since plain `generate` is not at its bes
 is one of the other benchmarks in a process of its own, most telling first, with a share
 of the minutes that its turns are planned with. Its file takes the place of the one in the folder,
 `benchmarks/results` (with `--quick` a new one), which `python -m benchmarks.readme` renders;
-`all.json` lists the stages, their seconds, and why one failed.
+`all.json` lists the stages, their seconds, and why one failed; with `--only`, it keeps the other
+stages of the same revision.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ CALLS, SHAPE = "generate --device cpu --no-peers --no-memory", "cpu-llama-100m"
 WHOLE = "generate --device cpu --no-peers --only W1,W2,W3,W4,W5,W6,W9,W10,waste"
 SIDE = "side_by_side --processes 0 --only"
 STAGES = (
-    Stage("whole", 31, f"{WHOLE} --dtype {DTYPE}", "", f"generate-{SHAPE}", tuple(TITLES)),
+    Stage("whole", 29, f"{WHOLE} --dtype {DTYPE}", "", f"generate-{SHAPE}", tuple(TITLES)),
     Stage(
         "other_dtype",
         4,
@@ -41,8 +42,8 @@ STAGES = (
         "--repeats 1",
         f"generate-other-dtype-{SHAPE}",
     ),
-    Stage("speculation", 3, "speculation --only W7,W8", "", "speculation-cpu"),
-    Stage("rollouts", 3, "grpo", "--turns 5", "grpo-cpu-llama-24m"),
+    Stage("speculation", 1, "speculation --only W7,W8", "", "speculation-cpu"),
+    Stage("rollouts", 7, "grpo", "--turns 3", "grpo-cpu-llama-24m"),
     Stage("trainer", 3, "trainer", "", "trainer-cpu"),
     Stage(
         "encoders",

@@ -10,6 +10,7 @@ figures of `benchmarks.all` are older than what they measure, as `.ci/release` a
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import statistics
@@ -195,15 +196,39 @@ def stale() -> list[str]:
     """Why the figures of `benchmarks.all` cannot be released."""
     if not report.exists(NAME):
         return ["there is no run of benchmarks.all"]
-    last = machine.git("log", "-1", "--format=%h", "--", *COMPUTES)
     reasons = []
     for name in [NAME, *(stage.file for stage in STAGES if report.exists(stage.file))]:
         revision = result(name)["facts"]["revision"]
-        if not last or machine.git("merge-base", "--is-ancestor", last, revision) is None:
-            reasons.append(
-                f"{name}.json is of revision {revision}, before {last or 'an unknown one'}"
-            )
+        changed = changed_files(revision)
+        if changed is None:
+            reasons.append(f"{name}.json is of revision {revision}, which is not committed")
+        elif changed:
+            reasons.append(f"{name}.json is of revision {revision}, before {', '.join(changed)}")
     return reasons
+
+
+def changed_files(revision: str) -> list[str] | None:
+    """Files in `COMPUTES` whose code is not that of a revision; `None` without that revision."""
+    names = machine.git("diff", "--name-only", revision, "HEAD", "--", *COMPUTES)
+    if names is None:
+        return None
+    return [name for name in names.split() if code_of(name, revision) != code_of(name, "HEAD")]
+
+
+def code_of(name: str, revision: str) -> str | None:
+    """A file at a revision, Python without comments and docstrings; `None` if it is not there."""
+    text = machine.git("show", f"{revision}:{name}")
+    if text is None or not name.endswith(".py"):
+        return text
+    return ast.dump(_WithoutStrings().visit(ast.parse(text)))
+
+
+class _WithoutStrings(ast.NodeTransformer):
+    """Removes strings that are statements."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
+        is_string = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_string else node
 
 
 def between(text: str, mark: str) -> tuple[int, int]:

@@ -161,10 +161,17 @@ def ended_by_signals() -> Iterator[None]:
 
 def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, Any]]:
     """Runs the stages; returns their entries, which are also in the JSON file of this name, with
-    the machine's facts."""
+    the machine's facts. Stages of an earlier run of the same revision stay in that file."""
     end = time.monotonic() + 60 * options.minutes
     data: dict[str, Any] = {"command": report.command_line(), "facts": machine.facts()}
-    entries = data["stages"] = list[dict[str, Any]]()
+    path, repeated = options.out / f"{name}.json", {stage.name for stage in stages}
+    others: list[dict[str, Any]] = []
+    earlier = report.read(path) if path.exists() else data
+    if earlier is not data and earlier["facts"]["revision"] == data["facts"]["revision"]:
+        others = [entry for entry in earlier["stages"] if entry["name"] not in repeated]
+    if others:
+        data |= {"command": earlier["command"], "repeated": data["command"]}
+    entries = list[dict[str, Any]]()
     running: list[Running] = []
 
     def finish(process: Running) -> None:
@@ -173,7 +180,8 @@ def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, 
 
     def add(entry: dict[str, Any]) -> None:
         entries.append(entry)
-        report.replace_file(options.out / f"{name}.json", json.dumps(data, indent=1) + "\n")
+        data["stages"] = others + entries
+        report.replace_file(path, json.dumps(data, indent=1) + "\n")
         said = f"{entry['name']}: {entry['seconds']:.0f} s {entry['reason']}"
         print(said.strip(), file=sys.stderr, flush=True)
 

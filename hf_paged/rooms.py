@@ -53,6 +53,7 @@ ROOMS = (
     "ranks",
     "ray",
     "rectangles",
+    "shared_prefill",
     "speculation",
     "tape",
     "tiers",

@@ -133,6 +133,16 @@ def test_calls_of_generate_take_another_path(
     assert f"needs `hf_paged.{room}`" in caplog.text
 
 
+def test_a_shared_prefill() -> None:
+    """Transformers' own loop computes each row of a prompt."""
+    model, ids = models.get("llama"), models.token_ids(2, 7)
+    options: dict[str, Any] = {"num_beams": 3, "max_new_tokens": 4, "do_sample": False}
+    expected = model.generate(ids, **options)
+    assert torch.equal(model.generate(ids, **options, **models.UNRECORDED), expected)
+    route = last_route(model)
+    assert route is not None and route.road == "hf_loop" and not route.prefills_shared
+
+
 def test_gradients_through_a_cache() -> None:
     """Nothing is stored, and decodes without gradients go on."""
     cache = PagedCache()

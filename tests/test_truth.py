@@ -199,9 +199,9 @@ def test_figures_older_than_a_kernel_are_not_released(tmp_path, monkeypatch, cap
         done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
         return done.stdout.strip()
 
-    def commit(name: str) -> str:
+    def commit(name: str, text: str = "") -> str:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{name} {len(list(tmp_path.rglob('*')))}")
+        (tmp_path / name).write_text(text)
         git("add", ".")
         git("commit", "-q", "-m", name)
         return git("rev-parse", "--short", "HEAD")
@@ -217,11 +217,13 @@ def test_figures_older_than_a_kernel_are_not_released(tmp_path, monkeypatch, cap
     for name in ("all", "lora-cpu"):
         (results / f"{name}.json").write_text(f'{{"facts": {{"revision": "{first}"}}}}')
     commit("docs/index.md")
+    commit("hf_paged/kernels/__init__.py", '"""Kernels."""  # in C++ and Triton\n')
     assert readme.main(["--fresh"]) == 0
-    last = commit("hf_paged/batching/__init__.py")
+    last = commit("hf_paged/batching/__init__.py", "step = 1\n")
     assert readme.main(["--fresh"]) == 1
     said = capsys.readouterr().out
-    assert f"lora-cpu.json is of revision {first}, before {last}" in said and "all.json" in said
+    assert f"lora-cpu.json is of revision {first}, before hf_paged/batching/__init__.py" in said
+    assert "all.json" in said
     (results / "all.json").write_text(f'{{"facts": {{"revision": "{last}"}}}}')
     (results / "lora-cpu.json").write_text(f'{{"facts": {{"revision": "{last}+"}}}}')
     assert [line.split()[0] for line in readme.stale()] == ["lora-cpu.json"]

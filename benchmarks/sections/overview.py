@@ -166,4 +166,6 @@ def missing() -> str:
     run = report.result(whole_run.NAME)
     failed = [f"{one['name']} ({one['reason']})" for one in run["stages"] if one["reason"]]
     said = f"`{run['command']}`, {len(run['stages'])} stages"
+    if "repeated" in run:
+        said += f", some of them by `{run['repeated']}`"
     return f"{said}; not complete: {'; '.join(failed)}." if failed else f"{said}, all complete."

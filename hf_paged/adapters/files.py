@@ -67,11 +67,11 @@ class AdapterFile(NamedTuple):
     num_bytes: int  # of its weights in float32
 
 
-def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> ResolvedAdapter:
+def resolve_adapter(model: nn.Module, name: str | None, has_only_ids: bool) -> ResolvedAdapter:
     """Resolves the adapter name of a request: the name of an adapter of the model or, failing that,
-    of a folder in which PEFT saved one. `takes_ids`: whether the prompt is plain token ids. Raises
-    [`AdapterError`] if the adapter cannot be served, and `ValueError` if it is in a folder and the
-    prompt has other inputs."""
+    of a folder in which PEFT saved one. `has_only_ids`: whether the prompt is token ids alone.
+    Raises [`AdapterError`] if the adapter cannot be served, and `ValueError` if it is in a folder
+    and the prompt has other inputs."""
     check_served(model, name)
     if name is None:
         return ResolvedAdapter()
@@ -81,7 +81,7 @@ def resolve_adapter(model: nn.Module, name: str | None, takes_ids: bool) -> Reso
         return ResolvedAdapter(name, name)
     check_unmerged(peft_layers(model), name, name)
     file = read_adapter_file(name)
-    if not takes_ids:
+    if not has_only_ids:
         raise ValueError(
             f"`adapter` {file.path!r} is loaded on demand, which works only for prompts of plain"
             " token ids: load it with PEFT's `model.load_adapter(folder, name)`, and pass the name"

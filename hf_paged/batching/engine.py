@@ -16,7 +16,6 @@ from ..cache.storage import fit_blocks
 from ..config import PagedConfig
 from ..interrupts import ensure_done, guarded, restoring
 from ..model.forwards import compute_device
-from ..model.loading import load_model, load_tokenizer
 from ..model.registry import check_tiers
 from ..model.wrappers import base_model, resolve_adapter
 from ..rooms import TiersRoom, room
@@ -132,9 +131,10 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         config = PagedConfig.coerce(config, "config")
         check_tokenizer(tokenizer)
         check_path(name_or_path)
-        model = load_model(name_or_path, **load_kwargs)
+        tools = room("tools", "`PagedEngine.from_pretrained`")
+        model = tools.load_model(name_or_path, **load_kwargs)
         if tokenizer is None:
-            tokenizer = load_tokenizer(name_or_path, model, **load_kwargs)
+            tokenizer = tools.load_tokenizer(name_or_path, model, **load_kwargs)
         return cls(model, config, tokenizer=tokenizer)
 
     def add_request(

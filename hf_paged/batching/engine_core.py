@@ -315,8 +315,14 @@ class EngineCore(EngineLoop):
             if self.loop is not None:
                 self.loop.handle_weight_change(recompute)
             if recompute:
-                for state in self.requests.values():
-                    state.prepare_again(self.model)
+                for state in list(self.requests.values()):
+                    try:
+                        state.prepare_again(self.model)
+                    except Exception as error:
+                        if is_interrupt(error):
+                            raise
+                        state.error = error
+                        self.end(state, "error")
 
     def after_fork(self, freed: set[Any]) -> None:
         """Called in a forked child, where only this thread exists: drops what other threads left in

@@ -276,6 +276,8 @@ class EngineLoop:
                     f"the engine cannot assist this request: {reason}. Leave out `{option}`, or"
                     " call `generate` with one row"
                 )
+        elif reason is not None and self.config.speculation is not None:
+            self.loop.executor.slowed_by.add(f"`speculation` has no effect: {reason}")
         draft_source = option or self.config.speculation or self._parts.drafter
         if reason is not None or draft_source is None:
             state.assistance = None

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from .. import compat
 from ..config import is_whole, shown
-from ..model.own_loop import mismatched_rows
+from ..model.own_loop import map_tensors, mismatched_rows
 from .arguments import quoted
 
 # a list[int], a tensor of shape (length,) or (1, length), or the output of a tokenizer or processor
@@ -60,7 +60,8 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
     mismatch = mismatched_rows(model_inputs, 1)
     if mismatch is not None:
         raise ValueError(f"a request takes one prompt, but {mismatch}")
-    return prompt, model_inputs or None
+    # copied, since the caller may write to the tensors before the request runs
+    return prompt, map_tensors(Tensor.clone, model_inputs) or None
 
 
 def has_inputs(prompt: Mapping[str, Any]) -> bool:

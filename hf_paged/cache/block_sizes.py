@@ -36,7 +36,7 @@ class Choice:
 
 
 class Occupancy(NamedTuple):
-    """How finished sequences filled the memory of a layer group."""
+    """How sequences of given lengths fill the memory of a layer group."""
 
     num_tokens: int
     # partly filled blocks: the last of each sequence and, once its window has moved, its first
@@ -65,7 +65,7 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
     1% of its attention time; `DEFAULT_BLOCK_SIZE` without lengths or times.
 
     Args:
-        lengths: Final lengths, in tokens, of finished sequences.
+        lengths: Final lengths of sequences, observed or expected, in tokens.
         costs: Attention time per context token for each block size that may be chosen.
         window: The group's sliding window in tokens; `None`: full attention.
     """

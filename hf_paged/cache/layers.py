@@ -36,8 +36,8 @@ class PagedLayer(cache_utils.DynamicLayer):
     `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step, the
     layer holds no rows. K/V computed with gradients are also kept as tensors with their graph, as
     in `DynamicLayer`, until an update or an operation on rows runs with gradients disabled, or
-    until `reset` or `PagedCache.detach`. Without the room `gradients`, such an update raises
-    `RoomMissingError`, with nothing stored."""
+    until `reset` or `PagedCache.detach`. Without the room `gradients`, an update that gradients
+    reach raises `RoomMissingError`, with nothing stored."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
@@ -327,7 +327,8 @@ class PagedLayer(cache_utils.DynamicLayer):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the rows `indices` (row indices or a boolean mask), in that order."""
         num_rows = len(self.group.rows.sequences)
-        self.reorder_cache(row_indices(indices, num_rows))
+        if num_rows:
+            self.reorder_cache(row_indices(indices, num_rows))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, sharing its blocks."""
@@ -440,7 +441,8 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         self._linear.reorder_cache(self, _as_tensor(beam_idx))
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
-        PagedLayer.crop(self, tokens_to_remove)
+        if getattr(self, "record_past", True):  # otherwise the linear part raises an error
+            PagedLayer.crop(self, tokens_to_remove)
         self._linear.crop(self, int(tokens_to_remove))
 
 

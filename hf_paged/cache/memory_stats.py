@@ -104,7 +104,7 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
         waste=memory.waste,
         copied_blocks=memory.num_copied,
         cached_blocks=memory.num_cached,
-        shared_blocks=sum(group.pool.num_shared for group in groups),
+        shared_blocks=sum(group.pool.num_shared for group in groups if group.spec.is_counted),
         budget_bytes=budget.limit(),
         tier_host_bytes=sum(tier.host_bytes for tier in tiers),
         # all tiers share one folder

@@ -311,7 +311,8 @@ class PagedCache(DynamicCache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the rows `indices` (row indices or a boolean mask), in that order."""
-        self.reorder_cache(row_indices(indices, self._num_rows))
+        if self._num_rows:
+            self.reorder_cache(row_indices(indices, self._num_rows))
 
     def reset(self) -> None:
         """Frees all blocks and empties the cache, which can then be reused."""

@@ -1,15 +1,16 @@
-"""Hashes the code of functions, with the same result in every process, and lists the names of
-globals and attributes in the code."""
+"""Hashes the code of functions, with the same result in every process, lists the names of globals
+and attributes in the code, and tells whose code it is."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import marshal
+import sys
 import types
 from typing import Any
 
-from ..model.values import SCALARS
+from ..model.values import SCALARS, is_user_module
 
 MARSHAL_VERSION = 2  # the bytes of later versions also depend on reference counts
 # Attributes of a code object, without its file name and line numbers. `co_exceptiontable` exists
@@ -34,6 +35,24 @@ def globals_module(function: Any) -> str:
     """The name of the Python module whose globals a function reads. (The `__module__` of a wrapper
     may instead name the module of the wrapped function.)"""
     return str(function.__globals__.get("__name__"))
+
+
+def is_source_module(name: str) -> bool:
+    """Whether the Python module of this name is user code that is not installed in `site-packages`,
+    such as a script, a notebook or another file beside it."""
+    path = getattr(sys.modules.get(name), "__file__", None) or ""
+    return is_user_module(name) and not any(
+        folder in path for folder in ("site-packages", "dist-packages")
+    )
+
+
+def function_of(value: Any) -> Any:
+    """The function of a method or property in a class; other values unchanged."""
+    if isinstance(value, (staticmethod, classmethod)):
+        return value.__func__
+    if isinstance(value, property):
+        return value.fget
+    return value.func if isinstance(value, functools.cached_property) else value
 
 
 @functools.lru_cache(maxsize=8192)

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import array
-import ctypes
-import datetime
 import enum
 import functools
 import gc
 import hashlib
 import itertools
 import marshal
-import numbers
-import pathlib
-import threading
 import types
-import uuid
 from collections import deque
 from collections.abc import Iterable
-from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from transformers import PreTrainedConfig
 
 from .. import compat
 from ..compiled import replaced_forward
@@ -42,12 +35,28 @@ from ..model.values import (
     package_of,
 )
 from ..model.writes import notes_of
-from .code import MARSHAL_VERSION, code_hash, globals_module, names_of
+from .code import (
+    MARSHAL_VERSION,
+    code_hash,
+    function_of,
+    globals_module,
+    is_source_module,
+    names_of,
+)
+from .kinds import (
+    ARRAY_TYPES,
+    CONFIG_BOOKKEEPING,
+    CONTAINER_TYPES,
+    DATA_TYPES,
+    DICT_TYPES,
+    FUNCTION_TYPES,
+    NAMED_TYPES,
+    REPR_TYPES,
+    SCALAR_TYPES,
+    UNDETECTABLE_TYPES,
+)
 
-_NAMED_TYPES = (type, types.ModuleType)
-_FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
-_TORCH_SCALAR_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-_MAX_DEPTH = 8  # of nested containers: some hold themselves
+_MAX_DEPTH = 8  # of nested containers and functions: some hold themselves
 # Attributes of a module that `_module` skips. No forward depends on `name_or_path`, which says
 # where the model was loaded from.
 _IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
@@ -62,41 +71,12 @@ _UNDESCRIBED_MODULES = (
     "transformers.modeling_utils.",
     "transformers.utils.",
 )
-# Types of the standard library whose `repr` describes an object completely.
-_REPR_TYPES: tuple[type, ...] = (
-    numbers.Number,
-    datetime.date,
-    datetime.time,
-    datetime.timedelta,
-    pathlib.PurePath,
-    uuid.UUID,
-    range,
-    slice,
-    ctypes._SimpleCData,
-)
-_CONTAINER_TYPES = (*CONTAINERS, tuple, frozenset, types.MappingProxyType)
-_DICT_TYPES = (dict, types.MappingProxyType)
-_ARRAY_TYPES = (np.ndarray, bytearray, array.array)
-# Types whose values differ between threads or contexts, and modules of the standard library whose
-# functions may return other values in each call.
-_UNDETECTABLE_TYPES = (ContextVar, threading.local)
+# Modules of the standard library whose functions may return other values in each call.
 _CHANGING_MODULES = {"contextvars", "random", "threading", "time"}
 _ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
-_SCALAR_TYPES = (bool, int, float, str, np.generic, *_TORCH_SCALAR_TYPES)
-# Besides `SCALARS`, the types of values that are read in user classes and in globals of user code.
-_DATA_TYPES: tuple[type, ...] = (
-    *_CONTAINER_TYPES,
-    types.SimpleNamespace,
-    Tensor,
-    *_ARRAY_TYPES,
-    enum.Enum,
-    *_SCALAR_TYPES,
-    *_REPR_TYPES,
-    *_UNDETECTABLE_TYPES,
-)
 # Methods that forwards do not call.
 _SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
-_MAX_PLAIN_OBJECTS = 1000  # maximum number of objects of user classes whose attributes are read
+_MAX_PLAIN_OBJECTS = 10_000  # maximum number of objects of user classes whose attributes are read
 _MAX_ITEMS = 1000  # maximum number of items that are read of one object in a closure or global
 _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
@@ -115,6 +95,13 @@ class Reading:
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
         self._num_plain_objects = 0
+        # containers, functions and objects by their ids: those described, and those nested too deep
+        # to be described
+        self._described = dict[int, Any]()
+        self._too_deep = dict[int, Any]()
+        # Whether containers and objects in closures of user code are described. Hooks and functions
+        # that users set on libraries' classes may collect results there.
+        self._reads_closures = False
         self._classes = set[type]()  # described so far
         self._packages = set[str]()  # names of packages of user code
         self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
@@ -123,7 +110,7 @@ class Reading:
         self._functions = deque[Any]()  # whose globals are still to be described
         self._followed = set[Any]()  # functions whose globals have been described
         self._reads_training = False  # whether user code reads `training`
-        # scalars in objects that closures hold, where a hook may collect results
+        # scalars in the containers and objects of other closures
         self._closure_scalars = list[Any]()
         # modules' dicts of parameters, buffers and modules, unless empty
         self._tables = list[dict[str, Any]]()
@@ -146,26 +133,28 @@ class Reading:
                 described.append(self._object(item))
             else:
                 described.append(self._follow(self._functions.popleft()))
+        if self._too_deep.keys() - self._described.keys():
+            self.undetectable = f"it holds values nested more than {_MAX_DEPTH} levels deep"
         self._modules = [item for item in self._objects if isinstance(item, nn.Module)]
         self._modes = [module.training for module in self._modules]
         if self._reads_training:
             described.append(self._modes)
         self.structure = marshal.dumps(described, MARSHAL_VERSION)
 
-    def _object(self, item: Any) -> tuple[Any, Any]:
+    def _object(self, item: Any) -> tuple[Any, ...]:
         if isinstance(item, type):
             return "class", self._class(item)
         kind = self._class(type(item))
         self._owners.append(item)  # refers to its class and the values of its slots
         if hasattr(item, "__dict__"):
             self._owners.append(vars(item))
+        self._reads_closures = True
         if isinstance(item, nn.Module):
-            return kind, self._module(item)
-        # the private attributes of configs are transformers' own bookkeeping
-        is_config = hasattr(item, "to_dict")
+            return kind, self._module(item), self._hooks(item)
+        skipped = CONFIG_BOOKKEEPING if isinstance(item, PreTrainedConfig) else ()
         attributes = []
         for name, value in attributes_of(item):
-            if not (is_config and name[:1] == "_"):
+            if name not in skipped:
                 attributes.append((name, self._value(value)))
         return kind, attributes
 
@@ -179,7 +168,7 @@ class Reading:
 
     def _class(self, kind: type) -> list[Any]:
         """Describes a class and its bases: their functions and scalars and, in user classes, also
-        other data. If the class has been described before, returns only its name."""
+        other values. If the class has been described before, returns only its name."""
         described: list[Any] = [kind.__qualname__]
         if kind in self._classes:
             return described
@@ -189,19 +178,17 @@ class Reading:
                 continue
             self._owners += gc.get_referents(vars(base))  # the dict behind the mapping proxy
             is_user_class = is_user_module(base.__module__)
+            self._reads_closures = is_user_class
             if is_user_class:
                 self._packages.add(package_of(base.__module__))
             for name, value in vars(base).items():
-                if isinstance(value, (staticmethod, classmethod)):
-                    value = value.__func__
-                elif isinstance(value, property):
-                    value = value.fget
+                value = function_of(value)
                 if isinstance(value, types.FunctionType):
                     self._add_method(name, value)
                     described.append((name, self._function(value, 0)))
                 elif name[:2] == "__" or name in BOOKKEEPING:
                     continue
-                elif type(value) in SCALARS or (is_user_class and isinstance(value, _DATA_TYPES)):
+                elif is_user_class or type(value) in SCALARS:
                     described.append((name, self._value(value)))
         return described
 
@@ -226,11 +213,16 @@ class Reading:
                 self._owners.append(table)
             else:
                 described += self._table(table, write_only)
+        return described
+
+    def _hooks(self, module: nn.Module) -> list[Any]:
+        self._reads_closures = False
+        described = []
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             self._owners.append(hooks)
             for hook in hooks.values():
                 if not is_idle_hook(hook):
-                    described.append(("hook", self._value(hook)))
+                    described.append(self._value(hook))
         return described
 
     def _table(self, table: dict[str, Any], write_only: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -256,21 +248,29 @@ class Reading:
             return self._tensor(value)
         if isinstance(value, nn.Module):
             return "module", self._number_of(value)
-        if isinstance(value, _CONTAINER_TYPES):
+        if isinstance(value, CONTAINER_TYPES):
             return self._container(value, depth)
         if isinstance(value, enum.Enum):
             return kind.__qualname__, value.name
-        if isinstance(value, _SCALAR_TYPES):
+        if isinstance(value, SCALAR_TYPES):
             return kind.__qualname__, repr(value)
-        if isinstance(value, _ARRAY_TYPES):
+        if isinstance(value, ARRAY_TYPES):
             return self._array(value)
-        if depth == _MAX_DEPTH:  # functions may hold one another
-            return "object", kind.__qualname__
-        if isinstance(value, _FUNCTION_TYPES):
-            return self._callable(value, depth)
-        if isinstance(value, (types.BuiltinFunctionType, *_NAMED_TYPES)):
+        if isinstance(value, (types.BuiltinFunctionType, *NAMED_TYPES)):
             return self._named(value)
+        if self._is_too_deep(value, depth):
+            return "object", kind.__qualname__
+        if isinstance(value, FUNCTION_TYPES):
+            return self._callable(value, depth)
         return self._instance(value, depth)
+
+    def _is_too_deep(self, value: Any, depth: int) -> bool:
+        """Whether to describe a value that is nested this deep by its type alone: it may hold
+        itself, and has then been described before."""
+        is_too_deep = depth >= _MAX_DEPTH
+        values = self._too_deep if is_too_deep else self._described
+        values[id(value)] = value
+        return is_too_deep
 
     def _items(self, depth: int, *items: Any) -> list[Any]:
         """Describes the items of a value that is nested this deep."""
@@ -279,12 +279,11 @@ class Reading:
     def _container(self, value: Any, depth: int) -> Any:
         self._watch_container(value)
         kind = type(value)
-        if depth == _MAX_DEPTH:
-            return kind.__qualname__, len(value)
-        if isinstance(value, _DICT_TYPES):
-            value = itertools.chain.from_iterable(value.items())
-        items = [*value]
+        is_dict = isinstance(value, DICT_TYPES)
+        items = [*(itertools.chain.from_iterable(value.items()) if is_dict else value)]
         if not SCALARS.issuperset(map(type, items)):  # a vocabulary may have millions of scalars
+            if self._is_too_deep(value, depth):
+                return kind.__qualname__, len(items)
             items = self._items(depth, *items)
         if issubclass(kind, (set, frozenset)):
             items = sorted(items, key=repr)
@@ -316,7 +315,7 @@ class Reading:
     def _instance(self, value: Any, depth: int) -> Any:
         """Describes an object that is neither data nor code."""
         kind = type(value)
-        if isinstance(value, _UNDETECTABLE_TYPES):
+        if isinstance(value, UNDETECTABLE_TYPES):
             self.undetectable = (
                 f"its code reads a {kind.__qualname__}, which may change between steps"
             )
@@ -324,11 +323,13 @@ class Reading:
         if package_of(kind.__module__) in STANDARD:
             return "object", kind.__qualname__, self._standard(value, depth)
         is_numbered = id(value) in self._object_numbers
-        is_read = is_user_module(kind.__module__) and self._num_plain_objects < _MAX_PLAIN_OBJECTS
-        if is_read or is_numbered:
-            self._num_plain_objects += not is_numbered
+        if not is_numbered and not is_user_module(kind.__module__):
+            return "object", self._library_object(value, depth)
+        self._num_plain_objects += not is_numbered
+        if self._num_plain_objects <= _MAX_PLAIN_OBJECTS:
             return "object", self._number_of(value)
-        return "object", self._library_object(value, depth)
+        self.undetectable = f"it holds more than {_MAX_PLAIN_OBJECTS:,} objects of user classes"
+        return "object", kind.__qualname__
 
     def _watch_container(self, value: Any) -> None:
         if isinstance(value, types.MappingProxyType):
@@ -340,21 +341,21 @@ class Reading:
 
     def _standard(self, value: Any, depth: int) -> Any:
         """Describes an object of the standard library: by its `repr` if that is complete, by its
-        attributes if it is a container such as `ChainMap`, otherwise by its type and scalars."""
-        if isinstance(value, _REPR_TYPES):
+        attributes if these hold all of it, otherwise by its type and scalars."""
+        if isinstance(value, REPR_TYPES):
             return repr(value)
-        if type(value).__module__ == "collections" and hasattr(value, "__dict__"):
-            # `UserDict`, `ChainMap`
+        if type(value).__module__ in ("collections", "functools") and hasattr(value, "__dict__"):
+            # `UserDict`, `ChainMap`, `partialmethod`
             return self._value(vars(value), depth + 1)
         return self._library_object(value, depth), self._scalars(value)
 
     def _scalars(self, value: Any) -> Any:
         """Describes up to `_MAX_ITEMS` items of a container or attributes of an object: scalars by
         their values, other items by their types."""
-        container = value if isinstance(value, _CONTAINER_TYPES) else getattr(value, "__dict__", {})
+        container = value if isinstance(value, CONTAINER_TYPES) else getattr(value, "__dict__", {})
         self._watch_container(container)
         items: Iterable[Any]
-        items = container.items() if isinstance(container, _DICT_TYPES) else enumerate(container)
+        items = container.items() if isinstance(container, DICT_TYPES) else enumerate(container)
         scalars = []
         for key, item in itertools.islice(items, _MAX_ITEMS):
             if type(key) not in SCALARS:
@@ -365,15 +366,15 @@ class Reading:
         return scalars
 
     def _function(self, function: Any, depth: int) -> Any:
+        is_user_code = is_user_module(globals_module(function))
         attributes = None
-        if is_user_module(globals_module(function)):
+        if is_user_code:
             self._owners.append(function)
             attributes = self._value(vars(function), depth + 1)
-        defaults = (function.__defaults__, function.__kwdefaults__)
-        described_defaults = self._value(defaults, depth + 1)
-        cells = [self._cell(cell, depth + 1) for cell in function.__closure__ or ()]
+        defaults = self._items(depth, function.__defaults__, function.__kwdefaults__)
+        cells = [self._cell(cell, depth + 1, is_user_code) for cell in function.__closure__ or ()]
         code = code_hash(function.__code__)
-        return "function", function.__qualname__, code, described_defaults, cells, attributes
+        return "function", function.__qualname__, code, defaults, cells, attributes
 
     def _add_method(self, name: str, function: Any) -> None:
         """Follows a function of user code in a class once code names it. Of a library's function,
@@ -400,6 +401,7 @@ class Reading:
         if function in self._followed or not is_user_module(module_name):
             return None
         self._followed.add(function)
+        self._reads_closures = True
         self._packages.add(package_of(module_name))
         names = names_of(function.__code__)
         self._reads_training |= "training" in names
@@ -424,20 +426,18 @@ class Reading:
         is_changing = module_name in _CHANGING_MODULES or reads_environment
         if is_changing and (is_module or callable(value)):
             self.undetectable = f"its code reads {name!r}, which gives other values at other times"
-        is_followed = package_of(module_name) in self._packages
+        is_followed = package_of(module_name) in self._packages or is_source_module(module_name)
         if is_module:
             is_other_module = is_followed and vars(value) is not namespace
             names_read = sorted(names & vars(value).keys()) if is_other_module else []
             parts = [(part, self._global(vars(value), part, names - {part})) for part in names_read]
             return "module", module_name, parts
-        if isinstance(value, type):
-            return self._class(value) if is_followed else self._value(value)
         if kind is types.FunctionType and not is_followed:
             return "function", value.__qualname__, code_hash(value.__code__)
-        is_data = kind in SCALARS or isinstance(value, (*_DATA_TYPES, nn.Module, *_FUNCTION_TYPES))
+        is_data = kind in SCALARS or isinstance(value, DATA_TYPES)
         is_library_object = package_of(kind.__module__) in LIBRARIES
         is_described = is_data or callable(value) or is_followed or is_library_object
-        is_large = isinstance(value, _CONTAINER_TYPES) and len(value) > _MAX_ITEMS
+        is_large = isinstance(value, CONTAINER_TYPES) and len(value) > _MAX_ITEMS
         if not is_described or is_large:
             self.undetectable = (
                 f"its code reads the global {name!r}, whose changes cannot be detected"
@@ -446,20 +446,18 @@ class Reading:
             return self._value(value)
         return kind.__qualname__
 
-    def _cell(self, cell: types.CellType, depth: int) -> Any:
+    def _cell(self, cell: types.CellType, depth: int, is_user_code: bool) -> Any:
+        """Describes a value in the closure of a function."""
         try:
             value = cell.cell_contents
         except ValueError:  # not bound yet
             return "empty"
         self._owners.append(cell)
         kind = type(value)
-        is_read = isinstance(
-            value, (Tensor, nn.Module, *_NAMED_TYPES, *_FUNCTION_TYPES, *_UNDETECTABLE_TYPES)
-        )
-        if is_read or kind in SCALARS:
+        read_types = (Tensor, nn.Module, *NAMED_TYPES, *FUNCTION_TYPES, *UNDETECTABLE_TYPES)
+        is_read = kind in SCALARS or isinstance(value, read_types)
+        if is_read or (is_user_code and self._reads_closures):
             return self._value(value, depth)
-        # A hook may collect results in other objects, so changes of these must not invalidate
-        # cached blocks.
         if package_of(kind.__module__) in STANDARD or is_user_module(kind.__module__):
             self._closure_scalars.append(self._scalars(value))
         return self._library_object(value, depth)

@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 LINE = 64  # bytes of a tensor that `is_same` compares
 _version_of = operator.attrgetter("_version")
+_dtype_of = operator.attrgetter("dtype")
 
 _StateValues = tuple[tuple[Any, ...], bytes, list[bytes]]
 
@@ -63,12 +64,14 @@ class StateReading(Reading):
     after other code may have run, whether the model is unchanged since the references were taken
     (`is_same`).
 
-    Covered: all parameters, buffers, tensors and arrays; attributes of modules and configs that are
-    scalars, nested containers of scalars, objects of user classes or values of the standard
-    library; functions and scalars of modules' classes; functions that replace or hook `forward`,
-    with their closures; everything that user code names: helper functions, globals of its modules,
-    train or eval mode. Not covered: files, attributes of library objects, attributes that each
-    forward writes and none reads (`writes.note_write`), and the value that `undetectable` names.
+    Covered: all parameters, buffers, tensors and arrays; attributes of modules, configs and user
+    classes that are scalars, nested containers of scalars, objects of user classes or values of the
+    standard library; functions and scalars of modules' classes; functions that replace or hook
+    `forward`, with their closures; everything that user code names: helper functions, globals of
+    its modules, train or eval mode. Not covered: files, attributes of library objects, modules in
+    `site-packages` without code of the model, containers and objects in closures of hooks and of
+    functions that users set on libraries' classes, attributes that each forward writes and none
+    reads (`writes.note_write`), and the value that `undetectable` names.
     Equal models have equal fingerprints in every process with the same library versions and kind of
     device. Tensor subclasses are read by `__tensor_flatten__`. Subclasses without it, and tensors
     that are sparse, quantized, on the meta device or lazily conjugated or negated, raise
@@ -89,7 +92,7 @@ class StateReading(Reading):
 
     def addresses(self) -> bytes:
         """As `fingerprint`, but covers the tensors' addresses instead of their content, and also
-        every module's mode and the scalars in containers and objects that closures hold."""
+        every module's mode and the scalars in containers and objects that any closure holds."""
         pointers = [tensor.data_ptr() for tensor in self.tensors]
         return self._digest([pointers, self._modes, self._closure_scalars])
 
@@ -107,7 +110,7 @@ class StateReading(Reading):
     def hold(self) -> None:
         """Takes the reference of `is_in_place`. The reference keeps the tensors alive."""
         self._parts = self._read_parts()
-        self._addresses = list(map(Tensor.data_ptr, self._all_tensors))
+        self._layouts = _layouts(self._all_tensors)
         self._is_unverified, self._is_in_place = False, True
 
     def keep_memory(self) -> None:
@@ -121,13 +124,13 @@ class StateReading(Reading):
 
     def is_in_place(self) -> bool:
         """Whether the model has the same modules and tensors as at `hold`, with the tensors at the
-        same addresses. Reads them once after each `mark_unverified`."""
+        same addresses, in the same dtypes, sizes and strides. Reads them once after each
+        `mark_unverified`."""
         if self._is_unverified:
             self._is_unverified = False
-            addresses = list(map(Tensor.data_ptr, self._all_tensors))
             parts = self._read_parts()
             has_parts = _pointers(parts) == _pointers(self._parts)
-            self._is_in_place = has_parts and addresses == self._addresses
+            self._is_in_place = has_parts and _layouts(self._all_tensors) == self._layouts
         return self._is_in_place
 
     def accept(self) -> None:
@@ -149,8 +152,8 @@ class StateReading(Reading):
     def is_same(self) -> bool:
         """Whether the model is as it was at `hold`, `accept` and, if it was called, `watch`. This
         check of microseconds compares the identities of modules, tensors, attributes, hooks,
-        functions, closures and globals, the content of arrays, the tensors' addresses and, if
-        watched, the tensors' versions and on the CPU `LINE` bytes of each tensor, at an address
+        functions, closures and globals, the content of arrays, the tensors' layouts in memory and,
+        if watched, their versions and on the CPU `LINE` bytes of each tensor, at an address
         that `watch` draws. So writes that change neither version nor address are only detected on
         the CPU, and even there not if they miss those bytes. After `False`, the model may still be
         equal (`is_like`)."""
@@ -195,6 +198,12 @@ class StateReading(Reading):
     def _digest(self, content: list[Any]) -> bytes:
         state = self.structure + marshal.dumps(content, MARSHAL_VERSION)
         return hashlib.blake2b(state, digest_size=32).digest()
+
+
+def _layouts(tensors: list[Tensor]) -> list[Any]:
+    """The tensors' addresses, dtypes, sizes and strides."""
+    readers = (Tensor.data_ptr, _dtype_of, Tensor.size, Tensor.stride)
+    return [*itertools.chain.from_iterable(map(reader, tensors) for reader in readers)]
 
 
 def _pointers(values: tuple[Any, ...]) -> bytes:

@@ -78,6 +78,7 @@ class Call:
         self.repeats = 1  # number of rows per prompt
         # token ids and inputs before they are expanded to rows
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None
+        self.has_custom_loop = False  # whether `custom_generate` is a function
         self.has_swapped_images = False  # whether the expansion gave rows the images of other rows
         self.route_name = "plain"
         self.reason = "cache_implementation is not 'paged'"

@@ -141,6 +141,9 @@ class Candidate:
                 Topic.OPTIONS("`is_assistant`, `prefill_chunk_size` or `low_memory` is set"): (
                     config.is_assistant or is_chunked or config.low_memory
                 ),
+                Topic.OPTIONS("`custom_generate` may go on with the cache"): (
+                    self.call.has_custom_loop
+                ),
                 Topic.RANKS("`max_time` would end rows by each rank's own clock"): (
                     config.max_time is not None and is_sharded(model)
                 ),
@@ -270,6 +273,11 @@ class Candidate:
             unexpanded = self.inputs.input_ids, self.model_kwargs
         if unexpanded is None:
             return None
+        if self.config.token_healing:  # has changed the expanded ids
+            ids = first_rows(self.inputs.input_ids, self.call.repeats)
+            if ids is None:
+                return None
+            unexpanded = ids, unexpanded[1]
         has_encoder = bool(self.model.config.is_encoder_decoder)
         return prompts_of(unexpanded, self.model_kwargs, has_encoder)
 

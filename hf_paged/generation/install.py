@@ -43,7 +43,6 @@ from ..topics import Topic
 from .batch_call import batch_of
 from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt
 from .invocation import Invocation, Method, method_of, wrapper_of
-from .prefill import share_prefill
 
 PAGED_IMPLEMENTATIONS = ("paged", NAME)  # values of `cache_implementation` for a paged cache
 _PEFT = "peft.peft_model"
@@ -82,6 +81,7 @@ def _generate(generate: Invocation) -> Any:
         requested is None
         and not _is_paged_by_default
         and generate.option("cache_config") is not None
+        and not generate.option("is_assistant")
     ):
         warn_once(
             model,
@@ -100,6 +100,7 @@ def _generate(generate: Invocation) -> Any:
 @guarded
 def _run(generate: Invocation, is_requested: bool) -> Any:
     call = Call(generate.model)
+    call.has_custom_loop = callable(generate.kwargs.get("custom_generate"))
     if is_requested:
         call.reason = f"{type(generate.model).__name__} prepares its cache itself"
         call.remedy = "Use a model that generates as transformers does"
@@ -205,6 +206,15 @@ def _prepare_cache(prepare: Invocation) -> Any:
         caches = [part for part in parts if isinstance(part, PagedCache)]
         if caches:
             call.use_caches(caches, generation_config, are_built=not is_passed)
+            options = generation_config.cache_config
+            if is_passed and options and any(cache.memory.config != config for cache in caches):
+                warn_once(
+                    model,
+                    Topic.NOT_PAGED(
+                        "the passed `PagedCache` keeps its own options, so `cache_config` has no"
+                        " effect: leave it out, or pass these options to the `PagedCache`"
+                    ),
+                )
         elif config is not None:
             call.reason, call.remedy = _why_not_paged(model, is_passed, arguments)
         if config is not None and config.batch_invariant and not call.built_caches:
@@ -324,6 +334,14 @@ def _decode(decode: Invocation) -> Any:
         return decode.run()
 
 
+def _prefill(prefill: Invocation) -> Any:
+    call = prefill.value_of(current_call)
+    sharing = rooms.room_if_installed("shared_prefill")
+    if call is None or sharing is None:
+        return prefill.run()
+    return sharing.share_prefill(prefill, call)
+
+
 def _encode_media(encode: Invocation) -> Any:
     if encode.value_of(capturing) is None or encode.model.config.is_encoder_decoder:
         return encode.run()
@@ -343,7 +361,7 @@ _REPLACEMENTS: dict[str, Callable[[Invocation], Any]] = {
     **({} if compat.ENCODE_MEDIA is None else {compat.ENCODE_MEDIA: _encode_media}),
     compat.EXPAND_INPUTS: _expand_inputs,
     compat.PREPARE_CACHE: _prepare_cache,
-    compat.PREFILL: share_prefill,
+    compat.PREFILL: _prefill,
     compat.SAMPLE: _decode,
     compat.BEAM_SEARCH: _decode,
     compat.ASSISTED_DECODING: _decode,

@@ -16,6 +16,7 @@ from ..model.checks import is_forward_failure
 from ..model.layout import Layout
 from ..model.own_loop import pad_token_id
 from ..model.trial import ForwardFailedError, Trial, TrialRow, TrialRunner, sample_tokens
+from ..model.writes import alter_value
 from ..topics import Topic
 from .prompts import MediaPrompts
 
@@ -34,12 +35,17 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
     model = capability.model
     checked = MediaPrompts(prompts.input_ids, prompts.model_kwargs, prompts.paddings)
     checked.prepare_positions(model)
+    for name, value in checked.decode_inputs.items():
+        if not isinstance(value, (Tensor, bool)):  # one altered value shows too little
+            return checked, Topic.INPUTS(f"decode steps may depend on `{name}`, which is no tensor")
     has_text = checked.num_text(model.config) > 0
     kind = checked.names, checked.axis_counts, checked.hides_tokens, has_text
     verdict = capability.verdict(prompts_check, "packed", checked, kind)
     if isinstance(verdict, str):
         verdict = PromptsVerdict(verdict)
     reason, checked.can_reuse, checked.can_begin_after_text = verdict
+    if reason is None and checked.decode_inputs:
+        reason = capability.verdict(inputs_check, "packed", checked, checked.names)
     return checked, reason
 
 
@@ -96,6 +102,25 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
             logits = _logits_after_text(runner, prompts, new_tokens, num_text)
             can_begin_after_text = trial.difference(plain[:2, 0], logits) is None
     return PromptsVerdict(None, True, can_begin_after_text)
+
+
+def inputs_check(trial: Trial) -> str | None:
+    """Compares a plain decode step with one that gets other `decode_inputs`. If the logits differ,
+    returns why the rows cannot decode packed, since packed steps get no such inputs. `None`: the
+    verdict of `prompts_check` on these prompts holds for all values of these inputs. Raises
+    `ForwardFailedError` if a forward fails with the inputs as they are."""
+    prompts = trial.prompts
+    new_token = sample_tokens(trial.model)[:1, :1]
+    with trial.forwards():
+        plain = trial.decode(prompts.input_ids, prompts.model_kwargs, new_token)
+    with contextlib.suppress(ForwardFailedError), trial.forwards():
+        altered = {name: alter_value(value) for name, value in prompts.decode_inputs.items()}
+        computed = trial.decode(
+            prompts.input_ids, prompts.model_kwargs, new_token, later_inputs=altered
+        )
+        if torch.equal(plain, computed):
+            return None
+    return Topic.INPUTS("its decode steps depend on these inputs")
 
 
 def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:

@@ -101,6 +101,18 @@ class MediaPrompts(Prompts):
         return uncommon_names(self.model_kwargs)
 
     @property
+    def decode_inputs(self) -> dict[str, Any]:
+        """The inputs `names` that transformers also passes to decode steps, which may thus depend
+        on their values."""
+        inputs = {}
+        for name in self.names:
+            # these types are zeros after the prompt; the last one of `token_type_ids` is repeated
+            has_zeros = name.endswith("_token_type_ids")
+            if name not in compat.PREFILL_INPUTS and not has_zeros:
+                inputs[name] = self.model_kwargs[name]
+        return inputs
+
+    @property
     def _token_types(self) -> dict[str, Tensor]:
         """Token type inputs by name, each `(rows, length)`."""
         token_types = {}

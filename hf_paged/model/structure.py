@@ -51,17 +51,8 @@ def reasons_against(
     has_own_attention = not calls_interface(modules)
     yield from _input_reasons(model, cache, is_packed, can_join, has_own_attention)
     yield from _code_reasons(model, modules, is_packed, can_join, has_own_attention)
-    yield from row_dependencies(model, modules, is_packed)
-
-
-def row_dependencies(
-    model: PreTrainedModel, modules: Modules, is_packed: bool = True
-) -> Iterator[str]:
-    """Yields the reasons, in a model's hooks, devices and modules, why rows may not share a
-    forward: for example, they might get other results than alone, or hooks of user code would get
-    the tokens of all rows."""
-    yield from _hook_reasons(model, modules)
-    yield from _row_reasons(model, modules, is_packed)
+    yield from hook_reasons(model, modules)
+    yield from row_reasons(model, modules, is_packed)
 
 
 def _input_reasons(
@@ -135,7 +126,7 @@ def _code_reasons(
         yield reason
 
 
-def _hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
+def hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
     """Reasons in the hooks on modules, and in the devices of their weights."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         yield Topic.HOOKS("there are global forward hooks")
@@ -151,7 +142,7 @@ def _hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
         yield Topic.DEVICES(f"its weights are on several devices: {names}")
 
 
-def _row_reasons(model: PreTrainedModel, modules: Modules, is_packed: bool) -> Iterator[str]:
+def row_reasons(model: PreTrainedModel, modules: Modules, is_packed: bool) -> Iterator[str]:
     """Reasons why a token's result depends on other rows of the batch or on random numbers."""
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity"):

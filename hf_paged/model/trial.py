@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -141,11 +141,13 @@ class Trial:
         inputs: dict[str, Any],
         new_tokens: Tensor,
         make_context: Callable[[int], AbstractContextManager[Any]] = lambda length: NOTHING,
+        later_inputs: Mapping[str, Any] | None = None,
     ) -> Tensor:
         """Returns the logits `(1 + n, rows, vocab_size)` of plain forwards: after `ids` `(rows,
         length)`, and after each of the `new_tokens` `(rows or 1, n)` that follow. The forward that
-        ends after `length` tokens runs in the context `make_context(length)`. Adds the dtypes of
-        the cached tensors to `dtypes`."""
+        ends after `length` tokens runs in the context `make_context(length)`; all but the first get
+        `later_inputs` in place of the `inputs` of these names. Adds the dtypes of the cached
+        tensors to `dtypes`."""
         model = self.model
         cache: Any = stock_cache(model)
         if model.config.is_encoder_decoder:
@@ -158,6 +160,7 @@ class Trial:
             tokens = torch.cat([ids, new_tokens[:, :count]], dim=1)
             with make_context(tokens.shape[1]):
                 step_logits, inputs = next_logits(model, tokens, inputs, is_first_step=not count)
+            inputs = {**inputs, **(later_inputs or {})}
             logits.append(step_logits)
         cached = [vars(layer) for part in cache_parts(cache) for layer in part.layers]
         self.dtypes |= {x.dtype for x in tensors_of(cached) if x.is_floating_point()}

@@ -48,7 +48,6 @@ class WeightsGuard:
         are autocast; `None`: they are not."""
         self._is_on = is_on
         self._autocast = autocast
-        self.is_watched = False
         if is_on:
             self._blocks.prefix_caching = self._can_cache and not carries_state(self._model)
 

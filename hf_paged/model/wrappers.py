@@ -19,17 +19,17 @@ def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
     model; otherwise `None`. Raises `RoomMissingError` if the room is needed but not installed."""
     if adapter is None and not getattr(model, "peft_config", None):
         return None
-    adapters: AdaptersRoom = room("adapters", "an adapter of PEFT, in `adapter` or on the model,")
+    adapters: AdaptersRoom = room("adapters", "a PEFT adapter, in `adapter` or on the model,")
     return adapters
 
 
-def resolve_adapter(model: Any, name: str | None, takes_ids: bool = True) -> ResolvedAdapter:
+def resolve_adapter(model: Any, name: str | None, has_only_ids: bool = True) -> ResolvedAdapter:
     """As `AdaptersRoom.resolve_adapter`, but returns an empty [`ResolvedAdapter`] if the room is
     not needed."""
     adapters = adapters_for(model, name)
     if adapters is None:
         return ResolvedAdapter()
-    return adapters.resolve_adapter(model, name, takes_ids)
+    return adapters.resolve_adapter(model, name, has_only_ids)
 
 
 def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
@@ -67,9 +67,9 @@ def _inner_model(model: Any) -> Any:
             " its forwards together, but an engine runs forwards in one process. Call"
             ' `model.generate(..., cache_implementation="paged", synced_gpus=True)` in each process'
         )
-    compiled = getattr(model, "_orig_mod", None)
-    if compiled is not None:
-        return compiled
+    original = getattr(model, "_orig_mod", None)  # of a compiled module
+    if original is not None:
+        return original
     if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         return model.module
     if hasattr(model, "get_base_model"):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..interrupts import is_interrupt, restoring
+from ..interrupts import is_interrupt
 from .values import ABSENT, BOOKKEEPING, CONTAINERS, SCALARS, SKIPPED, is_user_object, plain_tensors
 
 MAX_COPIED = 256 << 20
@@ -199,16 +199,6 @@ def restore_attributes(table: dict[str, Any], before: dict[str, Any]) -> None:
     for name in table.keys() - before.keys():
         del table[name]
     table.update(before)
-
-
-@restoring
-def undoing_writes(model: nn.Module) -> Iterator[None]:
-    """A context that undoes writes into the model when it ends, as far as a [`Snapshot`] can."""
-    snapshot = Snapshot(model)
-    try:
-        yield
-    finally:
-        snapshot.restore(by_engine=True, writes=[])
 
 
 def _parts(value: Any) -> Sequence[Any]:

@@ -1,5 +1,6 @@
-"""The layouts of rectangles, and their checks: short steps on random tokens or on a call's prompts,
-compared with plain forwards (`model.trial`). `capability` decides which checks run."""
+"""The layouts of rectangles, and their checks: short steps on random tokens or on a call's prompts.
+Rows side by side are compared with plain forwards (`model.trial`), rows that leave with their whole
+batch, joined rows with separate ones. `capability` decides which checks run."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ class PromptsRunner(TrialRunner):
                 encoders.append(row.encoded, prompts.num_encoder_tokens)
         return rows
 
-    def advance_apart(self, *rows: TrialRow) -> Tensor:
+    def advance_isolated(self, *rows: TrialRow) -> Tensor:
         """Runs one step of `advance`, and undoes its writes into modules, so that the rows' next
         step finds the modules as if another call had run in between. Returns the logits."""
         with self.trial.forwards(by_engine=True):
@@ -146,28 +147,29 @@ def _can_chunk(
 
 def rows_check(trial: Trial) -> str | None:
     """Compares rows of `Prompts`, some of which leave or fork, with their batch in the model's own
-    loop. Returns the reason against both, or `None`. Raises what `packed_check` raises."""
+    loop. Returns why rows cannot leave or fork; `None` if they can. Raises what `packed_check`
+    raises."""
     model = trial.model
     memory = scratch_memory()
     prompts = copy.deepcopy(trial.prompts)
-    plain_prompts = copy.deepcopy(prompts)
-    plain_logits: list[Tensor] = []
+    batch_prompts = copy.deepcopy(prompts)
+    batch_logits: list[Tensor] = []
     with trial.forwards(by_engine=True):
         ids = prompts.input_ids
-        plain_cache = trial.cache.empty_twin(memory)
-        inputs = {**plain_prompts.model_kwargs, compat.cache_name(model): with_cross(plain_cache)}
+        batch_cache = trial.cache.empty_twin(memory)
+        inputs = {**batch_prompts.model_kwargs, compat.cache_name(model): with_cross(batch_cache)}
         for step in range(3):
             logits, inputs = next_logits(model, ids, inputs, is_first_step=not step)
-            plain_logits.append(logits)
+            batch_logits.append(logits)
             new_tokens = logits.argmax(-1, keepdim=True)
             ids = torch.cat([ids, new_tokens], dim=1)
-    if plain_cache.cross is not None:
-        num_attended = plain_cache.cross.get_seq_length()
+    if batch_cache.cross is not None:
+        num_attended = batch_cache.cross.get_seq_length()
         if num_attended not in (0, prompts.num_encoder_tokens):
             return Topic.ENCODER(
                 "its decoder attends to a different number of tokens than its encoder returns"
             )
-    inputs_after = tensors_of(plain_prompts.model_kwargs)
+    inputs_after = tensors_of(batch_prompts.model_kwargs)
     inputs_before = tensors_of(prompts.model_kwargs)
     if not all(map(values_are_equal, inputs_after, inputs_before)):
         return Topic.MODEL_CODE("its forward writes to its inputs")
@@ -177,21 +179,21 @@ def rows_check(trial: Trial) -> str | None:
     most_padded, least_padded = order[-1], order[0]
     how = "with only some rows of its batch"
     try:
-        first_logits = runner.advance_apart(*rows)
+        first_logits = runner.advance_isolated(*rows)
         row = rows[least_padded]
         fork = dataclasses.replace(row, blocks=runner.manager.fork(row.blocks))
-        pair_logits = runner.advance_apart(row, fork)
-        single_logits = plain_logits[1][[most_padded]]
+        pair_logits = runner.advance_isolated(row, fork)
+        single_logits = batch_logits[1][[most_padded]]
         if most_padded != least_padded:
-            single_logits = runner.advance_apart(rows[most_padded])
-        fork_logits = runner.advance_apart(fork)
+            single_logits = runner.advance_isolated(rows[most_padded])
+        fork_logits = runner.advance_isolated(fork)
     except ForwardFailedError as error:
         return Topic.SELF_CHECK(f"{how}, {error}")
     computed = torch.cat([first_logits, pair_logits, single_logits, fork_logits])
-    first, second, third = plain_logits
+    first, second, third = batch_logits
     second_logits = second[[least_padded, least_padded, most_padded]]
     expected = torch.cat([first, second_logits, third[[least_padded]]])
-    trial.dtypes.update(getattr(layer, "dtype", None) for layer in plain_cache.layers)
+    trial.dtypes.update(getattr(layer, "dtype", None) for layer in batch_cache.layers)
     return trial.difference(expected, computed, how=how, reference="the whole batch")
 
 
@@ -213,11 +215,11 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
         runner = PromptsRunner(trial, TOGETHER)
         (first_row,) = runner.add_prompts(first, new_tokens)
         (second_row,) = runner.add_prompts(second, new_tokens.flip(1))
-        logits = [runner.advance_apart(first_row, second_row)]
+        logits = [runner.advance_isolated(first_row, second_row)]
         if not requirements[0]:
-            logits.append(runner.advance_apart(first_row))
-        logits.append(runner.advance_apart(first_row, second_row))
-        logits.append(runner.advance_apart(first_row, second_row))
+            logits.append(runner.advance_isolated(first_row))
+        logits.append(runner.advance_isolated(first_row, second_row))
+        logits.append(runner.advance_isolated(first_row, second_row))
         return torch.cat(logits)
 
     encoder_options = (False, True) if width > 1 else (True,)

@@ -215,9 +215,9 @@ class JoinKey(NamedTuple):
     """A key of prompts. Rows of prompts with equal keys may continue in one rectangle."""
 
     needs_equal_lengths: bool  # whether these rows must also have equal lengths
-    # dtypes and shapes of the inputs, without rows and without columns that can be padded; then the
-    # number of encoder tokens if it must be equal
-    shapes: Hashable
+    # dtypes and shapes of the inputs, without rows and without columns that can be padded; values
+    # of inputs without rows; then the number of encoder tokens if it must be equal
+    inputs: Hashable
 
 
 def set_join_keys(prompts: Prompts, requirements: tuple[bool, bool] | None) -> None:
@@ -247,10 +247,11 @@ def set_join_keys(prompts: Prompts, requirements: tuple[bool, bool] | None) -> N
             shapes.append((name, str(tensor.dtype), *shape))
     needs_equal_lengths, needs_equal_encoders = requirements
     encoder_length = needs_equal_encoders and prompts.num_encoder_tokens
-    prompts.join_key = JoinKey(needs_equal_lengths, (*shapes, encoder_length))
-    can_compare = all(is_plain_value(value) for _, value in options)
-    if can_compare and not has_media and not any(prompts.paddings):
-        prompts.merge_key = (prompts.join_key, prompts.length, *options)
+    if not all(is_plain_value(value) for _, value in options):
+        return
+    prompts.join_key = JoinKey(needs_equal_lengths, (*shapes, *options, encoder_length))
+    if not has_media and not any(prompts.paddings):
+        prompts.merge_key = (prompts.join_key, prompts.length)
 
 
 def rectangle_of(

@@ -105,7 +105,8 @@ class RectangleRunner(Runner):
         context: ForwardContext | None = None,
     ) -> Tensor:
         self._copy_snapshots()
-        parts, other_indices = self.run_whole_prompts(plan)
+        prompts, other_indices = self.whole_prompts(plan)
+        parts = self.run_whole_prompts(prompts, plan)
         entries = [
             (self._kind(plan, index), 1, plan.counts[index], index) for index in other_indices
         ]

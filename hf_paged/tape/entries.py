@@ -13,6 +13,14 @@ from .buffers import AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
 from .rows import RowOps
 
 
+def check_kernel(name: str, error: int) -> None:
+    """Raises `MemoryError` or `RuntimeError` if a kernel returned an error."""
+    if error == 6:
+        raise MemoryError(f"not enough memory for the kernel {name!r}")
+    if error:
+        raise RuntimeError(f"the kernel {name!r} failed with error {error}")
+
+
 @dataclass(eq=False)
 class KernelEntry:
     """A call of a C++ kernel, with its packed argument struct. `pack` fills in the addresses."""

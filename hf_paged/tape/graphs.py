@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -30,7 +31,6 @@ from ..interrupts import is_interrupt
 from ..kernels import BACKEND_VARIABLE
 from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
-from ..model.writes import undoing_writes
 from ..seams import ForwardContext, RecordedContext
 from ..step import KeysReadError
 from ..switches import NOTHING
@@ -48,6 +48,7 @@ from .recorders import (
     log_unrecorded,
     reason_of,
     storage_addresses,
+    undoing_writes,
 )
 from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
@@ -274,11 +275,9 @@ class StepGraphs:
     ) -> GraphKey:
         """Returns the key of the smallest graph that could serve the running step."""
         is_training = getattr(self._model(), "training", False)
-        variant = None
-        num_ranges = 0
+        variant, num_ranges = None, 0
         if self._context is not None:
-            variant = self._context.variant
-            num_ranges = self._context.num_ranges
+            variant, num_ranges = self._context.variant, self._context.num_ranges
         options = (
             autocast_dtype(self._device),
             is_training,
@@ -287,6 +286,7 @@ class StepGraphs:
             torch.get_default_dtype(),
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
+            torch.backends.mkldnn.matmul.fp32_precision,
         )
         return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
 
@@ -340,6 +340,7 @@ class StepGraphs:
         thread records. Logs a failure, and limits which graphs are recorded from then on; but the
         first `KeysReadError` sets `reads_keys` and drops all graphs. If an interrupt leaves a mode
         of torch active, the guarded call around this one ends it (`interrupts.guarded`)."""
+        handled = sys.exc_info()[1]
         with timed("record"), exclusive_recording(self._device) as is_exclusive:
             if not is_exclusive:
                 return None
@@ -353,7 +354,7 @@ class StepGraphs:
                     self.clear()  # graphs are recorded again, with smaller block tables
                     return None
                 logger.debug("capturing %s failed", key, exc_info=True)
-                self._handle_failure(key, error)
+                self._handle_failure(key, error, reason_of(error, handled))
                 return None
             self._num_out_of_memory = 0
             while len(self._graphs) >= MAX_GRAPHS:
@@ -406,12 +407,11 @@ class StepGraphs:
                     check_replay(graph.replay, [x[:num_rows] for x in results], dtypes, prepare)
         return RecordedStep(inputs, outputs[0], graph, recorded_context)
 
-    def _handle_failure(self, key: GraphKey, error: Exception) -> None:
+    def _handle_failure(self, key: GraphKey, error: Exception, reason: str) -> None:
         """If memory ran out, only delays the next attempt. Otherwise sets a limit: if the step has
         shared prefixes, on these, otherwise on chunk tokens or, without chunks, on decodes. But if
         a step of decodes alone, without shared prefixes, fails while there is no graph of decodes,
         stops recording altogether."""
-        reason = reason_of(error)
         log_level = logging.INFO
         if self._backend.on_device:
             log_level = logging.WARNING

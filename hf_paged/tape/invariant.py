@@ -23,7 +23,7 @@ from ..interrupts import restoring
 from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
 from .buffers import TensorRef
-from .entries import KernelEntry, Linear, TorchOp
+from .entries import KernelEntry, Linear, TorchOp, check_kernel
 from .exact import is_batch_invariant
 from .lower import Lowering
 from .products import RowProducts
@@ -68,9 +68,7 @@ class _Program(NamedTuple):
 
         for entry in self.entries:
             name, packed = entry.pack(address, store)
-            error = kernel(name)(packed)
-            if error:
-                raise RuntimeError(f"the kernel {name!r} failed with error {error}")
+            check_kernel(name, kernel(name)(packed))
         if not outputs:
             return tensors[0]
         if self.returns_one:

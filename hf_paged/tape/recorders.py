@@ -14,13 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from .. import forks
 from ..attention.backends import cpp
 from ..cache.free_memory import discard
 from ..interrupts import restoring
 from ..kernels import forced_backend, uses_triton
 from ..model.trial import first_line, significant_difference
+from ..model.writes import Snapshot
 from ..seams import RecordedContext
 from ..step import NotCapturable
 from ..switches import NOTHING, Switches, Switching
@@ -131,10 +133,10 @@ def check_replay(
             )
 
 
-def reason_of(error: BaseException) -> str:
+def reason_of(error: BaseException, handled: BaseException | None = None) -> str:
     """Returns the first line of the error that came first, since ending a broken capture raises
-    more errors."""
-    while error.__context__ is not None:
+    more errors. `handled`: an error that the caller was handling when the recording began."""
+    while error.__context__ not in (None, handled) and not error.__suppress_context__:
         error = error.__context__
     return first_line(error)
 
@@ -150,8 +152,8 @@ _collectors: Switches[Any] = Switches(_pausing)
 @restoring
 def exclusive_recording(device: torch.device) -> Iterator[bool]:
     """A context for a recording on `device`, which has one capture stream: yields whether no other
-    thread records there. Meanwhile, garbage collection is disabled, since it might free objects
-    that wait for the device (pytorch#161037), or run a caller's code."""
+    thread records there. Meanwhile, garbage collection is disabled, since it might run
+    finalizers that wait for the device (pytorch#161037) or that are a caller's code."""
     is_exclusive = False
     try:
         is_exclusive = _capture_lock(device).acquire(blocking=False)
@@ -162,9 +164,19 @@ def exclusive_recording(device: torch.device) -> Iterator[bool]:
             _capture_lock(device).release()
 
 
+@restoring
+def undoing_writes(model: nn.Module) -> Iterator[None]:
+    """A context that undoes writes into the model when it ends, as far as a [`Snapshot`] can."""
+    snapshot = Snapshot(model)
+    try:
+        yield
+    finally:
+        snapshot.restore(by_engine=True, writes=[])
+
+
 @functools.cache
 def _capture_lock(device: torch.device) -> threading.Lock:
-    return threading.Lock()
+    return forks.lock()
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..kernels.cpp.build import address_of, kernel
 from .buffers import Arena, Buffers, PackedCall, TensorRef
-from .entries import Entry, TorchOp, lifetimes
+from .entries import Entry, TorchOp, check_kernel, lifetimes
 from .lower import Lowering
 from .record import recording
 
@@ -92,10 +92,7 @@ class Tape:
         def run() -> None:
             error = function(call)
             if error:
-                name = self.kernel_names[first + self._failed_index.value]
-                raise RuntimeError(
-                    f"the kernel {name!r} of a recorded step failed with error {error}"
-                )
+                check_kernel(self.kernel_names[first + self._failed_index.value], error)
 
         self._runs.append(run)
 

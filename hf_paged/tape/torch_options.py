@@ -67,9 +67,9 @@ def active_mode() -> str | None:
 
 
 def must_run_eagerly(untracked_reason: str | None) -> bool:
-    """Whether a replay would bypass an active mode, or might miss changes of the model:
-    `untracked_reason` says why, or is `None` if it misses none. If so, adds the reason to the
-    call's `unsupported_reasons`."""
+    """Whether a step must run eagerly, since a replay would bypass an active mode or might miss
+    changes of the model; then adds the reason to the call's `unsupported_reasons`.
+    `untracked_reason`: why a replay might miss changes; `None` if it cannot."""
     mode = active_mode()
     reason = untracked_reason
     if mode is not None:

@@ -1,7 +1,9 @@
 """Tools beside generation: the commands, text, HTML and plots of the memory and of requests, the
-timeline of an engine, the inspection of models without their weights, metrics, and `transformers
-serve` on the engine, for which this room imports the rooms `native` and `grammar`."""
+timeline of an engine, loading models, the inspection of models without their weights, metrics, and
+`transformers serve` on the engine, for which this room imports the rooms `native` and `grammar`."""
 
+from .loading import load_model as load_model
+from .loading import load_tokenizer as load_tokenizer
 from .pictures import cache_html as cache_html
 from .pictures import engine_html as engine_html
 from .pictures import plot_cache as plot_cache

@@ -19,15 +19,15 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-# Metrics that vLLM has, too, are named alike (`vllm:num_requests_running`), but with the prefix
-# `hf_paged_` and by Prometheus' conventions: base units, and no colon, which is reserved for
-# recording rules. prometheus_client appends `_total` to the names of counters.
+# The numbers of requests, of prompt tokens and of generated tokens have vLLM's names, with the
+# prefix `hf_paged_` for `vllm:`, since Prometheus reserves colons for recording rules.
+# prometheus_client appends `_total` to the names of counters.
 METRICS: dict[Any, dict[str, tuple[str, str]]] = {
     prometheus.GaugeMetricFamily: {
-        "kv_cache_max_blocks": ("Maximum number of blocks, if limited.", "num_blocks"),
+        "kv_cache_max_blocks": ("Maximum number of blocks, if `num_blocks` is set.", "num_blocks"),
         "num_requests_running": ("Requests in the batch.", "num_running"),
         "num_requests_waiting": (
-            "Requests that wait for blocks or for other requests to leave the batch.",
+            "Requests that wait to be admitted, for the first time or after a preemption.",
             "num_waiting",
         ),
         "kv_cache_bytes": (
@@ -49,8 +49,8 @@ METRICS: dict[Any, dict[str, tuple[str, str]]] = {
             "Prompt tokens of admitted requests that were found in the prefix cache.",
             "num_prefix_hit_tokens",
         ),
-        "preemptions": ("Preempted requests.", "num_preemptions"),
-        "swaps": ("Preempted requests whose blocks were copied to host memory.", "num_swaps"),
+        "preemptions": ("Preemptions of requests.", "num_preemptions"),
+        "swaps": ("Times that a request's blocks were copied to host memory.", "num_swaps"),
         "tier_kept_blocks": ("Evicted prefix blocks stored in a tier.", "tier_kept_blocks"),
         "tier_restored_blocks": ("Prefix blocks restored from a tier.", "tier_restored_blocks"),
         "steps": ("Steps of the engine.", "num_steps"),

@@ -248,7 +248,7 @@ def test_a_failure_with_shared_prefixes_rules_out_cascades_not_steps(
     recorder: Any = CapturedBench(models.get("llama"), graphs).runner.recorder
     key = graph_keys.GraphKey(2, (4,), prefixes=((4, 4),))
     with caplog.at_level("INFO", logger="hf_paged"):
-        recorder._handle_failure(key, RuntimeError("too wide"))
+        recorder._handle_failure(key, RuntimeError("too wide"), "too wide")
     assert recorder._limits == {"prefixes": 0} and recorder.unsupported_reason is None
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["steps are recorded without cascades over shared prefixes: too wide"]

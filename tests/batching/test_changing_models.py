@@ -385,6 +385,24 @@ def test_a_change_that_is_undone_leaves_nothing_in_the_prefix_cache(
         assert_same(functools.partial(model.generate, **longer, **GREEDY), options)
 
 
+@UNDONE
+def test_a_change_beside_a_call_of_the_same_processor_is_seen(case: str) -> None:
+    model, numbers = models.build("llama"), itertools.count(1)
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        number = next(numbers)
+        if number == 1:
+            model.generate(ids[:1, :4], max_new_tokens=2, do_sample=False, **models.PAGED)
+            multiply(case, model, 4.0)
+        elif number == GREEDY["max_new_tokens"]:
+            multiply(case, model, 0.25)
+        return scores
+
+    found = generate(model, process, num_rows=3, **models.PAGED)
+    longer = {"input_ids": found, "attention_mask": torch.ones_like(found)}
+    assert_same(functools.partial(model.generate, **longer, **GREEDY))
+
+
 @pytest.mark.parametrize("preemption", ["recompute", "auto"])
 @UNDONE
 def test_preempted_rows_keep_what_the_model_computed_before_it_changed(

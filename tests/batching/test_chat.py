@@ -109,6 +109,25 @@ def test_loaded_as_the_class_that_was_saved(name: str, tmp_path: Path) -> None:
         assert found and expected[-len(found) :] == found
 
 
+def test_loaded_adapter_of_a_model_that_is_not_causal(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    build("t5").save_pretrained(tmp_path / "base")
+    base = type(build("t5")).from_pretrained(tmp_path / "base")
+    lora = peft.LoraConfig(target_modules=["q"], init_lora_weights=False)
+    model = peft.get_peft_model(base, lora).eval()
+    model.save_pretrained(tmp_path / "adapter")
+    prompt = token_ids(1, 12)[0].tolist()
+    expected = lone_run(model, prompt, GREEDY)[0]
+    with hf_paged.PagedEngine.from_pretrained(tmp_path / "adapter") as engine:
+        assert engine.generate([prompt], GREEDY)[0].token_ids == expected
+
+
+def test_options_of_code_are_ignored_for_a_class_of_transformers(tmp_path: Path) -> None:
+    build("gpt2").save_pretrained(tmp_path)
+    with hf_paged.PagedEngine.from_pretrained(tmp_path, code_revision="main") as engine:
+        assert type(engine.model) is type(build("gpt2"))
+
+
 def test_loaded_adapter(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     build("llama").save_pretrained(tmp_path / "base")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from benchmarks import all as whole_run
-from benchmarks import readme, report, stages
+from benchmarks import machine, readme, report, stages
 from benchmarks.all import STAGES
 from benchmarks.peers import TITLES
 from benchmarks.sections import overview
@@ -114,6 +114,20 @@ def test_a_stage_without_time_keeps_no_older_results(tmp_path: Path) -> None:
     (tmp_path / "works.json").write_text("{}")
     assert run(tmp_path, stage(works), minutes=0.01)["works"]["reason"] == NO_TIME
     assert not (tmp_path / "works.json").exists()
+
+
+def test_a_stage_that_is_repeated_takes_its_place_in_the_list(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for revision, names in (("0123456", {"works", "raises"}), ("89abcde", {"raises"})):
+        if revision == "0123456":
+            monkeypatch.setattr(machine, "revision", lambda: "0123456")
+            assert run(tmp_path, stage(works), stage(raises))["raises"]["reason"]
+        else:
+            monkeypatch.setattr(machine, "revision", lambda: "89abcde")
+        found = run(tmp_path, stage(works)._replace(name="raises"))
+        assert found.keys() == names and not found["raises"]["reason"]
+        assert ("repeated" in report.read(tmp_path / "list.json")) == (len(names) == 2)
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, FalconH1ForCausalLM
 
 import hf_paged
-from hf_paged import PagedCache
+from hf_paged import PagedCache, compat
 from tests.cache.test_paged_cache import CONFIGS, tokens
+from tests.support.architecture_configs import tiny_model
 
 
 def test_gradients_are_not_kept_in_a_forward_that_enables_them_in_an_engine(
@@ -50,3 +51,25 @@ def test_transforms_of_functions_are_refused(transform: Any) -> None:
     assert cache.memory.num_used == 0
     call(states)
     cache.check_integrity()
+
+
+@torch.no_grad()
+def test_a_crop_that_a_hybrid_layer_refuses_changes_nothing() -> None:
+    model = tiny_model(FalconH1ForCausalLM)
+    logits = []
+    for kind in (DynamicCache, PagedCache):
+        cache = kind(config=model.config)
+        inputs = {compat.cache_name(model): cache}
+        model(tokens(1, 9), **inputs)
+        for count in (0, -2):
+            with pytest.raises(RuntimeError, match="does not track past states"):
+                cache.crop(count)
+        assert cache.get_seq_length() == 9
+        logits.append(model(tokens(1, 1), **inputs).logits)
+    torch.testing.assert_close(*logits)
+
+
+def test_rows_of_an_empty_cache_can_be_selected_by_any_mask() -> None:
+    for cache in (DynamicCache(config=CONFIGS["full"]), PagedCache(CONFIGS["full"])):
+        cache.batch_select_indices(torch.tensor([True, False]))
+        assert cache.get_seq_length() == 0

@@ -57,6 +57,8 @@ def rename(model: Any) -> None:
 LOOKS: dict[str, Callable[[Any], Any]] = {
     "renamed": rename,
     "renamed key": lambda m: m.names.update(b=m.names.pop("a")),
+    "strides": lambda m: setattr(m.linear.weight, "data", m.linear.weight.data.t()),
+    "size": lambda m: setattr(m.linear.weight, "data", m.linear.weight.data[:-1]),
     "slot": lambda m: setattr(m.slotted, "factor", 2.0),
     "class of a module": lambda m: setattr(m.activation, "__class__", nn.SiLU),
     "attribute of a class": lambda m: setattr(Small, "factor", 2.0),

@@ -201,6 +201,45 @@ def test_a_cache_config_alone_warns(how: str, messages: Any) -> None:
 
 
 @pytest.mark.slow
+def test_a_cache_config_beside_a_passed_cache_warns(messages: Any) -> None:
+    model = models.build("llama")
+    for cache_config in ({}, {"block_size": 8}):
+        cache = hf_paged.PagedCache(model.config)
+        generate(
+            model,
+            cache_implementation="paged",
+            cache_config=cache_config,
+            **{compat.cache_name(model): cache},
+        )
+        told = ["keeps its own options" in message for message in messages()]
+        assert told == [True] * bool(cache_config)
+
+
+def test_a_function_that_generates_may_go_on_with_its_cache() -> None:
+    model, ids = models.get("llama"), models.token_ids(2, 9)
+    name = compat.cache_name(model)
+
+    def one_more(model: Any, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        ids = type(model)._sample(model, input_ids, **arguments)
+        logits = model(ids[:, -1:], **{name: arguments[name]}).logits[:, -1]
+        return torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+
+    options = {"max_new_tokens": 5, "do_sample": False, "custom_generate": one_more}
+    assert_paged_is_plain(model, {"input_ids": ids}, options)
+
+
+def test_healed_tokens_of_a_prompt_with_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    def heal(self: Any, input_ids: torch.Tensor, tokenizer: Any) -> torch.Tensor:
+        return torch.cat([input_ids[:, :-1], input_ids[:, -1:] + 1], dim=1)
+
+    monkeypatch.setattr(GenerationMixin, "heal_tokens", heal)  # needs a tokenizer with merges
+    model, ids = models.get("llama"), models.token_ids(2, 9).clamp_max(90)
+    inputs = {"input_ids": ids, "position_ids": 3 + torch.arange(9).repeat(2, 1)}
+    options = {"max_new_tokens": 5, "do_sample": False, "token_healing": True}
+    options |= {"tokenizer": models.tokenizer()}
+    assert assert_paged_is_plain(model, inputs, options).road == "engine"
+
+
 def test_hf_paged_is_refused_without_the_import() -> None:
     program = """
 import json, sys, torch

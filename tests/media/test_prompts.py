@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 import transformers
 
 import hf_paged
-from hf_paged import PagedEngine
+from hf_paged import PagedEngine, compat
 from hf_paged.batching.arguments import ServedByGenerateError
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.generation.batch_call import MIN_CACHED_TOKENS
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors
+from hf_paged.media import checks
 from hf_paged.media.checks import PromptsVerdict
 from hf_paged.media.prompts import MediaPrompts, digest_of
 from tests.kernels.test_hashing import scramble
@@ -238,6 +240,15 @@ def test_embeddings(with_ids: bool, mode: str) -> None:
         torch.testing.assert_close(shown[0], stock.layers[0].keys[0])
 
 
+def test_an_input_that_is_false_counts() -> None:
+    """Here each token of a prompt sees the later ones."""
+    model = models.get("llama")
+    hf_paged.free(model)
+    inputs = {**text(model), "is_causal": False}
+    for call in (inputs, with_question(inputs), with_question(inputs, seed=2), text(model)):
+        same(model, call, max_new_tokens=60)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [GEMMA, "PaliGemmaForConditionalGeneration"])
 def test_tokens_that_see_later_ones_are_not_served_to_other_prompts(
@@ -335,6 +346,112 @@ def test_rows_whose_decode_steps_need_more_are_not_packed() -> None:
     route = same(model_of(name), pictures(name))
     assert route.road == "engine" and "image_embeds" in route.reason
     assert not route.reason.startswith("packed")
+
+
+STOCK = inspect.signature(transformers.LlamaForCausalLM.forward)
+
+
+class Steered(transformers.LlamaForCausalLM):
+    """Adds `alpha` and ten thousand times a token's type to the logit of token 7 and, in the first
+    forward alone, `start` to that of token 8."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(
+        self,
+        *args: Any,
+        alpha: Any = 0.0,
+        start: Any = 0.0,
+        token_type_ids: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        cache = kwargs.get(compat.OUTPUT_CACHE)
+        is_first = cache is None or cache.get_seq_length() == 0
+        outputs = super().forward(*args, **kwargs)
+        logits = outputs.logits.clone()
+        logits[..., 7] += float(alpha)
+        logits[..., 8] += float(start) * is_first
+        if token_type_ids is not None:
+            logits[..., 7] += 1e4 * token_type_ids[:, -logits.shape[1] :]
+        outputs.logits = logits
+        return outputs
+
+    forward.__signature__ = STOCK.replace(  # type: ignore[attr-defined]
+        parameters=[
+            *(x for x in STOCK.parameters.values() if x.kind is not x.VAR_KEYWORD),
+            *(
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
+                for name in ("alpha", "start", "token_type_ids")
+            ),
+            *(x for x in STOCK.parameters.values() if x.kind is x.VAR_KEYWORD),
+        ]
+    )
+
+
+def steered() -> Any:
+    model = Steered(models.config("llama")).eval()
+    models.init_weights(model, 0)
+    model.generation_config = models.build("llama").generation_config
+    return model
+
+
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the names of the checks of prompts that run."""
+    names = list[str]()
+
+    def watched(name: str, check: Any, trial: Any) -> Any:
+        names.append(name)
+        return check(trial)
+
+    for name in ("prompts_check", "inputs_check"):
+        check = functools.partial(watched, name, getattr(checks, name))
+        monkeypatch.setattr(checks, name, check)
+    return names
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, float, str], ids=["tensor", "float", "str"])
+def test_inputs_of_decode_steps_keep_their_effect_in_later_calls(
+    kind: Any, checked: list[str]
+) -> None:
+    """The first value has none."""
+    model, ids = steered(), models.token_ids(2, 12)
+    calls = [{"input_ids": ids, "alpha": kind(alpha)} for alpha in (0.0, 1e4, 0.0, -1e4, 3.0)]
+    for route in [same(model, call, max_new_tokens=24) for call in calls]:
+        assert route.road == "engine" and not route.reason.startswith("packed")
+    assert checked == (["prompts_check", "inputs_check"] if kind is torch.tensor else [])
+    with PagedEngine(model, SMALL) as engine:
+        for alpha in (0.0, 1e4):
+            with pytest.raises(ServedByGenerateError, match="decode steps"):
+                engine.add_request(ids[:1], GREEDY, inputs={"alpha": kind(alpha)})
+
+
+def test_types_of_a_last_token_keep_their_effect_in_later_calls() -> None:
+    """transformers repeats them for the tokens that follow."""
+    model, ids = steered(), models.token_ids(2, 12)
+    types = torch.zeros_like(ids)
+    for last in (0, 1):
+        types[:, -1] = last
+        same(model, {"input_ids": ids, "token_type_ids": types})
+
+
+def test_inputs_that_decode_steps_ignore_are_checked_once(checked: list[str]) -> None:
+    model, ids = steered(), models.token_ids(2, 12)
+    for start in (0.0, 1e4, -1e4):
+        route = same(model, {"input_ids": ids, "start": torch.tensor(start)})
+        assert route.reason.startswith("packed")
+    assert checked == ["prompts_check", "inputs_check"]
+
+
+@pytest.mark.parametrize("name", [LLAVA, QWEN])
+def test_pictures_of_other_sizes_and_contents_are_checked_once(
+    name: str, checked: list[str]
+) -> None:
+    model = tiny_model(getattr(transformers, name))
+    torch.manual_seed(1)
+    rows = media_rows(model)["image"]
+    for call in (*rows, other_pictures(rows[0])):
+        assert same(model, call).reason.startswith("packed")
+    assert sorted(checked) == sorted({*checked}) and "prompts_check" in checked
 
 
 @pytest.mark.slow
@@ -673,6 +790,43 @@ def test_a_new_picture_behind_a_known_text(name: str) -> None:
         assert hits_behind(model, [first, text]) == [0, 24]
     for hit, call in zip(hits[3:], calls, strict=True):
         assert hit >= call["input_ids"].shape[1] - 8
+
+
+@needs_fingerprints
+@pytest.mark.parametrize(
+    "config", [{}, {"preemption": "swap", "max_num_batched_tokens": 48}], ids=str
+)
+def test_a_picture_behind_a_text_of_the_same_step(config: dict[str, Any]) -> None:
+    """In the second engine the picture waits for the next step."""
+    model, (first, second) = model_of(LLAVA), rows_of_two_sizes(LLAVA)
+    words = [first["input_ids"][0, :26], second["input_ids"][0, -13:]]
+    with PagedEngine(model, {"block_size": 8, **config}) as engine:
+        ask(engine, [{"input_ids": torch.cat(words)[None]}, first])
+        ask(engine, [first])
+
+
+@needs_fingerprints
+def test_a_prompt_in_the_blocks_that_another_computes_in_the_same_unpacked_step() -> None:
+    model, prompt = models.build("llama"), models.token_ids(1, 33)
+    expected = model.generate(prompt, **GREEDY)[0, 33:].tolist()
+    model.model.norm.register_forward_hook(lambda *args: None)
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        for result in engine.generate([prompt[0].tolist()] * 2, GREEDY):
+            assert result.token_ids == expected
+
+
+def test_a_buffer_of_pictures_may_be_reused() -> None:
+    model, first = model_of(LLAVA), rows_of_two_sizes(LLAVA)[0]
+    frame = first["pixel_values"].clone()
+    calls, names = [first, other_pictures(first)], []
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        for call in calls:
+            frame.copy_(call["pixel_values"])
+            names.append(engine.add_request({**call, "pixel_values": frame}, GREEDY))
+        results = run_all(engine)
+        found = [results[name].token_ids for name in names]
+        assert found == [answer(model, call, **GREEDY) for call in calls]
+        ask(engine, calls)
 
 
 @needs_fingerprints

@@ -78,3 +78,14 @@ def test_a_state_is_one_slot() -> None:
     size = PagedMemory(PagedConfig()).group(spec).block_size
     assert size == UNBOUNDED
     assert spec.num_spanned(0, 100_000, 1, 0, size) == 1 and spec.num_spanned(0, 0, 1, 0, size) == 0
+
+
+def test_slots_without_states_are_not_counted_as_shared_blocks() -> None:
+    memory = PagedMemory(PagedConfig(block_size=8))
+    blocks = memory.manager([GroupSpec(), StateSpec(is_empty=True)])
+    sequence = grown(blocks, range(5))
+    fork = blocks.fork(sequence)
+    stats = memory.stats()
+    assert stats.used_blocks == stats.shared_blocks == 1
+    blocks.free(fork)
+    blocks.free(sequence)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import T5ForConditionalGeneration
 
 from hf_paged import (
     OutOfBlocksError,
@@ -205,6 +206,29 @@ def test_requests_share_forwards(name: str, joins_any: bool, rows_of_forwards: l
     assert len(decodes) <= (NEW if joins_any else 2 * NEW), decodes
 
 
+class Steered(T5ForConditionalGeneration):
+    """Prefers a token, as much as an input says."""
+
+    def forward(self, *args: Any, steering: float = 0.0, **inputs: Any) -> Any:
+        outputs = super().forward(*args, **inputs)
+        outputs.logits[..., 7] += steering
+        return outputs
+
+
+def test_requests_with_other_values_of_an_input_keep_theirs() -> None:
+    model, prompt = copy.deepcopy(build(T5)), prompts()[0]
+    model.__class__ = Steered
+    with PagedEngine(model, SMALL) as engine:
+        names = {}
+        for value in (0.0, 1e4, 0.0):
+            names[engine.add_request(prompt, LONG, inputs={"steering": value})] = value
+        results = run_all(engine)
+        for name, value in names.items():
+            expected = model.generate(torch.tensor([prompt]), **LONG, steering=value)
+            assert results[name].token_ids == expected[0, 1:].tolist()
+        assert_drained(engine)
+
+
 def test_calls_in_threads_share_forwards(rows_of_forwards: list[int]) -> None:
     model, texts = build(T5), [torch.tensor([prompt]) for prompt in prompts()]
     expected = [model.generate(ids, **LONG) for ids in texts]
@@ -304,6 +328,35 @@ def test_new_weights_are_the_encoder_s_too() -> None:
     ids = torch.tensor([prompt])
     expected = model.generate(ids, **options, decoder_input_ids=torch.tensor([begun]))
     assert expected[0, 1:].tolist() == result.token_ids
+
+
+def test_a_request_whose_encoder_fails_after_new_weights_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, (long, short) = copy.deepcopy(build(T5)), (prompts()[1] * 2, prompts()[1])
+    options = {"max_new_tokens": 12, **GREEDY}
+    encode = model.encoder.forward
+
+    def fail(*args: Any, **inputs: Any) -> Any:
+        if inputs["input_ids"].shape[1] == len(long):
+            raise torch.OutOfMemoryError("on purpose")
+        return encode(*args, **inputs)
+
+    with PagedEngine(model, SMALL) as engine:
+        names = [engine.add_request(prompt, options) for prompt in (long, short)]
+        engine.step()
+        with engine.weights_update("recompute"), torch.no_grad():
+            model.encoder.final_layer_norm.weight.mul_(-1.0)
+            monkeypatch.setattr(model.encoder, "forward", fail)
+        monkeypatch.undo()
+        begun = list(engine._core.requests[names[1]].request.sequences[0].token_ids)
+        results = run_all(engine)
+        assert_drained(engine)
+    assert isinstance(results[names[0]].error, torch.OutOfMemoryError)
+    options["max_new_tokens"] = 13 - len(begun)
+    ids = torch.tensor([short])
+    expected = model.generate(ids, **options, decoder_input_ids=torch.tensor([begun]))
+    assert expected[0, 1:].tolist() == results[names[1]].token_ids
 
 
 @pytest.mark.slow_cases("*-writes to its inputs")

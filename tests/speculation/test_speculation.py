@@ -31,6 +31,7 @@ from hf_paged.speculation.sources import (
     StepCosts,
 )
 from hf_paged.speculation.speculator import Speculator
+from tests.batching.test_packed_families import build
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
@@ -571,6 +572,15 @@ def test_an_assistant_that_fails_ends_its_requests_alone() -> None:
         assert_drained(engine)
     assert isinstance(results[first].error, RuntimeError)
     assert results[second].token_ids == lone_run(model, texts[1], GREEDY)[0]
+
+
+def test_a_config_that_asks_for_impossible_drafts_says_so() -> None:
+    model, texts = build("dynamic"), repeating(20)
+    with PagedEngine(model, PagedConfig(block_size=8, speculation="ngram")) as engine:
+        engine.generate(texts, GREEDY)
+        assert engine.route is not None and engine.stats().num_drafts == 0
+        (reason,) = (reason for reason in engine.route.slowed_by if "speculation" in reason)
+        assert reason.startswith("`speculation` has no effect: ")
 
 
 def test_what_an_engine_cannot_assist_says_so() -> None:

@@ -341,11 +341,12 @@ def tape(draws: Draws) -> None:
 
 def path(draws: Draws) -> None:
     assert kernel("linear_path")(b"") in range(3)
+    assert kernel("is_optimized")(b"") in range(2)
 
 
 ENTRIES: dict[str, Callable[[Draws], None]] = {
     **dict(attention=attention, store=store, gather=gathers, hash=hashes, draw=draw),
-    **dict(linear=linears, linear_path=path, rows=rows, pick=pick, tape=tape),
+    **dict(linear=linears, linear_path=path, is_optimized=path, rows=rows, pick=pick, tape=tape),
 }
 assert set(ENTRIES) == set(KERNEL_NAMES)
 

@@ -136,6 +136,25 @@ def test_a_mask_of_ones_may_be_read_by_tapes_too() -> None:
     assert reason_of(error.value) == "on purpose"
 
 
+def test_the_reason_is_an_error_of_the_recording() -> None:
+    """Not one that the caller was handling, nor one that the recording translated."""
+    try:
+        raise FileNotFoundError("of the caller")
+    except FileNotFoundError as handled:
+        with pytest.raises(RuntimeError) as caught:
+            try:
+                raise NotCapturable("first")
+            finally:
+                raise RuntimeError("of ending the capture")
+        assert reason_of(caught.value, handled) == "first"
+        with pytest.raises(NotCapturable) as translated:
+            try:
+                raise KeyError("name")
+            except KeyError as error:
+                raise NotCapturable("a translation") from error
+        assert reason_of(translated.value, handled) == "a translation"
+
+
 @pytest.mark.slow_cases(but=["DbrxForCausalLM"])
 @pytest.mark.parametrize("name", list_architectures("causal"))
 def test_all_but_these_packed_architectures_are_captured(

@@ -265,6 +265,20 @@ def test_graphs_are_dropped_where_other_kernels_are_chosen(
     assert not keys(bench)
 
 
+def test_a_graph_is_of_one_precision_of_products(graphs: FakeGraphs) -> None:
+    """Also where the precision changes while requests run."""
+    bench = CapturedBench(models.get("llama"), graphs)
+    rows = bench.rows(2)
+    bench.decode(*rows, times=2)
+    assert len(keys(bench)) == 1
+    with default_precision():
+        BY_BACKEND["mkldnn.matmul"]()
+        bench.decode(*rows, times=2)
+        assert len(keys(bench)) == 2
+    bench.decode(*rows, times=2)
+    assert len(keys(bench)) == 2
+
+
 def test_options_of_torch_that_choose_kernels_are_read() -> None:
     for setter, value, default in SWITCHES:
         before = torch_options()

@@ -113,6 +113,11 @@ def test_operations_on_two_tensors(dtypes: tuple[torch.dtype, torch.dtype]) -> N
         check(lambda a, b: (a * b + b) * a, a, b, exact=True, calls=0)
 
 
+def test_exponentials_that_are_denormal() -> None:
+    x = torch.linspace(-88.5, -86.5, 33).view(3, 11)
+    check(lambda x: (x.exp().reciprocal(), x.exp() * (-x).exp(), x.exp().log()), x, calls=0)
+
+
 @pytest.mark.parametrize("number", [-0.0, 1e39, -1e39, 1e-40, 1e-300, float("inf"), 0.1])
 def test_numbers_of_python(number: float) -> None:
     x = torch.tensor([[1.0, -2.0, 0.0, -0.0]])

@@ -22,7 +22,14 @@ from .base import (
     stop_string_hits,
 )
 from .returned import explain_scores_error
-from .scores import BatchableProcessors, are_row_wise, draw, narrow_processors, select_rows
+from .scores import (
+    BatchableProcessors,
+    are_row_wise,
+    draw,
+    may_mix_rows,
+    narrow_processors,
+    select_rows,
+)
 
 
 class RowStreamers(BaseStreamer):
@@ -37,6 +44,7 @@ class RowStreamers(BaseStreamer):
     ) -> None:
         self.streamers = list(streamers)
         self.attention_mask = attention_mask
+        self._has_prompt = False
         self._ended: set[int] = set()
         # rows that the stopping criteria have ended: `end` follows their next `put`
         self.ending: set[int] = set()
@@ -53,13 +61,14 @@ class RowStreamers(BaseStreamer):
             if row in self._ended:
                 continue
             ids = value[row : row + 1]
-            if value.dim() == 2 and self.attention_mask is not None:
+            if not self._has_prompt and self.attention_mask is not None:
                 num_prompts = len(self.attention_mask)
                 mask = self.attention_mask[row * num_prompts // len(value)]
                 if len(mask) == ids.shape[1]:
                     is_token = mask.to(ids.device) != 0
                     ids = ids[:, is_token]
             streamer.put(ids)
+        self._has_prompt = True
         self.end(self.ending)
 
     def end(self, rows: Iterable[int] | None = None) -> None:
@@ -104,19 +113,16 @@ class SampleDecoding(Decoding):
         self.streamer = streamer
         self.is_streamed = streamer is not None
         self.do_sample = bool(self.config.do_sample)
-        if checker.max_length is None:
-            self.max_length = self.config.max_length
-        else:
-            self.max_length = checker.max_length
+        self.max_length = checker.max_length or self.config.max_length
         pad = compat.special_token(self.config, "pad")
         if pad is None and checker.has_eos:
             raise ValueError("rows may end at an EOS token: set `pad_token_id` to pad them")
-        self._pad_token_id = 0
-        if pad is not None:
-            self._pad_token_id = int(pad)
+        self._pad_token_id = 0 if pad is None else int(pad)
         self._end_lengths = [0] * self.num_rows  # length at which the row ended; 0: not ended
         self._keeps_scores = self.scores is not None or self.raw_logits is not None
         self._is_row_wise = are_row_wise(processors, self.num_rows)
+        # whether ended rows leave the batch, since nothing reads their scores
+        self._can_close_early = not (self._keeps_scores or may_mix_rows(processors))
         package = type(streamer).__module__.partition(".")[0]
         runs_callers_streamer = streamer is not None and package != "transformers"
         self.may_run_model = not self._is_row_wise or bool(checker.callers_criteria)
@@ -295,7 +301,7 @@ class SampleDecoding(Decoding):
         """After the rows `ended` have ended: removes from `open_rows` those that need no more
         forwards, and returns them."""
         rows = self.open_rows
-        if ended and self.stop_checker.has_eos and not self._keeps_scores:
+        if ended and self.stop_checker.has_eos and self._can_close_early:
             self.open_rows = [row for row in rows if not self._end_lengths[row]]
             return ended
         if ended and all(self._end_lengths):

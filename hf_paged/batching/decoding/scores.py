@@ -62,6 +62,12 @@ _ROW_WISE = {
     stock.EncoderNoRepeatNGramLogitsProcessor,
     stock.WatermarkLogitsProcessor,
 }
+# Processors that get the ids of all rows, but compute the scores of each row from that row alone.
+_SEPARATE = {
+    stock.PrefixConstrainedLogitsProcessor,
+    stock.SynthIDTextWatermarkLogitsProcessor,
+    stock.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+}
 
 
 def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
@@ -75,6 +81,13 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
     if type(processors) is not LogitsProcessorList:
         return False
     return all(type(processor) in _ROW_WISE for processor in processors)
+
+
+def may_mix_rows(processors: LogitsProcessorList) -> bool:
+    """Whether a row's scores may depend on the scores of other rows."""
+    if type(processors) is not LogitsProcessorList:
+        return True
+    return not all(type(processor) in _ROW_WISE | _SEPARATE for processor in processors)
 
 
 def can_run_on_drafts(processor: Any) -> bool:

@@ -133,16 +133,20 @@ class PackedRunner(Runner):
         with self._in_fixed_order():
             if self.is_packed and not plan.has_inputs:
                 return self._run_forward(plan, context)
-            parts, other_indices = self.run_whole_prompts(plan)
+            prompts, other_indices = self.whole_prompts(plan)
+            parts: list[LogitsPart] = []
             for indices in self._group_rows(plan, other_indices):
                 logits = self._run_forward(plan.select(indices), context)
                 parts.append((indices, logits))
+            # last, since they may begin after a text that these rows compute
+            parts += self.run_whole_prompts(prompts, plan)
             return concat_in_order(parts, plan.num_logits)
 
     def _group_rows(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
         """Divides rows, by index in the step, among forwards. In a packed forward, all rows that
         set positions have equally many position axes. A padded forward has one row, or rows of one
-        token each; without `can_mix_lengths`, these have equal lengths."""
+        token each; without `can_mix_lengths`, these have equal lengths. Padded forwards of several
+        tokens come first, since other rows may share blocks that they compute."""
         axis_counts: list[int] = []
         for index in indices:
             prompts, row = plan.sequences[index].request.inputs or (None, 0)
@@ -158,7 +162,9 @@ class PackedRunner(Runner):
                 is_alone = count > 1 or num_axes or self.rope is not None
                 kind = ("row", index) if is_alone else ("length", length)
             forwards.setdefault(kind, []).append(index)
-        return forwards.values()
+        if self.is_packed:
+            return forwards.values()
+        return sorted(forwards.values(), key=lambda rows: plan.counts[rows[0]] == 1)
 
     def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
         cache = self.cache.empty_twin(self.memory, self.counters)

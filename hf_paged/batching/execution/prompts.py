@@ -131,7 +131,7 @@ def uncommon_names(model_kwargs: dict[str, Any]) -> tuple[str, ...]:
     for name in sorted(model_kwargs.keys() - COMMON_INPUTS):
         value = model_kwargs[name]
         is_empty = isinstance(value, (dict, list, tuple)) and not value
-        if value is not None and value is not False and not is_empty:
+        if value is not None and not is_empty:
             names.append(name)
     return tuple(names)
 

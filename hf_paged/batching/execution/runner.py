@@ -97,12 +97,10 @@ class Runner:
     def go_idle(self) -> None:
         """Releases the objects held for steps; called when no step is in flight."""
 
-    def run_whole_prompts(self, plan: StepPlan) -> tuple[list[LogitsPart], list[int]]:
-        """Runs prompts that the model's own forward computes as a whole. Those with an equal
-        `merge_key` share forwards; if such a forward fails, each call's prompts get a separate one,
-        so that a [`PromptsError`] ends only the requests of that call. Prompts that begin after
-        cached tokens run alone. Returns the logits of the rows that it computed, and the indices in
-        the step of all other rows."""
+    def whole_prompts(self, plan: StepPlan) -> tuple[list[list[WholePrompts]], list[int]]:
+        """Returns the prompts that the model's own forward computes as a whole, by forward, and the
+        indices in the step of all other rows. Prompts with an equal `merge_key` share forwards;
+        those that begin after cached tokens run alone."""
         prompt_rows: dict[tuple[Prompts, int], dict[int, int]] = {}
         other_indices: list[int] = []
         for index, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
@@ -121,10 +119,14 @@ class Runner:
             if kind is None:
                 kind = object()  # equal to no other kind
             entries.append((kind, len(prompts.paddings), prompts.length, (prompts, index_by_row)))
-        parts: list[LogitsPart] = []
-        for whole_prompts in self.divide(entries):
-            parts += self._run_or_split(whole_prompts, plan)
-        return parts, other_indices
+        return self.divide(entries), other_indices
+
+    def run_whole_prompts(
+        self, forwards: list[list[WholePrompts]], plan: StepPlan
+    ) -> list[LogitsPart]:
+        """Runs these forwards. If one of them fails, each call's prompts get a separate one, so
+        that a [`PromptsError`] ends only the requests of that call."""
+        return [part for members in forwards for part in self._run_or_split(members, plan)]
 
     def divide(self, entries: Iterable[tuple[Hashable, int, int, Member]]) -> list[list[Member]]:
         """Divides members among forwards, the longest first. A forward has members of one kind, and

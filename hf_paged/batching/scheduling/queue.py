@@ -35,8 +35,8 @@ class NeverFitsError(OutOfBlocksError):
 
 class Suspects(deque[set[Request]]):
     """Groups of requests that may have made a forward fail. Steps compute the requests of the first
-    group only, then those of the next; a group that fails again is halved, so that only requests
-    that fail alone end."""
+    group only, then those of the next; a group that fails again is halved, so that in the end
+    only requests whose forward fails alone get the error."""
 
     def first(self) -> set[Request] | None:
         """Returns the requests to which the next step is limited; `None` if no group is left."""

@@ -378,6 +378,7 @@ class Scheduler:
             # a request that runs alone may shrink its chunks, and an unchunked prompt skips blocks
             # outside its windows: neither needs more blocks than it would in chunks of one token
             chunk = 1 if is_alone or not self._can_chunk else self.max_num_batched_tokens
+            was_swapped = request.is_swapped
             while not self.queue.admit(request, chunk, num_reserved_blocks, is_alone):
                 if not self.reclaim():
                     self._blocked_request = request
@@ -390,7 +391,8 @@ class Scheduler:
                         request, sequence, num_tokens_left, may_preempt=False
                     )
             if num_tokens_left == num_tokens_before:  # nothing fits: tokens or blocks ran out
-                self._requeue(request, may_swap=True)
+                # blocks that it shares may be computed only in this step
+                self._requeue(request, may_swap=was_swapped)
                 return
             self._scheduled.admitted.append(request)
             ignores_row_limit = False

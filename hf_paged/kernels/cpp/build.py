@@ -38,7 +38,13 @@ from .compiler import (
 logger = logging.getLogger(__package__)
 
 # best first, down to no flags, which any compiler accepts; the first that compile are used
-_EXTRA_FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-fopenmp",), ())
+_EXTRA_FLAGS = (
+    ("-march=native", "-fopenmp"),
+    ("-mcpu=native", "-fopenmp"),
+    ("-fopenmp",),
+    ("-march=native",),
+    (),
+)
 
 # seconds that a process waits for another's build before it builds a library for itself alone
 MAX_WAIT = 600.0
@@ -55,6 +61,7 @@ KERNEL_NAMES = (
     "draw",
     "linear",
     "linear_path",
+    "is_optimized",
     "rows",
     "pick",
     "tape",
@@ -77,7 +84,8 @@ def is_available() -> bool:
 
 def kernel(name: str) -> Callable[[bytes], int]:
     """Returns the function of a kernel in `KERNEL_NAMES`, which takes a packed struct and returns 0
-    or an error number; that of `linear_path` returns a number in `PATHS`. The library must be
+    or an error number; that of `linear_path` returns a number in `PATHS`, that of `is_optimized`
+    whether the library was built with vector instructions and threads. The library must be
     available (`is_available`)."""
     function: Callable[[bytes], int] = getattr(library(), f"hf_paged_{name}")
     return function

@@ -132,11 +132,12 @@ template <class F> void with_count(int64_t n, F f) {
 
 // Floats that a thread of `run_wide` needs: the sums of a unit's lanes, [rows][kWideUnit], and their totals, four at a
 // time.
-inline int64_t sum_floats(const LinearCall& c) { return ((c.rows * kWideUnit + 3) / 4 * 4 * (kLanes + 1) + 15) / 16 * 16; }
+inline int64_t padded_outputs(const LinearCall& c) { return (c.rows * kWideUnit + 3) / 4 * 4; }
+inline int64_t sum_floats(const LinearCall& c) { return (padded_outputs(c) * (kLanes + 1) + 15) / 16 * 16; }
 
 // Computes units [low, high) of `kWideUnit` weight rows, for four rows of x at a time.
 template <class T> void run_wide(const LinearCall& c, const float* wide, float* scratch, int64_t low, int64_t high) {
-    const int64_t outputs = (c.rows * kWideUnit + 3) / 4 * 4;
+    const int64_t outputs = padded_outputs(c);
     vf* sums = (vf*)scratch;
     float* totals = scratch + outputs * kLanes;
     constexpr int64_t step = std::is_same<T, BFloat16>::value ? 2 * kLanes : kLanes;
@@ -393,6 +394,24 @@ int linear_path(const LinearCall& c) {
     return (int)path;
 }
 
+constexpr int64_t kBlockRows = 256;  // rows of x that are widened at a time
+
+template <class T> int run_lanes(const LinearCall& c, int64_t threads, Scratch& scratch) {
+    const int64_t sums = c.is_transposed ? 0 : sum_floats(c);
+    const int64_t floats = c.rows * wide_stride(c);
+    float* wide = scratch.get(floats + sums * threads);
+    if (!wide) return kNoMemory;
+    widen_rows<T>(c, wide);
+    const int64_t units = linear_units(c, c.is_transposed ? kColumns : kWideUnit);
+#pragma omp parallel for schedule(static, 1) num_threads((int)threads) if (threads > 1)
+    for (int64_t t = 0; t < threads; ++t) {
+        const int64_t low = units * t / threads, high = units * (t + 1) / threads;
+        if (c.is_transposed) run_columns<T>(c, wide, low, high);
+        else run_wide<T>(c, wide, wide + floats + sums * t, low, high);
+    }
+    return 0;
+}
+
 template <class T> int run_linear(const LinearCall& c, int64_t threads) {
     static thread_local Scratch scratch;
     [[maybe_unused]] const int path = linear_path(c);
@@ -421,17 +440,12 @@ template <class T> int run_linear(const LinearCall& c, int64_t threads) {
         return 0;
     }
 #endif
-    const int64_t sums = c.is_transposed ? 0 : sum_floats(c);
-    const int64_t floats = c.rows * wide_stride(c);
-    float* wide = scratch.get(floats + sums * threads);
-    if (!wide) return kNoMemory;
-    widen_rows<T>(c, wide);
-    const int64_t units = linear_units(c, c.is_transposed ? kColumns : kWideUnit);
-#pragma omp parallel for schedule(static, 1) num_threads((int)threads) if (threads > 1)
-    for (int64_t t = 0; t < threads; ++t) {
-        const int64_t low = units * t / threads, high = units * (t + 1) / threads;
-        if (c.is_transposed) run_columns<T>(c, wide, low, high);
-        else run_wide<T>(c, wide, wide + floats + sums * t, low, high);
+    for (int64_t m = 0; m < c.rows; m += kBlockRows) {
+        LinearCall block = c;
+        block.rows = std::min(kBlockRows, c.rows - m);
+        block.x = (const T*)c.x + m * c.x_stride;
+        for (int i = 0; i < c.count; ++i) block.pieces[i].out = (T*)c.pieces[i].out + m * c.pieces[i].out_stride;
+        if (const int error = run_lanes<T>(block, threads, scratch)) return error;
     }
     return 0;
 }
@@ -447,6 +461,15 @@ extern "C" int hf_paged_linear_path(const void*) {
     return kDots;
 #else
     return kWide;
+#endif
+}
+
+// Whether this build has vector registers of at least 8 lanes, and threads.
+extern "C" int hf_paged_is_optimized(const void*) {
+#if defined(_OPENMP)
+    return LANES >= 8;
+#else
+    return 0;
 #endif
 }
 

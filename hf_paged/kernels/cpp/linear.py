@@ -56,7 +56,9 @@ def max_rows(dtype: torch.dtype, is_transposed: bool = False) -> int:
     if dtype is torch.float32:
         # PyTorch may be told to round what it multiplies, which is faster
         is_exact = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
-        return FLOAT32_MAX_ROWS.get(cpu_vendor(), 0) if is_exact and not is_transposed else 0
+        if is_transposed or not is_exact or not kernel("is_optimized")(b""):
+            return 0
+        return FLOAT32_MAX_ROWS.get(cpu_vendor(), 0)
     if not is_native(dtype):
         return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]

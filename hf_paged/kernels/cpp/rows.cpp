@@ -48,10 +48,10 @@ template <class F> inline vf each(vf x, F f) {
     for (int i = 0; i < kLanes; ++i) x[i] = f(x[i]);
     return x;
 }
-inline vf exp_any(vf x) {  // exp16 is defined up to 88
-    const auto large = x > 87.f;
-    const vf y = exp16(select(large, select(x > 170.f, splat(85.f), x * 0.5f), x));
-    return select(large, select(x > 170.f, splat(kInf), y * y), y);
+inline vf exp_any(vf x) {  // exp16 is defined up to 88, and 0 below -87, where float32 still has denormal numbers
+    const auto far = (x > 87.f) | (x < -87.f);
+    const vf y = exp16(select(far, select(x > 170.f, splat(85.f), x * 0.5f), x));
+    return select(far, select(x > 170.f, splat(kInf), y * y), y);
 }
 inline vf tanh_any(vf x) {  // tanh16, but a polynomial of Cephes near 0, where tanh16 suffers from cancellation
     const vf z = x * x;

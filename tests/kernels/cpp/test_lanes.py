@@ -17,6 +17,7 @@ from hf_paged.kernels.cpp import build
 build.COMMON_FLAGS += (f"-DLANES={sys.argv[1]}",)
 chosen = ["-m", "not slow and not gpu", "tests/attention/test_backends.py"]
 chosen += ["tests/attention/test_quantized.py", "tests/kernels/test_quantized.py"]
+chosen += ["tests/kernels/test_linear.py"]
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *chosen]))
 """
 

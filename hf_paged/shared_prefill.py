@@ -1,4 +1,5 @@
-"""Computes one prefill for all rows of a prompt in transformers' own loop."""
+"""One prefill for all rows of a prompt in transformers' own loop. In the engine, rows share a
+prefill's blocks instead. This module imports no other room."""
 
 from __future__ import annotations
 
@@ -7,27 +8,26 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from .. import compat
-from ..cache.paged_cache import PagedCache
-from ..model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows, select_rows
-from ..model.structure import row_dependencies
-from .call import current_call, first_rows
-from .invocation import Invocation
+from . import compat
+from .cache.paged_cache import PagedCache
+from .generation.call import Call, first_rows
+from .generation.invocation import Invocation
+from .model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows, select_rows
+from .model.structure import hook_reasons, row_reasons
 
 # Python modules and packages, with a dot after them, of cache layers whose `reorder_cache` repeats
 # everything that they hold
 _REPEATABLE_MODULES = ("transformers.cache_utils.", "hf_paged.", "builtins.", "abc.")
 
 
-def share_prefill(prefill: Invocation) -> Any:
+def share_prefill(prefill: Invocation, call: Call) -> Any:
     """Runs the prefill for only one of the rows that were expanded from each prompt, and repeats
     that row's outputs, if this gives the same results; otherwise runs the original prefill."""
-    call = prefill.value_of(current_call)
     arguments = prefill.bound.arguments
     first = None
     # only the original method computes chunked prefills
     is_whole = arguments["generation_config"].prefill_chunk_size is None
-    if call is not None and call.caches and call.repeats > 1 and is_whole:
+    if call.caches and call.repeats > 1 and is_whole:
         first = _first_row_inputs(arguments["input_ids"], arguments["model_kwargs"], call.repeats)
     if first is None or not _rows_are_independent(prefill.model):
         return prefill.run()
@@ -72,7 +72,7 @@ def _first_row_inputs(
     for name, value in model_kwargs.items():
         if isinstance(value, Cache):
             for part in cache_parts(value):
-                if not isinstance(part, PagedCache) or not part.is_empty:
+                if not isinstance(part, PagedCache) or part.rows.sequences:
                     return None
                 if not all(map(_can_repeat_rows, part.layers)):
                     return None
@@ -100,10 +100,10 @@ def _can_repeat_rows(layer: Any) -> bool:
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: no reason of `row_dependencies` applies, such as
-    dropout or a foreign hook, and no module has a replaced forward or holds a cache of its own."""
+    """Whether rows do not affect one another: there is no dropout, foreign hook or the like, and no
+    module has a replaced forward or holds a cache of its own."""
     modules = list(model.modules())
-    if next(row_dependencies(model, modules), None) is not None:
+    if any(hook_reasons(model, modules)) or any(row_reasons(model, modules, is_packed=True)):
         return False
     return not any(
         "forward" in vars(module) or compat.attribute(module, "_setup_cache") for module in modules

@@ -8,12 +8,13 @@ from typing import Any
 
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.integrations.peft import maybe_load_adapters
 
 from ..topics import Topic
 
 logger = logging.getLogger(__name__)
 
-# options that locate files, which the `from_pretrained` of models, configs and tokenizers take
+# options that locate files or code, which the `from_pretrained` of the Auto classes take
 _SOURCE_OPTIONS = {
     "cache_dir",
     "code_revision",
@@ -31,14 +32,16 @@ def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """Loads a model of the class that its config names, or a causal language model if the config
     names no class of transformers; from the folder of a PEFT adapter, the base model with the
     adapter. `options` (`dtype`, `device_map`, ...) and errors are those of `from_pretrained`."""
+    source_options = _source_options(options)
     try:
-        config = AutoConfig.from_pretrained(name_or_path, **_source_options(options))
-        architectures = config.architectures
-    except (OSError, ValueError):
-        # an adapter without a config; if there is no model at all, `from_pretrained` raises below
+        _, base, _ = maybe_load_adapters(name_or_path, source_options)
+        architectures = AutoConfig.from_pretrained(base, **source_options).architectures
+    except (OSError, ValueError):  # if there is no model, `from_pretrained` raises below
         architectures = None
     name = (architectures or [""])[0]
     model_class = getattr(transformers, name, AutoModelForCausalLM)
+    if model_class is not AutoModelForCausalLM:
+        options.pop("code_revision", None)  # only Auto classes take it
     return model_class.from_pretrained(name_or_path, **options)
 
 

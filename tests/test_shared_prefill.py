@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from transformers import LlamaForCausalLM
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from hf_paged import last_route
+from hf_paged import PagedCache, compat, last_route
 from hf_paged.cache.layers import PagedIndexedLayer, PagedLayer
-from hf_paged.generation.prefill import _can_repeat_rows
+from hf_paged.shared_prefill import _can_repeat_rows
 from tests.support import models
 
 
@@ -65,3 +65,16 @@ def test_layers_of_a_model_repeat_rows_only_by_a_method_of_their_own(
     kind: type, expected: bool
 ) -> None:
     assert _can_repeat_rows(object.__new__(kind)) is expected
+
+
+def test_a_passed_cache_that_was_cropped_to_nothing() -> None:
+    model, prompt = models.get("llama"), models.token_ids(1, 6)
+    options: dict[str, Any] = {"max_new_tokens": 3, "num_return_sequences": 3, "do_sample": True}
+    results = []
+    for cache in (DynamicCache(config=model.config), PagedCache(model.config)):
+        torch.manual_seed(0)
+        given = {**options, compat.cache_name(model): cache, "return_dict_in_generate": True}
+        model.generate(prompt, **given)
+        cache.crop(-cache.get_seq_length())
+        results.append(model.generate(prompt, **given).sequences)
+    assert torch.equal(*results)

@@ -1,0 +1,69 @@
+"""Kinds of values that a reading of a model tells apart, besides those of `model.values`."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import datetime
+import enum
+import functools
+import numbers
+import pathlib
+import threading
+import types
+import uuid
+from contextvars import ContextVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ..model.values import CONTAINERS
+
+NAMED_TYPES = (type, types.ModuleType)
+FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
+CONTAINER_TYPES = (*CONTAINERS, tuple, frozenset, types.MappingProxyType)
+DICT_TYPES = (dict, types.MappingProxyType)
+ARRAY_TYPES = (np.ndarray, bytearray, array.array)
+SCALAR_TYPES = (
+    bool,
+    int,
+    float,
+    str,
+    np.generic,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+# Types of the standard library whose `repr` describes an object completely.
+REPR_TYPES: tuple[type, ...] = (
+    numbers.Number,
+    datetime.date,
+    datetime.time,
+    datetime.timedelta,
+    pathlib.PurePath,
+    uuid.UUID,
+    range,
+    slice,
+    ctypes._SimpleCData,
+)
+# Types whose values differ between threads or contexts.
+UNDETECTABLE_TYPES = (ContextVar, threading.local)
+# Besides `SCALARS`, the types of globals of user code whose values are read.
+DATA_TYPES: tuple[type, ...] = (
+    *CONTAINER_TYPES,
+    types.SimpleNamespace,
+    Tensor,
+    *ARRAY_TYPES,
+    enum.Enum,
+    *SCALAR_TYPES,
+    *REPR_TYPES,
+    *UNDETECTABLE_TYPES,
+    nn.Module,
+    type,
+    *FUNCTION_TYPES,
+)
+# Private attributes of every config, which are transformers' own bookkeeping.
+CONFIG_BOOKKEEPING = frozenset(name for name in vars(PreTrainedConfig()) if name[:1] == "_")

@@ -1,0 +1,51 @@
+"""What code of the caller sees of the rows of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessor
+
+from hf_paged.batching.decoding.sample import RowStreamers
+from tests.support import models
+from tests.support.checks import assert_paged_is_plain, generate_both
+
+
+class Contrast(LogitsProcessor):
+    """Moves each row away from the mean of all rows."""
+
+    def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+        return 3 * scores - 2 * scores.mean(0)
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.put_ids: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.put_ids.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True}], ids=str)
+def test_processors_get_the_scores_of_rows_that_have_ended(
+    name: str, options: dict[str, Any]
+) -> None:
+    model, inputs = models.get(name), models.prompt(name, 3)
+    options = {**options, "max_new_tokens": 24, "logits_processor": [Contrast()]}
+    tokens, _ = generate_both(model, inputs, {**options, "eos_token_id": None})
+    ends = {"pad_token_id": 0, "eos_token_id": int(tokens[1, -20])}  # of a row, early
+    assert_paged_is_plain(model, inputs, {**options, **ends})
+
+
+def test_a_streamer_of_a_row_gets_chunks_as_long_as_its_prompt_whole() -> None:
+    streamer = Recorder()
+    streamers = RowStreamers([streamer], torch.tensor([[0, 0, 1]]))  # type: ignore[list-item]
+    streamers.put(torch.tensor([[7, 8, 9]]))
+    streamers.put(torch.tensor([[4, 5, 6]]))
+    assert streamer.put_ids == [[9], [4, 5, 6]]

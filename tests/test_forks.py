@@ -152,5 +152,5 @@ def test_no_cached_property() -> None:
     know: `lazy_property` replaces it."""
     for path in Path(forks.__file__).parent.rglob("*.py"):
         text = path.read_text()
-        assert "functools.cached_property" not in text, path
+        assert "@functools.cached_property" not in text, path
         assert "import cached_property" not in text, path

@@ -1,14 +1,11 @@
-"""Loads a model and its tokenizer through transformers, from a name or a folder."""
+"""Loads a model and its tokenizer through transformers, from a name or a folder. Imports
+transformers on the first load, since commands start without it."""
 
 from __future__ import annotations
 
 import logging
 import os
 from typing import Any
-
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.peft import maybe_load_adapters
 
 from ..topics import Topic
 
@@ -32,6 +29,10 @@ def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """Loads a model of the class that its config names, or a causal language model if the config
     names no class of transformers; from the folder of a PEFT adapter, the base model with the
     adapter. `options` (`dtype`, `device_map`, ...) and errors are those of `from_pretrained`."""
+    import transformers
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.integrations.peft import maybe_load_adapters
+
     source_options = _source_options(options)
     try:
         _, base, _ = maybe_load_adapters(name_or_path, source_options)
@@ -52,6 +53,8 @@ def _source_options(options: dict[str, Any]) -> dict[str, Any]:
 def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **options: Any) -> Any:
     """Loads the tokenizer of the model or, for an adapter without one, of its base model. Returns
     `None`, with a warning, if there is none."""
+    from transformers import AutoTokenizer
+
     source_options = _source_options(options)
     error: Exception | None = None
     for name in dict.fromkeys((str(name_or_path), model.name_or_path)):

@@ -14,6 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import hf_paged
 from tests.support import models
+from tests.support.rooms import needs_shared_prefill
 
 PROMPT, NEW = 512, 64
 BLOCK_SIZE = 16
@@ -222,6 +223,7 @@ def test_beams_share_the_encoder_keys_and_values(name: str) -> None:
     assert hf_paged.memory_stats(model).peak_bytes <= (96 + 8 * models.BLOCK_SIZE) * token
 
 
+@needs_shared_prefill
 def test_a_passed_empty_cache_shares_the_prefill_too() -> None:
     model = models.build("llama")
     prompt = models.prompt("llama", 1, 40)

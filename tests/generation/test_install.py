@@ -29,6 +29,7 @@ from hf_paged import compat
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.checks import assert_paged_is_plain, generate_both
+from tests.support.rooms import needs_shared_prefill
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
 ASKED = "did not use a paged cache, although one was requested"
@@ -263,6 +264,7 @@ print(json.dumps(result))
     assert "cache_implementation" in message and "hf_paged" in message
 
 
+@needs_shared_prefill
 @pytest.mark.parametrize("rows", [1, 2])
 def test_hidden_states_of_beams_with_an_axis_before_the_rows(rows: int) -> None:
     """Gemma3n's are `(altup_num_inputs, rows, length, width)`; here there are as many inputs as

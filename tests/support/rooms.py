@@ -19,6 +19,10 @@ KEEPS_PREFIXES = is_installed("fingerprints")
 """Whether prefixes stay cached after a call and after a step of an engine."""
 needs_fingerprints = pytest.mark.skipif(not KEEPS_PREFIXES, reason="prefixes do not stay cached")
 
+needs_shared_prefill = pytest.mark.skipif(
+    not is_installed("shared_prefill"), reason="in transformers' own loop each row is computed"
+)
+
 
 def records_on_cpu() -> bool:
     """Whether steps on the CPU are recorded."""

@@ -286,7 +286,7 @@ class StepGraphs:
             torch.get_default_dtype(),
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
-            torch.backends.mkldnn.matmul.fp32_precision,
+            torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
         )
         return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
 

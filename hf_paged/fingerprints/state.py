@@ -202,8 +202,12 @@ class StateReading(Reading):
 
 def _layouts(tensors: list[Tensor]) -> list[Any]:
     """The tensors' addresses, dtypes, sizes and strides."""
-    readers = (Tensor.data_ptr, _dtype_of, Tensor.size, Tensor.stride)
-    return [*itertools.chain.from_iterable(map(reader, tensors) for reader in readers)]
+    return [
+        *map(Tensor.data_ptr, tensors),
+        *map(_dtype_of, tensors),
+        *map(Tensor.size, tensors),
+        *map(Tensor.stride, tensors),
+    ]
 
 
 def _pointers(values: tuple[Any, ...]) -> bytes:

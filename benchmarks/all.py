@@ -29,22 +29,21 @@ NAME = "all"  # of the file that lists the stages
 
 HAS_BF16 = bool(machine.bf16_instructions())
 DTYPE, OTHER_DTYPE = ("bfloat16", "float32") if HAS_BF16 else ("float32", "bfloat16")
-IN_OTHER_DTYPE = "W1,W2,W3,W4,W5,W6" if HAS_BF16 else "W4,W6"  # plain's take 15 minutes a turn
 CALLS, SHAPE = "generate --device cpu --no-peers --no-memory", "cpu-llama-100m"
 WHOLE = "generate --device cpu --no-peers --only W1,W2,W3,W4,W5,W6,W9,W10,waste"
 SIDE = "side_by_side --processes 0 --only"
 STAGES = (
-    Stage("whole", 29, f"{WHOLE} --dtype {DTYPE}", "", f"generate-{SHAPE}", tuple(TITLES)),
+    Stage("whole", 22, f"{WHOLE} --dtype {DTYPE}", "", f"generate-{SHAPE}", tuple(TITLES)),
     Stage(
         "other_dtype",
-        4,
-        f"{CALLS} --only {IN_OTHER_DTYPE} --dtype {OTHER_DTYPE}",
+        14,  # 25 minutes of plain without bfloat16 instructions
+        f"{CALLS} --only W1,W2,W3,W4,W5,W6 --dtype {OTHER_DTYPE}",
         "--repeats 1",
         f"generate-other-dtype-{SHAPE}",
     ),
     Stage("speculation", 1, "speculation --only W7,W8", "", "speculation-cpu"),
-    Stage("rollouts", 7, "grpo", "--turns 3", "grpo-cpu-llama-24m"),
-    Stage("trainer", 3, "trainer", "", "trainer-cpu"),
+    Stage("rollouts", 5, "grpo", "--turns 3", "grpo-cpu-llama-24m"),
+    Stage("trainer", 2.5, "trainer", "", "trainer-cpu"),
     Stage(
         "encoders",
         3,
@@ -53,15 +52,19 @@ STAGES = (
         "side_by_side-encoders-cpu",
     ),
     Stage(
-        "hybrids", 4, f"{SIDE} '^(?!T5|BART|Whisper-t).* 16 new$'", "--turns 5", "side_by_side-cpu"
+        "hybrids",
+        3.5,
+        f"{SIDE} '^(?!T5|BART|Whisper-t).* 16 new$'",
+        "--turns 5",
+        "side_by_side-cpu",
     ),
-    Stage("first_call", 2, f"first_call --dtype {DTYPE}", "--turns 3", f"first_call-{SHAPE}"),
-    Stage("adapters", 2, "lora", "--turns 5", "lora-cpu"),
-    Stage("tiers", 2, "tiers --only prefix", "", "tiers-cpu"),
+    Stage("first_call", 1.5, f"first_call --dtype {DTYPE}", "--turns 3", f"first_call-{SHAPE}"),
+    Stage("adapters", 1.5, "lora", "--turns 5", "lora-cpu"),
+    Stage("tiers", 1.5, "tiers --only prefix", "", "tiers-cpu"),
     Stage("small_pool", 1, "tiers --only W3", "--model llama-24m", "tiers-w3-cpu"),
     Stage(
         "int8",
-        1,
+        2.5,
         f"{CALLS} --only W6 --dtype {DTYPE} --int8",
         "--repeats 5",
         f"generate-int8-{SHAPE}",

@@ -42,7 +42,7 @@ import sys as _sys
 from types import ModuleType as _Module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-__version__ = "0.3.0"
+__version__ = "0.3.1"
 
 
 def _is_command() -> bool:

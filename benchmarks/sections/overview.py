@@ -76,10 +76,28 @@ def headline() -> str:
         }
         for one in workloads
     ]
-    said = f"""Above 1, the paged call is faster. {losses(workloads)} Medians over turns with their 95% intervals, or their
+    said = f"""Above 1, the paged call is faster. {losses(workloads)} {in_other_dtype()} Medians over turns with their 95% intervals, or their
         range below {paired.FEWEST} turns. `{data["command"]}`: {hardware(data)}. Memory: peak bytes of keys and
         values."""
     return f"{report.markdown(rows)}\n\n{flow(said)}"
+
+
+def in_other_dtype() -> str:
+    """The sentence on the same calls in the dtype that the six rows are not in."""
+    name = FILES["other_dtype"]
+    if not report.exists(name):
+        return ""
+    data = report.result(name)
+    pairs = [
+        [tables.base_of(data["rows"], workload, system) for system in ("plain", "ours")]
+        for workload in WORKLOADS
+    ]
+    speeds = [tables.ratio_of(plain, ours) for plain, ours in pairs if plain and ours]
+    dtype = "bfloat16" if "bfloat16" in hardware(data) else "float32"
+    facts = data["facts"]
+    without = dtype == "bfloat16" and facts["bf16"] == "no instructions"
+    why = ", for which this processor has no instructions" if without else ""
+    return f"In {dtype}{why}, plain's time is {span(speeds)} times ours."
 
 
 def losses(workloads: Iterable[Beside]) -> str:

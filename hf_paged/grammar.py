@@ -104,9 +104,9 @@ def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
 
 
 class GrammarProcessor(LogitsProcessor):
-    """Masks the tokens that may not follow, for each row of one request; raises `NoTokenError` if
-    that leaves none. Rows may be beams, which are reordered, so a row's matcher is looked up by the
-    row's tokens. A matcher that several rows continue is forked."""
+    """Masks the tokens that may not follow, for each row of one request. Rows may be beams, which
+    are reordered, so a row's matcher is looked up by the row's tokens. A matcher that several rows
+    continue is forked; one that the last call did not leave replays the row's tokens."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -114,7 +114,7 @@ class GrammarProcessor(LogitsProcessor):
         self._vocab_size = compiled.tokenizer_info.vocab_size
         self._stop_tokens: list[int] = []
         self._num_prompt_tokens: int | None = None  # known from the first call on
-        # the last step's matchers, by a row's new tokens; `None` for a row whose text has ended
+        # the last call's matchers, by a row's new tokens; `None` for a row whose text has ended
         self._matchers: dict[tuple[int, ...], Any] = {}
 
     def set_stop_tokens(self, tokens: Tensor | None) -> None:
@@ -159,27 +159,33 @@ class GrammarProcessor(LogitsProcessor):
         return scores.masked_fill(~allowed, float("-inf"))
 
     def _advance_matchers(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
-        """Returns the matchers for the rows' tokens, advanced from those of the last step."""
+        """Returns the matchers for the rows' tokens, advanced from those of the last call. A row
+        that the last call did not lead to, as after calls for draft tokens, gets a new matcher."""
         matchers: dict[tuple[int, ...], Any] = {}
         num_children = Counter(tokens[:-1] for tokens in set(rows) if tokens)
         for tokens in rows:
             if tokens in matchers:
                 continue
-            if not tokens:
-                matchers[tokens] = self._matcher_type(
-                    self._compiled, override_stop_tokens=self._stop_tokens
-                )
-                continue
             parent = tokens[:-1]
-            matcher = self._matchers.get(parent)
-            if matcher is not None:
+            if parent in self._matchers:
+                matcher = self._matchers[parent]
                 num_children[parent] -= 1
-                if num_children[parent]:  # the last child reuses the parent's matcher
-                    matcher = matcher.fork()
-                if not matcher.accept_token(tokens[-1]) or matcher.is_terminated():
-                    matcher = None
-            matchers[tokens] = matcher
+                if matcher is not None and num_children[parent]:
+                    matcher = matcher.fork()  # the last child reuses the parent's matcher
+                matchers[tokens] = _accept(matcher, tokens[-1:])
+            else:
+                matcher = self._matcher_type(self._compiled, override_stop_tokens=self._stop_tokens)
+                matchers[tokens] = _accept(matcher, tokens)
         return matchers
+
+
+def _accept(matcher: Any, tokens: tuple[int, ...]) -> Any:
+    """Advances a matcher by tokens and returns it; `None` if the text has ended: by an EOS token,
+    or by a token that may not follow."""
+    for token in tokens:
+        if matcher is None or not matcher.accept_token(token) or matcher.is_terminated():
+            return None
+    return matcher
 
 
 def _xgrammar() -> Any:

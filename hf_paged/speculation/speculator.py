@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Items
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import LogitsProcessorList, PreTrainedModel
 
 from .. import compat
 from ..batching.arguments import Assistance, option_for_drafts
@@ -209,12 +209,18 @@ class Speculator:
         config = decoding.config
         num_lookup_tokens = config.prompt_lookup_num_tokens
         is_lookup = num_lookup_tokens is not None
+        processors = LogitsProcessorList(
+            processor
+            for processor in decoding.logits_processor
+            # a grammar's processor reads the tokens of the target, in order
+            if not hasattr(processor, "set_stop_tokens")
+        )
         strategy = compat.candidate_generator(
             self.model,
             generation_config=config,
             input_ids=decoding.input_ids,
             inputs_tensor=decoding.input_ids,
-            logits_processor=None if is_lookup else decoding.logits_processor,
+            logits_processor=None if is_lookup else processors,
             model_kwargs={"use_cache": True},
             assistant_model=assistance.model,
             target_tokenizer=assistance.tokenizer,

@@ -157,6 +157,45 @@ def test_a_vocabulary_that_cannot_say_it() -> None:
         engine.check_integrity()
 
 
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sample"])
+@pytest.mark.parametrize("source", ["early_exit", "other_tokens"])
+def test_drafts_of_transformers_generators_keep_the_constraint(
+    source: str, do_sample: bool
+) -> None:
+    model = get("llama")
+    # the assistant reads fewer tokens: its text lacks the first one
+    prompt = [BOS, *token_ids(1, 14, seed=2)[0].tolist()]
+    config: dict[str, Any] = {**GREEDY, "do_sample": do_sample}
+    drafting: dict[str, Any] = {"generation_config": {**config, "assistant_early_exit": 1}}
+    if source == "other_tokens":
+        other = models.build("llama", seed=3, vocab_size=models.VOCAB_SIZE + 8)
+        drafting = {"generation_config": config, "assistant_model": other}
+        drafting["assistant_tokenizer"] = models.tokenizer()
+    with hf_paged.PagedEngine(model, tokenizer=tokenizer()) as engine:
+        (alone,) = engine.generate([prompt], config, seed=7, regex=REGEX)
+        (result,) = engine.generate([prompt], **drafting, seed=7, regex=REGEX)
+    assert result.error is None and result.num_draft_tokens > 0
+    assert result.finish_reason == "eos" and re.fullmatch(REGEX, str(result.text)), result.text
+    assert do_sample or result.token_ids == alone.token_ids
+
+
+def test_a_processor_that_also_reads_drafts_keeps_the_constraint() -> None:
+    """As one that a caller passes on to other loops. A text that has ended stays ended."""
+    processor = GrammarCompiler().processor(RequestOptions(regex="abc"), tokenizer(), get("llama"))
+    processor.set_stop_tokens(torch.tensor([EOS]))
+    a, b, c, d = tokenizer().convert_tokens_to_ids(list("abcd"))
+
+    def allowed(*tokens: int) -> list[int]:
+        scores = processor(torch.tensor([[5, *tokens]]), torch.zeros(1, models.VOCAB_SIZE))
+        return scores[0].isfinite().nonzero().flatten().tolist()
+
+    assert allowed() == [a]
+    assert allowed(a, b) == [c]
+    assert allowed(a) == [b]
+    assert allowed(a, d) == allowed(a, d, EOS) == [EOS]
+    assert allowed(a, b, c) == [EOS]
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [

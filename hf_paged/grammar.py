@@ -113,21 +113,26 @@ class GrammarProcessor(LogitsProcessor):
         self._matcher_type = _xgrammar().GrammarMatcher
         self._vocab_size = compiled.tokenizer_info.vocab_size
         self._stop_tokens: list[int] = []
+        self._has_beams = False
         self._num_prompt_tokens: int | None = None  # known from the first call on
         # the last call's matchers, by a row's new tokens; `None` for a row whose text has ended
         self._matchers: dict[tuple[int, ...], Any] = {}
 
-    def set_stop_tokens(self, tokens: Tensor | None) -> None:
-        """Sets the EOS tokens, which are allowed once the text is complete. Negative ids stand for
-        no token. Raises `ValueError` if no token remains."""
+    def set_stop_tokens(self, tokens: Tensor | None, has_beams: bool = False) -> None:
+        """Sets the EOS tokens, which are allowed once the text is complete, and whether the rows
+        are beams. Negative ids stand for no token. Raises `ValueError` if no token remains."""
         ids = [] if tokens is None else [token for token in tokens.flatten().tolist() if token >= 0]
         if not ids:
             raise ValueError(
                 "an answer that follows a grammar ends with an EOS token: set `eos_token_id`"
             )
         self._stop_tokens = ids
+        self._has_beams = has_beams
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Returns the scores, minus infinity for tokens that may not follow. Raises `NoTokenError`
+        if a row has no other token. A beam without one only drops out, unless it is the first step:
+        other beams may go on or be finished, and if none is, the search ends with an error."""
         vocab_size = self._vocab_size
         if self._num_prompt_tokens is None:
             self._num_prompt_tokens = input_ids.shape[1]
@@ -140,13 +145,8 @@ class GrammarProcessor(LogitsProcessor):
             matcher = self._matchers[tokens]
             if matcher is None:
                 ended_rows.append(row)
-                continue
-            matcher.fill_next_token_bitmask(mask, row)
-            if not mask[row].any():
-                raise NoTokenError(
-                    "no token continues the text under the given `schema`, `regex` or `grammar`:"
-                    " the vocabulary lacks a character that must come next, or no text is allowed"
-                )
+            else:
+                matcher.fill_next_token_bitmask(mask, row)
         shifts = torch.arange(32, device=scores.device)
         bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1
         allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
@@ -156,7 +156,10 @@ class GrammarProcessor(LogitsProcessor):
         if ended_rows:
             for token in self._stop_tokens:
                 allowed[ended_rows, token] = True
-        return scores.masked_fill(~allowed, float("-inf"))
+        masked = scores.masked_fill(~allowed, float("-inf"))
+        if not self._has_beams or not rows[0]:
+            _check_rows(masked, mask, ended_rows)
+        return masked
 
     def _advance_matchers(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Returns the matchers for the rows' tokens, advanced from those of the last call. A row
@@ -186,6 +189,24 @@ def _accept(matcher: Any, tokens: tuple[int, ...]) -> Any:
         if matcher is None or not matcher.accept_token(token) or matcher.is_terminated():
             return None
     return matcher
+
+
+def _check_rows(scores: Tensor, mask: Tensor, ended_rows: list[int]) -> None:
+    """Raises `NoTokenError` if a row of the masked scores `(rows, vocab)`, except `ended_rows`, has
+    only minus infinities. `mask`: the bits of the tokens that the constraint allows, by row."""
+    for row, is_empty in enumerate((scores == float("-inf")).all(dim=1).tolist()):
+        if not is_empty or row in ended_rows:
+            continue
+        if mask[row].any():
+            raise NoTokenError(
+                "another option, such as `min_new_tokens`, `suppress_tokens`, `forced_bos_token_id`"
+                " or a processor, forbids every token that the `schema`, `regex` or `grammar`"
+                " allows here: leave it out, also in the model's `generation_config`"
+            )
+        raise NoTokenError(
+            "no token continues the text under the given `schema`, `regex` or `grammar`: the"
+            " vocabulary lacks a character that must come next, or no text is allowed"
+        )
 
 
 def _xgrammar() -> Any:

@@ -224,7 +224,7 @@ class RequestState(Generation):
             # only the processors of grammars have this method
             set_stop_tokens = getattr(processor, "set_stop_tokens", None)
             if set_stop_tokens is not None:
-                set_stop_tokens(compat.special_token(decoding.config, "eos"))
+                set_stop_tokens(compat.special_token(decoding.config, "eos"), decoding.has_beams)
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence per request")
         # in tokens, without positions passed as embeddings; of the decoder's prompt, if the model
         # has an encoder

@@ -20,7 +20,7 @@ pytest.importorskip("xgrammar")
 
 import hf_paged
 from hf_paged.batching.arguments import RequestOptions
-from hf_paged.grammar import GrammarCompiler
+from hf_paged.grammar import GrammarCompiler, NoTokenError
 from tests.support import models
 from tests.support.engine_helpers import run_all
 from tests.support.models import BOS, EOS, PAD, get, token_ids
@@ -194,6 +194,42 @@ def test_a_processor_that_also_reads_drafts_keeps_the_constraint() -> None:
     assert allowed(a) == [b]
     assert allowed(a, d) == allowed(a, d, EOS) == [EOS]
     assert allowed(a, b, c) == [EOS]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"min_new_tokens": 8}),
+        ("llama", {"min_new_tokens": 8, "do_sample": True, "num_return_sequences": 2}),
+        ("llama", {"forced_eos_token_id": EOS, "max_new_tokens": 2}),
+        ("bart", {"forced_bos_token_id": PAD}),
+    ],
+    ids=["minimum", "samples", "forced_eos", "forced_bos"],
+)
+def test_an_option_that_forbids_what_the_constraint_allows_ends_the_request(
+    name: str, options: dict[str, Any]
+) -> None:
+    with hf_paged.PagedEngine(get(name), tokenizer=tokenizer()) as engine:
+        (result,) = engine.generate(["x"], {**GREEDY, **options}, regex="yes|no")
+        assert isinstance(result.error, NoTokenError)
+        assert "another option, such as `min_new_tokens`" in str(result.error)
+        (other,) = engine.generate(["x"], GREEDY, regex="yes|no")
+        assert other.text in ("yes", "no") and other.finish_reason == "eos"
+        engine.check_integrity()
+
+
+def test_a_beam_that_no_token_continues_ends_alone() -> None:
+    """The vocabulary lacks a character of one of two texts."""
+    options = {**GREEDY, "num_beams": 4}
+    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
+        for regex in ("(ab|c\u00e9)", "(a|cd\u00e9)"):
+            (result,) = engine.generate(["x"], options, regex=regex)
+            assert result.error is None and result.text == regex[1:].partition("|")[0]
+        (result,) = engine.generate(["x"], options, regex="a\u00e9")
+        assert "no beam could end" in str(result.error)
+        (result,) = engine.generate(["x"], options, regex="\u00e9")
+        assert isinstance(result.error, NoTokenError)
+        engine.check_integrity()
 
 
 @pytest.mark.parametrize(

@@ -63,6 +63,13 @@ IGNORED_FIELDS: dict[str, str] = {
 """The other fields, which tune transformers' own implementation and change no token, each with what
 it does there or the reason why it is ignored."""
 
+IGNORED_OUTPUTS = (
+    *("return_dict_in_generate", "output_scores", "output_logits"),
+    *("output_attentions", "output_hidden_states"),
+)
+"""Generation options for outputs that only `generate` returns. transformers' managers ignore them,
+too."""
+
 _default_config: list[PagedConfig] = [PagedConfig()]  # one config, which `set_default` replaces
 
 
@@ -148,6 +155,8 @@ def make_request_config(
             setattr(request_config, name, None)
     for name, value in options.items():
         setattr(request_config, name, value)
+    for name in IGNORED_OUTPUTS:
+        setattr(request_config, name, False)  # `None` would stand for the model's value
     effective = EffectiveOptions(model, request_config)
     if (effective.num_beams or 1) == 1 and not effective.do_sample:
         request_config.num_return_sequences = 1  # greedy sequences would all be equal

@@ -197,6 +197,25 @@ def test_each_request_has_its_own_options(model: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("place", ["model", "config", "keyword"])
+def test_outputs_that_only_generate_returns_are_ignored(place: str, do_sample: bool) -> None:
+    model: Any = models.build("llama")
+    config = GenerationConfig(max_new_tokens=8, do_sample=do_sample)
+    torch.manual_seed(3)
+    expected = model.generate_batch(PROMPTS, config)
+    outputs = dict.fromkeys(("return_dict_in_generate", "output_scores"), True)
+    keywords = outputs if place == "keyword" else {}
+    if place != "keyword":
+        vars(model.generation_config if place == "model" else config).update(outputs)
+    torch.manual_seed(3)
+    found = model.generate_batch(PROMPTS, config, **keywords)
+    for name, output in found.items():
+        assert output.error is None
+        assert output.generated_tokens == expected[name].generated_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("do_sample", [False, True])
 def test_stop_strings_with_a_tokenizer(do_sample: bool, model: Any) -> None:
     tokenizer = models.tokenizer()
     config = GenerationConfig(max_new_tokens=12, do_sample=do_sample)

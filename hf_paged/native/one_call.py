@@ -16,6 +16,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ..attention.switch import NAME
 from ..batching.decoding.vocabulary import num_embeddings
 from ..batching.prompt_forms import prompt_ids
+from ..cache.block_pool import OutOfBlocksError
 from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.forwards import compute_device
@@ -46,7 +47,7 @@ def sample_together(
     """Computes the prompts as rows of one `generate` call (changing `config`) and returns outputs
     by id. Rows draw from one random stream, as in plain `generate`. Returns `None` for what such a
     call does not serve: log-probabilities, a seed, models with an encoder, no `max_new_tokens`,
-    more rows than `max_num_seqs`, and invalid prompts."""
+    more rows than `max_num_seqs`, and prompts that are invalid or never fit."""
     effective = EffectiveOptions(model, config)
     num_sequences = config.num_return_sequences or 1
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
@@ -67,13 +68,16 @@ def sample_together(
     input_ids = pad(rows, padding_value=effective.pad_token_id or 0)
     config.cache_implementation = NAME
     config.cache_config = paged_config.to_dict()
-    with serving_mode(model):
-        sequences = model.generate(
-            input_ids=input_ids,
-            attention_mask=pad([torch.ones_like(row) for row in rows]),
-            generation_config=config,
-        )
-        generated = sequences[:, input_ids.shape[1] :].tolist()
+    try:
+        with serving_mode(model):
+            sequences = model.generate(
+                input_ids=input_ids,
+                attention_mask=pad([torch.ones_like(row) for row in rows]),
+                generation_config=config,
+            )
+            generated = sequences[:, input_ids.shape[1] :].tolist()
+    except (IndexError, OutOfBlocksError):  # so does it for more tokens than positions or blocks
+        return None
     ended = time.perf_counter()
     eos = effective.eos_token_id
     eos_ids = set(eos) if isinstance(eos, (list, tuple)) else {eos}

@@ -419,11 +419,27 @@ def test_a_request_that_cannot_be_served_ends_alone(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_a_request_that_never_fits_ends_alone(model: Any) -> None:
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_request_that_never_fits_ends_alone(do_sample: bool, model: Any) -> None:
     config = ContinuousBatchingConfig(num_blocks=4, page_size=8)
-    outputs = model.generate_batch([PROMPTS[0], PROMPTS[1] * 4], GREEDY, config)
-    assert outputs["req_0"].generated_tokens == plain(model, PROMPTS[0], GREEDY)
+    options = GenerationConfig(max_new_tokens=8, do_sample=do_sample)
+    outputs = model.generate_batch([PROMPTS[0], PROMPTS[1] * 4], options, config)
+    assert outputs["req_0"].error is None and len(outputs["req_0"].generated_tokens) == 8
+    if not do_sample:
+        assert outputs["req_0"].generated_tokens == plain(model, PROMPTS[0], GREEDY)
     assert "num_blocks" in outputs["req_1"].error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_prompt_longer_than_the_table_of_positions_ends_alone(do_sample: bool) -> None:
+    model: Any = models.get("gpt2")
+    too_long = models.token_ids(1, model.config.n_positions + 1)[0].tolist()
+    options = GenerationConfig(max_new_tokens=4, do_sample=do_sample)
+    outputs = model.generate_batch([PROMPTS[0], too_long, PROMPTS[2]], options)
+    assert [len(output.generated_tokens) for output in outputs.values()] == [4, 0, 4]
+    assert [output.error is None for output in outputs.values()] == [True, False, True]
+    assert "positions" in outputs["req_1"].error
 
 
 @pytest.mark.slow

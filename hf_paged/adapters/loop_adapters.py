@@ -197,6 +197,13 @@ class LoopAdapters:
         if self._processes is not None:
             self._processes.adapters("forget_model")
         self._checked_names.clear()
+        if self._model_adapters:  # keeps no weights of deleted adapters
+            layers = peft_layers(self._model)
+            self._model_adapters = {
+                name: adapter
+                for name, adapter in self._model_adapters.items()
+                if any(name in getattr(layer, "lora_A", ()) for layer in layers)
+            }
         self._verdicts.clear()
         self._forget_mixes()
         self._prefetched = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from hf_paged import PagedConfig, PagedEngine
 from hf_paged.adapters import loop_adapters
 from hf_paged.adapters.files import AdapterFile, read_adapter_file
 from hf_paged.adapters.mixing import NotMixableError
+from hf_paged.adapters.peft_models import peft_layers
 from hf_paged.plan import StepPlan
 from tests.batching.test_unfinished_requests import GREEDY
 from tests.support import models
@@ -73,6 +76,24 @@ def test_the_error_of_merged_adapters_names_the_requests_adapter(tmp_path: Path)
         with pytest.raises(ValueError, match=re.escape(message)):
             engine.add_request(prompt, GREEDY, adapter=folder)
         assert_drained(engine)
+
+
+def test_weights_of_deleted_adapters_are_freed() -> None:
+    model = many(2)
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        for result in engine.generate(prompts(9, 14), GREEDY, adapter=["a0", "a1"]):
+            assert result.error is None
+        adapters: Any = engine._core.get_loop().executor.adapters()
+        assert set(adapters._model_adapters) == {"a0", "a1"}
+        kept = adapters._model_adapters["a0"]
+        layers = [layer for layer in peft_layers(engine.model) if "a1" in layer.lora_A]
+        weights = [weakref.ref(layer.lora_A["a1"].weight) for layer in layers]
+        del layers
+        model.delete_adapter("a1")
+        engine.generate(prompts(9), GREEDY)
+        gc.collect()
+        assert weights and not any(weight() is not None for weight in weights)
+        assert adapters._model_adapters == {"a0": kept}
 
 
 def test_a_mixed_forward_that_failed_is_not_repeated_beside_a_row_with_inputs(

@@ -39,6 +39,7 @@ from ..model.own_loop import cache_parts
 from ..model.registry import memory_for, warn_once
 from ..model.sharding import deferring_signals, reserving
 from ..switches import NOTHING
+from ..threads import step_lock
 from ..topics import Topic
 from .batch_call import batch_of
 from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt
@@ -195,7 +196,8 @@ def _prepare_cache(prepare: Invocation) -> Any:
         # not "dynamic": an assistant's config copies this value, and transformers refuses "dynamic"
         # there
         generation_config.cache_implementation = None
-    result = prepare.run()
+    with NOTHING if config is None else step_lock(model):  # as in `stock_cache`
+        result = prepare.run()
     with deferring_signals(model):
         if call is None:
             call = Call(model)

@@ -26,6 +26,7 @@ from ..config import PagedConfig
 from ..interrupts import ensure_done, is_interrupt, restoring
 from ..plan import StepPlan
 from ..switches import NOTHING
+from ..threads import step_lock
 from ..topics import Topic
 from .forwards import compute_device
 from .layout import Layout
@@ -301,8 +302,11 @@ def _random_states(devices: list[torch.device]) -> list[Tensor]:
 
 
 def stock_cache(model: PreTrainedModel) -> DynamicCache:
+    """Returns the empty cache that `generate` would build. Holds the model's `step_lock`, since
+    early exit in another thread lowers the number of layers in the config while it drafts."""
     config = model.config.get_text_config(decoder=True)
-    return DynamicCache(config=config)
+    with step_lock(model):
+        return DynamicCache(config=config)
 
 
 def sample_tokens(model: PreTrainedModel) -> Tensor:

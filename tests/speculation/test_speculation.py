@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import gc
 import random
+import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from transformers import LogitsProcessor, WatermarkingConfig
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 import hf_paged
 from hf_paged import EngineStats, PagedConfig, PagedEngine, RequestResult, compat
 from hf_paged.batching.decoding.base import Draft
+from hf_paged.batching.factory import empty_cache
 from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Sequence
 from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.memory import PagedMemory
 from hf_paged.speculation.assistant import AssistantRow
 from hf_paged.speculation.sources import (
     MAX_DRAFT_TOKENS,
@@ -733,6 +738,43 @@ def test_early_exit_that_fails_leaves_the_model_as_it_was() -> None:
         assert_drained(engine)
     assert type(results[first].error) is plain.type and results[second].token_ids == expected
     assert model.config.num_hidden_layers == 2
+
+
+def test_caches_that_are_built_while_another_thread_drafts_have_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Early exit lowers the number of layers in the model's config for each draft."""
+    model, (text,) = models.build("llama"), prompts(9)
+    expected = lone_run(model, text, GREEDY)[0]
+    is_drafting, may_go_on = threading.Event(), threading.Event()
+    get_candidates = AssistedCandidateGenerator.get_candidates
+
+    def wait(*args: Any, **kwargs: Any) -> Any:
+        is_drafting.set()
+        assert may_go_on.wait(30)
+        return get_candidates(*args, **kwargs)
+
+    def draft() -> list[int]:
+        with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+            (result,) = engine.generate([text], {**GREEDY, "assistant_early_exit": 1})
+        return result.token_ids
+
+    def build_cache() -> int:
+        assert is_drafting.wait(30)
+        return len(empty_cache(model, PagedMemory(PagedConfig())).layers)
+
+    def call() -> list[int]:
+        assert is_drafting.wait(30)
+        return lone_run(model, text, GREEDY, **models.PAGED)[0]
+
+    def go_on() -> None:
+        assert is_drafting.wait(30)
+        time.sleep(0.3)  # caches that wait for no lock are built meanwhile
+        may_go_on.set()
+
+    monkeypatch.setattr(AssistedCandidateGenerator, "get_candidates", wait)
+    results = in_threads(draft, build_cache, call, go_on)
+    assert results == [expected, model.config.num_hidden_layers, expected, None]
 
 
 def test_a_request_waits_for_the_blocks_of_assistants() -> None:

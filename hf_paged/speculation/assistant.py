@@ -389,7 +389,7 @@ class AssistantRow(Source):
             return None
         draft = Draft(tokens)
         if self.scores:
-            draft = DrawnDraft(tokens, torch.cat(self.scores))
+            draft = DrawnDraft(tokens, torch.cat(self.scores).to(self.device))
             self.scores = []  # frees them: as views, they keep the logits of all rows alive
         del draft.tokens[max_tokens:]
         return draft

@@ -30,8 +30,8 @@ _TOKEN_BYTES = array("q").itemsize
 
 
 class DrawnDraft(Draft):
-    """A draft whose `n` tokens were drawn from the logits `scores` `(n, vocab)`. Sampled rows
-    accept its tokens by algorithm 1 of arXiv 2211.17192."""
+    """A draft whose `n` tokens were drawn from the logits `scores` `(n, vocab)`, which are on the
+    target's device. Sampled rows accept its tokens by algorithm 1 of arXiv 2211.17192."""
 
     is_drawn = True
     uniforms: Tensor  # the algorithm's uniform random numbers, one per token, drawn in advance
@@ -344,7 +344,7 @@ class CandidateSource(Source):
             return None
         if scores is None or not self._is_sampled:
             return Draft(tokens)
-        return DrawnDraft(tokens, scores[0, : len(tokens)].float())
+        return DrawnDraft(tokens, scores[0, : len(tokens)].to(self._device, torch.float))
 
     @restoring
     def _forward_context(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from hf_paged.speculation.assistant import AssistantRow
 from hf_paged.speculation.sources import (
     MAX_DRAFT_TOKENS,
     MAX_INDEX_NGRAMS,
+    CandidateSource,
     DraftLength,
     DrawnDraft,
     NgramIndex,
@@ -894,6 +896,20 @@ def test_ngrams_propose_what_came_behind() -> None:
     first.close()
     second = Ngrams(index, 4).propose([7, *generated[10:14]], MAX_DRAFT_TOKENS)
     assert second is not None and second.tokens == generated[14 : 14 + MAX_DRAFT_TOKENS]
+
+
+def test_the_logits_of_drafts_are_on_the_targets_device() -> None:
+    """As the probabilities with which they are compared, wherever the assistant is."""
+    target = torch.device("meta")
+    candidates = torch.tensor([[5, 6, 7]]), torch.zeros(1, 1, 16)
+    strategy = SimpleNamespace(get_candidates=lambda ids: candidates)
+    row = AssistantRow.__new__(AssistantRow)
+    row.sequence, row.num_target_tokens = Sequence([5, 6, 7]), 2
+    row.scores, row.device = [torch.zeros(1, 16)], target
+    source = CandidateSource(strategy, 4, target, True, None)
+    for draft in (source.propose([5, 6], 4), row.draft(4)):
+        assert isinstance(draft, DrawnDraft) and draft.tokens == [7]
+        assert draft.scores.shape == (1, 16) and draft.scores.device == target
 
 
 @pytest.mark.slow

@@ -26,9 +26,11 @@ from ..batching.request import Request, Sequence
 from ..batching.scheduling.scheduler import Scheduler
 from ..cache.block_manager import BlockManager
 from ..cache.block_pool import OutOfBlocksError
+from ..cache.free_memory import is_out_of_memory
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS
+from ..interrupts import is_interrupt
 from ..model.trial import stock_cache
 from ..model.weights import WeightsGuard
 from ..plan import StepPlan
@@ -170,8 +172,8 @@ class Assistant:
     @torch.no_grad()
     def propose(self, tasks: DraftTasks) -> list[Draft | None]:
         """Returns a draft for each row; `None` for rows whose tokens the assistant has not all
-        computed yet, and for all rows during a pause, or if a forward runs out of blocks or cannot
-        be packed."""
+        computed yet, and for all rows during a pause, or if a forward runs out of blocks or memory
+        or cannot be packed."""
         if self._num_paused:
             self._num_paused -= 1
             return [None] * len(tasks)
@@ -185,13 +187,14 @@ class Assistant:
                 self._draft(tasks)
             self._next_pause = max(1, self._next_pause - 1)
             return [row.draft(max_tokens) for row, _, max_tokens in tasks]
-        except (OutOfBlocksError, NotPackable):
-            # the first forward exceeded the pool's limit in bytes, or MTP heads can no longer be
-            # packed: without drafts, rows are only slower
-            self.reclaim()
-            return [None] * len(tasks)
-        except BaseException:  # it is unknown which tokens were computed
-            self._free_all()
+        except BaseException as error:
+            is_shortage = is_out_of_memory(error) and not is_interrupt(error)
+            if is_shortage or isinstance(error, (OutOfBlocksError, NotPackable)):
+                # memory is short, or MTP heads can no longer be packed: without drafts, rows are
+                # only slower
+                self.reclaim()
+                return [None] * len(tasks)
+            self._free_all()  # it is unknown which tokens were computed
             raise
 
     def _draft(self, tasks: DraftTasks) -> None:

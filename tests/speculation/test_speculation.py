@@ -25,7 +25,7 @@ from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Sequence
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.speculation.assistant import AssistantRow
+from hf_paged.speculation.assistant import Assistant, AssistantRow
 from hf_paged.speculation.sources import (
     MAX_DRAFT_TOKENS,
     MAX_INDEX_NGRAMS,
@@ -579,6 +579,22 @@ def test_an_assistant_that_fails_ends_its_requests_alone() -> None:
         assert_drained(engine)
     assert isinstance(results[first].error, RuntimeError)
     assert results[second].token_ids == lone_run(model, texts[1], GREEDY)[0]
+
+
+def test_an_assistant_without_memory_leaves_its_requests_without_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(assistant: Assistant, tasks: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory, on purpose")
+
+    model, texts = models.get("llama"), prompts(9, 14)
+    monkeypatch.setattr(Assistant, "_draft", fail)
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        results = engine.generate(texts, GREEDY, assistant_model=models.get_assistant("llama"))
+        assert_drained(engine)
+    for text, result in zip(texts, results):
+        assert result.error is None and result.num_draft_tokens == 0
+        assert result.token_ids == lone_run(model, text, GREEDY)[0]
 
 
 def test_a_config_that_asks_for_impossible_drafts_says_so() -> None:

@@ -290,8 +290,8 @@ class DiskFolder:
         self.is_off = False
         self.num_bytes = 0  # as far as this process knows
         self._warned: set[str] = set()
-        # files that could not be read, with their `_version` at that time (`None`: unknown)
-        self._unreadable: dict[Path, tuple[int, ...] | None] = {}
+        # files that could not be read, with their `_version` at that time
+        self._unreadable: dict[Path, tuple[int, ...]] = {}
         # by this process since the last scan; infinity before the first scan
         self._num_bytes_written: float = math.inf
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
@@ -329,7 +329,7 @@ class DiskFolder:
         if self.is_off:
             return None
         path = self._file_path(weights_hash, name)
-        version: tuple[int, ...] | None = None
+        version: tuple[int, ...] = ()
         try:
             version = _version(path)
             if not _is_regular(path):
@@ -342,7 +342,8 @@ class DiskFolder:
         except (OSError, MemoryError) as error:
             if is_interrupt(error):
                 raise
-            self._unreadable[path] = version
+            if version:  # otherwise there may be no file, which `has` notices itself
+                self._unreadable[path] = version
             if isinstance(error, OSError) and error.errno not in _ONE_FILE_ERRNOS:
                 self._turn_off(error)
             elif not isinstance(error, (FileNotFoundError, NotADirectoryError)):

@@ -207,6 +207,16 @@ def test_a_file_that_another_process_writes_anew_is_read(
     assert ours.read(WEIGHTS, NAME, LIKE) is not None
 
 
+def test_files_that_another_process_deletes_are_not_remembered(
+    folder: DiskFolder, tmp_path: Path, caplog: Any
+) -> None:
+    assert folder.has(WEIGHTS, NAME)
+    (path,) = files(tmp_path)
+    path.unlink()
+    assert folder.read(WEIGHTS, NAME, LIKE) is None
+    assert not folder.has(WEIGHTS, NAME) and not folder._unreadable and not caplog.records
+
+
 def test_a_file_is_not_blamed_for_one_of_other_weights(
     folder: DiskFolder, tmp_path: Path, monkeypatch: Any
 ) -> None:

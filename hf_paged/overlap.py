@@ -1,5 +1,5 @@
 """The room of `generate` calls that overlap: `SharedLoop` runs calls of several threads on a model
-in one `StepLoop`. The calls share forwards, and each call samples in its own thread. Imports no
+in one `StepLoop`. The calls share forwards, and code of a caller runs in its own thread. Imports no
 other room."""
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor
 from . import forks
 from .batching.call_loop import POLL_SECONDS, CallLoop
 from .batching.decoding.base import Fetch
+from .batching.execution.executor import StableSpan
 from .batching.generation import Generation
 from .batching.ledger import Ready
 from .batching.loop import StepLoop
@@ -49,6 +50,8 @@ class Caller:
     # them
     sampling_since: float | None = None
     is_late: bool = False  # whether its last sampling took longer than a step waits for it
+    has_committed: bool = False  # whether it has its first token, and has committed its span
+    has_ended: bool = False  # whether its last tokens were sampled in another thread
 
     def take(self) -> Ready:
         """Called in its thread: takes the logits that are ready, to sample them."""
@@ -65,9 +68,11 @@ class Caller:
 
 class SharedLoop(CallLoop):
     """Iteration-level scheduling (Orca, OSDI 2022) over callers. While no step is in progress, the
-    thread of a caller that waits for logits takes a step for all callers. Before that, it waits
-    briefly for callers that are sampling, except those that were late the last time. The
-    processors, criteria and streamer of a caller run in its own thread, without a lock."""
+    thread of a caller that waits for logits takes a step for all callers. After their first tokens,
+    it also samples for all callers whose code no step runs, so that their threads need not wake up.
+    The other callers sample in their own threads, without a lock, as their processors, criteria and
+    streamers may be slow. A step waits for them briefly, except for those that were late the last
+    time."""
 
     def __init__(self, loop: StepLoop) -> None:
         super().__init__(loop)
@@ -126,6 +131,8 @@ class SharedLoop(CallLoop):
         now = time.perf_counter()
         with self._lock:
             caller = self._callers[generation]
+            # after it has sampled, `CallLoop.run` commits its span
+            caller.has_committed = caller.has_committed or caller.sampling_since is not None
             caller.end_sampling(now, self._patience)
         while True:
             with self._lock:
@@ -133,6 +140,8 @@ class SharedLoop(CallLoop):
                     raise caller.error
                 if caller.ready:
                     return caller.take()
+                if caller.has_ended:
+                    return []
                 delay = self._seconds_until_step()
                 should_step = self.stepper is None and delay <= 0
                 if should_step:
@@ -169,9 +178,10 @@ class SharedLoop(CallLoop):
     def _step(self) -> None:
         """Takes a step for all callers. If blocks are too few and waiting is useless, ends the
         first generation that waits for logits and holds blocks of ended rows or, if there is none,
-        the one whose request would be admitted next."""
+        the one whose request would be admitted next. Raises an interrupt of the sampling."""
         start = time.perf_counter()
         ready: Ready = []
+        interrupt: BaseException | None = None
         try:
             self.loop.propose()
             with self.loop.executor.attention():
@@ -196,10 +206,32 @@ class SharedLoop(CallLoop):
                 generation.error = error
                 self.loop.unreported.append(generation)
                 self._shortage = None  # the other generations get the blocks of this one
+        else:
+            interrupt = self._sample_for_callers(ready)
         finally:
             seconds = time.perf_counter() - start
             self._patience = min(max(MIN_PATIENCE, seconds), MAX_PATIENCE)
             self._end_step(ready)
+        if interrupt is not None:
+            raise interrupt
+
+    def _sample_for_callers(self, ready: Ready) -> BaseException | None:
+        """Samples the generations of `ready` whose step runs no code of their callers, and can be
+        repeated after an interrupt of this thread; not those of a single caller, nor the first
+        tokens of a call, after which it commits its span. Returns as `StepLoop.sample`."""
+        with self._lock:
+            if len(self._callers) < 2:
+                return None
+            committed = {
+                generation for generation, caller in self._callers.items() if caller.has_committed
+            }
+        entries = [
+            (generation, logits)
+            for generation, logits in ready
+            if generation.can_repeat and (generation.parent or generation) in committed
+        ]
+        span = StableSpan(is_call=True, is_open=True, is_committed=True)
+        return self.loop.sample(entries, span) if entries else None
 
     def _end_step(self, ready: Ready) -> None:
         """Passes the errors and logits of a step to the callers, and ends the step. If this raises,
@@ -213,11 +245,13 @@ class SharedLoop(CallLoop):
             self._report_errors()
             for generation, logits in ready:
                 ready_caller = self._callers.get(generation.parent or generation)
-                if ready_caller is not None:
+                # the others were sampled by `_sample_for_callers`
+                if ready_caller is not None and generation.is_sampling:
                     ready_caller.ready.append((generation, logits))
                     ready_caller.sampling_since = ready_caller.sampling_since or now
             for caller in self._callers.values():
-                if caller.ready or caller.error is not None:
+                caller.has_ended = caller.generation.is_done
+                if caller.ready or caller.has_ended or caller.error is not None:
                     caller.wake.notify()
             self.stepper = None
             self._wake_next_stepper()
@@ -234,6 +268,7 @@ class SharedLoop(CallLoop):
         for generation, caller in self._callers.items():
             for part in (generation, *generation.parts):
                 caller.error = caller.error or part.error
+            caller.has_ended = generation.is_done
         self.loop.recover(
             generation
             for generation in self.loop.ledger.generations()
@@ -243,7 +278,7 @@ class SharedLoop(CallLoop):
     def _wake_next_stepper(self) -> None:
         """Wakes a caller that waits for logits, so that its thread takes the next step."""
         for caller in self._callers.values():
-            if caller.sampling_since is None:
+            if caller.sampling_since is None and not caller.has_ended:
                 caller.wake.notify()
                 return
 

@@ -13,6 +13,7 @@ import pickle
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_paged
+from hf_paged.batching.decoding.sampler import sample_step
 from hf_paged.batching.execution import executor
 from hf_paged.batching.ledger import Ledger
 from hf_paged.batching.loop import StepLoop
@@ -220,6 +222,74 @@ def test_calls_share_forwards_and_blocks(
     for _ in range(3):
         jobs = [functools.partial(paged, model, n, **each, **config) for n, each in given]
         assert_same(model, expected, in_threads(*jobs))
+
+
+def begin_together(monkeypatch: pytest.MonkeyPatch, num_calls: int) -> None:
+    """Makes the first step wait until all calls are in the loop."""
+    compute, has_begun = StepLoop.compute, threading.Event()
+
+    def computed(self: StepLoop) -> Any:
+        if not has_begun.is_set():
+            wait_for(lambda: num_callers() == num_calls)
+            has_begun.set()
+        return compute(self)
+
+    monkeypatch.setattr(StepLoop, "compute", computed)
+
+
+def test_the_thread_of_a_step_samples_for_calls_without_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other threads wake up for their first tokens and at their ends; that of a call with a
+    processor, for each of its tokens."""
+    model, num_takes, take = models.build("llama"), Counter[torch.Size](), Caller.take
+    lengths = [STEPS, 2, STEPS - 3, STEPS, 1, STEPS]
+    limits = [exactly(length) for length in lengths]
+    expected = [generate(model, number, **limit) for number, limit in enumerate(limits)]
+    paged(model, 0)
+
+    def counted(self: Caller) -> Any:
+        num_takes[self.generation.decoding.inputs.input_ids.shape] += 1
+        return take(self)
+
+    begin_together(monkeypatch, NUM)
+    monkeypatch.setattr(Caller, "take", counted)
+    jobs = [functools.partial(paged, model, n, **limit) for n, limit in enumerate(limits)]
+    jobs[3] = functools.partial(jobs[3], at_token(STEPS, lambda: None))
+    assert_same(model, expected, in_threads(*jobs))
+    counts = [num_takes[prompt(number).shape] for number in range(NUM)]
+    assert counts == [1, 1, 1, STEPS, 1, 1]
+
+
+@pytest.mark.parametrize("samples", [False, True], ids=["greedy", "drawn"])
+def test_an_interrupt_while_a_thread_samples_for_others_ends_its_own_call(
+    samples: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, step_numbers = models.build("llama"), itertools.count()
+    paged(model, 0)
+
+    def interrupted(ready: Any, *others: Any) -> Any:
+        results = sample_step(ready, *others)
+        if len(ready) == NUM and next(step_numbers) == 2:
+            raise KeyboardInterrupt
+        return results
+
+    def caught(job: Callable[[], Any]) -> Any:
+        try:
+            return job()
+        except KeyboardInterrupt as error:
+            return repr(error)
+
+    begin_together(monkeypatch, NUM)
+    monkeypatch.setattr("hf_paged.batching.loop.sample_step", interrupted)
+    # a draw from one token alone is that token
+    options = dict(do_sample=True, top_k=1) if samples else {}
+    found = in_threads(
+        *(functools.partial(caught, job) for job in calls(model, **options)),
+    )
+    assert next(step_numbers) > 2 and found.count("KeyboardInterrupt()") == 1
+    kept = [pair for pair in zip(plain(model), found) if not isinstance(pair[1], str)]
+    assert_same(model, *zip(*kept))
 
 
 def test_draws_of_a_call_alone_are_those_of_plain(device: torch.device) -> None:

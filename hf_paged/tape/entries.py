@@ -7,6 +7,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..kernels.cpp import linear
 from ..kernels.cpp.build import best_path
 from .buffers import AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
@@ -40,7 +42,8 @@ class KernelEntry:
 
 @dataclass(eq=False)
 class Linear:
-    """`y = x W^T + b` for several weights with the same `x` `(rows, depth)`."""
+    """`y = x W^T + b` for several weights with the same `x` `(rows, depth)`. Weights may be int8, to
+    be multiplied as if converted to the dtype of `x`."""
 
     x: TensorRef
     # whether weights are stored as `(depth, width)` instead of `(width, depth)`
@@ -48,12 +51,12 @@ class Linear:
     pieces: list[tuple[TensorRef, TensorRef | None, TensorRef]]  # weight, bias, output
 
     @property
-    def merge_key(self) -> tuple[TensorRef, bool, bool]:
+    def merge_key(self) -> tuple[TensorRef, bool, torch.dtype, bool]:
         """A key that is equal for products that one call can compute with the same results as
         separate calls."""
-        _, _, out = self.pieces[0]
+        weight, _, out = self.pieces[0]
         is_wide = out.sizes[1] >= linear.MIN_TILE_WIDTH
-        return self.x, self.is_transposed, is_wide
+        return self.x, self.is_transposed, weight.dtype, is_wide
 
     @property
     def reads(self) -> set[int]:
@@ -68,12 +71,15 @@ class Linear:
         x = self.x
         num_rows, depth = x.sizes
         x_fields = address(x), x.dtype, num_rows, depth, x.strides[0]
+        has_codes = self.pieces[0][0].dtype is torch.int8
         pieces = []
         for weight, bias, out in self.pieces:
             bias_address = 0 if bias is None else address(bias)
             strides = weight.strides[0], out.strides[0]
             pieces.append((address(weight), bias_address, address(out), out.sizes[1], *strides))
-        return "linear", linear.pack(x_fields, self.is_transposed, pieces, best_path())
+        return "linear", linear.pack(
+            x_fields, self.is_transposed, has_codes, pieces, best_path()
+        )
 
 
 @dataclass(eq=False)

@@ -1,5 +1,6 @@
 """Passes over the entries of a whole tape: they merge products and lists of row operations, drop
-stores that nothing reads, and elide the copy of the result. They change no operation's result."""
+stores and operations whose results nothing reads, and elide the copy of the result. They change no
+operation's result."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _MAX_DISTANCE = 5  # maximum distance, in entries, of two lists of row operation
 
 def simplify(entries: list[Entry], buffers: Buffers) -> list[Entry]:
     """Runs all passes; returns the entries that remain. May give one buffer a fixed address."""
-    entries = _merge(_without_empty(entries), _merge_linear)
+    entries = _without_unread(_without_empty(entries), buffers)
+    entries = _merge(entries, _merge_linear)
     entries = _merge(entries, _merge_row_ops)
     _drop_stores(entries, buffers)
     entries = _without_empty(entries)
@@ -83,6 +85,20 @@ def _has_hazard(a: Entry, b: Entry) -> bool:
     uses."""
     used = b.reads | b.writes
     return bool(a.writes & used or a.reads & b.writes)
+
+
+def _without_unread(entries: list[Entry], buffers: Buffers) -> list[Entry]:
+    """Returns the entries without PyTorch's operations that only compute what no later entry
+    reads."""
+    needed = set(buffers.fixed_addresses)
+    remaining: list[Entry] = []
+    for entry in reversed(entries):
+        is_pure = isinstance(entry, TorchOp) and not entry.function._schema.is_mutable
+        if is_pure and entry.writes and needed.isdisjoint(entry.writes):
+            continue
+        needed |= entry.reads
+        remaining.append(entry)
+    return remaining[::-1]
 
 
 def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:

@@ -3,6 +3,8 @@ memory."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,11 @@ ROWS = [1, 2, 3, 5, 16, 17, 31, 33, 64, 70]
 PATHS = list(range(best_path() + 1)) if cpp.is_available() else []
 
 
+def codes(width: int, depth: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(-128, 128, (width, depth), dtype=torch.int8, generator=generator)
+
+
 def make(width: int, depth: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     shapes = (rows, depth), (width, depth), (width,)
@@ -41,15 +48,13 @@ def make(width: int, depth: int, rows: int, dtype: torch.dtype) -> tuple[torch.T
 def test_products_are_as_exact_as_pytorchs(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for path in PATHS:
         for rows in ROWS:
-            x, weight, bias = make(*shape, rows, dtype)
-            for b in (None, bias):
+            x, floats, bias = make(*shape, rows, dtype)
+            for weight, b in ((floats, None), (floats, bias), (codes(*shape), bias)):
                 exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
-                made = linear(x, weight, b, path), F.linear(x, weight, b)
+                made = linear(x, weight, b, path), F.linear(x, weight.to(dtype), b)
                 error, its = ((y.double() - exact).square().mean().sqrt() for y in made)
-                assert error <= 1.3 * its + 4 * torch.finfo(dtype).eps * (dtype is torch.float32), (
-                    path,
-                    rows,
-                )
+                unit = torch.finfo(dtype).eps * (dtype is torch.float32) * weight.double().std()
+                assert error <= 1.3 * its + 4 * unit, (path, rows, weight.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,15 +63,15 @@ def test_a_row_is_the_same_whatever_stands_beside_it(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """And for any number of threads."""
-    x, weight, bias = make(*shape, 70, dtype)
+    x, floats, bias = make(*shape, 70, dtype)
     before = torch.get_num_threads()
-    for path in PATHS:
+    for weight, path in itertools.product((floats, codes(*shape)), PATHS):
         alone = torch.cat([linear(row[None], weight, bias, path) for row in x])
         for first, last in ((0, 2), (0, 3), (1, 6), (3, 20), (0, 33), (7, 70), (0, 70)):
             torch.set_num_threads(1 + first)
             found = linear(x[first:last], weight, bias, path)
             torch.set_num_threads(before)
-            assert found.equal(alone[first:last]), (path, first, last)
+            assert found.equal(alone[first:last]), (weight.dtype, path, first, last)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,6 +92,10 @@ def test_tensors_that_it_does_not_take() -> None:
         (TypeError, "contiguous rows", x, strided),
         (ValueError, "does not fit", x, weight[:, :8]),
         (ValueError, "does not fit", x, weight, bias[:3]),
+        (ValueError, "does not fit", x, codes(8, 8)),
+        (TypeError, "contiguous rows", x, codes(16, 8).t()),
+        (TypeError, "contiguous rows", x.char(), codes(8, 16)),
+        (TypeError, "contiguous rows", x, codes(8, 16), bias.char()),
     ):
         with pytest.raises(error, match=message):
             linear(*arguments)

@@ -1,15 +1,15 @@
 // Included by kernels.cpp: y = x W^T + b for a few rows of x. W is read in place, as nn.Linear ([width][depth]) or Conv1D
-// ([depth][width]) stores it; x is converted or packed first, except by path kDots. An output is summed over depth in an
-// order that depends on the path, but not on other rows or on the number of threads.
+// ([depth][width]) stores it, or as codes of 8 bits; x is converted or packed first, except by path kDots. An output is
+// summed over depth in an order that depends on the path, but not on other rows or on the number of threads.
 
 constexpr int kMaxPieces = 4;
 
 // Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and `weight_stride` is the
-// stride of its first dimension, as for [width][depth].
+// stride of its first dimension, as for [width][depth]. `has_codes`: W [width][depth] holds Int8, not the dtype of x.
 struct LinearPiece { const void *weight, *bias; void* out; int64_t width, weight_stride, out_stride; };
 struct LinearCall {
     const void* x;
-    int64_t dtype, rows, depth, x_stride, is_transposed, path, threads, count;
+    int64_t dtype, rows, depth, x_stride, is_transposed, has_codes, path, threads, count;
     LinearPiece pieces[kMaxPieces];
 };
 
@@ -35,16 +35,19 @@ template <class T> void finish(const LinearPiece& p, int64_t m, int64_t n, float
     put((T*)p.out + m * p.out_stride + n, sum);
 }
 
-// -- float32 lanes: x is widened first. For bfloat16, its even and odd elements are separated, since a shift widens the
-// even elements of a register of weights, and a mask the odd ones ----------------------------------------------------
+// -- float32 lanes: x is widened first. For weights in bfloat16, its even and odd elements are separated, since a shift
+// widens the even elements of a register of weights, and a mask the odd ones -----------------------------------------
+
+template <class W> constexpr bool kPairs = std::is_same<W, BFloat16>::value;
+// Elements of a weight row that are loaded before the next prefetch.
+template <class W> constexpr int kStep = kPairs<W> ? 2 * kLanes : std::is_same<W, Int8>::value ? 4 * kLanes : kLanes;
 
 // Floats between rows of the widened x: rows that begin at equal offsets within pages of memory would displace each
 // other in the L1 cache.
 inline int64_t wide_stride(const LinearCall& c) { return c.depth / 16 * 16 + 32; }
 
-template <class T> void widen_rows(const LinearCall& c, float* out) {
-    constexpr bool pairs = std::is_same<T, BFloat16>::value;
-    const int64_t whole = pairs && !c.is_transposed ? c.depth / (2 * kLanes) * (2 * kLanes) : 0;
+template <class T, class W> void widen_rows(const LinearCall& c, float* out) {
+    const int64_t whole = kPairs<W> && !c.is_transposed ? c.depth / (2 * kLanes) * (2 * kLanes) : 0;
     for (int64_t m = 0; m < c.rows; ++m, out += wide_stride(c)) {
         const T* x = (const T*)c.x + m * c.x_stride;
         for (int64_t k = 0; k < whole; k += 2 * kLanes)
@@ -70,8 +73,8 @@ inline vf kept(vf x) {
 }
 
 // Adds the products of elements [low, high) of R weight rows and B rows of x to `sums` [B][kWideUnit].
-template <bool prefetches, int R, int B, class T>
-void wide_block(const T* w, int64_t stride, const float* x, int64_t x_stride, int64_t low, int64_t high,
+template <bool prefetches, int R, int B, class W>
+void wide_block(const W* w, int64_t stride, const float* x, int64_t x_stride, int64_t low, int64_t high,
                 const char* ahead, vf* sums) {
     vf acc[R][B];
     for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) acc[r][b] = sums[b * kWideUnit + r];
@@ -81,19 +84,25 @@ void wide_block(const T* w, int64_t stride, const float* x, int64_t x_stride, in
             for (int r = 0; r < R; ++r) acc[r][b] = fma(v[r], xs, acc[r][b]);
         }
     };
-    constexpr bool pairs = std::is_same<T, BFloat16>::value;
-    constexpr int step = pairs ? 2 * kLanes : kLanes;
+    constexpr int step = kStep<W>;
     for (int64_t k = low; k < high; k += step) {
-        vf even[R], odd[R];
-        for (int r = 0; r < R; ++r) {
-            if (prefetches) __builtin_prefetch(ahead + (k * R + r * step) * (int64_t)sizeof(T));
-            if constexpr (pairs) {
+        if (prefetches)
+            for (int r = 0; r < R; ++r) __builtin_prefetch(ahead + (k * R + r * step) * (int64_t)sizeof(W));
+        if constexpr (kPairs<W>) {
+            vf even[R], odd[R];
+            for (int r = 0; r < R; ++r) {
                 const vu pair = load<vu>(w + r * stride + k);
                 even[r] = (vf)(pair << 16), odd[r] = (vf)(pair & 0xffff0000u);
-            } else even[r] = kept(load_floats(w + r * stride + k));
+            }
+            add(k, even);
+            add(k + kLanes, odd);
+        } else {
+            for (int i = 0; i < step; i += kLanes) {
+                vf v[R];
+                for (int r = 0; r < R; ++r) v[r] = kept(load_floats(w + r * stride + k + i));
+                add(k + i, v);
+            }
         }
-        add(k, even);
-        if constexpr (pairs) add(k + kLanes, odd);
     }
     for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) sums[b * kWideUnit + r] = acc[r][b];
 }
@@ -136,11 +145,11 @@ inline int64_t padded_outputs(const LinearCall& c) { return (c.rows * kWideUnit 
 inline int64_t sum_floats(const LinearCall& c) { return (padded_outputs(c) * (kLanes + 1) + 15) / 16 * 16; }
 
 // Computes units [low, high) of `kWideUnit` weight rows, for four rows of x at a time.
-template <class T> void run_wide(const LinearCall& c, const float* wide, float* scratch, int64_t low, int64_t high) {
+template <class T, class W> void run_wide(const LinearCall& c, const float* wide, float* scratch, int64_t low, int64_t high) {
     const int64_t outputs = padded_outputs(c);
     vf* sums = (vf*)scratch;
     float* totals = scratch + outputs * kLanes;
-    constexpr int64_t step = std::is_same<T, BFloat16>::value ? 2 * kLanes : kLanes;
+    constexpr int64_t step = kStep<W>;
     const int64_t whole = c.depth / step * step, slice = c.rows > 4 ? kSlice : std::max<int64_t>(1, whole);
     const int64_t x_stride = wide_stride(c);
     for (int64_t u = low; u < high; ++u) {
@@ -148,14 +157,14 @@ template <class T> void run_wide(const LinearCall& c, const float* wide, float* 
         const LinearPiece* p = unit.piece;
         const int64_t stride = p->weight_stride, first = unit.first;
         const int64_t count = std::min<int64_t>(kWideUnit, p->width - first);
-        const T* w = (const T*)p->weight + first * stride;
+        const W* w = (const W*)p->weight + first * stride;
         std::fill(sums, sums + outputs, vf{});
         for (int64_t from = 0; from < whole; from += slice) {
             const int64_t to = std::min(whole, from + slice);
             auto blocks = [&](auto prefetches, int64_t m) {
                 with_count(std::min<int64_t>(4, c.rows - m), [&](auto B) {
                     auto block = [&](auto R, int64_t r) {
-                        const T* at = w + r * stride;
+                        const W* at = w + r * stride;
                         wide_block<prefetches(), R(), B()>(at, stride, wide + m * x_stride, x_stride, from, to,
                                                            (const char*)(at + kWideUnit * stride), sums + m * kWideUnit + r);
                     };
@@ -380,7 +389,7 @@ void run_tiles(const LinearCall& c, const uint32_t* x, int64_t low, int64_t high
 
 // Returns the path of a call, at most the requested one.
 int linear_path(const LinearCall& c) {
-    int64_t path = c.dtype == 1 && !c.is_transposed ? c.path : kWide;
+    int64_t path = c.dtype == 1 && !c.is_transposed && !c.has_codes ? c.path : kWide;
     for (int i = 0; i < c.count; ++i)
         if (c.pieces[i].width < 16) path = std::min<int64_t>(path, kDots);
 #if !HAS_AMX
@@ -396,23 +405,23 @@ int linear_path(const LinearCall& c) {
 
 constexpr int64_t kBlockRows = 256;  // rows of x that are widened at a time
 
-template <class T> int run_lanes(const LinearCall& c, int64_t threads, Scratch& scratch) {
+template <class T, class W> int run_lanes(const LinearCall& c, int64_t threads, Scratch& scratch) {
     const int64_t sums = c.is_transposed ? 0 : sum_floats(c);
     const int64_t floats = c.rows * wide_stride(c);
     float* wide = scratch.get(floats + sums * threads);
     if (!wide) return kNoMemory;
-    widen_rows<T>(c, wide);
+    widen_rows<T, W>(c, wide);
     const int64_t units = linear_units(c, c.is_transposed ? kColumns : kWideUnit);
 #pragma omp parallel for schedule(static, 1) num_threads((int)threads) if (threads > 1)
     for (int64_t t = 0; t < threads; ++t) {
         const int64_t low = units * t / threads, high = units * (t + 1) / threads;
         if (c.is_transposed) run_columns<T>(c, wide, low, high);
-        else run_wide<T>(c, wide, wide + floats + sums * t, low, high);
+        else run_wide<T, W>(c, wide, wide + floats + sums * t, low, high);
     }
     return 0;
 }
 
-template <class T> int run_linear(const LinearCall& c, int64_t threads) {
+template <class T, class W = T> int run_linear(const LinearCall& c, int64_t threads) {
     static thread_local Scratch scratch;
     [[maybe_unused]] const int path = linear_path(c);
 #if HAS_AMX
@@ -445,7 +454,7 @@ template <class T> int run_linear(const LinearCall& c, int64_t threads) {
         block.rows = std::min(kBlockRows, c.rows - m);
         block.x = (const T*)c.x + m * c.x_stride;
         for (int i = 0; i < c.count; ++i) block.pieces[i].out = (T*)c.pieces[i].out + m * c.pieces[i].out_stride;
-        if (const int error = run_lanes<T>(block, threads, scratch)) return error;
+        if (const int error = run_lanes<T, W>(block, threads, scratch)) return error;
     }
     return 0;
 }
@@ -476,6 +485,7 @@ extern "C" int hf_paged_is_optimized(const void*) {
 extern "C" int hf_paged_linear(const LinearCall* call) {
     const LinearCall& c = *call;
     if (c.rows < 0 || c.depth < 0 || c.count < 0 || c.count > kMaxPieces) return 4;
+    if (c.is_transposed && c.has_codes) return 4;
     int64_t elements = 0;
     for (int i = 0; i < c.count; ++i) {
         const LinearPiece& p = c.pieces[i];
@@ -486,6 +496,7 @@ extern "C" int hf_paged_linear(const LinearCall* call) {
     // In float32 lanes, more than eight rows take longer to multiply than the weights take to read.
     const int64_t reads = linear_path(c) == kWide ? std::max<int64_t>(1, c.rows / 8) : 1;
     const int64_t threads = elements * 2 * reads < kFewBytes ? 1 : std::max<int64_t>(1, c.threads);
-    if (c.dtype == 0) return run_linear<float>(c, threads);
-    return c.dtype == 1 ? run_linear<BFloat16>(c, threads) : run_linear<Float16>(c, threads);
+    if (c.dtype == 0) return c.has_codes ? run_linear<float, Int8>(c, threads) : run_linear<float>(c, threads);
+    if (c.dtype == 1) return c.has_codes ? run_linear<BFloat16, Int8>(c, threads) : run_linear<BFloat16>(c, threads);
+    return c.has_codes ? run_linear<Float16, Int8>(c, threads) : run_linear<Float16>(c, threads);
 }

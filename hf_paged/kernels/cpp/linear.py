@@ -1,5 +1,5 @@
-"""Matrix products of a few rows with weights stored as in `nn.Linear` or `Conv1D`, computed by
-`linear.cpp`. `tape` decides when to use this kernel."""
+"""Matrix products of a few rows with weights stored as in `nn.Linear` or `Conv1D`, perhaps as codes
+of 8 bits, computed by `linear.cpp`. `tape` decides when to use this kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .attention import FLOAT_NUMBERS
 from .build import PATHS, best_path, kernel
 from .compiler import cpu_vendor
 
-LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
+LINEAR = struct.Struct("Q9q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q")  # struct LinearPiece
 MAX_PIECES = 4
 # maximum number of rows for which reading the weights takes most of the time, by the names in
@@ -23,6 +23,7 @@ MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
 # the same for float32, by `compiler.cpu_vendor`, where MKL computes PyTorch's products; other CPUs'
 # were not compared
 FLOAT32_MAX_ROWS = {"AuthenticAMD": 64, "GenuineIntel": 4}
+CODES_MAX_ROWS = 64  # the same for weights of 8-bit codes
 # where PyTorch converts element by element (not `is_native`): the result of `max_rows`, and the
 # smallest number of rows for which `linear_float32` is faster than the kernel
 MAX_ROWS_WITHOUT_NATIVE, MIN_FLOAT32_ROWS = 256, 129
@@ -49,16 +50,18 @@ def is_native(dtype: torch.dtype) -> bool:
     )
 
 
-def max_rows(dtype: torch.dtype, is_transposed: bool = False) -> int:
+def max_rows(dtype: torch.dtype, is_transposed: bool = False, has_codes: bool = False) -> int:
     """Returns the maximum number of rows for which `linear` should compute products of this dtype
     on this CPU, with a weight stored as in `nn.Linear`, or (`is_transposed`) as in `Conv1D`; 0 if
-    PyTorch should compute all of them."""
-    if dtype is torch.float32:
+    PyTorch should compute all of them. `has_codes`: the weight is int8, which PyTorch converts to
+    the dtype first."""
+    if dtype is torch.float32 or has_codes:
         # PyTorch may be told to round what it multiplies, which is faster
-        is_exact = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
+        precision = torch.backends.mkldnn.matmul.fp32_precision
+        is_exact = dtype is not torch.float32 or precision in ("none", "ieee")
         if is_transposed or not is_exact or not kernel("is_optimized")(b""):
             return 0
-        return FLOAT32_MAX_ROWS.get(cpu_vendor(), 0)
+        return CODES_MAX_ROWS if has_codes else FLOAT32_MAX_ROWS.get(cpu_vendor(), 0)
     if not is_native(dtype):
         return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]
@@ -68,13 +71,14 @@ def max_rows(dtype: torch.dtype, is_transposed: bool = False) -> int:
 def pack(
     x_fields: tuple[int, torch.dtype, int, int, int],
     is_transposed: bool,
+    has_codes: bool,
     pieces: Sequence[tuple[int, ...]],
     path: int,
 ) -> bytes:
     """Returns the kernel's struct for the products of `x` with one or more weights. `x_fields`:
-    address, dtype, rows, depth and row stride of `x`. `pieces`: for each weight, the addresses of
-    weight, bias (or 0) and output, the width, and the row strides of weight and output; at most
-    `MAX_PIECES`. `path`: a number in `build.PATHS`."""
+    address, dtype, rows, depth and row stride of `x`. `has_codes`: the weights are int8. `pieces`:
+    for each weight, the addresses of weight, bias (or 0) and output, the width, and the row strides
+    of weight and output; at most `MAX_PIECES`. `path`: a number in `build.PATHS`."""
     address, dtype, rows, depth, row_stride = x_fields
     packed = LINEAR.pack(
         address,
@@ -83,6 +87,7 @@ def pack(
         depth,
         row_stride,
         is_transposed,
+        has_codes,
         path,
         torch.get_num_threads(),
         len(pieces),
@@ -100,19 +105,23 @@ def linear(
     path: int | None = None,
 ) -> Tensor:
     """Returns `F.linear` of `x` `(rows, depth)`, `weight` `(width, depth)` and `bias` `(width,)`,
-    all on the CPU and of one dtype in `FLOAT_NUMBERS`, as `(rows, width)`. The last dimensions of
-    `x` and `bias`, and one dimension of `weight`, must be contiguous. A row's result does not
-    depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises `TypeError`
-    for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
-    is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` stores it
+    all on the CPU and of one dtype in `FLOAT_NUMBERS`, as `(rows, width)`. The weight may also be
+    int8, and is then multiplied as if converted to that dtype. The last dimensions of `x` and
+    `bias`, and one dimension of `weight` (int8: the last), must be contiguous. A row's result does
+    not depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises
+    `TypeError` for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
+    has_codes = weight.dtype is torch.int8
+    # as `Conv1D` stores it
+    is_transposed = weight.dim() == 2 and weight.stride(1) != 1 and not has_codes
     stored = weight.t() if is_transposed else weight
     for tensor in (x, stored) if bias is None else (x, stored, bias):
-        is_supported = tensor.is_cpu and tensor.dtype in FLOAT_NUMBERS and tensor.dtype is x.dtype
-        if not is_supported or tensor.stride(-1) != 1:
+        is_float = tensor.dtype in FLOAT_NUMBERS and tensor.dtype is x.dtype
+        is_supported = is_float or (has_codes and tensor is stored)
+        if not (is_supported and tensor.is_cpu) or tensor.stride(-1) != 1:
             raise TypeError(
                 f"a tensor is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}: the"
                 " C++ kernel takes contiguous rows on the CPU, of float32, bfloat16 or float16, the"
-                " same for all tensors"
+                " same for all tensors but a weight in int8"
             )
     are_matrices = x.dim() == weight.dim() == 2
     fits = are_matrices and x.shape[1] == weight.shape[1]
@@ -133,7 +142,7 @@ def linear(
     x_fields = x.data_ptr(), x.dtype, num_rows, depth, x.stride(0)
     if path is None:
         path = best_path()
-    error = kernel("linear")(pack(x_fields, is_transposed, [piece], path))
+    error = kernel("linear")(pack(x_fields, is_transposed, has_codes, [piece], path))
     if error == 6:
         raise MemoryError("not enough memory for the converted rows of a product")
     if error:

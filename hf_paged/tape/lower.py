@@ -18,7 +18,8 @@ from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import max_rows
 from ..step import NotCapturable
 from .buffers import DTYPE_NUMBERS, FLOAT_NUMBERS, Buffers, buffer_ids_of
-from .entries import Entry, KernelEntry, Linear, TorchOp
+from .codes import CodedWeights
+from .entries import Entry, KernelEntry, Linear, LinearPiece, TorchOp
 from .exact import is_along_last_axis, is_batch_invariant, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
@@ -63,8 +64,12 @@ class Lowering:
     _written: set[int] = field(default_factory=set)
     _written_before_last: set[int] = field(default_factory=set)
     _constants: set[int] = field(default_factory=set)
-    # int8 weights that the forward converts to floats, by the addresses of the results' storages
-    _codes: dict[int, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._coded_weights = CodedWeights(
+            lambda tensor: self.buffers.id_of(tensor) is None,
+            lambda tensor: _storage_address(tensor) in self._written,
+        )
 
     def run(self, operations: list[Recorded]) -> list[Entry]:
         """Returns the entries that compute `operations`. Raises `NotCapturable` if one of them
@@ -106,6 +111,10 @@ class Lowering:
         if is_empty:
             return
         self._retain(inputs)
+        # batch-invariant products read the floats, as in forwards without a tape, which sum in
+        # another order
+        if not batch_invariant.get():
+            self._coded_weights.note(operation)
         if not self._lower(operation):
             self._add_torch_op(operation)
 
@@ -134,9 +143,6 @@ class Lowering:
         name = function.name()
         if name in _METHODS:
             return _METHODS[name](self, operation)
-        if name == "aten::_to_copy" and args[0].dtype is torch.int8:
-            self._note_codes(args[0], result)
-            return False
         op = _UNARY.get(name)
         operands = args[:1]
         if name in _BINARY:
@@ -335,35 +341,18 @@ class Lowering:
         self._add_kernel(KernelCall("pick", packed, {0: table, 8: indices}, {16: result}))
         return True
 
-    def _note_codes(self, codes: Tensor, floats: Tensor) -> None:
-        """Notes a conversion of an int8 weight. Products then read the codes, and `simplify` drops
-        the conversion if nothing else reads its result. Batch-invariant products read the floats,
-        as in forwards without a tape, which sum in another order."""
-        address = _storage_address(floats)
-        is_weight = codes.dim() == 2 and self.buffers.id_of(codes) is None
-        is_copied = codes.stride() == floats.stride() and address not in self._written
-        if is_weight and is_copied and not batch_invariant.get():
-            self._codes[address] = codes
-
-    def _codes_of(self, weight: Tensor) -> Tensor:
-        """Returns the int8 weight of which `weight` is a conversion, or a view of one, with the same
-        view; otherwise `weight`."""
-        codes = self._codes.get(_storage_address(weight))
-        if codes is None:
-            return weight
-        offset = codes.storage_offset() + weight.storage_offset()
-        return codes.as_strided(weight.shape, weight.stride(), offset)
-
     def _linear(self, operation: Operation) -> bool:
         """Lowers `mm(x, weight)` or `addmm(bias, x, weight)`; `weight` is `(depth, width)`."""
         *biases, x, weight = operation.args
-        weight = self._codes_of(weight)
-        has_codes = weight.dtype is torch.int8
+        coded = self._coded_weights.find(weight)
+        if coded is not None:
+            weight = coded.codes.t()
         result: Tensor = operation.result
         is_scaled = any(operation.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
         if is_scaled or x.dtype not in FLOAT_NUMBERS or not result.numel():
             return False
-        if self.buffers.id_of(weight) is not None or not (has_codes or weight.dtype is x.dtype):
+        is_stored = self.buffers.id_of(weight) is None
+        if not is_stored or (coded is None and weight.dtype is not x.dtype):
             return False
         if x.stride(1) != 1 or result.stride(1) != 1:
             return False
@@ -372,14 +361,15 @@ class Lowering:
                 return False
         depth_stride, width_stride = weight.stride()
         is_transposed = depth_stride != 1 or width_stride < weight.shape[0]
-        if is_transposed and (width_stride != 1 or has_codes):
+        if is_transposed and (width_stride != 1 or coded is not None):
             return False
-        row_limit = max_rows(x.dtype, is_transposed, has_codes)
+        row_limit = max_rows(x.dtype, is_transposed, coded is not None)
         if x.shape[0] > row_limit and not batch_invariant.get():
             return False
         stored = weight if is_transposed else weight.t()
-        bias_ref = self.buffers.ref(biases[0]) if biases else None
-        piece = self.buffers.ref(stored), bias_ref, self.buffers.ref(result)
+        bias = biases[0] if biases else None
+        scales_and_zeros = () if coded is None else (coded.zeros, coded.scales)
+        piece = LinearPiece(*self._refs((stored, bias, result, *scales_and_zeros)))
         self.entries.append(Linear(self.buffers.ref(x), is_transposed, [piece]))
         return True
 

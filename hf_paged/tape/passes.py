@@ -1,6 +1,5 @@
-"""Passes over the entries of a whole tape: they merge products and lists of row operations, drop
-stores and operations whose results nothing reads, and elide the copy of the result. They change no
-operation's result."""
+"""Passes over the entries of a whole tape: they drop what nothing reads, merge products and lists
+of row operations, and elide the copy of the result. They change no operation's result."""
 
 from __future__ import annotations
 
@@ -88,17 +87,25 @@ def _has_hazard(a: Entry, b: Entry) -> bool:
 
 
 def _without_unread(entries: list[Entry], buffers: Buffers) -> list[Entry]:
-    """Returns the entries without PyTorch's operations that only compute what no later entry
-    reads."""
+    """Returns the entries without operations of PyTorch and lists of row operations that compute
+    nothing that a later entry reads."""
     needed = set(buffers.fixed_addresses)
     remaining: list[Entry] = []
     for entry in reversed(entries):
-        is_pure = isinstance(entry, TorchOp) and not entry.function._schema.is_mutable
-        if is_pure and entry.writes and needed.isdisjoint(entry.writes):
+        if _writes_only_buffers(entry) and needed.isdisjoint(entry.writes):
             continue
         needed |= entry.reads
         remaining.append(entry)
     return remaining[::-1]
+
+
+def _writes_only_buffers(entry: Entry) -> bool:
+    """Whether an operation of PyTorch, or a list of row operations, writes to no other memory."""
+    if isinstance(entry, RowOps):
+        return all(target.ref.buffer_id is not None for target in entry.accesses("store"))
+    if isinstance(entry, TorchOp):
+        return bool(entry.writes) and not entry.function._schema.is_mutable
+    return False
 
 
 def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:

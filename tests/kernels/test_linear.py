@@ -75,6 +75,26 @@ def test_a_row_is_the_same_whatever_stands_beside_it(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("depth", "length"), [(96, 96), (33, 33), (96, 32), (48, 16), (512, 128)])
+def test_groups_of_codes_with_zeros_and_scales(depth: int, length: int, dtype: torch.dtype) -> None:
+    weight, generator = codes(70, depth), torch.Generator().manual_seed(2)
+    scales = torch.rand((70, depth // length), generator=generator) * 0.01
+    zeros = torch.randint(-128, 128, scales.shape, dtype=torch.int8, generator=generator)
+    for scale_dtype, some_zeros in itertools.product(DTYPES, (None, zeros)):
+        some_scales = scales.to(scale_dtype)
+        wide = [y.double().repeat_interleave(length, 1) for y in (zeros, some_scales)]
+        exact_weight = (weight.double() - (0 if some_zeros is None else wide[0])) * wide[1]
+        for path, rows in itertools.product(PATHS, ROWS):
+            x, _, bias = make(70, depth, rows, dtype)
+            found = linear(x, weight, bias, path, some_scales, some_zeros)
+            exact = F.linear(x.double(), exact_weight, bias.double())
+            bound = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(found.double(), exact, rtol=bound, atol=20 * bound)
+            alone = linear(x[-1:], weight, bias, path, some_scales, some_zeros)
+            assert alone.equal(found[-1:])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_infinities_and_nan_go_where_they_belong(dtype: torch.dtype) -> None:
     for path in PATHS:
         x, weight, bias = make(40, 64, 4, dtype)
@@ -99,6 +119,22 @@ def test_tensors_that_it_does_not_take() -> None:
     ):
         with pytest.raises(error, match=message):
             linear(*arguments)
+    scales, zeros = torch.ones(8, 2), torch.ones(8, 2, dtype=torch.int8)
+    for error, message, *given in (
+        (ValueError, "do not fit a weight", codes(8, 16), scales),  # groups of 8
+        (ValueError, "do not fit a weight", codes(8, 48), scales),  # groups of 24
+        (ValueError, "do not fit a weight", codes(8, 33), scales),
+        (ValueError, "do not fit a weight", codes(8, 32), scales[:7]),
+        (ValueError, "do not fit a weight", codes(8, 32), torch.tensor(1.0)),
+        (ValueError, "do not fit scales", codes(8, 32), scales, zeros[:, :1]),
+        (TypeError, "scales or zeros", codes(8, 32), scales.double()),
+        (TypeError, "scales or zeros", codes(8, 32), scales, zeros.short()),
+        (TypeError, "scales or zeros", codes(8, 32), torch.ones(2, 8).t()),
+    ):
+        weight_of_codes, *scales_and_zeros = given
+        wide = torch.ones(2, weight_of_codes.shape[1]).bfloat16()
+        with pytest.raises(error, match=message):
+            linear(wide, weight_of_codes, None, None, *scales_and_zeros)
     # Conv1D's
     found = linear(x, weight.t().contiguous().t(), bias)
     torch.testing.assert_close(found, F.linear(x, weight, bias))

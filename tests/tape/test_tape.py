@@ -226,6 +226,42 @@ def test_products_with_weights_of_8_bits(dtype: torch.dtype, rows: int) -> None:
     assert "linear" not in tape.kernel_names
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 65])
+def test_products_with_weights_in_groups(dtype: torch.dtype, rows: int) -> None:
+    """As in torchao: `(codes - zeros) * scales`, with scales of the model's dtype, or in float32."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(-8, 8, (40, 96), dtype=torch.int8, generator=generator)
+    x, bias = tensor(rows, 96, dtype=dtype), tensor(40, seed=2).to(dtype)
+
+    def weight_of(length: int, has_zeros: bool, scale_dtype: torch.dtype) -> Callable[[], Tensor]:
+        shape = 40, 96 // length
+        zeros = torch.randint(-8, 8, shape, dtype=torch.int8, generator=generator)
+        scales = (torch.rand(shape, generator=generator) * 0.02).to(scale_dtype)
+        in_groups = (40, length) if shape[1] == 1 else (40, -1, length)
+
+        def weight() -> Tensor:
+            floats = codes.view(*in_groups).to(dtype, copy=True)
+            if has_zeros:
+                floats = floats - zeros.view(*in_groups[:-1], 1).to(dtype)
+            return (floats * scales.view(*in_groups[:-1], 1)).view(40, 96).to(dtype)
+
+        return weight
+
+    num_calls = 0
+    for length, has_zeros in itertools.product((96, 32, 16), (False, True)):
+        for scale_dtype in {dtype, torch.float32}:
+            weight = weight_of(length, has_zeros, scale_dtype)
+            product = lambda x, weight=weight: F.linear(x, weight(), bias)  # noqa: E731
+            tape = check(product, x, calls=0 if rows <= 64 else None)
+            num_calls += tape.kernel_names.count("linear")
+    assert (num_calls > 0) is (rows <= 64)
+    for length in (48, 8):  # no groups that the kernel reads
+        weight = weight_of(length, True, dtype)
+        tape = check(lambda x, weight=weight: F.linear(x, weight(), bias), x)
+        assert "linear" not in tape.kernel_names
+
+
 def test_which_products_in_float32_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     for vendor, most in (("AuthenticAMD", 64), ("GenuineIntel", 4), ("", 0)):
         monkeypatch.setattr(linear, "cpu_vendor", functools.partial(str, vendor))

@@ -5,17 +5,26 @@
 constexpr int kMaxPieces = 4;
 
 // Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and `weight_stride` is the
-// stride of its first dimension, as for [width][depth]. `has_codes`: W [width][depth] holds Int8, not the dtype of x.
-struct LinearPiece { const void *weight, *bias; void* out; int64_t width, weight_stride, out_stride; };
+// stride of its first dimension, as for [width][depth]. `has_codes`: W [width][depth] holds Int8, not the dtype of x. If
+// `group` is not 0, W is (code - zero) * scale, with a zero, if `zeros` is not null, and a scale for each `group` codes of
+// a row, [width][depth / group], contiguous; it is `depth`, or a power of two of at least `kMinGroup`.
+struct LinearPiece {
+    const void *weight, *bias;
+    void* out;
+    int64_t width, weight_stride, out_stride;
+    const Int8* zeros;
+    const void* scales;
+};
 struct LinearCall {
     const void* x;
-    int64_t dtype, rows, depth, x_stride, is_transposed, has_codes, path, threads, count;
+    int64_t dtype, rows, depth, x_stride, is_transposed, has_codes, group, scale_dtype, path, threads, count;
     LinearPiece pieces[kMaxPieces];
 };
 
 namespace {
 
 constexpr int kUnit = 4;               // weight rows in a unit of work of AVX512-BF16
+constexpr int64_t kMinGroup = 16;       // at least a register of lanes
 constexpr int64_t kFewBytes = 1 << 16;  // bytes of weights below which one thread is faster than several
 
 int64_t linear_units(const LinearCall& c, int64_t size) {
@@ -58,6 +67,25 @@ template <class T, class W> void widen_rows(const LinearCall& c, float* out) {
 }
 
 constexpr int kWideUnit = LANES == 16 ? 4 : 6;  // weight rows in a unit of work
+
+// The zeros and scales of a unit's groups of codes, [kWideUnit][groups], widened; group `k >> shift` has element k.
+struct Groups {
+    float *zeros, *scales;
+    int64_t count, shift;
+    Groups() = default;
+    Groups(const LinearCall& c, float* memory) {
+        count = c.depth / c.group, shift = 62;
+        if (count > 1) for (shift = 0; int64_t{1} << shift < c.group;) ++shift;
+        zeros = memory, scales = memory + kWideUnit * count;
+    }
+    void read(const LinearCall& c, const LinearPiece& p, int64_t first, int64_t rows) {
+        for (int64_t i = 0; i < rows * count; ++i) {
+            zeros[i] = p.zeros ? to_float(p.zeros + first * count + i) : 0.f;
+            scales[i] = float_at(p.scales, c.scale_dtype, first * count + i);
+        }
+    }
+    static int64_t floats(const LinearCall& c) { return c.group ? (2 * kWideUnit * (c.depth / c.group) + 15) / 16 * 16 : 0; }
+};
 // The weight rows of them that are multiplied with B rows of x at a time, as registers allow.
 template <int B> constexpr int kWideRows = LANES == 16 ? 4 : B <= 2 ? 6 : 3;
 constexpr int64_t kSlice = 1024;  // elements of depth for which a unit's weights and four rows of x stay in the L1 cache
@@ -72,10 +100,11 @@ inline vf kept(vf x) {
     return x;
 }
 
-// Adds the products of elements [low, high) of R weight rows and B rows of x to `sums` [B][kWideUnit].
+// Adds the products of elements [low, high) of R weight rows and B rows of x to `sums` [B][kWideUnit]. Their zeros and scales
+// are those of rows `row` and following of `groups`, unless it is null.
 template <bool prefetches, int R, int B, class W>
 void wide_block(const W* w, int64_t stride, const float* x, int64_t x_stride, int64_t low, int64_t high,
-                const char* ahead, vf* sums) {
+                const char* ahead, const Groups* groups, int64_t row, vf* sums) {
     vf acc[R][B];
     for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) acc[r][b] = sums[b * kWideUnit + r];
     const auto add = [&](int64_t k, const vf (&v)[R]) {
@@ -100,6 +129,14 @@ void wide_block(const W* w, int64_t stride, const float* x, int64_t x_stride, in
             for (int i = 0; i < step; i += kLanes) {
                 vf v[R];
                 for (int r = 0; r < R; ++r) v[r] = kept(load_floats(w + r * stride + k + i));
+                if constexpr (std::is_same<W, Int8>::value)
+                    if (groups) {
+                        const int64_t first = row * groups->count + ((k + i) >> groups->shift);
+                        for (int r = 0; r < R; ++r) {
+                            const int64_t group = first + r * groups->count;
+                            v[r] = (v[r] - splat(groups->zeros[group])) * splat(groups->scales[group]);
+                        }
+                    }
                 add(k + i, v);
             }
         }
@@ -149,6 +186,7 @@ template <class T, class W> void run_wide(const LinearCall& c, const float* wide
     const int64_t outputs = padded_outputs(c);
     vf* sums = (vf*)scratch;
     float* totals = scratch + outputs * kLanes;
+    Groups groups = c.group ? Groups(c, scratch + sum_floats(c)) : Groups();
     constexpr int64_t step = kStep<W>;
     const int64_t whole = c.depth / step * step, slice = c.rows > 4 ? kSlice : std::max<int64_t>(1, whole);
     const int64_t x_stride = wide_stride(c);
@@ -158,6 +196,7 @@ template <class T, class W> void run_wide(const LinearCall& c, const float* wide
         const int64_t stride = p->weight_stride, first = unit.first;
         const int64_t count = std::min<int64_t>(kWideUnit, p->width - first);
         const W* w = (const W*)p->weight + first * stride;
+        if (c.group) groups.read(c, *p, first, count);
         std::fill(sums, sums + outputs, vf{});
         for (int64_t from = 0; from < whole; from += slice) {
             const int64_t to = std::min(whole, from + slice);
@@ -166,7 +205,8 @@ template <class T, class W> void run_wide(const LinearCall& c, const float* wide
                     auto block = [&](auto R, int64_t r) {
                         const W* at = w + r * stride;
                         wide_block<prefetches(), R(), B()>(at, stride, wide + m * x_stride, x_stride, from, to,
-                                                           (const char*)(at + kWideUnit * stride), sums + m * kWideUnit + r);
+                                                           (const char*)(at + kWideUnit * stride),
+                                                           c.group ? &groups : nullptr, r, sums + m * kWideUnit + r);
                     };
                     constexpr int size = kWideRows<B()>;
                     int64_t r = 0;
@@ -181,7 +221,12 @@ template <class T, class W> void run_wide(const LinearCall& c, const float* wide
         for (int64_t m = 0; m < c.rows; ++m)
             for (int64_t r = 0; r < count; ++r) {
                 float sum = totals[m * kWideUnit + r];
-                for (int64_t k = whole; k < c.depth; ++k) sum = fma(to_float(w + r * stride + k), wide[m * x_stride + k], sum);
+                for (int64_t k = whole; k < c.depth; ++k) {
+                    const float weight = to_float(w + r * stride + k);
+                    const int64_t group = c.group ? r * groups.count + (k >> groups.shift) : 0;
+                    const float scaled = c.group ? (weight - groups.zeros[group]) * groups.scales[group] : weight;
+                    sum = fma(scaled, wide[m * x_stride + k], sum);
+                }
                 finish<T>(*p, m, first + r, sum);
             }
     }
@@ -406,7 +451,7 @@ int linear_path(const LinearCall& c) {
 constexpr int64_t kBlockRows = 256;  // rows of x that are widened at a time
 
 template <class T, class W> int run_lanes(const LinearCall& c, int64_t threads, Scratch& scratch) {
-    const int64_t sums = c.is_transposed ? 0 : sum_floats(c);
+    const int64_t sums = c.is_transposed ? 0 : sum_floats(c) + Groups::floats(c);
     const int64_t floats = c.rows * wide_stride(c);
     float* wide = scratch.get(floats + sums * threads);
     if (!wide) return kNoMemory;
@@ -486,10 +531,13 @@ extern "C" int hf_paged_linear(const LinearCall* call) {
     const LinearCall& c = *call;
     if (c.rows < 0 || c.depth < 0 || c.count < 0 || c.count > kMaxPieces) return 4;
     if (c.is_transposed && c.has_codes) return 4;
+    const bool is_whole = c.group == c.depth, is_even = c.group >= kMinGroup && !(c.group & (c.group - 1));
+    if (c.group && !(c.has_codes && (is_whole || (is_even && c.depth % c.group == 0)))) return 4;
     int64_t elements = 0;
     for (int i = 0; i < c.count; ++i) {
         const LinearPiece& p = c.pieces[i];
         if (p.width < 0 || (c.rows && p.width && (!p.out || (c.depth && !(p.weight && c.x))))) return 4;
+        if (c.group && p.width && !p.scales) return 4;
         elements += p.width * c.depth;
     }
     if (!c.rows || !c.count) return 0;

@@ -80,8 +80,10 @@ class CodedWeights:
             return None
         return _Made(made.codes, length, made.zeros, scales)
 
-    def _find(self, floats: Tensor) -> _Made | None:
+    def _find(self, floats: Any) -> _Made | None:
         """Returns what a tensor was made from, if it is the whole of what was made."""
+        if not isinstance(floats, Tensor):
+            return None
         made = self._made.get(_address(floats))
         if made is None or floats.storage_offset() or not _are_alike(floats, made.codes):
             return None

@@ -12,8 +12,7 @@ struct LinearPiece {
     const void *weight, *bias;
     void* out;
     int64_t width, weight_stride, out_stride;
-    const Int8* zeros;
-    const void* scales;
+    const void *zeros, *scales;
 };
 struct LinearCall {
     const void* x;
@@ -47,16 +46,16 @@ template <class T> void finish(const LinearPiece& p, int64_t m, int64_t n, float
 // -- float32 lanes: x is widened first. For weights in bfloat16, its even and odd elements are separated, since a shift
 // widens the even elements of a register of weights, and a mask the odd ones -----------------------------------------
 
-template <class W> constexpr bool kPairs = std::is_same<W, BFloat16>::value;
+template <class W> constexpr bool kInPairs = std::is_same<W, BFloat16>::value;
 // Elements of a weight row that are loaded before the next prefetch.
-template <class W> constexpr int kStep = kPairs<W> ? 2 * kLanes : std::is_same<W, Int8>::value ? 4 * kLanes : kLanes;
+template <class W> constexpr int kStep = kInPairs<W> ? 2 * kLanes : std::is_same<W, Int8>::value ? 4 * kLanes : kLanes;
 
 // Floats between rows of the widened x: rows that begin at equal offsets within pages of memory would displace each
 // other in the L1 cache.
 inline int64_t wide_stride(const LinearCall& c) { return c.depth / 16 * 16 + 32; }
 
 template <class T, class W> void widen_rows(const LinearCall& c, float* out) {
-    const int64_t whole = kPairs<W> && !c.is_transposed ? c.depth / (2 * kLanes) * (2 * kLanes) : 0;
+    const int64_t whole = kInPairs<W> && !c.is_transposed ? c.depth / (2 * kLanes) * (2 * kLanes) : 0;
     for (int64_t m = 0; m < c.rows; ++m, out += wide_stride(c)) {
         const T* x = (const T*)c.x + m * c.x_stride;
         for (int64_t k = 0; k < whole; k += 2 * kLanes)
@@ -80,11 +79,16 @@ struct Groups {
     }
     void read(const LinearCall& c, const LinearPiece& p, int64_t first, int64_t rows) {
         for (int64_t i = 0; i < rows * count; ++i) {
-            zeros[i] = p.zeros ? to_float(p.zeros + first * count + i) : 0.f;
+            zeros[i] = p.zeros ? to_float((const Int8*)p.zeros + first * count + i) : 0.f;
             scales[i] = float_at(p.scales, c.scale_dtype, first * count + i);
         }
     }
     static int64_t floats(const LinearCall& c) { return c.group ? (2 * kWideUnit * (c.depth / c.group) + 15) / 16 * 16 : 0; }
+    // The weights of kLanes codes of row `row` of the unit that begin at element k.
+    vf scaled(vf codes, int64_t row, int64_t k) const {
+        const int64_t group = row * count + (k >> shift);
+        return (codes - splat(zeros[group])) * splat(scales[group]);
+    }
 };
 // The weight rows of them that are multiplied with B rows of x at a time, as registers allow.
 template <int B> constexpr int kWideRows = LANES == 16 ? 4 : B <= 2 ? 6 : 3;
@@ -117,7 +121,7 @@ void wide_block(const W* w, int64_t stride, const float* x, int64_t x_stride, in
     for (int64_t k = low; k < high; k += step) {
         if (prefetches)
             for (int r = 0; r < R; ++r) __builtin_prefetch(ahead + (k * R + r * step) * (int64_t)sizeof(W));
-        if constexpr (kPairs<W>) {
+        if constexpr (kInPairs<W>) {
             vf even[R], odd[R];
             for (int r = 0; r < R; ++r) {
                 const vu pair = load<vu>(w + r * stride + k);
@@ -130,13 +134,8 @@ void wide_block(const W* w, int64_t stride, const float* x, int64_t x_stride, in
                 vf v[R];
                 for (int r = 0; r < R; ++r) v[r] = kept(load_floats(w + r * stride + k + i));
                 if constexpr (std::is_same<W, Int8>::value)
-                    if (groups) {
-                        const int64_t first = row * groups->count + ((k + i) >> groups->shift);
-                        for (int r = 0; r < R; ++r) {
-                            const int64_t group = first + r * groups->count;
-                            v[r] = (v[r] - splat(groups->zeros[group])) * splat(groups->scales[group]);
-                        }
-                    }
+                    if (groups)
+                        for (int r = 0; r < R; ++r) v[r] = groups->scaled(v[r], row + r, k + i);
                 add(k + i, v);
             }
         }
@@ -181,12 +180,16 @@ template <class F> void with_count(int64_t n, F f) {
 inline int64_t padded_outputs(const LinearCall& c) { return (c.rows * kWideUnit + 3) / 4 * 4; }
 inline int64_t sum_floats(const LinearCall& c) { return (padded_outputs(c) * (kLanes + 1) + 15) / 16 * 16; }
 
+// Floats of a slice of a unit's codes, widened once for all rows of x if there are more than four.
+inline int64_t widened_floats(const LinearCall& c) { return c.has_codes && c.rows > 4 ? kWideUnit * kSlice : 0; }
+
 // Computes units [low, high) of `kWideUnit` weight rows, for four rows of x at a time.
 template <class T, class W> void run_wide(const LinearCall& c, const float* wide, float* scratch, int64_t low, int64_t high) {
     const int64_t outputs = padded_outputs(c);
     vf* sums = (vf*)scratch;
     float* totals = scratch + outputs * kLanes;
-    Groups groups = c.group ? Groups(c, scratch + sum_floats(c)) : Groups();
+    [[maybe_unused]] float* widened = scratch + sum_floats(c);
+    Groups groups = c.group ? Groups(c, widened + widened_floats(c)) : Groups();
     constexpr int64_t step = kStep<W>;
     const int64_t whole = c.depth / step * step, slice = c.rows > 4 ? kSlice : std::max<int64_t>(1, whole);
     const int64_t x_stride = wide_stride(c);
@@ -200,13 +203,13 @@ template <class T, class W> void run_wide(const LinearCall& c, const float* wide
         std::fill(sums, sums + outputs, vf{});
         for (int64_t from = 0; from < whole; from += slice) {
             const int64_t to = std::min(whole, from + slice);
-            auto blocks = [&](auto prefetches, int64_t m) {
+            auto blocks = [&](auto prefetches, const auto* rows, int64_t stride, int64_t low, int64_t high, const float* x,
+                              const Groups* groups, int64_t m) {
                 with_count(std::min<int64_t>(4, c.rows - m), [&](auto B) {
                     auto block = [&](auto R, int64_t r) {
-                        const W* at = w + r * stride;
-                        wide_block<prefetches(), R(), B()>(at, stride, wide + m * x_stride, x_stride, from, to,
-                                                           (const char*)(at + kWideUnit * stride),
-                                                           c.group ? &groups : nullptr, r, sums + m * kWideUnit + r);
+                        wide_block<prefetches(), R(), B()>(rows + r * stride, stride, x + m * x_stride, x_stride, low, high,
+                                                           (const char*)(rows + (kWideUnit + r) * stride), groups, r,
+                                                           sums + m * kWideUnit + r);
                     };
                     constexpr int size = kWideRows<B()>;
                     int64_t r = 0;
@@ -214,8 +217,20 @@ template <class T, class W> void run_wide(const LinearCall& c, const float* wide
                     for (; r < count; ++r) block(std::integral_constant<int, 1>(), r);
                 });
             };
-            blocks(std::true_type(), 0);
-            for (int64_t m = 4; m < c.rows; m += 4) blocks(std::false_type(), m);
+            if constexpr (std::is_same<W, Int8>::value)
+                if (widened_floats(c)) {
+                    for (int64_t r = 0; r < count; ++r)
+                        for (int64_t k = from; k < to; k += kLanes) {
+                            const vf codes = load_floats(w + r * stride + k);
+                            store_vf(widened + r * kSlice + k - from, c.group ? groups.scaled(codes, r, k) : codes);
+                        }
+                    for (int64_t m = 0; m < c.rows; m += 4)
+                        blocks(std::false_type(), widened, kSlice, 0, to - from, wide + from, nullptr, m);
+                    continue;
+                }
+            const Groups* of_codes = c.group ? &groups : nullptr;
+            blocks(std::true_type(), w, stride, from, to, wide, of_codes, 0);
+            for (int64_t m = 4; m < c.rows; m += 4) blocks(std::false_type(), w, stride, from, to, wide, of_codes, m);
         }
         for (int64_t i = 0; i < outputs; i += 4) sum4(sums + i, totals + i);
         for (int64_t m = 0; m < c.rows; ++m)
@@ -451,7 +466,7 @@ int linear_path(const LinearCall& c) {
 constexpr int64_t kBlockRows = 256;  // rows of x that are widened at a time
 
 template <class T, class W> int run_lanes(const LinearCall& c, int64_t threads, Scratch& scratch) {
-    const int64_t sums = c.is_transposed ? 0 : sum_floats(c) + Groups::floats(c);
+    const int64_t sums = c.is_transposed ? 0 : sum_floats(c) + widened_floats(c) + Groups::floats(c);
     const int64_t floats = c.rows * wide_stride(c);
     float* wide = scratch.get(floats + sums * threads);
     if (!wide) return kNoMemory;

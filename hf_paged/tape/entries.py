@@ -4,8 +4,11 @@ operations. Packs the arguments of the entries that run in C++. `tape.py` runs t
 from __future__ import annotations
 
 import struct
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from ..kernels.cpp import linear
 from ..kernels.cpp.build import best_path
@@ -38,6 +41,27 @@ class KernelEntry:
         return self.name, bytes(packed)
 
 
+class LinearPiece(NamedTuple):
+    """One of the weights of [`Linear`]."""
+
+    weight: TensorRef
+    bias: TensorRef | None
+    out: TensorRef
+    # of weights in int8 codes, `(width, groups)`
+    zeros: TensorRef | None = None
+    scales: TensorRef | None = None
+
+    @property
+    def code_format(self) -> linear.CodeFormat | None:
+        """How the weight is stored; `None` if it is not int8."""
+        if self.weight.dtype is not torch.int8:
+            return None
+        if self.scales is None:
+            return linear.CodeFormat()
+        length = self.weight.sizes[1] // self.scales.sizes[1]
+        return linear.CodeFormat(length, self.scales.dtype)
+
+
 @dataclass(eq=False)
 class Linear:
     """`y = x W^T + b` for several weights with the same `x` `(rows, depth)`."""
@@ -45,35 +69,37 @@ class Linear:
     x: TensorRef
     # whether weights are stored as `(depth, width)` instead of `(width, depth)`
     is_transposed: bool
-    pieces: list[tuple[TensorRef, TensorRef | None, TensorRef]]  # weight, bias, output
+    pieces: list[LinearPiece]
 
     @property
-    def merge_key(self) -> tuple[TensorRef, bool, bool]:
+    def merge_key(self) -> Hashable:
         """A key that is equal for products that one call can compute with the same results as
         separate calls."""
-        _, _, out = self.pieces[0]
-        is_wide = out.sizes[1] >= linear.MIN_TILE_WIDTH
-        return self.x, self.is_transposed, is_wide
+        piece = self.pieces[0]
+        is_wide = piece.out.sizes[1] >= linear.MIN_TILE_WIDTH
+        return self.x, self.is_transposed, piece.code_format, is_wide
 
     @property
     def reads(self) -> set[int]:
-        inputs = [ref for weight, bias, _ in self.pieces for ref in (weight, bias)]
+        # codes, zeros and scales are constants
+        inputs = [ref for piece in self.pieces for ref in (piece.weight, piece.bias)]
         return buffer_ids_of([self.x, *inputs])
 
     @property
     def writes(self) -> set[int]:
-        return buffer_ids_of(out for *_, out in self.pieces)
+        return buffer_ids_of(piece.out for piece in self.pieces)
 
     def pack(self, address: AddressOf, store: StoreBytes) -> PackedCall:
         x = self.x
         num_rows, depth = x.sizes
         x_fields = address(x), x.dtype, num_rows, depth, x.strides[0]
         pieces = []
-        for weight, bias, out in self.pieces:
-            bias_address = 0 if bias is None else address(bias)
-            strides = weight.strides[0], out.strides[0]
-            pieces.append((address(weight), bias_address, address(out), out.sizes[1], *strides))
-        return "linear", linear.pack(x_fields, self.is_transposed, pieces, best_path())
+        for weight, bias, out, *codes in self.pieces:
+            bias_address, *code_addresses = (0 if y is None else address(y) for y in (bias, *codes))
+            sizes = out.sizes[1], weight.strides[0], out.strides[0]
+            pieces.append((address(weight), bias_address, address(out), *sizes, *code_addresses))
+        code_format = self.pieces[0].code_format
+        return "linear", linear.pack(x_fields, self.is_transposed, code_format, pieces, best_path())
 
 
 @dataclass(eq=False)

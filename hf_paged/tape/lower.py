@@ -18,7 +18,8 @@ from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import max_rows
 from ..step import NotCapturable
 from .buffers import DTYPE_NUMBERS, FLOAT_NUMBERS, Buffers, buffer_ids_of
-from .entries import Entry, KernelEntry, Linear, TorchOp
+from .codes import CodedWeights
+from .entries import Entry, KernelEntry, Linear, LinearPiece, TorchOp
 from .exact import is_along_last_axis, is_batch_invariant, is_view_in_place
 from .passes import simplify
 from .record import KernelCall, Operation, Recorded, tensors_in
@@ -64,6 +65,12 @@ class Lowering:
     _written_before_last: set[int] = field(default_factory=set)
     _constants: set[int] = field(default_factory=set)
 
+    def __post_init__(self) -> None:
+        self._coded_weights = CodedWeights(
+            lambda tensor: self.buffers.id_of(tensor) is None,
+            lambda tensor: _storage_address(tensor) in self._written,
+        )
+
     def run(self, operations: list[Recorded]) -> list[Entry]:
         """Returns the entries that compute `operations`. Raises `NotCapturable` if one of them
         cannot be replayed."""
@@ -104,6 +111,10 @@ class Lowering:
         if is_empty:
             return
         self._retain(inputs)
+        # batch-invariant products read the floats, as in forwards without a tape, which sum in
+        # another order
+        if not batch_invariant.get():
+            self._coded_weights.note(operation)
         if not self._lower(operation):
             self._add_torch_op(operation)
 
@@ -333,11 +344,15 @@ class Lowering:
     def _linear(self, operation: Operation) -> bool:
         """Lowers `mm(x, weight)` or `addmm(bias, x, weight)`; `weight` is `(depth, width)`."""
         *biases, x, weight = operation.args
+        coded = self._coded_weights.find(weight)
+        if coded is not None:
+            weight = coded.codes.t()
         result: Tensor = operation.result
         is_scaled = any(operation.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
         if is_scaled or x.dtype not in FLOAT_NUMBERS or not result.numel():
             return False
-        if self.buffers.id_of(weight) is not None or weight.dtype is not x.dtype:
+        is_stored = self.buffers.id_of(weight) is None
+        if not is_stored or (coded is None and weight.dtype is not x.dtype):
             return False
         if x.stride(1) != 1 or result.stride(1) != 1:
             return False
@@ -346,14 +361,15 @@ class Lowering:
                 return False
         depth_stride, width_stride = weight.stride()
         is_transposed = depth_stride != 1 or width_stride < weight.shape[0]
-        if is_transposed and width_stride != 1:
+        if is_transposed and (width_stride != 1 or coded is not None):
             return False
-        row_limit = max_rows(x.dtype, is_transposed)
+        row_limit = max_rows(x.dtype, is_transposed, coded is not None)
         if x.shape[0] > row_limit and not batch_invariant.get():
             return False
         stored = weight if is_transposed else weight.t()
-        bias_ref = self.buffers.ref(biases[0]) if biases else None
-        piece = self.buffers.ref(stored), bias_ref, self.buffers.ref(result)
+        bias = biases[0] if biases else None
+        scales_and_zeros = () if coded is None else (coded.zeros, coded.scales)
+        piece = LinearPiece(*self._refs((stored, bias, result, *scales_and_zeros)))
         self.entries.append(Linear(self.buffers.ref(x), is_transposed, [piece]))
         return True
 

@@ -1,5 +1,5 @@
-"""Passes over the entries of a whole tape: they merge products and lists of row operations, drop
-stores that nothing reads, and elide the copy of the result. They change no operation's result."""
+"""Passes over the entries of a whole tape: they drop what nothing reads, merge products and lists
+of row operations, and elide the copy of the result. They change no operation's result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _MAX_DISTANCE = 5  # maximum distance, in entries, of two lists of row operation
 
 def simplify(entries: list[Entry], buffers: Buffers) -> list[Entry]:
     """Runs all passes; returns the entries that remain. May give one buffer a fixed address."""
-    entries = _merge(_without_empty(entries), _merge_linear)
+    entries = _without_unread(_without_empty(entries), buffers)
+    entries = _merge(entries, _merge_linear)
     entries = _merge(entries, _merge_row_ops)
     _drop_stores(entries, buffers)
     entries = _without_empty(entries)
@@ -83,6 +84,28 @@ def _has_hazard(a: Entry, b: Entry) -> bool:
     uses."""
     used = b.reads | b.writes
     return bool(a.writes & used or a.reads & b.writes)
+
+
+def _without_unread(entries: list[Entry], buffers: Buffers) -> list[Entry]:
+    """Returns the entries without operations of PyTorch and lists of row operations that compute
+    nothing that a later entry reads."""
+    needed = set(buffers.fixed_addresses)
+    remaining: list[Entry] = []
+    for entry in reversed(entries):
+        if _writes_only_buffers(entry) and needed.isdisjoint(entry.writes):
+            continue
+        needed |= entry.reads
+        remaining.append(entry)
+    return remaining[::-1]
+
+
+def _writes_only_buffers(entry: Entry) -> bool:
+    """Whether an operation of PyTorch, or a list of row operations, writes to no other memory."""
+    if isinstance(entry, RowOps):
+        return all(target.ref.buffer_id is not None for target in entry.accesses("store"))
+    if isinstance(entry, TorchOp):
+        return bool(entry.writes) and not entry.function._schema.is_mutable
+    return False
 
 
 def _drop_stores(entries: list[Entry], buffers: Buffers) -> None:

@@ -3,6 +3,8 @@ memory."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,6 +32,11 @@ ROWS = [1, 2, 3, 5, 16, 17, 31, 33, 64, 70]
 PATHS = list(range(best_path() + 1)) if cpp.is_available() else []
 
 
+def codes(width: int, depth: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(-128, 128, (width, depth), dtype=torch.int8, generator=generator)
+
+
 def make(width: int, depth: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
     shapes = (rows, depth), (width, depth), (width,)
@@ -41,15 +48,17 @@ def make(width: int, depth: int, rows: int, dtype: torch.dtype) -> tuple[torch.T
 def test_products_are_as_exact_as_pytorchs(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for path in PATHS:
         for rows in ROWS:
-            x, weight, bias = make(*shape, rows, dtype)
-            for b in (None, bias):
+            x, floats, bias = make(*shape, rows, dtype)
+            for weight, b in ((floats, None), (floats, bias), (codes(*shape), bias)):
                 exact = F.linear(x.double(), weight.double(), None if b is None else b.double())
-                made = linear(x, weight, b, path), F.linear(x, weight, b)
+                made = linear(x, weight, b, path), F.linear(x, weight.to(dtype), b)
                 error, its = ((y.double() - exact).square().mean().sqrt() for y in made)
-                assert error <= 1.3 * its + 4 * torch.finfo(dtype).eps * (dtype is torch.float32), (
-                    path,
-                    rows,
+                unit = (
+                    torch.finfo(dtype).eps
+                    * (dtype is torch.float32)
+                    * weight.double().square().mean().sqrt()
                 )
+                assert error <= 1.3 * its + 4 * unit, (path, rows, weight.dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -58,15 +67,36 @@ def test_a_row_is_the_same_whatever_stands_beside_it(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """And for any number of threads."""
-    x, weight, bias = make(*shape, 70, dtype)
+    x, floats, bias = make(*shape, 70, dtype)
     before = torch.get_num_threads()
-    for path in PATHS:
+    for weight, path in itertools.product((floats, codes(*shape)), PATHS):
         alone = torch.cat([linear(row[None], weight, bias, path) for row in x])
         for first, last in ((0, 2), (0, 3), (1, 6), (3, 20), (0, 33), (7, 70), (0, 70)):
             torch.set_num_threads(1 + first)
             found = linear(x[first:last], weight, bias, path)
             torch.set_num_threads(before)
-            assert found.equal(alone[first:last]), (path, first, last)
+            assert found.equal(alone[first:last]), (weight.dtype, path, first, last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("depth", "length"), [(96, 96), (33, 33), (96, 32), (48, 16), (512, 128)])
+def test_groups_of_codes_with_zeros_and_scales(depth: int, length: int, dtype: torch.dtype) -> None:
+    weight, generator = codes(70, depth), torch.Generator().manual_seed(2)
+    scales = torch.rand((70, depth // length), generator=generator) * 0.01
+    zeros = torch.randint(-128, 128, scales.shape, dtype=torch.int8, generator=generator)
+    for scale_dtype, some_zeros in itertools.product(DTYPES, (None, zeros)):
+        some_scales = scales.to(scale_dtype)
+        wide = [y.double().repeat_interleave(length, 1) for y in (zeros, some_scales)]
+        exact_weight = (weight.double() - (0 if some_zeros is None else wide[0])) * wide[1]
+        for path, rows in itertools.product(PATHS, ROWS):
+            x, _, bias = make(70, depth, rows, dtype)
+            found = linear(x, weight, bias, path, some_scales, some_zeros)
+            exact = F.linear(x.double(), exact_weight, bias.double())
+            bound = 4 * torch.finfo(torch.float32).eps * float(exact.abs().max())
+            rtol = torch.finfo(dtype).eps
+            torch.testing.assert_close(found.double(), exact, rtol=rtol, atol=bound)
+            alone = linear(x[-1:], weight, bias, path, some_scales, some_zeros)
+            assert alone.equal(found[-1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -87,9 +117,29 @@ def test_tensors_that_it_does_not_take() -> None:
         (TypeError, "contiguous rows", x, strided),
         (ValueError, "does not fit", x, weight[:, :8]),
         (ValueError, "does not fit", x, weight, bias[:3]),
+        (ValueError, "does not fit", x, codes(8, 8)),
+        (TypeError, "contiguous rows", x, codes(16, 8).t()),
+        (TypeError, "contiguous rows", x.char(), codes(8, 16)),
+        (TypeError, "contiguous rows", x, codes(8, 16), bias.char()),
     ):
         with pytest.raises(error, match=message):
             linear(*arguments)
+    scales, zeros = torch.ones(8, 2), torch.ones(8, 2, dtype=torch.int8)
+    for error, message, *given in (
+        (ValueError, "do not fit a weight", codes(8, 16), scales),  # groups of 8
+        (ValueError, "do not fit a weight", codes(8, 48), scales),  # groups of 24
+        (ValueError, "do not fit a weight", codes(8, 33), scales),
+        (ValueError, "do not fit a weight", codes(8, 32), scales[:7]),
+        (ValueError, "do not fit a weight", codes(8, 32), torch.tensor(1.0)),
+        (ValueError, "do not fit scales", codes(8, 32), scales, zeros[:, :1]),
+        (TypeError, "scales or zeros", codes(8, 32), scales.double()),
+        (TypeError, "scales or zeros", codes(8, 32), scales, zeros.short()),
+        (TypeError, "scales or zeros", codes(8, 32), torch.ones(2, 8).t()),
+    ):
+        weight_of_codes, *scales_and_zeros = given
+        wide = torch.ones(2, weight_of_codes.shape[1]).bfloat16()
+        with pytest.raises(error, match=message):
+            linear(wide, weight_of_codes, None, None, *scales_and_zeros)
     # Conv1D's
     found = linear(x, weight.t().contiguous().t(), bias)
     torch.testing.assert_close(found, F.linear(x, weight, bias))

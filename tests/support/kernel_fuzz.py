@@ -264,10 +264,13 @@ def linears(draws: Draws) -> None:
         x = x.contiguous()
     if draws.random() < 0.3 and depth > 1 and width > 1:
         weight = weight.t().contiguous().t()
+    if draws.random() < 0.3:
+        weight = (weight.contiguous().float() * 40).clamp(-128, 127).to(torch.int8)
     bias = draws.tensor(width, dtype=dtype) if draws.random() < 0.5 else None
     found = linear(x, weight, bias, draws.randrange(best_path() + 1))
     expected = x.double() @ weight.double().t()
-    close(found, expected if bias is None else expected + bias.double(), 4.0)
+    tolerance = 4.0 if weight.dtype is dtype else 160.0
+    close(found, expected if bias is None else expected + bias.double(), tolerance)
     refuses(linear, x, weight.double(), bias)
     refuses(linear, x, draws.tensor(width, depth + 1, dtype=dtype), bias)
     refuses(linear, x, weight, draws.tensor(width + 1, dtype=dtype))

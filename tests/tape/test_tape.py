@@ -183,14 +183,96 @@ def test_products(dtype: torch.dtype, rows: int, monkeypatch: pytest.MonkeyPatch
         assert count == ((0, 2) if rows <= 256 else (3, 0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 64, 65])
+def test_products_with_weights_of_8_bits(dtype: torch.dtype, rows: int) -> None:
+    """As in torchao: the weight is converted, and scales multiply the product. The conversion is
+    dropped where a kernel reads the codes; a conversion that something else reads is kept."""
+    generator = torch.Generator().manual_seed(1)
+    gate, up, down = (
+        torch.randint(-128, 128, size, dtype=torch.int8, generator=generator)
+        for size in ((96, 48), (96, 48), (33, 96))
+    )
+    scales = [tensor(len(codes), seed=3).to(dtype) * 1e-3 for codes in (gate, up, down)]
+
+    def multiply(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        return x.mm(codes.t().to(x.dtype)) * scale
+
+    def mlp(x: Tensor) -> Tensor:
+        hidden = multiply(x, gate, scales[0]) * multiply(x, up, scales[1])
+        return multiply(hidden, down, scales[2])
+
+    x = tensor(rows, 48, dtype=dtype)
+    tape = check(mlp, x, calls=0 if rows <= 64 else 6)
+    assert tape.kernel_names.count("linear") == (2 if rows <= 64 else 0)  # gate and up are one call
+
+    def reads_the_floats(x: Tensor) -> tuple[Tensor, Tensor]:
+        floats = gate.t().to(x.dtype)
+        return x.mm(floats) * 2e-3, floats * 2
+
+    check(reads_the_floats, x, calls=1 if rows <= 64 else 2)
+    square = gate[:48]
+
+    def is_transposed(x: Tensor) -> tuple[Tensor, Tensor]:
+        narrow = square.t().to(x.dtype)[:, 1:7]
+        return x.mm(square.to(x.dtype)) * 2e-3, x.mm(narrow) * 2e-3
+
+    check(is_transposed, x, calls=2 if rows <= 64 else 4)
+
+    def is_written_to(x: Tensor) -> Tensor:
+        return x.mm(gate.t().to(x.dtype).mul_(2e-3))
+
+    tape = check(is_written_to, x)
+    assert "linear" not in tape.kernel_names
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 65])
+def test_products_with_weights_in_groups(dtype: torch.dtype, rows: int) -> None:
+    """As in torchao: `(codes - zeros) * scales`, with scales of the model's dtype or in float32."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(-8, 8, (40, 96), dtype=torch.int8, generator=generator)
+    x, bias = tensor(rows, 96, dtype=dtype), tensor(40, seed=2).to(dtype)
+
+    def weight_of(length: int, has_zeros: bool, scale_dtype: torch.dtype) -> Callable[[], Tensor]:
+        shape = 40, 96 // length
+        zeros = torch.randint(-8, 8, shape, dtype=torch.int8, generator=generator)
+        scales = (torch.rand(shape, generator=generator) * 0.02).to(scale_dtype)
+        in_groups = (40, length) if shape[1] == 1 else (40, -1, length)
+
+        def weight() -> Tensor:
+            floats = codes.view(*in_groups).to(dtype, copy=True)
+            if has_zeros:
+                floats = floats - zeros.view(*in_groups[:-1], 1).to(dtype)
+            return (floats * scales.view(*in_groups[:-1], 1)).view(40, 96).to(dtype)
+
+        return weight
+
+    num_calls = 0
+    for length, has_zeros in itertools.product((96, 32, 16), (False, True)):
+        for scale_dtype in {dtype, torch.float32}:
+            weight = weight_of(length, has_zeros, scale_dtype)
+            product = lambda x, weight=weight: F.linear(x, weight(), bias)  # noqa: E731
+            tape = check(product, x, calls=0 if rows <= 64 else None)
+            num_calls += tape.kernel_names.count("linear")
+    assert (num_calls > 0) is (rows <= 64)
+    for length in (48, 8):  # no groups that the kernel reads
+        weight = weight_of(length, True, dtype)
+        tape = check(lambda x, weight=weight: F.linear(x, weight(), bias), x)
+        assert "linear" not in tape.kernel_names
+
+
 def test_which_products_in_float32_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     for vendor, most in (("AuthenticAMD", 64), ("GenuineIntel", 4), ("", 0)):
         monkeypatch.setattr(linear, "cpu_vendor", functools.partial(str, vendor))
         assert linear.max_rows(torch.float32) == most
         assert linear.max_rows(torch.float32, is_transposed=True) == 0
+        assert linear.max_rows(torch.float32, has_codes=True) == 64
+        assert linear.max_rows(torch.float32, is_transposed=True, has_codes=True) == 0
         with default_precision():
             torch.set_float32_matmul_precision("medium")
             assert linear.max_rows(torch.float32) == 0
+            assert linear.max_rows(torch.float32, has_codes=True) == 0
 
 
 def test_lookups() -> None:

@@ -1,21 +1,29 @@
 // Included by kernels.cpp: y = x W^T + b for a few rows of x. W is read in place, as nn.Linear ([width][depth]) or Conv1D
-// ([depth][width]) stores it; x is converted or packed first, except by path kDots. An output is summed over depth in an
-// order that depends on the path, but not on other rows or on the number of threads.
+// ([depth][width]) stores it, or as codes of 8 bits; x is converted or packed first, except by path kDots. An output is
+// summed over depth in an order that depends on the path, but not on other rows or on the number of threads.
 
 constexpr int kMaxPieces = 4;
 
 // Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and `weight_stride` is the
-// stride of its first dimension, as for [width][depth].
-struct LinearPiece { const void *weight, *bias; void* out; int64_t width, weight_stride, out_stride; };
+// stride of its first dimension, as for [width][depth]. `has_codes`: W [width][depth] holds Int8, not the dtype of x. If
+// `group` is not 0, W is (code - zero) * scale, with a zero, if `zeros` is not null, and a scale for each `group` codes of
+// a row, [width][depth / group], contiguous; it is `depth`, or a power of two of at least `kMinGroup`.
+struct LinearPiece {
+    const void *weight, *bias;
+    void* out;
+    int64_t width, weight_stride, out_stride;
+    const void *zeros, *scales;
+};
 struct LinearCall {
     const void* x;
-    int64_t dtype, rows, depth, x_stride, is_transposed, path, threads, count;
+    int64_t dtype, rows, depth, x_stride, is_transposed, has_codes, group, scale_dtype, path, threads, count;
     LinearPiece pieces[kMaxPieces];
 };
 
 namespace {
 
 constexpr int kUnit = 4;               // weight rows in a unit of work of AVX512-BF16
+constexpr int64_t kMinGroup = 16;       // at least a register of lanes
 constexpr int64_t kFewBytes = 1 << 16;  // bytes of weights below which one thread is faster than several
 
 int64_t linear_units(const LinearCall& c, int64_t size) {
@@ -35,16 +43,19 @@ template <class T> void finish(const LinearPiece& p, int64_t m, int64_t n, float
     put((T*)p.out + m * p.out_stride + n, sum);
 }
 
-// -- float32 lanes: x is widened first. For bfloat16, its even and odd elements are separated, since a shift widens the
-// even elements of a register of weights, and a mask the odd ones ----------------------------------------------------
+// -- float32 lanes: x is widened first. For weights in bfloat16, its even and odd elements are separated, since a shift
+// widens the even elements of a register of weights, and a mask the odd ones -----------------------------------------
+
+template <class W> constexpr bool kInPairs = std::is_same<W, BFloat16>::value;
+// Elements of a weight row that are loaded before the next prefetch.
+template <class W> constexpr int kStep = kInPairs<W> ? 2 * kLanes : std::is_same<W, Int8>::value ? 4 * kLanes : kLanes;
 
 // Floats between rows of the widened x: rows that begin at equal offsets within pages of memory would displace each
 // other in the L1 cache.
 inline int64_t wide_stride(const LinearCall& c) { return c.depth / 16 * 16 + 32; }
 
-template <class T> void widen_rows(const LinearCall& c, float* out) {
-    constexpr bool pairs = std::is_same<T, BFloat16>::value;
-    const int64_t whole = pairs && !c.is_transposed ? c.depth / (2 * kLanes) * (2 * kLanes) : 0;
+template <class T, class W> void widen_rows(const LinearCall& c, float* out) {
+    const int64_t whole = kInPairs<W> && !c.is_transposed ? c.depth / (2 * kLanes) * (2 * kLanes) : 0;
     for (int64_t m = 0; m < c.rows; ++m, out += wide_stride(c)) {
         const T* x = (const T*)c.x + m * c.x_stride;
         for (int64_t k = 0; k < whole; k += 2 * kLanes)
@@ -55,6 +66,30 @@ template <class T> void widen_rows(const LinearCall& c, float* out) {
 }
 
 constexpr int kWideUnit = LANES == 16 ? 4 : 6;  // weight rows in a unit of work
+
+// The zeros and scales of a unit's groups of codes, [kWideUnit][groups], widened; group `k >> shift` has element k.
+struct Groups {
+    float *zeros, *scales;
+    int64_t count, shift;
+    Groups() = default;
+    Groups(const LinearCall& c, float* memory) {
+        count = c.depth / c.group, shift = 62;
+        if (count > 1) for (shift = 0; int64_t{1} << shift < c.group;) ++shift;
+        zeros = memory, scales = memory + kWideUnit * count;
+    }
+    void read(const LinearCall& c, const LinearPiece& p, int64_t first, int64_t rows) {
+        for (int64_t i = 0; i < rows * count; ++i) {
+            zeros[i] = p.zeros ? to_float((const Int8*)p.zeros + first * count + i) : 0.f;
+            scales[i] = float_at(p.scales, c.scale_dtype, first * count + i);
+        }
+    }
+    static int64_t floats(const LinearCall& c) { return c.group ? (2 * kWideUnit * (c.depth / c.group) + 15) / 16 * 16 : 0; }
+    // The weights of kLanes codes of row `row` of the unit that begin at element k.
+    vf scaled(vf codes, int64_t row, int64_t k) const {
+        const int64_t group = row * count + (k >> shift);
+        return (codes - splat(zeros[group])) * splat(scales[group]);
+    }
+};
 // The weight rows of them that are multiplied with B rows of x at a time, as registers allow.
 template <int B> constexpr int kWideRows = LANES == 16 ? 4 : B <= 2 ? 6 : 3;
 constexpr int64_t kSlice = 1024;  // elements of depth for which a unit's weights and four rows of x stay in the L1 cache
@@ -69,10 +104,11 @@ inline vf kept(vf x) {
     return x;
 }
 
-// Adds the products of elements [low, high) of R weight rows and B rows of x to `sums` [B][kWideUnit].
-template <bool prefetches, int R, int B, class T>
-void wide_block(const T* w, int64_t stride, const float* x, int64_t x_stride, int64_t low, int64_t high,
-                const char* ahead, vf* sums) {
+// Adds the products of elements [low, high) of R weight rows and B rows of x to `sums` [B][kWideUnit]. Their zeros and scales
+// are those of rows `row` and following of `groups`, unless it is null.
+template <bool prefetches, int R, int B, class W>
+void wide_block(const W* w, int64_t stride, const float* x, int64_t x_stride, int64_t low, int64_t high,
+                const char* ahead, const Groups* groups, int64_t row, vf* sums) {
     vf acc[R][B];
     for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) acc[r][b] = sums[b * kWideUnit + r];
     const auto add = [&](int64_t k, const vf (&v)[R]) {
@@ -81,19 +117,28 @@ void wide_block(const T* w, int64_t stride, const float* x, int64_t x_stride, in
             for (int r = 0; r < R; ++r) acc[r][b] = fma(v[r], xs, acc[r][b]);
         }
     };
-    constexpr bool pairs = std::is_same<T, BFloat16>::value;
-    constexpr int step = pairs ? 2 * kLanes : kLanes;
+    constexpr int step = kStep<W>;
     for (int64_t k = low; k < high; k += step) {
-        vf even[R], odd[R];
-        for (int r = 0; r < R; ++r) {
-            if (prefetches) __builtin_prefetch(ahead + (k * R + r * step) * (int64_t)sizeof(T));
-            if constexpr (pairs) {
+        if (prefetches)
+            for (int r = 0; r < R; ++r) __builtin_prefetch(ahead + (k * R + r * step) * (int64_t)sizeof(W));
+        if constexpr (kInPairs<W>) {
+            vf even[R], odd[R];
+            for (int r = 0; r < R; ++r) {
                 const vu pair = load<vu>(w + r * stride + k);
                 even[r] = (vf)(pair << 16), odd[r] = (vf)(pair & 0xffff0000u);
-            } else even[r] = kept(load_floats(w + r * stride + k));
+            }
+            add(k, even);
+            add(k + kLanes, odd);
+        } else {
+            for (int i = 0; i < step; i += kLanes) {
+                vf v[R];
+                for (int r = 0; r < R; ++r) v[r] = kept(load_floats(w + r * stride + k + i));
+                if constexpr (std::is_same<W, Int8>::value)
+                    if (groups)
+                        for (int r = 0; r < R; ++r) v[r] = groups->scaled(v[r], row + r, k + i);
+                add(k + i, v);
+            }
         }
-        add(k, even);
-        if constexpr (pairs) add(k + kLanes, odd);
     }
     for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) sums[b * kWideUnit + r] = acc[r][b];
 }
@@ -135,12 +180,17 @@ template <class F> void with_count(int64_t n, F f) {
 inline int64_t padded_outputs(const LinearCall& c) { return (c.rows * kWideUnit + 3) / 4 * 4; }
 inline int64_t sum_floats(const LinearCall& c) { return (padded_outputs(c) * (kLanes + 1) + 15) / 16 * 16; }
 
+// Floats of a slice of a unit's codes, widened once for all rows of x if there are more than four.
+inline int64_t widened_floats(const LinearCall& c) { return c.has_codes && c.rows > 4 ? kWideUnit * kSlice : 0; }
+
 // Computes units [low, high) of `kWideUnit` weight rows, for four rows of x at a time.
-template <class T> void run_wide(const LinearCall& c, const float* wide, float* scratch, int64_t low, int64_t high) {
+template <class T, class W> void run_wide(const LinearCall& c, const float* wide, float* scratch, int64_t low, int64_t high) {
     const int64_t outputs = padded_outputs(c);
     vf* sums = (vf*)scratch;
     float* totals = scratch + outputs * kLanes;
-    constexpr int64_t step = std::is_same<T, BFloat16>::value ? 2 * kLanes : kLanes;
+    [[maybe_unused]] float* widened = scratch + sum_floats(c);
+    Groups groups = c.group ? Groups(c, widened + widened_floats(c)) : Groups();
+    constexpr int64_t step = kStep<W>;
     const int64_t whole = c.depth / step * step, slice = c.rows > 4 ? kSlice : std::max<int64_t>(1, whole);
     const int64_t x_stride = wide_stride(c);
     for (int64_t u = low; u < high; ++u) {
@@ -148,16 +198,18 @@ template <class T> void run_wide(const LinearCall& c, const float* wide, float* 
         const LinearPiece* p = unit.piece;
         const int64_t stride = p->weight_stride, first = unit.first;
         const int64_t count = std::min<int64_t>(kWideUnit, p->width - first);
-        const T* w = (const T*)p->weight + first * stride;
+        const W* w = (const W*)p->weight + first * stride;
+        if (c.group) groups.read(c, *p, first, count);
         std::fill(sums, sums + outputs, vf{});
         for (int64_t from = 0; from < whole; from += slice) {
             const int64_t to = std::min(whole, from + slice);
-            auto blocks = [&](auto prefetches, int64_t m) {
+            auto blocks = [&](auto prefetches, const auto* rows, int64_t stride, int64_t low, int64_t high, const float* x,
+                              const Groups* groups, int64_t m) {
                 with_count(std::min<int64_t>(4, c.rows - m), [&](auto B) {
                     auto block = [&](auto R, int64_t r) {
-                        const T* at = w + r * stride;
-                        wide_block<prefetches(), R(), B()>(at, stride, wide + m * x_stride, x_stride, from, to,
-                                                           (const char*)(at + kWideUnit * stride), sums + m * kWideUnit + r);
+                        wide_block<prefetches(), R(), B()>(rows + r * stride, stride, x + m * x_stride, x_stride, low, high,
+                                                           (const char*)(rows + (kWideUnit + r) * stride), groups, r,
+                                                           sums + m * kWideUnit + r);
                     };
                     constexpr int size = kWideRows<B()>;
                     int64_t r = 0;
@@ -165,14 +217,31 @@ template <class T> void run_wide(const LinearCall& c, const float* wide, float* 
                     for (; r < count; ++r) block(std::integral_constant<int, 1>(), r);
                 });
             };
-            blocks(std::true_type(), 0);
-            for (int64_t m = 4; m < c.rows; m += 4) blocks(std::false_type(), m);
+            if constexpr (std::is_same<W, Int8>::value)
+                if (widened_floats(c)) {
+                    for (int64_t r = 0; r < count; ++r)
+                        for (int64_t k = from; k < to; k += kLanes) {
+                            const vf codes = load_floats(w + r * stride + k);
+                            store_vf(widened + r * kSlice + k - from, c.group ? groups.scaled(codes, r, k) : codes);
+                        }
+                    for (int64_t m = 0; m < c.rows; m += 4)
+                        blocks(std::false_type(), widened, kSlice, 0, to - from, wide + from, nullptr, m);
+                    continue;
+                }
+            const Groups* of_codes = c.group ? &groups : nullptr;
+            blocks(std::true_type(), w, stride, from, to, wide, of_codes, 0);
+            for (int64_t m = 4; m < c.rows; m += 4) blocks(std::false_type(), w, stride, from, to, wide, of_codes, m);
         }
         for (int64_t i = 0; i < outputs; i += 4) sum4(sums + i, totals + i);
         for (int64_t m = 0; m < c.rows; ++m)
             for (int64_t r = 0; r < count; ++r) {
                 float sum = totals[m * kWideUnit + r];
-                for (int64_t k = whole; k < c.depth; ++k) sum = fma(to_float(w + r * stride + k), wide[m * x_stride + k], sum);
+                for (int64_t k = whole; k < c.depth; ++k) {
+                    const float weight = to_float(w + r * stride + k);
+                    const int64_t group = c.group ? r * groups.count + (k >> groups.shift) : 0;
+                    const float scaled = c.group ? (weight - groups.zeros[group]) * groups.scales[group] : weight;
+                    sum = fma(scaled, wide[m * x_stride + k], sum);
+                }
                 finish<T>(*p, m, first + r, sum);
             }
     }
@@ -380,7 +449,7 @@ void run_tiles(const LinearCall& c, const uint32_t* x, int64_t low, int64_t high
 
 // Returns the path of a call, at most the requested one.
 int linear_path(const LinearCall& c) {
-    int64_t path = c.dtype == 1 && !c.is_transposed ? c.path : kWide;
+    int64_t path = c.dtype == 1 && !c.is_transposed && !c.has_codes ? c.path : kWide;
     for (int i = 0; i < c.count; ++i)
         if (c.pieces[i].width < 16) path = std::min<int64_t>(path, kDots);
 #if !HAS_AMX
@@ -396,23 +465,23 @@ int linear_path(const LinearCall& c) {
 
 constexpr int64_t kBlockRows = 256;  // rows of x that are widened at a time
 
-template <class T> int run_lanes(const LinearCall& c, int64_t threads, Scratch& scratch) {
-    const int64_t sums = c.is_transposed ? 0 : sum_floats(c);
+template <class T, class W> int run_lanes(const LinearCall& c, int64_t threads, Scratch& scratch) {
+    const int64_t sums = c.is_transposed ? 0 : sum_floats(c) + widened_floats(c) + Groups::floats(c);
     const int64_t floats = c.rows * wide_stride(c);
     float* wide = scratch.get(floats + sums * threads);
     if (!wide) return kNoMemory;
-    widen_rows<T>(c, wide);
+    widen_rows<T, W>(c, wide);
     const int64_t units = linear_units(c, c.is_transposed ? kColumns : kWideUnit);
 #pragma omp parallel for schedule(static, 1) num_threads((int)threads) if (threads > 1)
     for (int64_t t = 0; t < threads; ++t) {
         const int64_t low = units * t / threads, high = units * (t + 1) / threads;
         if (c.is_transposed) run_columns<T>(c, wide, low, high);
-        else run_wide<T>(c, wide, wide + floats + sums * t, low, high);
+        else run_wide<T, W>(c, wide, wide + floats + sums * t, low, high);
     }
     return 0;
 }
 
-template <class T> int run_linear(const LinearCall& c, int64_t threads) {
+template <class T, class W = T> int run_linear(const LinearCall& c, int64_t threads) {
     static thread_local Scratch scratch;
     [[maybe_unused]] const int path = linear_path(c);
 #if HAS_AMX
@@ -445,7 +514,7 @@ template <class T> int run_linear(const LinearCall& c, int64_t threads) {
         block.rows = std::min(kBlockRows, c.rows - m);
         block.x = (const T*)c.x + m * c.x_stride;
         for (int i = 0; i < c.count; ++i) block.pieces[i].out = (T*)c.pieces[i].out + m * c.pieces[i].out_stride;
-        if (const int error = run_lanes<T>(block, threads, scratch)) return error;
+        if (const int error = run_lanes<T, W>(block, threads, scratch)) return error;
     }
     return 0;
 }
@@ -476,16 +545,21 @@ extern "C" int hf_paged_is_optimized(const void*) {
 extern "C" int hf_paged_linear(const LinearCall* call) {
     const LinearCall& c = *call;
     if (c.rows < 0 || c.depth < 0 || c.count < 0 || c.count > kMaxPieces) return 4;
+    if (c.is_transposed && c.has_codes) return 4;
+    const bool is_whole = c.group == c.depth, is_even = c.group >= kMinGroup && !(c.group & (c.group - 1));
+    if (c.group && !(c.has_codes && (is_whole || (is_even && c.depth % c.group == 0)))) return 4;
     int64_t elements = 0;
     for (int i = 0; i < c.count; ++i) {
         const LinearPiece& p = c.pieces[i];
         if (p.width < 0 || (c.rows && p.width && (!p.out || (c.depth && !(p.weight && c.x))))) return 4;
+        if (c.group && p.width && !p.scales) return 4;
         elements += p.width * c.depth;
     }
     if (!c.rows || !c.count) return 0;
     // In float32 lanes, more than eight rows take longer to multiply than the weights take to read.
     const int64_t reads = linear_path(c) == kWide ? std::max<int64_t>(1, c.rows / 8) : 1;
     const int64_t threads = elements * 2 * reads < kFewBytes ? 1 : std::max<int64_t>(1, c.threads);
-    if (c.dtype == 0) return run_linear<float>(c, threads);
-    return c.dtype == 1 ? run_linear<BFloat16>(c, threads) : run_linear<Float16>(c, threads);
+    if (c.dtype == 0) return c.has_codes ? run_linear<float, Int8>(c, threads) : run_linear<float>(c, threads);
+    if (c.dtype == 1) return c.has_codes ? run_linear<BFloat16, Int8>(c, threads) : run_linear<BFloat16>(c, threads);
+    return c.has_codes ? run_linear<Float16, Int8>(c, threads) : run_linear<Float16>(c, threads);
 }

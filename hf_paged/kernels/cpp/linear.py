@@ -1,10 +1,11 @@
-"""Matrix products of a few rows with weights stored as in `nn.Linear` or `Conv1D`, computed by
-`linear.cpp`. `tape` decides when to use this kernel."""
+"""Matrix products of a few rows with weights stored as in `nn.Linear` or `Conv1D`, perhaps as codes
+of 8 bits, computed by `linear.cpp`. `tape` decides when to use this kernel."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,8 @@ from .attention import FLOAT_NUMBERS
 from .build import PATHS, best_path, kernel
 from .compiler import cpu_vendor
 
-LINEAR = struct.Struct("Q8q")  # struct LinearCall, followed by `MAX_PIECES` pieces
-PIECE = struct.Struct("3Q3q")  # struct LinearPiece
+LINEAR = struct.Struct("Q11q")  # struct LinearCall, followed by `MAX_PIECES` pieces
+PIECE = struct.Struct("3Q3q2Q")  # struct LinearPiece
 MAX_PIECES = 4
 # maximum number of rows for which reading the weights takes most of the time, by the names in
 # `build.PATHS`; PyTorch computes products of more rows
@@ -23,6 +24,8 @@ MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
 # the same for float32, by `compiler.cpu_vendor`, where MKL computes PyTorch's products; other CPUs'
 # were not compared
 FLOAT32_MAX_ROWS = {"AuthenticAMD": 64, "GenuineIntel": 4}
+CODES_MAX_ROWS = 64  # the same for weights of 8-bit codes
+MIN_GROUP = 16  # minimum codes of a row with a common scale, as in `linear.cpp`
 # where PyTorch converts element by element (not `is_native`): the result of `max_rows`, and the
 # smallest number of rows for which `linear_float32` is faster than the kernel
 MAX_ROWS_WITHOUT_NATIVE, MIN_FLOAT32_ROWS = 256, 129
@@ -49,33 +52,54 @@ def is_native(dtype: torch.dtype) -> bool:
     )
 
 
-def max_rows(dtype: torch.dtype, is_transposed: bool = False) -> int:
+def max_rows(dtype: torch.dtype, is_transposed: bool = False, has_codes: bool = False) -> int:
     """Returns the maximum number of rows for which `linear` should compute products of this dtype
     on this CPU, with a weight stored as in `nn.Linear`, or (`is_transposed`) as in `Conv1D`; 0 if
-    PyTorch should compute all of them."""
-    if dtype is torch.float32:
+    PyTorch should compute all of them. `has_codes`: the weight is int8, which PyTorch converts to
+    the dtype first."""
+    if dtype is torch.float32 or has_codes:
         # PyTorch may be told to round what it multiplies, which is faster
-        is_exact = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")
+        precision = torch.backends.mkldnn.matmul.fp32_precision
+        is_exact = dtype is not torch.float32 or precision in ("none", "ieee")
         if is_transposed or not is_exact or not kernel("is_optimized")(b""):
             return 0
-        return FLOAT32_MAX_ROWS.get(cpu_vendor(), 0)
+        return CODES_MAX_ROWS if has_codes else FLOAT32_MAX_ROWS.get(cpu_vendor(), 0)
     if not is_native(dtype):
         return MAX_ROWS_WITHOUT_NATIVE
     path = list(PATHS)[best_path()]
     return MAX_ROWS[path]
 
 
+def is_group_supported(depth: int, length: int) -> bool:
+    """Whether the kernel reads rows of `depth` codes with a scale for each `length` of them."""
+    is_even = length >= MIN_GROUP and length & (length - 1) == 0
+    return length == depth or (is_even and depth % length == 0)
+
+
+@dataclass(frozen=True)
+class CodeFormat:
+    """How weights are stored as int8 codes."""
+
+    group: int = 0  # codes of a row with a common zero and scale; 0: they have none
+    scale_dtype: torch.dtype = torch.float32
+
+
 def pack(
     x_fields: tuple[int, torch.dtype, int, int, int],
     is_transposed: bool,
+    code_format: CodeFormat | None,
     pieces: Sequence[tuple[int, ...]],
     path: int,
 ) -> bytes:
     """Returns the kernel's struct for the products of `x` with one or more weights. `x_fields`:
-    address, dtype, rows, depth and row stride of `x`. `pieces`: for each weight, the addresses of
-    weight, bias (or 0) and output, the width, and the row strides of weight and output; at most
+    address, dtype, rows, depth and row stride of `x`. `code_format`: set if the weights are int8.
+    `pieces`: for each weight, the addresses of weight, bias (or 0) and output, the width, the row
+    strides of weight and output, and the addresses of zeros and scales (or 0); at most
     `MAX_PIECES`. `path`: a number in `build.PATHS`."""
     address, dtype, rows, depth, row_stride = x_fields
+    group, scale_dtype = 0, torch.float32
+    if code_format is not None:
+        group, scale_dtype = code_format.group, code_format.scale_dtype
     packed = LINEAR.pack(
         address,
         FLOAT_NUMBERS[dtype],
@@ -83,6 +107,9 @@ def pack(
         depth,
         row_stride,
         is_transposed,
+        code_format is not None,
+        group,
+        FLOAT_NUMBERS[scale_dtype],
         path,
         torch.get_num_threads(),
         len(pieces),
@@ -98,21 +125,30 @@ def linear(
     weight: Tensor,
     bias: Tensor | None = None,
     path: int | None = None,
+    scales: Tensor | None = None,
+    zeros: Tensor | None = None,
 ) -> Tensor:
     """Returns `F.linear` of `x` `(rows, depth)`, `weight` `(width, depth)` and `bias` `(width,)`,
-    all on the CPU and of one dtype in `FLOAT_NUMBERS`, as `(rows, width)`. The last dimensions of
-    `x` and `bias`, and one dimension of `weight`, must be contiguous. A row's result does not
+    all on the CPU and of one dtype in `FLOAT_NUMBERS`, as `(rows, width)`. The weight may also be
+    int8, and is then multiplied as if converted to float32; with `scales` `(width, groups)` of a
+    dtype in `FLOAT_NUMBERS`, and perhaps `zeros` `(width, groups)` int8, as if it were `(weight -
+    zeros) * scales`, where each group of columns, of a length that `is_group_supported` accepts,
+    has one number a row. The last dimensions of `x` and `bias`, and one dimension of `weight`
+    (int8: the last), must be contiguous, as must `scales` and `zeros`. A row's result does not
     depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises `TypeError`
     for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
-    is_transposed = weight.dim() == 2 and weight.stride(1) != 1  # as `Conv1D` stores it
+    has_codes = weight.dtype is torch.int8
+    # as `Conv1D` stores it
+    is_transposed = weight.dim() == 2 and weight.stride(1) != 1 and not has_codes
     stored = weight.t() if is_transposed else weight
     for tensor in (x, stored) if bias is None else (x, stored, bias):
-        is_supported = tensor.is_cpu and tensor.dtype in FLOAT_NUMBERS and tensor.dtype is x.dtype
-        if not is_supported or tensor.stride(-1) != 1:
+        is_float = tensor.dtype in FLOAT_NUMBERS and tensor.dtype is x.dtype
+        is_supported = is_float or (has_codes and tensor is stored)
+        if not (is_supported and tensor.is_cpu) or tensor.stride(-1) != 1:
             raise TypeError(
                 f"a tensor is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}: the"
                 " C++ kernel takes contiguous rows on the CPU, of float32, bfloat16 or float16, the"
-                " same for all tensors"
+                " same for all tensors but a weight in int8"
             )
     are_matrices = x.dim() == weight.dim() == 2
     fits = are_matrices and x.shape[1] == weight.shape[1]
@@ -126,19 +162,51 @@ def linear(
         )
     num_rows, depth = x.shape
     width = weight.shape[0]
+    code_format = None
+    if has_codes:
+        code_format = CodeFormat() if scales is None else _format(weight, scales, zeros)
     out = x.new_empty(num_rows, width)
     bias_address = 0 if bias is None else bias.data_ptr()
     strides = stored.stride(0), out.stride(0)
-    piece = weight.data_ptr(), bias_address, out.data_ptr(), width, *strides
+    code_addresses = (0 if y is None else y.data_ptr() for y in (zeros, scales))
+    piece = weight.data_ptr(), bias_address, out.data_ptr(), width, *strides, *code_addresses
     x_fields = x.data_ptr(), x.dtype, num_rows, depth, x.stride(0)
     if path is None:
         path = best_path()
-    error = kernel("linear")(pack(x_fields, is_transposed, [piece], path))
+    error = kernel("linear")(pack(x_fields, is_transposed, code_format, [piece], path))
     if error == 6:
         raise MemoryError("not enough memory for the converted rows of a product")
     if error:
         raise ValueError(f"the C++ kernel returned error {error}")
     return out
+
+
+def _format(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> CodeFormat:
+    """Returns the format of int8 `weight` `(width, depth)`. Raises as `linear`."""
+    width, depth = weight.shape
+    groups = scales.shape[-1] if scales.dim() else 0
+    length = depth // max(1, groups)
+    fits = scales.shape == (width, groups) and length * groups == depth
+    if not fits or not is_group_supported(depth, length):
+        raise ValueError(
+            f"scales of shape {tuple(scales.shape)} do not fit a weight of shape {(width, depth)}:"
+            " they must be (width, groups), for groups of all columns or of a power of two of at"
+            f" least {MIN_GROUP}"
+        )
+    if zeros is not None and zeros.shape != scales.shape:
+        raise ValueError(
+            f"zeros of shape {tuple(zeros.shape)} do not fit scales of shape {tuple(scales.shape)}:"
+            " they must be equal"
+        )
+    for tensor, dtypes in ((scales, set(FLOAT_NUMBERS)), (zeros, {torch.int8})):
+        if tensor is None or (tensor.dtype in dtypes and tensor.is_cpu and tensor.is_contiguous()):
+            continue
+        raise TypeError(
+            f"scales or zeros are {tensor.dtype} on {tensor.device} with strides"
+            f" {tensor.stride()}: the C++ kernel takes contiguous ones on the CPU, scales of"
+            " float32, bfloat16 or float16, and zeros of int8"
+        )
+    return CodeFormat(length, scales.dtype)
 
 
 def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -44,6 +44,8 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
     if isinstance(verdict, str):
         verdict = PromptsVerdict(verdict)
     reason, checked.can_reuse, checked.can_begin_after_text = verdict
+    if checked.user_inputs(model):  # other values of them may change the tokens of prompts
+        checked.can_reuse = checked.can_begin_after_text = False
     if reason is None and checked.decode_inputs:
         reason = capability.verdict(inputs_check, "packed", checked, checked.names)
     return checked, reason
@@ -58,7 +60,8 @@ def prepare(
     if reason is not None:
         return reason
     config = capability.model.config
-    similarity_key = prompts.similarity_key(config)
+    has_user_inputs = bool(prompts.user_inputs(capability.model))
+    similarity_key = None if has_user_inputs else prompts.similarity_key(config)
     kind = prompts.names, prompts.axis_counts
     if similarity_key and capability.verdict(merge_check, "packed", prompts, kind) is True:
         prompts.merge_key = similarity_key

@@ -376,7 +376,8 @@ class Steered(transformers.LlamaForCausalLM):
         outputs = super().forward(*args, **kwargs)
         logits = outputs.logits.clone()
         logits[..., 7] += float(alpha)
-        logits[..., 8] += float(start) * is_first
+        if is_first:
+            logits[..., 8] += float(start)
         if token_type_ids is not None:
             logits[..., 7] += 1e4 * token_type_ids[:, -logits.shape[1] :]
         outputs.logits = logits
@@ -424,6 +425,48 @@ def test_inputs_of_decode_steps_keep_their_effect_in_later_calls(
         for alpha in (0.0, 1e4):
             with pytest.raises(ServedByGenerateError, match="decode steps"):
                 engine.add_request(ids[:1], GREEDY, inputs={"alpha": kind(alpha)})
+
+
+class Masked(transformers.LlamaForCausalLM):
+    """Allows only the tokens that `allowed` `(vocab_size,)` does not mark with 0."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args: Any, allowed: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        if allowed is not None:
+            outputs.logits = outputs.logits.masked_fill(allowed == 0, float("-inf"))
+        return outputs
+
+    forward.__signature__ = signature_with("allowed")  # type: ignore[attr-defined]
+
+
+class Capped(transformers.LlamaForCausalLM):
+    """Bounds the logits by `cap`."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args: Any, cap: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        if cap is not None:
+            outputs.logits = outputs.logits.clamp(max=cap)
+        return outputs
+
+    forward.__signature__ = signature_with("cap")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("kind", [Masked, Capped])
+def test_inputs_that_have_an_effect_with_few_values_keep_it_in_later_calls(
+    kind: Any, dtype: torch.dtype
+) -> None:
+    """The first value has none, and neither has one more than it."""
+    model, ids = with_inputs(kind), models.token_ids(2, 12)
+    if kind is Masked:
+        only_7 = torch.arange(models.VOCAB_SIZE) == 7
+        name, values = "allowed", [torch.ones_like(only_7, dtype=dtype), only_7.to(dtype)]
+    else:
+        name, values = "cap", [torch.tensor(value, dtype=dtype) for value in (1000, -1000)]
+    for value in values:
+        same(model, {"input_ids": ids, name: value})
 
 
 def test_types_of_a_last_token_keep_their_effect_in_later_calls() -> None:

@@ -71,6 +71,7 @@ class SampledTokens(NamedTuple):
     rows: list[int]  # rows that were open before the step
     # of a decoding with a draft, which has a single row: the step's new tokens except the last
     earlier: tuple[int, ...] = ()
+    num_ended: int = 0  # those of `rows` that had ended before the step
 
 
 Result = int | SampledTokens | BaseException

@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ...kernels import cpp
+from ...model.values import package_of
 from ...step import numbers_on
 
 _REPETITION_PENALTY = stock.RepetitionPenaltyLogitsProcessor
@@ -62,13 +63,17 @@ _ROW_WISE = {
     stock.EncoderNoRepeatNGramLogitsProcessor,
     stock.WatermarkLogitsProcessor,
 }
-# Processors whose scores of a row do not depend on other rows, either, but which need the whole
-# batch in every step: they keep a state for each row, run the model, or pass a row's index to a
-# caller's function.
+# Processors whose scores of a row do not depend on other rows, either, but which get the whole
+# batch in every step: they keep a state for each row, run the model, pass a row's index to a
+# caller's function, or belong to one model.
 _WHOLE_BATCH = {
+    stock.AlternatingCodebooksLogitsProcessor,
+    stock.BarkEosPrioritizerLogitsProcessor,
     stock.PrefixConstrainedLogitsProcessor,
     stock.SynthIDTextWatermarkLogitsProcessor,
     stock.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    stock.WhisperNoSpeechDetection,
+    stock.WhisperTimeStampLogitsProcessor,
 }
 
 
@@ -89,7 +94,13 @@ def may_mix_rows(processors: LogitsProcessorList) -> bool:
     """Whether a row's scores may depend on the scores of other rows."""
     if type(processors) is not LogitsProcessorList:
         return True
-    return not all(type(processor) in _ROW_WISE | _WHOLE_BATCH for processor in processors)
+    return not all(_computes_rows_alone(type(processor)) for processor in processors)
+
+
+def _computes_rows_alone(kind: type) -> bool:
+    """Whether processors of this type compute each row from that row alone. Those of this package
+    do (`seams.Grammars`)."""
+    return kind in _ROW_WISE | _WHOLE_BATCH or package_of(kind.__module__) == "hf_paged"
 
 
 def can_run_on_drafts(processor: Any) -> bool:

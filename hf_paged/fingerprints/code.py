@@ -1,8 +1,9 @@
 """Hashes the code of functions, with the same result in every process, lists the names of globals
-and attributes in the code, and tells whose code it is."""
+and attributes that the code reads, and tells whose code it is."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import marshal
@@ -29,6 +30,12 @@ _HASHED_ATTRIBUTES = (
     "co_name",
     "co_consts",
 )
+# Modules of the standard library whose functions may return other values in each call.
+_VARYING_MODULES = {"contextvars", "random", "threading", "time"}
+_ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
+# instructions that load a global and an attribute, in all versions of Python
+_GLOBAL_LOADS = {"LOAD_FROM_DICT_OR_GLOBALS", "LOAD_GLOBAL", "LOAD_NAME"}
+_ATTRIBUTE_LOADS = {"LOAD_ATTR", "LOAD_METHOD"}
 
 
 def globals_module(function: Any) -> str:
@@ -67,6 +74,57 @@ def names_of(code: types.CodeType) -> frozenset[str]:
         elif isinstance(constant, types.CodeType):
             names |= names_of(constant)
     return frozenset(names)
+
+
+def module_of(value: Any) -> str:
+    """The name of a module, or of the module that defines a class, a function or the class of an
+    object."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    owner = type(getattr(value, "__self__", None))  # of a method, such as `random.random`
+    return str(getattr(value, "__module__", None) or owner.__module__)
+
+
+def varies(value: Any, code: types.CodeType) -> bool:
+    """Whether a global that `code` reads may give other values at other times."""
+    module_name = module_of(value)
+    reads_environment = module_name == "os" and bool(names_of(code) & _ENVIRONMENT_NAMES)
+    is_varying = module_name in _VARYING_MODULES or reads_environment
+    return is_varying and (isinstance(value, types.ModuleType) or callable(value))
+
+
+def attributes_read(
+    code: types.CodeType, path: tuple[str, ...], module: types.ModuleType
+) -> list[str]:
+    """The names of the globals of `module` that `code` may read, sorted. `path`: the names by which
+    the code gets to the module, such as `("package", "module")`. If it only loads attributes of the
+    module, these are the names; otherwise all names in the code, except those of the path."""
+    chains = [chain[len(path) :] for chain in _chains_of(code) if chain[: len(path)] == path]
+    names = {chain[0] for chain in chains if chain}
+    if not chains or not all(chains):
+        names = {*names_of(code)} - {*path}
+    return sorted(names & vars(module).keys())
+
+
+@functools.lru_cache(maxsize=8192)
+def _chains_of(code: types.CodeType) -> frozenset[tuple[str, ...]]:
+    """The globals that `code`, and the code that it contains, loads, each with the attributes that
+    it then loads one from another: `("utils", "ops", "scale")` for `utils.ops.scale(x)`."""
+    chains = set[tuple[str, ...]]()
+    chain: tuple[str, ...] = ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "EXTENDED_ARG":
+            continue
+        if chain and instruction.opname in _ATTRIBUTE_LOADS:
+            chain = (*chain, instruction.argval)
+            continue
+        if chain:
+            chains.add(chain)
+        chain = (instruction.argval,) if instruction.opname in _GLOBAL_LOADS else ()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            chains |= _chains_of(constant)
+    return frozenset(chains)
 
 
 @functools.lru_cache(maxsize=8192)

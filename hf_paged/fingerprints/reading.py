@@ -37,11 +37,14 @@ from ..model.values import (
 from ..model.writes import notes_of
 from .code import (
     MARSHAL_VERSION,
+    attributes_read,
     code_hash,
     function_of,
     globals_module,
     is_source_module,
+    module_of,
     names_of,
+    varies,
 )
 from .kinds import (
     ARRAY_TYPES,
@@ -71,9 +74,6 @@ _UNDESCRIBED_MODULES = (
     "transformers.modeling_utils.",
     "transformers.utils.",
 )
-# Modules of the standard library whose functions may return other values in each call.
-_CHANGING_MODULES = {"contextvars", "random", "threading", "time"}
-_ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
 # Methods that forwards do not call.
 _SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
 _MAX_PLAIN_OBJECTS = 10_000  # maximum number of objects of user classes whose attributes are read
@@ -408,29 +408,30 @@ class Reading:
         self._add_names(names)
         namespace = function.__globals__
         names_read = sorted(names & namespace.keys())
-        return [(name, self._global(namespace, name, names)) for name in names_read]
+        return [(name, self._global(namespace, name, function.__code__)) for name in names_read]
 
-    def _global(self, namespace: dict[str, Any], name: str, names: frozenset[str]) -> Any:
-        """Describes a global that user code reads. `names`: all names in the function that reads
-        it."""
+    def _global(
+        self,
+        namespace: dict[str, Any],
+        name: str,
+        code: types.CodeType,
+        path: tuple[str, ...] = (),
+    ) -> Any:
+        """Describes a global that user code reads. `path`: the names by which the code gets to the
+        module with this namespace; empty for the code's own module."""
         value = namespace[name]
         kind = type(value)
-        is_module = isinstance(value, types.ModuleType)
         self._globals.append((namespace, name))
-        owner = type(getattr(value, "__self__", None))  # of a method, such as `random.random`
-        if is_module:
-            module_name = value.__name__
-        else:
-            module_name = getattr(value, "__module__", None) or owner.__module__
-        reads_environment = module_name == "os" and bool(names & _ENVIRONMENT_NAMES)
-        is_changing = module_name in _CHANGING_MODULES or reads_environment
-        if is_changing and (is_module or callable(value)):
+        module_name = module_of(value)
+        if varies(value, code):
             self.undetectable = f"its code reads {name!r}, which gives other values at other times"
         is_followed = package_of(module_name) in self._packages or is_source_module(module_name)
-        if is_module:
-            is_other_module = is_followed and vars(value) is not namespace
-            names_read = sorted(names & vars(value).keys()) if is_other_module else []
-            parts = [(part, self._global(vars(value), part, names - {part})) for part in names_read]
+        if isinstance(value, types.ModuleType):
+            parts = []
+            if is_followed and vars(value) is not namespace:
+                path = (*path, name)
+                for part in attributes_read(code, path, value):
+                    parts.append((part, self._global(vars(value), part, code, path)))
             return "module", module_name, parts
         if kind is types.FunctionType and not is_followed:
             return "function", value.__qualname__, code_hash(value.__code__)

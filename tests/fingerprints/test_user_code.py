@@ -33,6 +33,8 @@ NEW = -0.5  # the factor after a change; before, it is 1
 Install = Callable[[Any], Callable[[], Any]]  # changes a model, and returns what changes it again
 
 SETTINGS = """
+import time
+
 ALPHA = 1.0
 
 
@@ -49,8 +51,13 @@ options = Options()
 
 def alpha():
     return ALPHA
+
+
+def now():
+    return time.time()
 """
 MODEL = """
+import user_names
 import user_settings
 from torch import nn
 from user_settings import alpha, options
@@ -78,13 +85,32 @@ class OfFunction(Scaled):
 class OfObject(Scaled):
     def factor(self):
         return options()
+
+
+class OfNestedModule(Scaled):
+    def factor(self):
+        return user_names.settings.ALPHA
+
+
+class OfRenamedModule(Scaled):
+    def factor(self):
+        settings = user_settings
+        return settings.ALPHA
+
+
+class Timed(Scaled):
+    time = 1.0
+
+    def factor(self):
+        return self.time * user_settings.ALPHA
 """
 
 
 @pytest.fixture(autouse=True)
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two files of a user beside one another, which are in no package."""
-    files = {"user_settings": SETTINGS, "user_model": MODEL}
+    """Files of a user beside one another, which are in no package."""
+    names = "import user_settings as settings\n"
+    files = {"user_settings": SETTINGS, "user_names": names, "user_model": MODEL}
     for name, source in files.items():
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -215,6 +241,12 @@ def times(own: Any, factor: float) -> float:
 CASES: dict[str, Install] = {
     "value of a module": of_script("OfValue", lambda own: setattr(own, "ALPHA", NEW)),
     "function of a module": of_script("OfFunction", lambda own: setattr(own, "ALPHA", NEW)),
+    "value of a nested module": of_script(
+        "OfNestedModule", lambda own: setattr(own, "ALPHA", NEW)
+    ),
+    "value of a renamed module": of_script(
+        "OfRenamedModule", lambda own: setattr(own, "ALPHA", NEW)
+    ),
     "object of a module": of_script("OfObject", lambda own: setattr(own.options, "alpha", NEW)),
     "object of a class": of_class(
         lambda: {"held": Options(), "factor": lambda self: self.held.alpha},
@@ -324,6 +356,13 @@ def test_functions_of_installed_packages_are_not_followed(
         assert (StateReading(model).undetectable is None) == (folder == "site-packages")
     finally:
         sys.modules.pop("user_clock", None)
+
+
+def test_attributes_of_other_objects_are_not_read_in_other_modules() -> None:
+    """`self.time` is not the module `time` of the script that the code reads."""
+    model = models.build("llama")
+    put(model, importlib.import_module("user_model").Timed)
+    assert StateReading(model).undetectable is None
 
 
 # ------------------------------------------------------------------------------ what is not read

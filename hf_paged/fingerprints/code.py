@@ -9,6 +9,7 @@ import hashlib
 import marshal
 import sys
 import types
+from collections import deque
 from typing import Any
 
 from ..model.values import SCALARS, is_user_module
@@ -30,6 +31,8 @@ _HASHED_ATTRIBUTES = (
     "co_name",
     "co_consts",
 )
+# Methods that forwards do not call.
+_SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
 # Modules of the standard library whose functions may return other values in each call.
 _VARYING_MODULES = {"contextvars", "random", "threading", "time"}
 _ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
@@ -74,6 +77,34 @@ def names_of(code: types.CodeType) -> frozenset[str]:
         elif isinstance(constant, types.CodeType):
             names |= names_of(constant)
     return frozenset(names)
+
+
+class Functions:
+    """Functions of user code whose globals are to be described, and methods of classes that are
+    added to them once code names the method."""
+
+    def __init__(self) -> None:
+        self.pending = deque[Any]()
+        self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
+        self._methods = dict[str, list[Any]]()  # those of user code that no code has named, by name
+
+    def add_method(self, name: str, function: Any) -> None:
+        """Adds a function in a class. Of a library's function, only adds the names in its code."""
+        if name in _SETUP_METHODS:
+            return
+        if not is_user_module(globals_module(function)):
+            # a library's code may call methods that user classes override
+            self.add_names(names_of(function.__code__))
+        elif name in self._names:
+            self.pending.append(function)
+        else:
+            self._methods.setdefault(name, []).append(function)
+
+    def add_names(self, names: frozenset[str]) -> None:
+        """Adds names that user code reads."""
+        for name in sorted(names & self._methods.keys()):
+            self.pending += self._methods.pop(name)
+        self._names |= names
 
 
 def module_of(value: Any) -> str:

@@ -380,6 +380,50 @@ def test_more_objects_than_are_read_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert StateReading(model).undetectable == "it holds more than 3 objects of user classes"
 
 
+class Agent(Options):
+    def __init__(self, replay: Any) -> None:
+        super().__init__()
+        self.replay = replay
+
+
+def steps(count: int) -> list[dict[str, float]]:
+    return [{"reward": 1.0} for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "replay",
+    [
+        steps(reading._MAX_ITEMS + 1),
+        [torch.zeros(1)] * (reading._MAX_ITEMS + 1),
+        [steps(reading._MAX_ITEMS) for _ in range(11)],
+    ],
+    ids=["dicts", "tensors", "nested lists"],
+)
+@pytest.mark.parametrize("make", [Agent, lambda replay: {"alpha": 1.0, "replay": replay}])
+def test_closures_that_hold_more_values_than_are_read_are_named(make: Any, replay: Any) -> None:
+    model = models.build("llama")
+    closes(lambda: make(replay), lambda box: 1.0, lambda box: None)(model)
+    assert fingerprint(model) is None
+    told = "closures of its code hold more than 1,000 values"
+    assert StateReading(model).undetectable == told
+
+
+def test_a_container_in_several_closures_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows, seen = models.build("llama"), steps(3), list[Any]()
+    closes(lambda: rows, lambda box: 1.0, lambda box: None)(model)
+    read_value = reading.Reading._value
+
+    def noting(own: Any, value: Any, depth: int = 0) -> Any:
+        seen.append(value)
+        return read_value(own, value, depth)
+
+    monkeypatch.setattr(reading.Reading, "_value", noting)
+    before = read(model)
+    assert sum(value is rows[0] for value in seen) == 1
+    rows[-1]["reward"] = 2.0
+    assert read(model) != before
+
+
 def in_lists(value: Any, count: int) -> Any:
     for _ in range(count):
         value = [value]

@@ -107,9 +107,8 @@ class MediaPrompts(Prompts):
         on their values."""
         inputs = {}
         for name in self.names:
-            # these types are zeros after the prompt; the last one of `token_type_ids` is repeated
-            has_zeros = name.endswith("_token_type_ids")
-            if name not in compat.PREFILL_INPUTS and not has_zeros:
+            # transformers extends `mm_token_type_ids` by zeros
+            if name not in compat.PREFILL_INPUTS and name != "mm_token_type_ids":
                 inputs[name] = self.model_kwargs[name]
         return inputs
 

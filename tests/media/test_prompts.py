@@ -369,6 +369,7 @@ class Steered(transformers.LlamaForCausalLM):
         alpha: Any = 0.0,
         start: Any = 0.0,
         token_type_ids: torch.Tensor | None = None,
+        own_token_type_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         cache = kwargs.get(compat.OUTPUT_CACHE)
@@ -378,13 +379,14 @@ class Steered(transformers.LlamaForCausalLM):
         logits[..., 7] += float(alpha)
         if is_first:
             logits[..., 8] += float(start)
-        if token_type_ids is not None:
-            logits[..., 7] += 1e4 * token_type_ids[:, -logits.shape[1] :]
+        for types in (token_type_ids, own_token_type_ids):
+            if types is not None:
+                logits[..., 7] += 1e4 * types[:, -logits.shape[1] :]
         outputs.logits = logits
         return outputs
 
     forward.__signature__ = signature_with(  # type: ignore[attr-defined]
-        "alpha", "start", "token_type_ids"
+        "alpha", "start", "token_type_ids", "own_token_type_ids"
     )
 
 
@@ -469,13 +471,14 @@ def test_inputs_that_have_an_effect_with_few_values_keep_it_in_later_calls(
         same(model, {"input_ids": ids, name: value})
 
 
-def test_types_of_a_last_token_keep_their_effect_in_later_calls() -> None:
-    """transformers repeats them for the tokens that follow."""
+@pytest.mark.parametrize("name", ["token_type_ids", "own_token_type_ids"])
+def test_types_of_a_last_token_keep_their_effect_in_later_calls(name: str) -> None:
+    """transformers repeats the former for the tokens that follow, and passes on the latter."""
     model, ids = with_inputs(Steered), models.token_ids(2, 12)
     types = torch.zeros_like(ids)
     for last in (0, 1):
         types[:, -1] = last
-        same(model, {"input_ids": ids, "token_type_ids": types})
+        same(model, {"input_ids": ids, name: types})
 
 
 def test_inputs_that_decode_steps_ignore_are_checked_once(checked: list[str]) -> None:

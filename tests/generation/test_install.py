@@ -243,7 +243,7 @@ def test_a_cache_config_with_the_options_of_a_passed_cache_is_silent(
         if by_default:
             hf_paged.uninstall()
             hf_paged.install()
-    assert messages() == []
+    assert not [message for message in messages() if "keeps its own options" in message]
 
 
 @pytest.mark.skipif(
@@ -256,7 +256,7 @@ def test_a_cache_config_whose_block_size_was_raised_for_a_passed_cache_is_silent
     cache = hf_paged.PagedCache(model.config, options)
     given = {"cache_config": options, compat.cache_name(model): cache}
     generate(model, cache_implementation="paged", **given)
-    assert messages() == []
+    assert not [message for message in messages() if "keeps its own options" in message]
 
 
 def test_a_function_that_generates_may_go_on_with_its_cache() -> None:

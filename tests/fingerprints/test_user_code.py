@@ -241,9 +241,7 @@ def times(own: Any, factor: float) -> float:
 CASES: dict[str, Install] = {
     "value of a module": of_script("OfValue", lambda own: setattr(own, "ALPHA", NEW)),
     "function of a module": of_script("OfFunction", lambda own: setattr(own, "ALPHA", NEW)),
-    "value of a nested module": of_script(
-        "OfNestedModule", lambda own: setattr(own, "ALPHA", NEW)
-    ),
+    "value of a nested module": of_script("OfNestedModule", lambda own: setattr(own, "ALPHA", NEW)),
     "value of a renamed module": of_script(
         "OfRenamedModule", lambda own: setattr(own, "ALPHA", NEW)
     ),

@@ -44,9 +44,9 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
     verdict = capability.verdict(prompts_check, "packed", checked, kind)
     if isinstance(verdict, str):
         verdict = PromptsVerdict(verdict)
-    reason, checked.can_reuse, checked.can_begin_after_text = verdict
     if checked.user_inputs(model):  # other values of them may change the tokens of prompts
-        checked.can_reuse = checked.can_begin_after_text = False
+        verdict = verdict._replace(can_reuse=False, can_begin_after_text=False)
+    reason, checked.can_reuse, checked.can_begin_after_text = verdict
     if reason is None and checked.decode_inputs:
         reason = capability.verdict(inputs_check, "packed", checked, checked.names)
     return checked, reason

@@ -70,10 +70,10 @@ def _argument_names(func: Any) -> set[str]:
 
 
 class BeamDecoding(Decoding):
-    """Beam search over a batch of prompts, with the model's own helper methods. Row `prompt *
-    num_beams + beam` is a running beam. Once the result of a prompt is final, the prompt's rows
-    leave `open_rows`, unless the caller's code or the model's own search methods may read the
-    batch, or a dict is returned. Raises `ValueError` for `low_memory`."""
+    """Beam search over a batch of prompts, with the model's helper methods (`compat.BEAM_METHODS`).
+    Row `prompt * num_beams + beam` is a running beam. Once the result of a prompt is final, the
+    prompt's rows leave `open_rows`, unless the caller's code, or a helper method that the model
+    overrides, may read the batch, or a dict is returned. Raises `ValueError` for `low_memory`."""
 
     has_beams = True
 
@@ -95,7 +95,7 @@ class BeamDecoding(Decoding):
         self.beams_to_keep = max(2, 1 + num_eos) * num_beams
         is_row_wise = are_row_wise(self.logits_processor, self.num_rows)
         self._is_row_wise = is_row_wise and not self.stop_checker.callers_criteria
-        # a model's own search methods may compare prompts, and choose any token
+        # methods that a model overrides may compare prompts, and choose any token
         is_stock_search = all(is_stock(model, name) for name in compat.BEAM_METHODS)
         self.runs_callers_code = not (self._is_row_wise and is_stock_search)
         self.may_run_model = self.runs_callers_code

@@ -471,9 +471,10 @@ class Grammars(Protocol):
     def processor(
         self, options: RequestOptions, tokenizer: Any, model: PreTrainedModel
     ) -> LogitsProcessor:
-        """Returns the logits processor for a request's `schema`, `regex` or `grammar`. Raises
-        `ValueError` if several are set, if the constraint cannot be compiled, or without a suitable
-        tokenizer; and `ImportError` if the compiler is not installed."""
+        """Returns the logits processor for a request's `schema`, `regex` or `grammar`, which
+        computes each row from that row alone. Raises `ValueError` if several are set, if the
+        constraint cannot be compiled, or without a suitable tokenizer; and `ImportError` if the
+        compiler is not installed."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_paged
 from hf_paged import PagedEngine
-from hf_paged.attention.switch import compiled_layers
+from hf_paged.attention.switch import compiled_modules
 from hf_paged.compiled import is_compiled, replaced_forward, running_eagerly, uncompiled
 from hf_paged.model.state import fingerprint
 from tests.callers.test_callers import assert_used_pool
@@ -188,7 +188,7 @@ def test_under_the_models_own_loop(what: str) -> None:
 def test_parts_without_a_cache_stay_compiled(dtype: torch.dtype) -> None:
     plain, model = models.build("llama").to(dtype), models.build("llama").to(dtype)
     model.model.norm.compile(backend="eager")
-    assert not compiled_layers(model.modules())
+    assert not compiled_modules(model.modules())
     expected = generate(plain)
     assert_same_tokens(expected, generate(model), "plain")
     count = num_frames()
@@ -239,12 +239,12 @@ def attributes(model: nn.Module) -> list[dict[str, Any]]:
 def test_attributes_are_put_back() -> None:
     model = _everything(models.build("llama"))
     before = attributes(model)
-    layers = compiled_layers(model.modules())
+    layers = compiled_modules(model.modules())
     with running_eagerly(layers):
         assert attributes(model) != before
-        with running_eagerly(compiled_layers(model.modules())):
+        with running_eagerly(compiled_modules(model.modules())):
             pass
-        assert compiled_layers(model.modules()) == layers, "those that are switched now"
+        assert compiled_modules(model.modules()) == layers, "those that are switched now"
         assert not any(map(is_compiled, model.modules()))
     assert attributes(model) == before
 
@@ -282,7 +282,7 @@ def test_a_hook_of_accelerate_that_comes_or_goes_meanwhile(is_there: bool) -> No
     forward = model.forward
     if is_there:
         add_hook_to_module(model, ModelHook())
-    with running_eagerly(compiled_layers(model.modules())):
+    with running_eagerly(compiled_modules(model.modules())):
         if is_there:
             remove_hook_from_module(model)
         else:
@@ -316,7 +316,7 @@ def test_a_model_is_the_same_compiled_or_not() -> None:
     plain, model = models.build("llama"), _in_place(_forward(_layer_forward(models.build("llama"))))
     expected = fingerprint(plain)
     assert fingerprint(model) == expected
-    with running_eagerly(compiled_layers(model.modules())):
+    with running_eagerly(compiled_modules(model.modules())):
         assert fingerprint(model) == expected
     assert not any(replaced_forward(module) for module in model.modules())
     model.forward = lambda **inputs: type(model).forward(model, **inputs)

@@ -55,7 +55,8 @@ class _SwitchedName(str):
 
 @functools.cache
 def _switched_name(original: str) -> _SwitchedName:
-    """Returns the same object for the same name, so that the config is equal in every step."""
+    """Returns the same object for the same name, since checks for changes of a model compare the
+    attributes of its config by identity."""
     return _SwitchedName(original)
 
 
@@ -98,8 +99,8 @@ def forget_when_unused(register: Callable[[], None] | None) -> None:
 
 def switch_attention(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which attention layers that read the `switchable_configs` of a model's
-    `modules` call our attention function. Layers with latents let it read these if the room
-    `latent` is installed."""
+    `modules` call our attention function. If the room `latent` is installed, MLA layers pass their
+    latents to it instead of expanded keys and values."""
     latent: LatentRoom | None = room_if_installed("latent")
     if latent is not None and have_latents(modules):
         latent.wrap_expansions(modules)
@@ -111,15 +112,15 @@ def have_latents(modules: Iterable[nn.Module]) -> bool:
     return any("expand_kv" in vars(type(module)) for module in modules)
 
 
-def compiled_layers(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def compiled_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Returns the compiled modules that may update a cache. Dynamo cannot trace the update, and
     would compile the code around it in many pieces."""
-    layers = []
+    compiled = []
     for module in modules:
         has_compiled_code = is_compiled(module) or is_switched(module)
         if has_compiled_code and any(map(_updates_cache, map(type, module.modules()))):
-            layers.append(module)
-    return layers
+            compiled.append(module)
+    return compiled
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:

@@ -277,7 +277,8 @@ class EngineLoop:
                     " call `generate` with one row"
                 )
         elif reason is not None and self.config.speculation is not None:
-            self.loop.executor.slowed_by.add(f"`speculation` has no effect: {reason}")
+            scope = "" if state.request.inputs is None else " for some requests"
+            self.loop.executor.slowed_by.add(f"`speculation` has no effect{scope}: {reason}")
         draft_source = option or self.config.speculation or self._parts.drafter
         if reason is not None or draft_source is None:
             state.assistance = None

@@ -136,13 +136,13 @@ class Ledger:
             self._commit_draft(generation, draft, sampled.earlier)
             accepted = [{0: token} for token in sampled.earlier]
         new_tokens: dict[int, int] = {}
+        self.num_generated_tokens += len(sampled.rows) - sampled.num_ended
         for row in sampled.rows:
             request, index = generation.rows[row]
             token = sampled.tokens[row]
             new_tokens[row] = token
             token_ids = request.sequences[index].token_ids
             token_ids.append(token)
-            self.num_generated_tokens += 1
             if row in finished:
                 self._end_row(generation, row)
             elif len(token_ids) > request.max_positions:

@@ -1,13 +1,15 @@
 """Hashes the code of functions, with the same result in every process, lists the names of globals
-and attributes in the code, and tells whose code it is."""
+and attributes that the code reads, and tells whose code it is."""
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import marshal
 import sys
 import types
+from collections import deque
 from typing import Any
 
 from ..model.values import SCALARS, is_user_module
@@ -29,6 +31,14 @@ _HASHED_ATTRIBUTES = (
     "co_name",
     "co_consts",
 )
+# Methods that forwards do not call.
+_SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
+# Modules of the standard library whose functions may return other values in each call.
+_VARYING_MODULES = {"contextvars", "random", "threading", "time"}
+_ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
+# instructions that load a global and an attribute, in all versions of Python
+_GLOBAL_LOADS = {"LOAD_FROM_DICT_OR_GLOBALS", "LOAD_GLOBAL", "LOAD_NAME"}
+_ATTRIBUTE_LOADS = {"LOAD_ATTR", "LOAD_METHOD"}
 
 
 def globals_module(function: Any) -> str:
@@ -67,6 +77,85 @@ def names_of(code: types.CodeType) -> frozenset[str]:
         elif isinstance(constant, types.CodeType):
             names |= names_of(constant)
     return frozenset(names)
+
+
+class Functions:
+    """Functions of user code whose globals are to be described, and methods of classes that are
+    added to them once code names the method."""
+
+    def __init__(self) -> None:
+        self.pending = deque[Any]()
+        self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
+        self._methods = dict[str, list[Any]]()  # those of user code that no code has named, by name
+
+    def add_method(self, name: str, function: Any) -> None:
+        """Adds a function in a class. Of a library's function, only adds the names in its code."""
+        if name in _SETUP_METHODS:
+            return
+        if not is_user_module(globals_module(function)):
+            # a library's code may call methods that user classes override
+            self.add_names(names_of(function.__code__))
+        elif name in self._names:
+            self.pending.append(function)
+        else:
+            self._methods.setdefault(name, []).append(function)
+
+    def add_names(self, names: frozenset[str]) -> None:
+        """Adds names that user code reads."""
+        for name in sorted(names & self._methods.keys()):
+            self.pending += self._methods.pop(name)
+        self._names |= names
+
+
+def module_of(value: Any) -> str:
+    """The name of a module, or of the module that defines a class, a function or the class of an
+    object."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    owner = type(getattr(value, "__self__", None))  # of a method, such as `random.random`
+    return str(getattr(value, "__module__", None) or owner.__module__)
+
+
+def varies(value: Any, code: types.CodeType) -> bool:
+    """Whether a global that `code` reads may give other values at other times."""
+    module_name = module_of(value)
+    reads_environment = module_name == "os" and bool(names_of(code) & _ENVIRONMENT_NAMES)
+    is_varying = module_name in _VARYING_MODULES or reads_environment
+    return is_varying and (isinstance(value, types.ModuleType) or callable(value))
+
+
+def attributes_read(
+    code: types.CodeType, path: tuple[str, ...], module: types.ModuleType
+) -> list[str]:
+    """The names of the globals of `module` that `code` may read, sorted. `path`: the names by which
+    the code gets to the module, such as `("package", "module")`. If it only loads attributes of the
+    module, these are the names; otherwise all names in the code, except those of the path."""
+    chains = [chain[len(path) :] for chain in _chains_of(code) if chain[: len(path)] == path]
+    names = {chain[0] for chain in chains if chain}
+    if not chains or not all(chains):
+        names = {*names_of(code)} - {*path}
+    return sorted(names & vars(module).keys())
+
+
+@functools.lru_cache(maxsize=8192)
+def _chains_of(code: types.CodeType) -> frozenset[tuple[str, ...]]:
+    """The globals that `code`, and the code that it contains, loads, each with the attributes that
+    it then loads one from another: `("utils", "ops", "scale")` for `utils.ops.scale(x)`."""
+    chains = set[tuple[str, ...]]()
+    chain: tuple[str, ...] = ()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "EXTENDED_ARG":
+            continue
+        if chain and instruction.opname in _ATTRIBUTE_LOADS:
+            chain = (*chain, instruction.argval)
+            continue
+        if chain:
+            chains.add(chain)
+        chain = (instruction.argval,) if instruction.opname in _GLOBAL_LOADS else ()
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            chains |= _chains_of(constant)
+    return frozenset(chains)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -67,3 +67,14 @@ DATA_TYPES: tuple[type, ...] = (
 )
 # Private attributes of every config, which are transformers' own bookkeeping.
 CONFIG_BOOKKEEPING = frozenset(name for name in vars(PreTrainedConfig()) if name[:1] == "_")
+# Names of modules and packages, with a dot after them, whose classes are not described: base
+# classes that all models share, and classes that load, save or generate.
+UNDESCRIBED_MODULES = (
+    "abc.",
+    "builtins.",
+    "torch.nn.modules.module.",
+    "transformers.generation.",
+    "transformers.integrations.",
+    "transformers.modeling_utils.",
+    "transformers.utils.",
+)

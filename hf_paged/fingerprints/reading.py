@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import marshal
 import types
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,11 +36,15 @@ from ..model.values import (
 from ..model.writes import notes_of
 from .code import (
     MARSHAL_VERSION,
+    Functions,
+    attributes_read,
     code_hash,
     function_of,
     globals_module,
     is_source_module,
+    module_of,
     names_of,
+    varies,
 )
 from .kinds import (
     ARRAY_TYPES,
@@ -53,6 +56,7 @@ from .kinds import (
     NAMED_TYPES,
     REPR_TYPES,
     SCALAR_TYPES,
+    UNDESCRIBED_MODULES,
     UNDETECTABLE_TYPES,
 )
 
@@ -60,23 +64,9 @@ _MAX_DEPTH = 8  # of nested containers and functions: some hold themselves
 # Attributes of a module that `_module` skips. No forward depends on `name_or_path`, which says
 # where the model was loaded from.
 _IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
-# Names of modules and packages, with a dot after them, whose classes are not described: base
-# classes that all models share, and classes that load, save or generate.
-_UNDESCRIBED_MODULES = (
-    "abc.",
-    "builtins.",
-    "torch.nn.modules.module.",
-    "transformers.generation.",
-    "transformers.integrations.",
-    "transformers.modeling_utils.",
-    "transformers.utils.",
-)
-# Modules of the standard library whose functions may return other values in each call.
-_CHANGING_MODULES = {"contextvars", "random", "threading", "time"}
-_ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
-# Methods that forwards do not call.
-_SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
-_MAX_PLAIN_OBJECTS = 10_000  # maximum number of objects of user classes whose attributes are read
+# maximum number of objects of user classes whose attributes are read, and of items of containers
+# that are read in closures
+_MAX_PLAIN_OBJECTS = 10_000
 _MAX_ITEMS = 1000  # maximum number of items that are read of one object in a closure or global
 _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks)
 
@@ -102,12 +92,15 @@ class Reading:
         # Whether containers and objects in closures of user code are described. Hooks and functions
         # that users set on libraries' classes may collect results there.
         self._reads_closures = False
+        # whether a value in a closure is being described, or an object first found there
+        self._is_in_closure = False
+        self._closure_objects = set[int]()  # ids of these objects
+        self._num_closure_items = 0  # of containers, except those with only scalars
+        # descriptions of containers and their depths, by id and `_reads_closures`
+        self._containers = dict[tuple[int, bool], tuple[int, Any]]()
         self._classes = set[type]()  # described so far
         self._packages = set[str]()  # names of packages of user code
-        self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
-        # methods of user classes that no code has named yet, by name
-        self._methods = dict[str, list[Any]]()
-        self._functions = deque[Any]()  # whose globals are still to be described
+        self._functions = Functions()
         self._followed = set[Any]()  # functions whose globals have been described
         self._reads_training = False  # whether user code reads `training`
         # scalars in the containers and objects of other closures
@@ -126,13 +119,13 @@ class Reading:
         self._number_of(model)
         described = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
         num_described = 0
-        while num_described < len(self._objects) or self._functions:
+        while num_described < len(self._objects) or self._functions.pending:
             if num_described < len(self._objects):
                 item = self._objects[num_described]
                 num_described += 1
                 described.append(self._object(item))
             else:
-                described.append(self._follow(self._functions.popleft()))
+                described.append(self._follow(self._functions.pending.popleft()))
         if self._too_deep.keys() - self._described.keys():
             self.undetectable = f"it holds values nested more than {_MAX_DEPTH} levels deep"
         self._modules = [item for item in self._objects if isinstance(item, nn.Module)]
@@ -142,6 +135,7 @@ class Reading:
         self.structure = marshal.dumps(described, MARSHAL_VERSION)
 
     def _object(self, item: Any) -> tuple[Any, ...]:
+        self._is_in_closure = id(item) in self._closure_objects
         if isinstance(item, type):
             return "class", self._class(item)
         kind = self._class(type(item))
@@ -174,7 +168,7 @@ class Reading:
             return described
         self._classes.add(kind)
         for base in kind.__mro__:
-            if f"{base.__module__}.".startswith(_UNDESCRIBED_MODULES):
+            if f"{base.__module__}.".startswith(UNDESCRIBED_MODULES):
                 continue
             self._owners += gc.get_referents(vars(base))  # the dict behind the mapping proxy
             is_user_class = is_user_module(base.__module__)
@@ -184,7 +178,7 @@ class Reading:
             for name, value in vars(base).items():
                 value = function_of(value)
                 if isinstance(value, types.FunctionType):
-                    self._add_method(name, value)
+                    self._functions.add_method(name, value)
                     described.append((name, self._function(value, 0)))
                 elif name[:2] == "__" or name in BOOKKEEPING:
                     continue
@@ -277,17 +271,34 @@ class Reading:
         return [self._value(item, depth + 1) for item in items]
 
     def _container(self, value: Any, depth: int) -> Any:
+        key = id(value), self._reads_closures
+        least_depth, description = self._containers.get(key, (depth + 1, None))
+        if least_depth <= depth:
+            return description
         self._watch_container(value)
         kind = type(value)
         is_dict = isinstance(value, DICT_TYPES)
         items = [*(itertools.chain.from_iterable(value.items()) if is_dict else value)]
         if not SCALARS.issuperset(map(type, items)):  # a vocabulary may have millions of scalars
-            if self._is_too_deep(value, depth):
+            if self._is_too_deep(value, depth) or self._exceeds_limits(value):
                 return kind.__qualname__, len(items)
             items = self._items(depth, *items)
         if issubclass(kind, (set, frozenset)):
             items = sorted(items, key=repr)
-        return kind.__qualname__, items
+        description = kind.__qualname__, items
+        if isinstance(value, CONTAINERS):  # `_owners` keeps it alive
+            self._containers[key] = depth, description
+        return description
+
+    def _exceeds_limits(self, value: Any) -> bool:
+        """Whether a container in a closure has too many items to be read, which is then noted."""
+        if not self._is_in_closure:
+            return False
+        self._num_closure_items += len(value)
+        is_large = len(value) > _MAX_ITEMS or self._num_closure_items > _MAX_PLAIN_OBJECTS
+        if is_large:
+            self.undetectable = f"closures of its code hold more than {_MAX_ITEMS:,} values"
+        return is_large
 
     def _array(self, value: Any) -> Any:
         self._arrays.append(value)
@@ -302,7 +313,7 @@ class Reading:
             return "partial", self._items(depth, value.func, value.args, value.keywords)
         if isinstance(value, types.MethodType):
             return "method", self._items(depth, value.__func__, value.__self__)
-        self._functions.append(value)
+        self._functions.pending.append(value)
         return self._function(value, depth)
 
     def _named(self, value: Any) -> Any:
@@ -325,7 +336,10 @@ class Reading:
         is_numbered = id(value) in self._object_numbers
         if not is_numbered and not is_user_module(kind.__module__):
             return "object", self._library_object(value, depth)
-        self._num_plain_objects += not is_numbered
+        if not is_numbered:
+            self._num_plain_objects += 1
+            if self._is_in_closure:
+                self._closure_objects.add(id(value))
         if self._num_plain_objects <= _MAX_PLAIN_OBJECTS:
             return "object", self._number_of(value)
         self.undetectable = f"it holds more than {_MAX_PLAIN_OBJECTS:,} objects of user classes"
@@ -376,24 +390,6 @@ class Reading:
         code = code_hash(function.__code__)
         return "function", function.__qualname__, code, defaults, cells, attributes
 
-    def _add_method(self, name: str, function: Any) -> None:
-        """Follows a function of user code in a class once code names it. Of a library's function,
-        only adds the names in its code."""
-        if name in _SETUP_METHODS:
-            return
-        if not is_user_module(globals_module(function)):
-            # a library's code may call methods that user classes override
-            self._add_names(names_of(function.__code__))
-        elif name in self._names:
-            self._functions.append(function)
-        else:
-            self._methods.setdefault(name, []).append(function)
-
-    def _add_names(self, names: frozenset[str]) -> None:
-        for name in sorted(names & self._methods.keys()):
-            self._functions += self._methods.pop(name)
-        self._names |= names
-
     def _follow(self, function: Any) -> Any:
         """Describes the globals that a function of user code reads by name. Returns `None` for
         other functions, and for a function that has been followed before."""
@@ -402,35 +398,37 @@ class Reading:
             return None
         self._followed.add(function)
         self._reads_closures = True
+        self._is_in_closure = False
         self._packages.add(package_of(module_name))
         names = names_of(function.__code__)
         self._reads_training |= "training" in names
-        self._add_names(names)
+        self._functions.add_names(names)
         namespace = function.__globals__
         names_read = sorted(names & namespace.keys())
-        return [(name, self._global(namespace, name, names)) for name in names_read]
+        return [(name, self._global(namespace, name, function.__code__)) for name in names_read]
 
-    def _global(self, namespace: dict[str, Any], name: str, names: frozenset[str]) -> Any:
-        """Describes a global that user code reads. `names`: all names in the function that reads
-        it."""
+    def _global(
+        self,
+        namespace: dict[str, Any],
+        name: str,
+        code: types.CodeType,
+        path: tuple[str, ...] = (),
+    ) -> Any:
+        """Describes a global that user code reads. `path`: the names by which the code gets to the
+        module with this namespace; empty for the code's own module."""
         value = namespace[name]
         kind = type(value)
-        is_module = isinstance(value, types.ModuleType)
         self._globals.append((namespace, name))
-        owner = type(getattr(value, "__self__", None))  # of a method, such as `random.random`
-        if is_module:
-            module_name = value.__name__
-        else:
-            module_name = getattr(value, "__module__", None) or owner.__module__
-        reads_environment = module_name == "os" and bool(names & _ENVIRONMENT_NAMES)
-        is_changing = module_name in _CHANGING_MODULES or reads_environment
-        if is_changing and (is_module or callable(value)):
+        module_name = module_of(value)
+        if varies(value, code):
             self.undetectable = f"its code reads {name!r}, which gives other values at other times"
         is_followed = package_of(module_name) in self._packages or is_source_module(module_name)
-        if is_module:
-            is_other_module = is_followed and vars(value) is not namespace
-            names_read = sorted(names & vars(value).keys()) if is_other_module else []
-            parts = [(part, self._global(vars(value), part, names - {part})) for part in names_read]
+        if isinstance(value, types.ModuleType):
+            parts = []
+            if is_followed and vars(value) is not namespace:
+                path = (*path, name)
+                for part in attributes_read(code, path, value):
+                    parts.append((part, self._global(vars(value), part, code, path)))
             return "module", module_name, parts
         if kind is types.FunctionType and not is_followed:
             return "function", value.__qualname__, code_hash(value.__code__)
@@ -457,7 +455,11 @@ class Reading:
         read_types = (Tensor, nn.Module, *NAMED_TYPES, *FUNCTION_TYPES, *UNDETECTABLE_TYPES)
         is_read = kind in SCALARS or isinstance(value, read_types)
         if is_read or (is_user_code and self._reads_closures):
-            return self._value(value, depth)
+            was_in_closure = self._is_in_closure
+            self._is_in_closure = True
+            described = self._value(value, depth)
+            self._is_in_closure = was_in_closure
+            return described
         if package_of(kind.__module__) in STANDARD or is_user_module(kind.__module__):
             self._closure_scalars.append(self._scalars(value))
         return self._library_object(value, depth)

@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from .. import compat
 from ..attention.backends import unsupported_reasons
 from ..attention.masks import PagedMask, mask_observer
-from ..attention.switch import compiled_layers, foreign_attention, switch_attention
+from ..attention.switch import compiled_modules, foreign_attention, switch_attention
 from ..batching.decoding.prepare import capturing
 from ..batching.execution.prompts import copy_nested_dicts
 from ..cache.idle import end_use
@@ -237,7 +237,7 @@ class Call:
 
     def _switch(self) -> None:
         modules = list(self.model.modules())
-        self.stack.enter_context(running_eagerly(compiled_layers(modules)))
+        self.stack.enter_context(running_eagerly(compiled_modules(modules)))
         if not self.reads_in_place:
             return
         self.stack.enter_context(switch_attention(modules))

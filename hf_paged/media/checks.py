@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,8 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
     verdict = capability.verdict(prompts_check, "packed", checked, kind)
     if isinstance(verdict, str):
         verdict = PromptsVerdict(verdict)
+    if checked.user_inputs(model):  # other values of them may change the tokens of prompts
+        verdict = verdict._replace(can_reuse=False, can_begin_after_text=False)
     reason, checked.can_reuse, checked.can_begin_after_text = verdict
     if reason is None and checked.decode_inputs:
         reason = capability.verdict(inputs_check, "packed", checked, checked.names)
@@ -58,7 +61,8 @@ def prepare(
     if reason is not None:
         return reason
     config = capability.model.config
-    similarity_key = prompts.similarity_key(config)
+    has_user_inputs = bool(prompts.user_inputs(capability.model))
+    similarity_key = None if has_user_inputs else prompts.similarity_key(config)
     kind = prompts.names, prompts.axis_counts
     if similarity_key and capability.verdict(merge_check, "packed", prompts, kind) is True:
         prompts.merge_key = similarity_key
@@ -104,23 +108,42 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
     return PromptsVerdict(None, True, can_begin_after_text)
 
 
+class _Unread(Tensor):
+    """Stands for a tensor that a forward does not read: every operation on it raises an error."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise RuntimeError("a decode step reads an input")
+
+
 def inputs_check(trial: Trial) -> str | None:
-    """Compares a plain decode step with one that gets other `decode_inputs`. If the logits differ,
-    returns why the rows cannot decode packed, since packed steps get no such inputs. `None`: the
-    verdict of `prompts_check` on these prompts holds for all values of these inputs. Raises
+    """Compares a plain decode step with two that get other `decode_inputs`: each element has
+    another value in at least one of them. `user_inputs` that are tensors cannot be read there,
+    since their other values may have an effect. If the logits differ or a step fails, returns why
+    the rows cannot decode packed, since packed steps get no such inputs. `None`: the verdict of
+    `prompts_check` on these prompts holds for all values of these inputs. Raises
     `ForwardFailedError` if a forward fails with the inputs as they are."""
     prompts = trial.prompts
     new_token = sample_tokens(trial.model)[:1, :1]
+    decode = functools.partial(trial.decode, prompts.input_ids, prompts.model_kwargs, new_token)
     with trial.forwards():
-        plain = trial.decode(prompts.input_ids, prompts.model_kwargs, new_token)
-    with contextlib.suppress(ForwardFailedError), trial.forwards():
-        altered = {name: alter_value(value) for name, value in prompts.decode_inputs.items()}
-        computed = trial.decode(
-            prompts.input_ids, prompts.model_kwargs, new_token, later_inputs=altered
-        )
-        if torch.equal(plain, computed):
-            return None
-    return Topic.INPUTS("its decode steps depend on these inputs")
+        plain = decode()
+    user_inputs = prompts.user_inputs(trial.model)
+    for alter in (alter_value, _zeroed):
+        altered: dict[str, Any] = {}
+        for name, value in prompts.decode_inputs.items():
+            is_unknown = name in user_inputs and isinstance(value, Tensor)
+            altered[name] = torch.empty(0).as_subclass(_Unread) if is_unknown else alter(value)
+        computed = None
+        with contextlib.suppress(ForwardFailedError), trial.forwards():
+            computed = decode(later_inputs=altered)
+        if computed is None or not torch.equal(plain, computed):
+            return Topic.INPUTS("its decode steps may depend on these inputs")
+    return None
+
+
+def _zeroed(value: Tensor | bool) -> Tensor | bool:
+    return torch.zeros_like(value) if isinstance(value, Tensor) else not value
 
 
 def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:

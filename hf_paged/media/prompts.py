@@ -28,6 +28,7 @@ from ..forks import lazy_property
 from ..model.own_loop import next_logits, padding_mask
 from ..model.structure import is_stock
 from ..model.trial import stock_cache
+from ..model.values import package_of
 from .look_ahead import LookAhead
 
 
@@ -106,11 +107,21 @@ class MediaPrompts(Prompts):
         on their values."""
         inputs = {}
         for name in self.names:
-            # these types are zeros after the prompt; the last one of `token_type_ids` is repeated
-            has_zeros = name.endswith("_token_type_ids")
-            if name not in compat.PREFILL_INPUTS and not has_zeros:
+            # transformers extends `mm_token_type_ids` by zeros
+            if name not in compat.PREFILL_INPUTS and name != "mm_token_type_ids":
                 inputs[name] = self.model_kwargs[name]
         return inputs
+
+    def user_inputs(self, model: PreTrainedModel) -> set[str]:
+        """Returns the names of the `decode_inputs` that no forward of transformers takes, among the
+        forwards of the model's class and its bases. Only user code knows what such an input does:
+        some of its values may change all tokens of a prompt, and others none."""
+        known_names = {"token_type_ids"}  # its non-zero types mark placeholders
+        for kind in type(model).__mro__:
+            forward = inspect.unwrap(vars(kind).get("forward", object))
+            if package_of(getattr(forward, "__module__", "")) == "transformers":
+                known_names |= inspect.signature(forward).parameters.keys()
+        return self.decode_inputs.keys() - known_names
 
     @property
     def _token_types(self) -> dict[str, Tensor]:

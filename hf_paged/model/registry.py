@@ -145,17 +145,10 @@ def memory_for(
     new `prefix_tiers` cannot be used."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
-    limits = (
-        config.block_size,
-        config.num_blocks,
-        config.memory_fraction,
-        config.kv_dtype,
-        config.batch_invariant,
-    )
     has_tiers = config.block_size == AUTO and config.prefix_tiers is not None
     processes = processes_of(model)
     dtypes = model.dtype, autocast_dtype(device)
-    key = (limits, has_tiers, config.storage, dtypes, device, processes)
+    key = (_memory_options(config), has_tiers, dtypes, device, processes)
     with _lock:
         old_key, old_memory = _memories.get(model, (None, None))
         memory = old_memory
@@ -175,6 +168,26 @@ def memory_for(
     if old_memory is not None and old_memory is not memory:
         old_memory.evict_cached()
     return memory
+
+
+def _memory_options(config: PagedConfig) -> tuple[Any, ...]:
+    """The options that a memory keeps as long as it exists."""
+    return (
+        config.block_size,
+        config.num_blocks,
+        config.memory_fraction,
+        config.kv_dtype,
+        config.batch_invariant,
+        config.storage,
+    )
+
+
+def needs_other_memory(model: PreTrainedModel, config: PagedConfig, memory: PagedMemory) -> bool:
+    """Whether a memory of the model's that is made by `config` would differ from `memory` in the
+    options that a memory keeps."""
+    if config.storage == memory.config.storage:
+        config = fit_blocks(config, model.config, compute_device(model))
+    return _memory_options(config) != _memory_options(memory.config)
 
 
 def check_tiers(config: PagedConfig) -> None:

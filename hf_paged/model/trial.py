@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .. import compat
-from ..attention.switch import compiled_layers, switch_attention
+from ..attention.switch import compiled_modules, switch_attention
 from ..cache.block_manager import BlockManager
 from ..cache.free_memory import is_out_of_memory
 from ..cache.memory import PagedMemory, autocast_dtype
@@ -112,7 +112,7 @@ class Trial:
         with (
             torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
             torch.no_grad(),
-            running_eagerly(compiled_layers(modules)),
+            running_eagerly(compiled_modules(modules)),
             attention,
         ):
             snapshot = Snapshot(model)

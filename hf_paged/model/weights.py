@@ -3,12 +3,16 @@ weights have changed."""
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
 from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory
 from .state import ModelState, carries_state, fingerprint
+
+logger = logging.getLogger(__name__)
 
 
 class WeightsGuard:
@@ -128,7 +132,13 @@ class WeightsGuard:
     def _forget(self) -> None:
         self.is_watched = False
         with self._memory.changing():
-            self.num_changes += self._memory.fingerprint is not None
+            if self._memory.fingerprint is not None:
+                self.num_changes += 1
+                logger.debug(
+                    "the cached prefixes of %s are dropped: the model has changed, or it cannot be"
+                    " fingerprinted",
+                    type(self._model).__name__,
+                )
             self._blocks.forget_before_period()
             if self._blocks.tier is not None:
                 self._blocks.tier.discard()

@@ -86,8 +86,8 @@ class ManagerThread:
 
     @property
     def _has_vanished(self) -> bool:
-        """Whether the thread ended without reporting an error, as a thread that lacks memory
-        does."""
+        """Whether the thread is gone without having reported an error: it ended for lack of memory,
+        or an error interrupted `start`."""
         return self.thread is not None and not self.thread.is_alive() and not self.is_stopping
 
     def start(self) -> None:
@@ -158,7 +158,7 @@ class ManagerThread:
             if is_refused:
                 reason = "it was stopped"
                 if self._has_vanished:
-                    reason = "its thread ended for lack of memory"
+                    reason = "its thread is not running, perhaps for lack of memory: call `start`"
                 elif self.fatal_error is not None:
                     reason = f"its thread died: {self.fatal_error!r}"
                 raise RuntimeError(

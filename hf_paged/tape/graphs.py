@@ -1,6 +1,5 @@
 """Records steps as graphs, one per `GraphKey` (sizes and options), and replays them with other
-inputs. A graph reads and writes the addresses with which it was recorded, so the inputs of each
-step are first copied to buffers there. The runner supplies the forward."""
+inputs, which are first copied to the buffers that the graph reads."""
 
 from __future__ import annotations
 
@@ -286,6 +285,7 @@ class StepGraphs:
             torch.get_default_dtype(),
             torch.get_num_threads(),
             torch._C._get_deterministic_algorithms(),
+            torch._C._get_fp32_precision_getter("cuda", "matmul"),
             torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
         )
         return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)

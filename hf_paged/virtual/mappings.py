@@ -251,11 +251,11 @@ class RowMappings:
         mappings are kept, first unmaps the blocks of an unrelated earlier row. Raises
         `MemoryError`."""
         mapped_ids = self.mapped_ids[slot]
-        end = row.first + len(row.block_ids)
+        end = row.first_block + len(row.block_ids)
         if self.versions[slot] < row.assigned_version and not config.keep_mappings:
             self._unmap(slot, 0, len(mapped_ids))
         if row.has_padding:  # padding must read as zeros
-            for position, block_id in enumerate(mapped_ids[: row.first]):
+            for position, block_id in enumerate(mapped_ids[: row.first_block]):
                 if block_id is not None:
                     self._unmap(slot, position, 1)
         mapped_ids += [None] * (end - len(mapped_ids))
@@ -266,7 +266,7 @@ class RowMappings:
             position, block_id = block
             return None if mapped_ids[position] == block_id else block_id - position
 
-        for key, blocks in itertools.groupby(enumerate(row.block_ids, row.first), run_key):
+        for key, blocks in itertools.groupby(enumerate(row.block_ids, row.first_block), run_key):
             if key is None:
                 continue
             run = list(blocks)

@@ -28,12 +28,13 @@ MIN_SLOT_TOKENS = 4096  # initial length of a slot in tokens: unmapped addresses
 class Row:
     """The blocks to map in one slot, in all layers."""
 
-    first: int = 0  # position of the first block, in blocks
+    first_block: int = 0  # position of the first block, in blocks
     block_ids: list[int] = field(default_factory=list)
-    end: int = 0  # position after the last token, in tokens
+    end_token: int = 0  # position after the last token, in tokens
     has_padding: bool = False  # whether padding precedes the first block
     version: int = 0  # counts changes
-    assigned_version: int = 0  # the version at which the row replaced an unrelated one
+    # the version at which the row was replaced, or became shorter
+    assigned_version: int = 0
     # if mappings are kept: block ids by position, of this row and, past its end, of earlier rows
     mapped_ids: list[int | None] = field(default_factory=list)
     reading_steps: list[weakref.ref[StepMetadata]] = field(default_factory=list)
@@ -48,7 +49,7 @@ class Row:
         return True
 
     def holds(self, position: int, block_id: int) -> bool:
-        index = position - self.first
+        index = position - self.first_block
         if not 0 <= index < len(self.block_ids):
             return False
         return self.block_ids[index] == block_id
@@ -57,9 +58,9 @@ class Row:
 class BlockSpan(NamedTuple):
     """The blocks of a row of a step, at positions of the row's slot."""
 
-    first: int  # position of the first block, in blocks
+    first_block: int  # position of the first block, in blocks
     ids: list[int]
-    end: int  # position after the last token, in tokens
+    end_token: int  # position after the last token, in tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,11 +159,11 @@ class RowSlots:
             if slots is None:
                 return None
             self._clock += 1
-            num_tokens = max((span.first + len(span.ids)) * size for span in spans)
+            num_tokens = max((span.first_block + len(span.ids)) * size for span in spans)
             self._grow_length(num_tokens)
             for slot, span in zip(slots, spans):
                 self._assign(step, slot, *span)
-        offsets = [span.first * size for span in spans]
+        offsets = [span.first_block * size for span in spans]
         return Placement(slots, offsets)
 
     def back_off(self) -> None:
@@ -230,7 +231,7 @@ class RowSlots:
         """Returns how many of a row's blocks are still mapped in a slot; 0 unless most of them are,
         since the slot's mappings may fit another row better."""
         ids = span.ids
-        mapped_ids = self.rows[slot].mapped_ids[span.first : span.first + len(ids)]
+        mapped_ids = self.rows[slot].mapped_ids[span.first_block : span.first_block + len(ids)]
         num_mapped = sum(map(operator.eq, mapped_ids, ids))
         if 2 * num_mapped <= len(ids):
             return 0
@@ -252,7 +253,7 @@ class RowSlots:
             if slot is None or slot in assigned:
                 continue
             row = self.rows[slot]
-            if not row.holds(span.first + index, block_id):
+            if not row.holds(span.first_block + index, block_id):
                 continue
             if row.is_free or self._only_grows(row, span, has_padding):
                 return slot
@@ -266,7 +267,8 @@ class RowSlots:
     ) -> bool:
         """Whether `span` has the row's blocks, except perhaps leading ones, and only appends
         others: no block is unmapped, so other steps may go on reading the slot."""
-        num_skipped = span.first - row.first  # leading blocks of the row that `span` lacks
+        # leading blocks of the row that `span` lacks
+        num_skipped = span.first_block - row.first_block
         # with padding, the blocks before those of `span` must be unmapped
         keeps_leading = num_skipped == 0 or (num_skipped > 0 and not has_padding)
         if not keeps_leading:
@@ -340,23 +342,25 @@ class RowSlots:
         has_padding = step.has_padding
         if row.is_free:
             row.reading_steps.clear()
-        elif first > row.first:  # other steps read earlier blocks, which a layer may map only later
-            earlier_ids = row.block_ids[: first - row.first]
+        elif first > row.first_block:
+            # other steps read earlier blocks, which a layer may map only later
+            earlier_ids = row.block_ids[: first - row.first_block]
             ids = earlier_ids + ids
-            first = row.first
-        is_shorter = end < row.end  # rows only grow, so this is another row
+            first = row.first_block
+        # perhaps another row; or this one, after a crop or a rejected draft
+        is_shorter = end < row.end_token
         is_another = is_shorter and not self._keeps_mappings
-        content = (row.first, row.block_ids, row.has_padding)
+        content = (row.first_block, row.block_ids, row.has_padding)
         is_changed = content != (first, ids, has_padding)
         num_positions = first + len(ids)
-        row.end = end
+        row.end_token = end
         if is_changed or is_another:
             overlaps = bool(ids) and row.holds(first, ids[0])
             # before the change, so that blocks are mapped again after an interrupt
             row.version += 1
             if is_shorter or not overlaps:
                 row.assigned_version = row.version
-            row.first, row.block_ids, row.has_padding = first, ids, has_padding
+            row.first_block, row.block_ids, row.has_padding = first, ids, has_padding
             if self._keeps_mappings:
                 row.mapped_ids += [None] * (num_positions - len(row.mapped_ids))
                 row.mapped_ids[first:num_positions] = ids

@@ -209,6 +209,14 @@ def test_what_is_told_of_a_row_ends_where_the_row_does(ends: str) -> None:
     assert "".join(output.text or "" for output in outputs) == result.text == f" 50{HALF}"
 
 
+def test_padding_of_ended_rows_is_not_counted() -> None:
+    """The caller's processor may read these rows, so they stay until the last one ends."""
+    config = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 9, "eos_token_id": 77}
+    with engine_of() as engine:
+        engine.generate([TEXT], config, **force([77], [50, 77], [50, 51, 77]))
+        assert engine.stats().num_generated_tokens == 6
+
+
 # ------------------------------------------------------------------------ cancelled within a step
 
 

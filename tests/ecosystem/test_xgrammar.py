@@ -140,6 +140,17 @@ def test_schema() -> None:
     assert not [result.error for result in results if result.error]
 
 
+def test_rows_leave_when_their_text_ends() -> None:
+    """No forward could compute their padding."""
+    options = {**MODES["samples"], "num_return_sequences": 8, "pad_token_id": -1}
+    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
+        (result,) = engine.generate([[5, 6]], options, regex="[a-d]{1,30}", seed=0)
+        assert result.error is None, result.error
+        lengths = [len(sequence.token_ids) for sequence in result.sequences]
+        assert min(lengths) < max(lengths)
+        assert engine.stats().num_generated_tokens == sum(lengths)
+
+
 def test_a_choice_of_the_second_best_is_not_taken_back() -> None:
     """The caller's processor runs before the mask."""
     with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:

@@ -33,6 +33,8 @@ NEW = -0.5  # the factor after a change; before, it is 1
 Install = Callable[[Any], Callable[[], Any]]  # changes a model, and returns what changes it again
 
 SETTINGS = """
+import time
+
 ALPHA = 1.0
 
 
@@ -49,8 +51,13 @@ options = Options()
 
 def alpha():
     return ALPHA
+
+
+def now():
+    return time.time()
 """
 MODEL = """
+import user_names
 import user_settings
 from torch import nn
 from user_settings import alpha, options
@@ -78,13 +85,32 @@ class OfFunction(Scaled):
 class OfObject(Scaled):
     def factor(self):
         return options()
+
+
+class OfNestedModule(Scaled):
+    def factor(self):
+        return user_names.settings.ALPHA
+
+
+class OfRenamedModule(Scaled):
+    def factor(self):
+        settings = user_settings
+        return settings.ALPHA
+
+
+class Timed(Scaled):
+    time = 1.0
+
+    def factor(self):
+        return self.time * user_settings.ALPHA
 """
 
 
 @pytest.fixture(autouse=True)
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Two files of a user beside one another, which are in no package."""
-    files = {"user_settings": SETTINGS, "user_model": MODEL}
+    """Files of a user beside one another, which are in no package."""
+    names = "import user_settings as settings\n"
+    files = {"user_settings": SETTINGS, "user_names": names, "user_model": MODEL}
     for name, source in files.items():
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -215,6 +241,10 @@ def times(own: Any, factor: float) -> float:
 CASES: dict[str, Install] = {
     "value of a module": of_script("OfValue", lambda own: setattr(own, "ALPHA", NEW)),
     "function of a module": of_script("OfFunction", lambda own: setattr(own, "ALPHA", NEW)),
+    "value of a nested module": of_script("OfNestedModule", lambda own: setattr(own, "ALPHA", NEW)),
+    "value of a renamed module": of_script(
+        "OfRenamedModule", lambda own: setattr(own, "ALPHA", NEW)
+    ),
     "object of a module": of_script("OfObject", lambda own: setattr(own.options, "alpha", NEW)),
     "object of a class": of_class(
         lambda: {"held": Options(), "factor": lambda self: self.held.alpha},
@@ -326,6 +356,13 @@ def test_functions_of_installed_packages_are_not_followed(
         sys.modules.pop("user_clock", None)
 
 
+def test_attributes_of_other_objects_are_not_read_in_other_modules() -> None:
+    """`self.time` is not the module `time` of the script that the code reads."""
+    model = models.build("llama")
+    put(model, importlib.import_module("user_model").Timed)
+    assert StateReading(model).undetectable is None
+
+
 # ------------------------------------------------------------------------------ what is not read
 
 
@@ -339,6 +376,50 @@ def test_more_objects_than_are_read_are_named(monkeypatch: pytest.MonkeyPatch) -
     model.held.append(Options())
     assert fingerprint(model) is None
     assert StateReading(model).undetectable == "it holds more than 3 objects of user classes"
+
+
+class Agent(Options):
+    def __init__(self, replay: Any) -> None:
+        super().__init__()
+        self.replay = replay
+
+
+def steps(count: int) -> list[dict[str, float]]:
+    return [{"reward": 1.0} for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "replay",
+    [
+        steps(reading._MAX_ITEMS + 1),
+        [torch.zeros(1)] * (reading._MAX_ITEMS + 1),
+        [steps(reading._MAX_ITEMS) for _ in range(11)],
+    ],
+    ids=["dicts", "tensors", "nested lists"],
+)
+@pytest.mark.parametrize("make", [Agent, lambda replay: {"alpha": 1.0, "replay": replay}])
+def test_closures_that_hold_more_values_than_are_read_are_named(make: Any, replay: Any) -> None:
+    model = models.build("llama")
+    closes(lambda: make(replay), lambda box: 1.0, lambda box: None)(model)
+    assert fingerprint(model) is None
+    told = "closures of its code hold more than 1,000 values"
+    assert StateReading(model).undetectable == told
+
+
+def test_a_container_in_several_closures_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows, seen = models.build("llama"), steps(3), list[Any]()
+    closes(lambda: rows, lambda box: 1.0, lambda box: None)(model)
+    read_value = reading.Reading._value
+
+    def noting(own: Any, value: Any, depth: int = 0) -> Any:
+        seen.append(value)
+        return read_value(own, value, depth)
+
+    monkeypatch.setattr(reading.Reading, "_value", noting)
+    before = read(model)
+    assert sum(value is rows[0] for value in seen) == 1
+    rows[-1]["reward"] = 2.0
+    assert read(model) != before
 
 
 def in_lists(value: Any, count: int) -> Any:

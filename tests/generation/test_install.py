@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import os
 import runpy
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_paged
 from hf_paged import compat
+from hf_paged.rooms import is_installed
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.checks import assert_paged_is_plain, generate_both
@@ -214,6 +216,47 @@ def test_a_cache_config_beside_a_passed_cache_warns(messages: Any) -> None:
         )
         told = ["keeps its own options" in message for message in messages()]
         assert told == [True] * bool(cache_config)
+
+
+@pytest.mark.parametrize("by_default", [False, True])
+def test_a_cache_config_with_the_options_of_a_passed_cache_is_silent(
+    by_default: bool, messages: Any
+) -> None:
+    """The last call passes the cache of the first one. The call between them has another salt."""
+    model, ids = models.build("llama"), models.token_ids(1, 9)
+    options: dict[str, Any] = {**OPTIONS, "return_dict_in_generate": True}
+    if by_default:
+        hf_paged.install(by_default=True)
+    else:
+        options["cache_implementation"] = "paged"
+
+    def turn(ids: torch.Tensor, salt: str, **cache: Any) -> Any:
+        config = {"block_size": 8, "cache_salt": salt}
+        mask = torch.ones_like(ids)
+        return model.generate(ids, attention_mask=mask, cache_config=config, **options, **cache)
+
+    try:
+        first = turn(ids, "a")
+        turn(ids, "b")
+        turn(first.sequences, "a", **{compat.cache_name(model): first[compat.OUTPUT_CACHE]})
+    finally:
+        if by_default:
+            hf_paged.uninstall()
+            hf_paged.install()
+    assert not [message for message in messages() if "keeps its own options" in message]
+
+
+@pytest.mark.skipif(
+    not (is_installed("virtual") and hasattr(os, "memfd_create")), reason="no virtual storage"
+)
+def test_a_cache_config_whose_block_size_was_raised_for_a_passed_cache_is_silent(
+    messages: Any,
+) -> None:
+    model, options = models.build("llama"), {"storage": "virtual"}
+    cache = hf_paged.PagedCache(model.config, options)
+    given = {"cache_config": options, compat.cache_name(model): cache}
+    generate(model, cache_implementation="paged", **given)
+    assert not [message for message in messages() if "keeps its own options" in message]
 
 
 def test_a_function_that_generates_may_go_on_with_its_cache() -> None:

@@ -351,6 +351,13 @@ def test_rows_whose_decode_steps_need_more_are_not_packed() -> None:
 STOCK = inspect.signature(transformers.LlamaForCausalLM.forward)
 
 
+def signature_with(*names: str) -> inspect.Signature:
+    """The signature of Llama's forward with more inputs."""
+    parameters = list(STOCK.parameters.values())
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+    return STOCK.replace(parameters=[*parameters[:-1], *more, parameters[-1]])
+
+
 class Steered(transformers.LlamaForCausalLM):
     """Adds `alpha` and ten thousand times a token's type to the logit of token 7 and, in the first
     forward alone, `start` to that of token 8."""
@@ -362,6 +369,7 @@ class Steered(transformers.LlamaForCausalLM):
         alpha: Any = 0.0,
         start: Any = 0.0,
         token_type_ids: torch.Tensor | None = None,
+        own_token_type_ids: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> Any:
         cache = kwargs.get(compat.OUTPUT_CACHE)
@@ -369,26 +377,22 @@ class Steered(transformers.LlamaForCausalLM):
         outputs = super().forward(*args, **kwargs)
         logits = outputs.logits.clone()
         logits[..., 7] += float(alpha)
-        logits[..., 8] += float(start) * is_first
-        if token_type_ids is not None:
-            logits[..., 7] += 1e4 * token_type_ids[:, -logits.shape[1] :]
+        if is_first:
+            logits[..., 8] += float(start)
+        for types in (token_type_ids, own_token_type_ids):
+            if types is not None:
+                logits[..., 7] += 1e4 * types[:, -logits.shape[1] :]
         outputs.logits = logits
         return outputs
 
-    forward.__signature__ = STOCK.replace(  # type: ignore[attr-defined]
-        parameters=[
-            *(x for x in STOCK.parameters.values() if x.kind is not x.VAR_KEYWORD),
-            *(
-                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None)
-                for name in ("alpha", "start", "token_type_ids")
-            ),
-            *(x for x in STOCK.parameters.values() if x.kind is x.VAR_KEYWORD),
-        ]
+    forward.__signature__ = signature_with(  # type: ignore[attr-defined]
+        "alpha", "start", "token_type_ids", "own_token_type_ids"
     )
 
 
-def steered() -> Any:
-    model = Steered(models.config("llama")).eval()
+def with_inputs(kind: type[Any]) -> Any:
+    """A model of this class, whose forward takes inputs that no forward of transformers takes."""
+    model = kind(models.config("llama")).eval()
     models.init_weights(model, 0)
     model.generation_config = models.build("llama").generation_config
     return model
@@ -414,7 +418,7 @@ def test_inputs_of_decode_steps_keep_their_effect_in_later_calls(
     kind: Any, checked: list[str]
 ) -> None:
     """The first value has none."""
-    model, ids = steered(), models.token_ids(2, 12)
+    model, ids = with_inputs(Steered), models.token_ids(2, 12)
     calls = [{"input_ids": ids, "alpha": kind(alpha)} for alpha in (0.0, 1e4, 0.0, -1e4, 3.0)]
     for route in [same(model, call, max_new_tokens=24) for call in calls]:
         assert route.road == "engine" and not route.reason.startswith("packed")
@@ -425,21 +429,110 @@ def test_inputs_of_decode_steps_keep_their_effect_in_later_calls(
                 engine.add_request(ids[:1], GREEDY, inputs={"alpha": kind(alpha)})
 
 
-def test_types_of_a_last_token_keep_their_effect_in_later_calls() -> None:
-    """transformers repeats them for the tokens that follow."""
-    model, ids = steered(), models.token_ids(2, 12)
+class Masked(transformers.LlamaForCausalLM):
+    """Allows only the tokens that `allowed` `(vocab_size,)` does not mark with 0."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args: Any, allowed: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        if allowed is not None:
+            outputs.logits = outputs.logits.masked_fill(allowed == 0, float("-inf"))
+        return outputs
+
+    forward.__signature__ = signature_with("allowed")  # type: ignore[attr-defined]
+
+
+class Capped(transformers.LlamaForCausalLM):
+    """Bounds the logits by `cap`."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(self, *args: Any, cap: Any = None, **kwargs: Any) -> Any:
+        outputs = super().forward(*args, **kwargs)
+        if cap is not None:
+            outputs.logits = outputs.logits.clamp(max=cap)
+        return outputs
+
+    forward.__signature__ = signature_with("cap")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("kind", [Masked, Capped])
+def test_inputs_that_have_an_effect_with_few_values_keep_it_in_later_calls(
+    kind: Any, dtype: torch.dtype
+) -> None:
+    """The first value has none, and neither has one more than it."""
+    model, ids = with_inputs(kind), models.token_ids(2, 12)
+    if kind is Masked:
+        only_7 = torch.arange(models.VOCAB_SIZE) == 7
+        name, values = "allowed", [torch.ones_like(only_7, dtype=dtype), only_7.to(dtype)]
+    else:
+        name, values = "cap", [torch.tensor(value, dtype=dtype) for value in (1000, -1000)]
+    for value in values:
+        same(model, {"input_ids": ids, name: value})
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "own_token_type_ids"])
+def test_types_of_a_last_token_keep_their_effect_in_later_calls(name: str) -> None:
+    """transformers repeats the former for the tokens that follow, and passes on the latter."""
+    model, ids = with_inputs(Steered), models.token_ids(2, 12)
     types = torch.zeros_like(ids)
     for last in (0, 1):
         types[:, -1] = last
-        same(model, {"input_ids": ids, "token_type_ids": types})
+        same(model, {"input_ids": ids, name: types})
 
 
 def test_inputs_that_decode_steps_ignore_are_checked_once(checked: list[str]) -> None:
-    model, ids = steered(), models.token_ids(2, 12)
+    model, ids = with_inputs(Steered), models.token_ids(2, 12)
     for start in (0.0, 1e4, -1e4):
         route = same(model, {"input_ids": ids, "start": torch.tensor(start)})
         assert route.reason.startswith("packed")
     assert checked == ["prompts_check", "inputs_check"]
+
+
+class Shifted(transformers.LlamaForCausalLM):
+    """Adds `shift` to the embeddings of a prompt."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(
+        self, *args: Any, shift: Any = None, token_type_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        ids = kwargs["input_ids"]
+        if shift is not None and ids.shape[1] > 1:
+            embeds = self.model.embed_tokens(ids) + shift
+            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": embeds}
+        return super().forward(*args, **kwargs)
+
+    forward.__signature__ = signature_with(  # type: ignore[attr-defined]
+        "shift", "token_type_ids"
+    )
+
+
+@needs_fingerprints
+@pytest.mark.parametrize("is_text_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float, torch.int64], ids=str)
+def test_an_input_that_acts_in_prompts_alone_shares_no_prefix(
+    dtype: torch.dtype, is_text_first: bool
+) -> None:
+    """The first value has no effect. The last prompt has the text, the placeholder and the inputs
+    of the shifted one, and ends with other tokens."""
+    model, ids = with_inputs(Shifted), models.token_ids(2, 61)
+    generator = torch.Generator().manual_seed(0)
+    shift = (5 * torch.randn(model.config.hidden_size, generator=generator)).to(dtype)
+    types = torch.zeros(1, 61, dtype=torch.long)
+    types[0, 40] = 1
+
+    def prompt(ids: torch.Tensor, shift: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"input_ids": ids, "shift": shift, "token_type_ids": types}
+
+    text, shifted = {"input_ids": ids[:1]}, prompt(ids[:1], shift)
+    first, last = prompt(ids[1:], 0 * shift), prompt(ids[:1].clone(), shift)
+    last["input_ids"][0, 50:] = ids[1, 50:]
+    calls = [first, *([text, shifted] if is_text_first else [shifted, text]), last]
+    with PagedEngine(model, SMALL) as engine:
+        for call in calls:
+            ask(engine, [call])
+    for call in calls:
+        same(model, call, max_new_tokens=MIN_CACHED_TOKENS - 61)
 
 
 @pytest.mark.parametrize("name", [LLAVA, QWEN])

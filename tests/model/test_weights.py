@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache, PreTrainedModel, TextStreamer
 
 import hf_paged
@@ -54,6 +56,39 @@ def expect(engine: PagedEngine, model: Any, hits: int) -> list[int]:
                 assert output.result.token_ids == expected
                 assert output.result.num_prefix_hit_tokens == hits
                 return expected
+
+
+class Meter:
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Counted(nn.Module):
+    meter = Meter()  # of all layers
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.meter.calls += 1
+        return self.inner(x)
+
+
+@needs_fingerprints
+def test_prefixes_of_a_model_whose_forwards_change_it_are_dropped_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = models.build("llama")
+    for layer in model.model.layers:
+        layer.mlp = Counted(layer.mlp).eval()
+    caplog.set_level(logging.DEBUG, "hf_paged")
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        for _ in range(2):
+            assert "the cached prefixes of LlamaForCausalLM are dropped" not in caplog.text
+            (result,) = engine.generate([PROMPT], greedy())
+    assert result.num_prefix_hit_tokens == 0
+    assert "the cached prefixes of LlamaForCausalLM are dropped" in caplog.text
 
 
 # ------------------------------------------------------------------------------- kinds of changes

@@ -606,6 +606,18 @@ def test_a_config_that_asks_for_impossible_drafts_says_so() -> None:
         assert reason.startswith("`speculation` has no effect: ")
 
 
+def test_prompts_that_are_not_drafted_are_named_as_some_requests() -> None:
+    pytest.importorskip("hf_paged.media")
+    model = models.get("llama")
+    embeds = model.get_input_embeddings()(models.token_ids(1, 9)).detach()
+    with PagedEngine(model, PagedConfig(block_size=8, speculation="ngram")) as engine:
+        engine.add_request(inputs={"inputs_embeds": embeds}, generation_config=GREEDY)
+        run_all(engine)
+        assert engine.route is not None
+        (reason,) = (reason for reason in engine.route.slowed_by if "speculation" in reason)
+        assert reason.startswith("`speculation` has no effect for some requests: ")
+
+
 def test_what_an_engine_cannot_assist_says_so() -> None:
     model, (text,) = models.get("llama"), prompts(9)
     assistant = models.get_assistant("llama")

@@ -265,14 +265,15 @@ def test_graphs_are_dropped_where_other_kernels_are_chosen(
     assert not keys(bench)
 
 
-def test_a_graph_is_of_one_precision_of_products(graphs: FakeGraphs) -> None:
+@pytest.mark.parametrize("name", ["cuda.matmul", "mkldnn.matmul"])
+def test_a_graph_is_of_one_precision_of_products(name: str, graphs: FakeGraphs) -> None:
     """Also where the precision changes while requests run."""
     bench = CapturedBench(models.get("llama"), graphs)
     rows = bench.rows(2)
     bench.decode(*rows, times=2)
     assert len(keys(bench)) == 1
     with default_precision():
-        BY_BACKEND["mkldnn.matmul"]()
+        BY_BACKEND[name]()
         bench.decode(*rows, times=2)
         assert len(keys(bench)) == 2
     bench.decode(*rows, times=2)

@@ -71,6 +71,7 @@ class SampledTokens(NamedTuple):
     rows: list[int]  # rows that were open before the step
     # of a decoding with a draft, which has a single row: the step's new tokens except the last
     earlier: tuple[int, ...] = ()
+    num_ended: int = 0  # those of `rows` that had ended before the step
 
 
 Result = int | SampledTokens | BaseException
@@ -250,8 +251,8 @@ class Decoding:
         self._ids = inputs.input_ids
         # by step, the tokens of all rows, as far as they are not in `_ids` yet
         self._new_tokens: list[list[int]] = []
-        # whether no row's scores depend on other rows and, with beams, no criterion of the caller
-        # reads the batch
+        # whether the processors are row-wise (`are_row_wise`) and, with beams, no criterion of the
+        # caller reads the batch
         self._is_row_wise = True
         # whether a step may run a caller's code, which may change the model
         self.runs_callers_code = False
@@ -280,7 +281,8 @@ class Decoding:
     @property
     def input_ids(self) -> Tensor:
         """The ids `(rows, length)` of all tokens so far: the prompts' tensor or, from the first new
-        token on, a contiguous int64 tensor, as in transformers. Later steps do not change it."""
+        token on, an int64 tensor as in transformers, contiguous except with beams. Later steps do
+        not change it."""
         if self._new_tokens:
             columns = numbers_on(self._ids.device, self._new_tokens).t()
             ids = torch.cat([self._ids, columns], dim=-1)

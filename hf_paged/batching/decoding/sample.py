@@ -284,7 +284,8 @@ class SampleDecoding(Decoding):
         finished = self._close_rows(ended)
         if self.streamer is not None:
             self._stream(tokens_by_row, ended)  # as chosen, not as criteria overwrote them
-        return SampledTokens(tokens, None, finished, rows)
+        num_ended = len(rows) - len(running)
+        return SampledTokens(tokens, None, finished, rows, num_ended=num_ended)
 
     def _find_stop_string_rows(self, running: list[tuple[int, int]], chosen: list[int]) -> set[int]:
         """Returns the rows whose chosen token completes a stop string. `running` holds, for each

@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as stock
 
 from ...kernels import cpp
+from ...model.values import package_of
 from ...step import numbers_on
 
 _REPETITION_PENALTY = stock.RepetitionPenaltyLogitsProcessor
@@ -62,17 +63,23 @@ _ROW_WISE = {
     stock.EncoderNoRepeatNGramLogitsProcessor,
     stock.WatermarkLogitsProcessor,
 }
-# Processors that get the ids of all rows, but compute the scores of each row from that row alone.
-_SEPARATE = {
+# Processors whose scores of a row do not depend on other rows, either, but which get the whole
+# batch in every step: they keep a state for each row, run the model, pass a row's index to a
+# caller's function, or belong to one model.
+_WHOLE_BATCH = {
+    stock.AlternatingCodebooksLogitsProcessor,
+    stock.BarkEosPrioritizerLogitsProcessor,
     stock.PrefixConstrainedLogitsProcessor,
     stock.SynthIDTextWatermarkLogitsProcessor,
     stock.UnbatchedClassifierFreeGuidanceLogitsProcessor,
+    stock.WhisperNoSpeechDetection,
+    stock.WhisperTimeStampLogitsProcessor,
 }
 
 
 def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
-    """Whether each row's scores depend on that row alone, and no caller's code reads the `num_rows`
-    rows."""
+    """Whether all processors compute each row from that row's ids and scores alone, without a
+    state, the model or a caller's code, so that they can run on any of the `num_rows` rows."""
     kind = stock.EncoderRepetitionPenaltyLogitsProcessor
     # with fewer prompts than rows, it depends on transformers' version which rows this kind affects
     for processor in processors:
@@ -87,7 +94,13 @@ def may_mix_rows(processors: LogitsProcessorList) -> bool:
     """Whether a row's scores may depend on the scores of other rows."""
     if type(processors) is not LogitsProcessorList:
         return True
-    return not all(type(processor) in _ROW_WISE | _SEPARATE for processor in processors)
+    return not all(_computes_rows_alone(type(processor)) for processor in processors)
+
+
+def _computes_rows_alone(kind: type) -> bool:
+    """Whether processors of this type compute each row from that row alone. Those of this package
+    do (`seams.Grammars`)."""
+    return kind in _ROW_WISE | _WHOLE_BATCH or package_of(kind.__module__) == "hf_paged"
 
 
 def can_run_on_drafts(processor: Any) -> bool:

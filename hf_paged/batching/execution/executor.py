@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from ...attention.backends import unsupported_reasons
 from ...attention.masks import mask_observer
-from ...attention.switch import compiled_layers, switch_attention
+from ...attention.switch import compiled_modules, switch_attention
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...compiled import running_eagerly
 from ...interrupts import restoring
@@ -254,7 +254,7 @@ class Executor:
         switches = self._switches  # read once, since `begin` of another thread may reset it
         if switches is None:
             modules = list(self.model.modules())
-            eager_context = running_eagerly(compiled_layers(modules))
+            eager_context = running_eagerly(compiled_modules(modules))
             with eager_context:
                 if is_installed("tape"):
                     tape: TapeRoom = room("tape", "half-precision products")

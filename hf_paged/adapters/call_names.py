@@ -92,6 +92,7 @@ def _remove_hooks(model: nn.Module, hooks: Hooks) -> None:
         for module, hook_id, _ in hooks:
             module._forward_pre_hooks.pop(hook_id, None)
             module._forward_pre_hooks_with_kwargs.pop(hook_id, None)
+    hooks.clear()  # they refer to this list: the cycle would keep the model alive
 
 
 @restoring

@@ -175,7 +175,7 @@ class RequestStream:
         """Closes the span of a call's steps, and cancels the requests that still report to the
         output queue, which nobody reads any more. Cancelling waits for no lock, since a finalizer
         of a stream may run in any thread and under any lock: unless all locks are free, the
-        requests end with the step in progress, or in the next step or call (`EngineCore.settle`)."""
+        requests end with the step in progress, or in the next step or call (`core.settle`)."""
         core = self.core
         if self.span.is_call:  # of `results`, which no finalizer ends
             with core.lock:

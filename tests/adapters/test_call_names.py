@@ -1,5 +1,5 @@
-"""Which adapters the rows of a `generate` call have: beside calls of other threads, and in code that
-runs with an adapter."""
+"""Which adapters the rows of a `generate` call have: beside calls of other threads, and in code
+that runs with an adapter."""
 
 from __future__ import annotations
 
@@ -154,6 +154,27 @@ def test_calls_of_a_processor_have_its_rows_adapter_or_their_own(outer: str, how
     for name, ids in found:
         assert torch.equal(ids, expected[name]), name
     assert_clean(model, expected)
+
+
+def test_rows_of_one_prompt_on_transformers_own_loop() -> None:
+    """Their names differ, so they share no prefill."""
+    model, names = lora_model(), ["first", "second"]
+    options = {**GREEDY, "do_sample": True, "num_return_sequences": 2}
+    internals = {"return_dict_in_generate": True, "output_hidden_states": True}
+    found = []
+    for more in ({}, models.PAGED):
+        torch.manual_seed(1)
+        output = model.generate(
+            input_ids=PROMPT,
+            attention_mask=torch.ones_like(PROMPT),
+            adapter_names=names,
+            **options,
+            **internals,
+            **more,
+        )
+        found.append(output.sequences)
+    assert torch.equal(*found)
+    assert hf_paged.last_route(model).road == "hf_loop"
 
 
 def test_uninstall_restores_the_context_of_peft() -> None:

@@ -386,8 +386,6 @@ class EngineCore(EngineLoop):
         that it would compute end with the error, which is not raised. A step that lacks memory
         because other models hold it returns without an error, for up to `budget.PATIENCE` seconds.
         Does not wait for pauses."""
-        if self.cancelled:
-            self.settle()
         if self.loop is None:
             self._end_orphaned()
         loop = self.get_loop()
@@ -475,9 +473,11 @@ class EngineCore(EngineLoop):
             state.output_queue.extend(itertools.chain(outputs, pop_state))  # type: ignore[arg-type]
 
     def get_loop(self, new_state: RequestState | None = None) -> StepLoop:
-        """Returns the loop, to which the caller will add `new_state` (`None`: no request). Without
-        a loop or unfinished requests, acts as `renew`; otherwise raises the errors of
-        `limit_positions` for `new_state`."""
+        """Calls `settle`, then returns the loop, to which the caller will add `new_state` (`None`:
+        no request). Without a loop or unfinished requests, acts as `renew`; otherwise raises the
+        errors of `limit_positions` for `new_state`."""
+        if self.cancelled:
+            self.settle()
         if self.loop is None or not self.requests:
             return self.renew(new_state, keeps_block_sizes=bool(self._pool_user_ids))
         if new_state is not None:

@@ -30,7 +30,7 @@ from .cache.waits import Shortage
 from .generation.candidate import Candidate
 from .interrupts import num_modes, restoring
 from .model.forwards import compute_device
-from .threads import wait
+from .threads import step_lock, wait
 
 # minimum and maximum of the seconds that a step waits for callers that sample
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05
@@ -330,7 +330,8 @@ def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[Sh
     """A context whose value is the loop on the call's memory for calls with equal keys, which can
     share forwards, even across threads. The first such context makes the loop with `make_loop`, and
     the last one drops the loop, which holds the model. If this thread is already taking a step of
-    that loop, the value is a separate loop."""
+    that loop, or holds the model's lock, for which the loop's other threads wait, the value is a
+    separate loop."""
     memory, device = call.cache.memory, compute_device(call.model)
     stream = None
     if device.type == "cuda":
@@ -354,7 +355,8 @@ def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[Sh
             shared = loops.get(key)
             # read once: another thread may change it
             stepper = None if shared is None else shared.stepper
-            if stepper is not None and stepper.thread_id == threading.get_ident():
+            is_stepping = stepper is not None and stepper.thread_id == threading.get_ident()
+            if is_stepping or step_lock(call.model)._is_owned():  # type: ignore[attr-defined]
                 key, shared = user, None
             if shared is None:
                 shared = loops[key] = SharedLoop(make_loop())

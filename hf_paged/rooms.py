@@ -191,8 +191,12 @@ class AdaptersRoom(Protocol):
 
     def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
         """A context that hides the `adapter_names` of PEFT's `generate` from the forwards of the
-        running call. The context's value is the list of these names; `None` if the call
-        has none."""
+        running call. The context's value is the list of these names or, if the call runs in code
+        that runs with an adapter, of this adapter; `None` if there are none."""
+
+    wrapper_methods: Callable[[Any], Mapping[str, Callable[..., Any]]]
+    """Takes the class `PeftModel`. Returns the methods that replace its own, by name, so that calls
+    of several threads do not see each other's `adapter_names`."""
 
     make_adapters: Callable[..., Adapters]
     """Takes a model, a cache, `make_runner` and a block manager; makes the adapters of a new
@@ -234,13 +238,6 @@ class NativeRoom(Protocol):
 
     replacements: Mapping[str, Callable[..., Any]]  # of methods of transformers' `ContinuousMixin`
     wrapper_methods: Mapping[str, Callable[..., Any]]  # methods for PEFT's wrapper of a model
-
-    def after_import(self, name: str, action: Callable[[Any], None]) -> None:
-        """Runs `action` on the module `name`: now if it has been imported, and whenever it is
-        imported later."""
-
-    def forget_import(self, name: str, action: Callable[[Any], None]) -> None:
-        """Undoes `after_import` for later imports."""
 
     def set_default(self, config: PagedConfig) -> None:
         """Sets the default config of managers."""

@@ -101,10 +101,13 @@ def _can_repeat_rows(layer: Any) -> bool:
 
 def _rows_are_independent(model: Any) -> bool:
     """Whether rows do not affect one another: there is no dropout, foreign hook or the like, and no
-    module has a replaced forward or holds a cache of its own."""
+    module has a replaced forward, a hook that passes arguments or a cache of its own."""
     modules = list(model.modules())
     if any(hook_reasons(model, modules)) or any(row_reasons(model, modules, is_packed=True)):
         return False
     return not any(
-        "forward" in vars(module) or compat.attribute(module, "_setup_cache") for module in modules
+        "forward" in vars(module)
+        or module._forward_pre_hooks_with_kwargs  # by which PEFT passes one adapter per row
+        or compat.attribute(module, "_setup_cache")
+        for module in modules
     )

@@ -26,7 +26,9 @@ def without_rooms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(rooms, "is_installed", lambda name: False)
     rooms.room.cache_clear()
     yield
+    monkeypatch.undo()
     rooms.room.cache_clear()
+    hf_paged.install()  # again with the rooms
 
 
 def test_virtual_storage() -> None:

@@ -24,6 +24,7 @@ PLACES = {
     **dict.fromkeys(ROOMS, "rooms"),
     **dict.fromkeys(
         (
+            "after_import",
             "compat",
             "compiled",
             "config",

@@ -302,6 +302,43 @@ def test_draws_of_a_call_alone_are_those_of_plain(device: torch.device) -> None:
     assert_same(model, *found)
 
 
+def test_a_processor_with_an_adapter_generates_beside_a_call_that_waits_for_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It holds the model's lock, for which the other call's step waits. The blocks of its call are
+    those of the adapter."""
+    peft_models = pytest.importorskip("tests.support.peft_models")
+    model, inner = peft_models.lora_model(), list[torch.Tensor]()
+    expected = [generate(model, 0, adapter_names=["second"]), *plain(model, [1], **LONG)]
+    with peft_models.active(model, "second"):
+        expected += plain(model, [2])
+    adapters, request = [], batch_call.Request
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        adapters.append(kwargs["adapter"])
+        return request(*args, **kwargs)
+
+    def other_waits() -> bool:
+        steppers = (loop.stepper for loop in open_loops())
+        this_thread = threading.get_ident()
+        return any(stepper and stepper.thread_id != this_thread for stepper in steppers)
+
+    def judge() -> None:
+        wait_for(other_waits)
+        inner.append(paged(model, 2))
+
+    jobs = [
+        lambda: paged(model, 0, at_token(4, judge), adapter_names=["second"]),
+        lambda: paged(model, 1, at_token(0, lambda: wait_for(lambda: num_callers() == 2)), **LONG),
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_call, "Request", noted)
+        found = in_threads(*jobs)
+    assert sorted(adapters, key=str) == [None, "second", "second"]
+    assert_road(model)
+    assert_same(model, expected, [*found, *inner])
+
+
 def test_an_exception_of_one_call_does_not_reach_the_others() -> None:
     model = models.build("llama")
 

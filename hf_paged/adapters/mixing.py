@@ -20,7 +20,7 @@ from ..interrupts import restoring
 from ..kernels.lora import Deltas, LoraWeights, RecordedDeltas, can_record
 from ..plan import StepPlan
 from ..seams import ForwardContext
-from .peft_models import BASE, NO_ADAPTER, Adapter, use_adapter
+from .peft_models import BASE, NO_ADAPTER, Adapter, Scope, current_scope, use_adapter
 
 Ranges = tuple[tuple[Adapter, int, int], ...]
 """Adapters, each with the range `[start, end)` of packed tokens that have it."""
@@ -98,7 +98,8 @@ class Mix(ForwardContext):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         """The forward hook of the modules: adds the products of the rows' adapters to `output`,
         in place. Raises `NotMixableError` if the rows' adapters are unknown."""
-        if active_mix.get() is not self:  # the forward of another thread
+        scope = current_scope.get()
+        if scope is None or scope.owner is not self:  # the forward of another thread
             return output
         x = args[0]
         x = x.reshape(-1, x.shape[-1])
@@ -175,10 +176,6 @@ def key_of(ranges: Ranges) -> tuple[Any, ...]:
     return tuple((adapter.key, start, end) for adapter, start, end in ranges)
 
 
-active_mix: ContextVar[Mix | None] = ContextVar("hf_paged_mixed", default=None)
-"""The mix of this thread's forwards; `None` outside of `mixing`."""
-
-
 recorded_deltas: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar(
     "hf_paged_recorded", default=None
 )
@@ -204,7 +201,7 @@ def mixing(model: nn.Module, mix: Mix) -> Iterator[Mix]:
     """A context in which packed forwards of this thread run with `mix`: PEFT's layers compute no
     adapter, and hooks add the products of the mix. Raises the errors of `use_adapter`."""
     with use_adapter(model, BASE), contextlib.ExitStack() as stack:
-        stack.callback(active_mix.reset, active_mix.set(mix))
+        stack.callback(current_scope.reset, current_scope.set(Scope(model, mix)))
         for module in mix.weights:
             stack.callback(module.register_forward_hook(mix).remove)
         yield mix

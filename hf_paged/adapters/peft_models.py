@@ -7,8 +7,9 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import Parameter
@@ -24,7 +25,6 @@ from .shards import is_dtensor, local_weights, to_local
 
 BASE = "__base__"  # PEFT's name for "no adapter"
 _STATE_ATTRIBUTES = {"_active_adapter", "_disable_adapters"}  # of PEFT's layers
-_NAMES_KEYWORD = "adapter_names"  # with which PEFT passes the rows' adapters to its layers
 
 
 class AdapterError(RowsError, TopicError, ValueError):
@@ -219,6 +219,19 @@ def check_unmerged(layers: Iterable[Any], adapter: Hashable, name: Hashable) -> 
         )
 
 
+class Scope(NamedTuple):
+    """Which adapters apply to forwards of `model` in this context, and so in this thread."""
+
+    model: nn.Module
+    # whose hooks on the model's modules apply: a `Mix`, or the hooks of a call of PEFT's `generate`
+    owner: Any = None
+    # the adapters of that call's prompts or rows; `None`: all rows have the active one
+    names: list[str] | None = None
+
+
+current_scope: ContextVar[Scope | None] = ContextVar("hf_paged_adapters", default=None)
+
+
 class NamedContext(ForwardContext):
     """The context of forwards whose rows all run with one adapter of the model."""
 
@@ -230,7 +243,8 @@ class NamedContext(ForwardContext):
 def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | None]:
     """A context in which forwards of `model` run with its adapter `name`, without adapters if that
     is `"__base__"`, or with the active ones if `name` is not a string. Raises the errors of
-    `check_adapter`. Unlike PEFT's `set_adapter`, it does not change `requires_grad`."""
+    `check_adapter`. Unlike PEFT's `set_adapter`, it does not change `requires_grad`. Sets
+    `current_scope`."""
     if not isinstance(name, str):
         yield None
         return
@@ -240,6 +254,7 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
         attributes = vars(layer)
         state = {key: attributes[key] for key in _STATE_ATTRIBUTES if key in attributes}
         saved.append((layer, state))
+    reset_token = current_scope.set(Scope(model))
     try:
         for layer in layers:
             layer._disable_adapters = name == BASE
@@ -252,6 +267,7 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
                 vars(layer).pop(key, None)
             # `update` keeps the attributes' order, which is compared to detect changes of the model
             vars(layer).update(state)
+        current_scope.reset(reset_token)
 
 
 def active_adapter(model: nn.Module) -> str | None:
@@ -362,30 +378,3 @@ def _tensors(layer: Any, name: str) -> tuple[Tensor, Tensor, Tensor | None]:
     a = layer.lora_A[name]
     b = layer.lora_B[name]
     return a.weight, b.weight, b.bias
-
-
-def _names_hooks(model: nn.Module) -> Iterator[tuple[nn.Module, int, Any]]:
-    for module in model.modules():
-        hooks = list(module._forward_pre_hooks.items())
-        for hook_id, hook in hooks:
-            if isinstance(hook, functools.partial) and _NAMES_KEYWORD in hook.keywords:
-                yield module, hook_id, hook
-
-
-@restoring
-def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
-    """A context in which PEFT's layers do not get `adapter_names`, which they can apply only to
-    rows of a padded batch. Yields the names that the running `generate` call passed, one per prompt
-    or, once PEFT has repeated them, per row; `None` if it passed none."""
-    removed = list(_names_hooks(model))
-    names = None
-    # the last hooks count, since PEFT does not remove the hooks of a failed call
-    for _, _, hook in removed:
-        names = list(hook.keywords[_NAMES_KEYWORD])
-    for module, hook_id, _ in removed:
-        del module._forward_pre_hooks[hook_id]
-    try:
-        yield names
-    finally:
-        for module, hook_id, hook in removed:
-            module._forward_pre_hooks[hook_id] = hook

@@ -350,8 +350,9 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         **options: Any,
     ) -> Generator[RequestOutput, None, None]:
         """Yields the outputs of all prompts as they become available. Generated request ids are
-        numbered in the order of the prompts. Closing the iterator cancels unfinished requests. The
-        arguments and errors are those of `generate`; there is no progress bar."""
+        numbered in the order of the prompts. Closing the iterator cancels unfinished requests,
+        after the step in progress, if any. The arguments and errors are those of `generate`; there
+        is no progress bar."""
         return RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
         ).stream()

@@ -59,7 +59,8 @@ class EngineCore(EngineLoop):
         self.reader_locks = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
-        self._cancelled: list[RequestState] = []  # cancelled during a step, ended after it
+        # cancelled during a step, ended after it; or where a lock was taken, ended by `settle`
+        self.cancelled: deque[RequestState] = deque()  # appended to without a lock
         self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
         self._pool_user_ids: list[int] = []  # thread ids of the open `keeping_pool` contexts
         self._last_step_failed = False  # if so, another failure ends the step's requests
@@ -126,6 +127,8 @@ class EngineCore(EngineLoop):
         state: RequestState | None = None
         try:
             with self.lock, counting(self.setup_seconds):
+                if self.cancelled:
+                    self.settle()
                 if self.loop is None:
                     self._end_orphaned()
                 new_state = make_state(self._check_options(options))
@@ -233,7 +236,7 @@ class EngineCore(EngineLoop):
         if self._stepping_thread_id is None:
             self.end(state, "cancelled")
         else:
-            self._cancelled.append(state)
+            self.cancelled.append(state)
 
     def free(self) -> None:
         """Cancels every request and drops the loop. After an interrupt, call it again."""
@@ -249,12 +252,18 @@ class EngineCore(EngineLoop):
         for state in list(self.requests.values()):
             self._end_if_unfinished(state)
 
+    def settle(self) -> None:
+        """Ends the requests in `cancelled`, unless a step is in progress, which does so at its end.
+        The caller holds the lock."""
+        if self._stepping_thread_id is None:
+            self._end_cancelled()
+
     def _end_cancelled(self) -> None:
-        cancelled = self._cancelled.copy()
         with contextlib.ExitStack() as stack:  # ends all requests, even if ending one raises
-            for state in cancelled:
+            for state in self.cancelled.copy():
                 stack.callback(self._end_if_unfinished, state)
-        del self._cancelled[: len(cancelled)]
+        while self.cancelled and self.cancelled[0] not in self.requests.values():
+            self.cancelled.popleft()
 
     def _end_if_unfinished(self, state: RequestState) -> None:
         if self.requests.get(state.request_id) is state:
@@ -333,7 +342,7 @@ class EngineCore(EngineLoop):
         if self.inner_lock in freed:
             self.requests = {}
             self.pending_outputs.clear()
-            self._cancelled, self._stepping_thread_id = [], None
+            self.cancelled, self._stepping_thread_id = deque(), None
             self.retire()
 
     def _end_unsupported(self) -> None:
@@ -412,7 +421,7 @@ class EngineCore(EngineLoop):
         finally:
             setup_seconds.reset(reset_token)
             if is_outermost:
-                if self._cancelled:
+                if self.cancelled:
                     self._end_cancelled()
                 self._stepping_thread_id = None
         if not self.requests or len(loop.executor.slowed_by) > num_slowdowns:
@@ -464,9 +473,11 @@ class EngineCore(EngineLoop):
             state.output_queue.extend(itertools.chain(outputs, pop_state))  # type: ignore[arg-type]
 
     def get_loop(self, new_state: RequestState | None = None) -> StepLoop:
-        """Returns the loop, to which the caller will add `new_state` (`None`: no request). Without
-        a loop or unfinished requests, acts as `renew`; otherwise raises the errors of
-        `limit_positions` for `new_state`."""
+        """Calls `settle`, then returns the loop, to which the caller will add `new_state` (`None`:
+        no request). Without a loop or unfinished requests, acts as `renew`; otherwise raises the
+        errors of `limit_positions` for `new_state`."""
+        if self.cancelled:
+            self.settle()
         if self.loop is None or not self.requests:
             return self.renew(new_state, keeps_block_sizes=bool(self._pool_user_ids))
         if new_state is not None:

@@ -41,6 +41,7 @@ class EngineReports:
         counters since the engine was made."""
         core = self._core
         with core.lock:
+            core.settle()
             memory = self.memory.stats()
             fields = EngineStats.__annotations__
             memory_fields = {name: value for name, value in vars(memory).items() if name in fields}
@@ -85,13 +86,15 @@ class EngineReports:
 
     @guarded
     def check_integrity(self) -> None:
-        """Frees the blocks of garbage-collected caches, then raises `AssertionError` unless pools,
-        block tables and reference counts agree."""
+        """Frees the blocks of garbage-collected caches and streams, then raises `AssertionError`
+        unless pools, block tables and reference counts agree."""
         self.memory.free_abandoned()
-        with self._core.lock, self.memory.lock:
-            self.memory.check_integrity()
-            if self._core.loop is not None:
-                self._core.loop.blocks.check_integrity()
+        with self._core.lock:
+            self._core.settle()
+            with self.memory.lock:
+                self.memory.check_integrity()
+                if self._core.loop is not None:
+                    self._core.loop.blocks.check_integrity()
 
     @property
     def timeline(self) -> Any:

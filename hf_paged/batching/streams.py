@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import operator
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from tqdm.auto import tqdm
 from ..config import is_whole
 from ..interrupts import ensure_done, guarded, is_interrupt
 from ..model.sharding import RankLostError
-from ..threads import submit
+from ..threads import attempt, step_lock, submit
 from ..topics import Topic
 from .arguments import RequestOptions, reject_request_arguments
 from .engine_core import EngineCore
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # options that may be lists with one value per prompt
 _PER_PROMPT = ("adapter", "cache_salt", "grammar", "priority", "regex", "schema", "seed")
+
+_is_owned = operator.methodcaller("_is_owned")  # whether this thread holds a lock
 
 SLOW_SECONDS = 2.0  # by default, an interactive call that takes longer shows a progress bar
 
@@ -169,16 +172,26 @@ class RequestStream:
 
     @guarded
     def _end(self) -> None:
-        """Closes the span of the steps, and cancels the requests that still report to the output
-        queue, which nobody reads any more."""
+        """Closes the span of a call's steps, and cancels the requests that still report to the
+        output queue, which nobody reads any more. Cancelling waits for no lock, since a finalizer
+        of a stream may run in any thread and under any lock: unless all locks are free, the
+        requests end with the step in progress, or in the next step or call (`core.settle`)."""
         core = self.core
-        with core.lock, contextlib.ExitStack() as stack:
-            # an `ExitStack` cancels all requests, even if cancelling one of them raises
-            if core.loop is not None:
-                core.loop.executor.close(self.span)
-            for state in reversed(core.requests.values()):
-                if state.output_queue is self.output_queue:
-                    stack.callback(core.cancel, state)
+        if self.span.is_call:  # of `results`, which no finalizer ends
+            with core.lock:
+                if core.loop is not None:
+                    core.loop.executor.close(self.span)
+        for state in list(core.requests.values()):
+            if state.output_queue is self.output_queue:
+                core.cancelled.append(state)
+        locks = (core.inner_lock, step_lock(core.model), core.memory.lock)
+        # a lock of this thread: it may be in the middle of a change
+        if not core.cancelled or any(map(_is_owned, locks)):
+            return
+        with contextlib.ExitStack() as stack:
+            if all(stack.enter_context(attempt(lock)) for lock in locks):
+                stack.enter_context(core.lock)
+                core.settle()
 
     def stream(self) -> Generator[RequestOutput, None, None]:
         """Yields all outputs; closing the generator cancels unfinished requests."""

@@ -64,8 +64,7 @@ class PagedMemory:
         blocks per block of their peak use, and grow instead of evicting them. `make_storage`: makes
         the storage of a layer group with keys and values; by default, the storage that the config
         selects. `processes`: the processes that compute each step together, each with some heads of
-        every block. `outer_lock`: an engine's lock, acquired before `lock`, even in finalizers
-        of its streams."""
+        every block. `outer_lock`: an engine's lock, acquired before `lock`."""
         self.config = config
         self.make_storage: StorageFactory = make_storage or storage_of
         self.is_bounded = is_bounded

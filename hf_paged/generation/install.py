@@ -18,6 +18,7 @@ from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.utils import GenerationMixin
 
 from .. import compat, forks, rooms
+from ..after_import import after_import, forget_import
 from ..attention import interface
 from ..attention.switch import NAME
 from ..batching.arguments import (
@@ -397,12 +398,18 @@ def _native() -> rooms.NativeRoom:
 
 
 def _add_to_peft(module: Any) -> None:
-    """Adds those methods of continuous batching that `install` has replaced to `PeftModel` (of the
-    module `peft.peft_model`), where they call the methods of the model inside."""
+    """Replaces methods of `PeftModel` (of the module `peft.peft_model`) by those of the room
+    `adapters`. Adds those of continuous batching if `install` has replaced them; they call the
+    methods of the model inside."""
+    adapters: rooms.AdaptersRoom | None = rooms.room_if_installed("adapters")
+    methods: Mapping[str, Method] = {}
+    if adapters is not None:
+        methods = adapters.wrapper_methods(module.PeftModel)
     with _lock:
-        for name, method in _native().wrapper_methods.items():
-            if (ContinuousMixin, name) in _installed:
-                _replace(module.PeftModel, name, method)
+        if any(owner is ContinuousMixin for owner, _ in _installed):
+            methods = {**methods, **_native().wrapper_methods}
+        for name, method in methods.items():
+            _replace(module.PeftModel, name, method)
 
 
 def _wrap_overrides(model_class: type) -> None:
@@ -451,8 +458,7 @@ def install(
                 replacement = functools.partial(Invocation.run, function=function)
                 wrapper = wrapper_of(method_of(ContinuousMixin, name), replacement)
                 _replace(ContinuousMixin, name, wrapper)
-    if native is not None:
-        native.after_import(_PEFT, _add_to_peft)
+    after_import(_PEFT, _add_to_peft)
 
 
 def install_from_environment() -> None:
@@ -483,10 +489,9 @@ def uninstall() -> None:
                 )
                 raise RuntimeError(message)
         _is_paged_by_default = False
+        forget_import(_PEFT, _add_to_peft)
         if any(owner is ContinuousMixin for owner, _ in _installed):
-            native = _native()
-            native.forget_import(_PEFT, _add_to_peft)
-            native.destroy_kept_managers()
+            _native().destroy_kept_managers()
         while _installed:
             (owner, name), (original, _) = _installed.popitem()
             if original is None:

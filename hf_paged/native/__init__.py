@@ -1,8 +1,6 @@
 """transformers' continuous-batching API on `PagedEngine`: the methods that replace those of models
 after `install(continuous_batching=True)`. Imports no other room."""
 
-from .after_import import after_import as after_import
-from .after_import import forget_import as forget_import
 from .continuous_batching import destroy_kept_managers as destroy_kept_managers
 from .continuous_batching import replacements as replacements
 from .continuous_batching import wrapper_methods as wrapper_methods

@@ -503,5 +503,6 @@ def test_peft_may_be_imported_after_the_names_are_installed() -> None:
         import peft
 
         assert "generate_batch" in vars(peft.PeftModel)
+        assert hasattr(peft.PeftModel._enable_peft_forward_hooks.__wrapped__, "__wrapped__")
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, timeout=300)

@@ -7,6 +7,7 @@ import asyncio
 import gc
 import threading
 import time
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from transformers import MaxTimeCriteria
 
 from hf_paged import PagedEngine
+from hf_paged.threads import attempt, step_lock
+from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
     HALF,
@@ -258,6 +261,63 @@ def test_what_is_cancelled_in_a_forward_changes_no_other_request(how: str) -> No
         result = gone[-1].result
         assert result.finish_reason == "cancelled"
         assert len(result.token_ids) in (4, 5)
+
+
+def stream_in_cycle(engine: PagedEngine) -> None:
+    """Leaves a stream to the garbage collector, as an exception stored with its traceback does."""
+    session = types.SimpleNamespace(stream=engine.stream([TEXT], LONG, request_id="gone"))
+    session.itself = session
+    next(session.stream)
+
+
+def test_a_stream_that_is_collected_under_the_models_lock_waits_for_no_step() -> None:
+    """The collector runs in any thread, here in one for whose lock the step of another waits."""
+    engine = PagedEngine(models.build("llama"), {"block_size": 8})
+    core, lock, is_held = engine._core, step_lock(engine.model), threading.Event()
+    other = Asked(engine)
+
+    def collect() -> None:
+        with lock:
+            is_held.set()
+            is_free = True
+            while is_free:
+                with attempt(core.inner_lock) as is_free:
+                    time.sleep(0.001)
+            gc.collect()
+
+    def step() -> list[Any]:
+        assert is_held.wait(30)
+        outputs = engine.step()
+        assert list(core.requests) == ["other"], "the step ends the request"
+        return outputs
+
+    gc.disable()  # it is to run in that thread
+    try:
+        stream_in_cycle(engine)
+        other.add("other", TEXT)
+        in_threads(collect, step)
+    finally:
+        gc.enable()
+    other.check(run_all(engine))
+    assert_drained(engine)
+
+
+@pytest.mark.parametrize("how", ["step", "stats", "add_request", "check_integrity"])
+def test_a_stream_that_is_closed_under_the_models_lock_ends_in_the_next_call(how: str) -> None:
+    with engine_of() as engine:
+        stream = engine.stream([TEXT], LONG, request_id="gone")
+        next(stream)
+        with step_lock(engine.model):
+            stream.close()
+        assert list(engine._core.requests) == ["gone"]
+        if how == "add_request":
+            assert engine.add_request(TEXT, GREEDY, request_id="gone") == "gone"
+            assert run_all(engine)["gone"].finish_reason == "length"
+        else:
+            getattr(engine, how)()
+        assert not engine._core.requests and not engine._core.cancelled
+        assert engine.memory.num_used == 0
+        assert_drained(engine)
 
 
 @pytest.mark.parametrize("at", [3, 6])  # in the middle, and at the last token

@@ -519,7 +519,7 @@ def test_a_manager_whose_thread_vanished_takes_no_requests(
         patch.setattr(manager_thread.ManagerThread, "_run", lambda self, token: None)
         manager.start()
         manager.join()
-    with pytest.raises(RuntimeError, match="takes no more requests: its thread ended"):
+    with pytest.raises(RuntimeError, match="takes no more requests: its thread is not running"):
         manager.add_request(PROMPTS[1])
     manager.start()
     manager.add_request(PROMPTS[1])

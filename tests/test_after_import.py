@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hf_paged.native.after_import import after_import, forget_import
+from hf_paged.after_import import after_import, forget_import
 
 
 def test_actions_after_an_import_of_a_module_that_is_reloaded(

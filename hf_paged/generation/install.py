@@ -37,7 +37,7 @@ from ..cache.paged_cache import PagedCache
 from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
 from ..model.own_loop import cache_parts
-from ..model.registry import memory_for, needs_other_memory, warn_once
+from ..model.registry import check_options, memory_for, warn_once
 from ..model.sharding import deferring_signals, reserving
 from ..switches import NOTHING
 from ..threads import step_lock
@@ -210,25 +210,12 @@ def _prepare_cache(prepare: Invocation) -> Any:
         if caches:
             call.use_caches(caches, generation_config, are_built=not is_passed)
             if is_passed and generation_config.cache_config:
-                _check_options(model, caches, generation_config.cache_config)
+                check_options(model, caches, generation_config.cache_config)
         elif config is not None:
             call.reason, call.remedy = _why_not_paged(model, is_passed, arguments)
         if config is not None and config.batch_invariant and not call.built_caches:
             raise batch_invariant_error(model, call.reason)
     return result
-
-
-def _check_options(model: Any, caches: list[PagedCache], options: Any) -> None:
-    """Warns if passed caches have other options than `options`, the call's `cache_config`."""
-    requested = PagedConfig.coerce(options)
-    if any(needs_other_memory(model, requested, cache.memory) for cache in caches):
-        warn_once(
-            model,
-            Topic.NOT_PAGED(
-                "the passed `PagedCache` keeps its own options, so `cache_config` has no effect:"
-                " leave it out, or pass these options to the `PagedCache`"
-            ),
-        )
 
 
 def _why_not_paged(model: Any, is_passed: bool, arguments: dict[str, Any]) -> tuple[str, str]:

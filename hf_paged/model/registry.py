@@ -182,12 +182,21 @@ def _memory_options(config: PagedConfig) -> tuple[Any, ...]:
     )
 
 
-def needs_other_memory(model: PreTrainedModel, config: PagedConfig, memory: PagedMemory) -> bool:
-    """Whether a memory of the model's that is made by `config` would differ from `memory` in the
-    options that a memory keeps."""
-    if config.storage == memory.config.storage:
-        config = fit_blocks(config, model.config, compute_device(model))
-    return _memory_options(config) != _memory_options(memory.config)
+def check_options(model: PreTrainedModel, caches: Iterable[Any], options: Any) -> None:
+    """Warns if the memory of one of the [`PagedCache`]s differs from one that would be made by
+    `options`, the `cache_config` of the call that they are passed to, in what a memory keeps."""
+    for memory in (cache.memory for cache in caches):
+        config = PagedConfig.coerce(options)
+        if config.storage == memory.config.storage:
+            config = fit_blocks(config, model.config, compute_device(model))
+        if _memory_options(config) != _memory_options(memory.config):
+            warn_once(
+                model,
+                Topic.NOT_PAGED(
+                    "the passed `PagedCache` keeps its own options, so `cache_config` has no"
+                    " effect: leave it out, or pass these options to the `PagedCache`"
+                ),
+            )
 
 
 def check_tiers(config: PagedConfig) -> None:

@@ -35,8 +35,9 @@ class _Made:
 
 @dataclass
 class CodedWeights:
-    """`is_constant`: whether no operation of the recording makes a tensor or writes to it.
-    `is_written`: whether an operation writes to a tensor's storage after it was made."""
+    """The weights of one recording that are made from codes. `is_constant`: whether no operation of
+    the recording makes a tensor or writes to it. `is_written`: whether an operation writes to a
+    tensor's storage after it was made."""
 
     is_constant: Callable[[Tensor], bool]
     is_written: Callable[[Tensor], bool]

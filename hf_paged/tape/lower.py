@@ -368,8 +368,8 @@ class Lowering:
             return False
         stored = weight if is_transposed else weight.t()
         bias = biases[0] if biases else None
-        scales_and_zeros = () if coded is None else (coded.zeros, coded.scales)
-        piece = LinearPiece(*self._refs((stored, bias, result, *scales_and_zeros)))
+        zeros_and_scales = () if coded is None else (coded.zeros, coded.scales)
+        piece = LinearPiece(*self._refs((stored, bias, result, *zeros_and_scales)))
         self.entries.append(Linear(self.buffers.ref(x), is_transposed, [piece]))
         return True
 

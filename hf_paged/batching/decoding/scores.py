@@ -63,10 +63,11 @@ _ROW_WISE = {
     stock.EncoderNoRepeatNGramLogitsProcessor,
     stock.WatermarkLogitsProcessor,
 }
-# Processors whose scores of a row do not depend on other rows, either, but which get the whole
-# batch in every step: they keep a state for each row, run the model, pass a row's index to a
+# Processors whose scores of a row do not depend on other rows; those that are not row-wise get the
+# whole batch in every step: they keep a state for each row, run the model, pass a row's index to a
 # caller's function, or belong to one model.
-_WHOLE_BATCH = {
+_UNMIXED = {
+    *_ROW_WISE,
     stock.AlternatingCodebooksLogitsProcessor,
     stock.BarkEosPrioritizerLogitsProcessor,
     stock.PrefixConstrainedLogitsProcessor,
@@ -100,7 +101,7 @@ def may_mix_rows(processors: LogitsProcessorList) -> bool:
 def _computes_rows_alone(kind: type) -> bool:
     """Whether processors of this type compute each row from that row alone. Those of this package
     do (`seams.Grammars`)."""
-    return kind in _ROW_WISE | _WHOLE_BATCH or package_of(kind.__module__) == "hf_paged"
+    return kind in _UNMIXED or package_of(kind.__module__) == "hf_paged"
 
 
 def can_run_on_drafts(processor: Any) -> bool:

@@ -15,6 +15,7 @@ stages of the same revision.
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -85,6 +86,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     names = [stage.name for stage in STAGES]
     args.only = runner.parts(parser, args.only, names) or names
+    if not 0 < args.minutes < math.inf:
+        parser.error(f"argument --minutes: must be positive and finite, not {args.minutes:g}")
     if args.peers is None:
         args.peers = [] if args.quick else list(TITLES)
     if args.out is None:

@@ -196,9 +196,20 @@ def stale() -> list[str]:
     """Why the figures of `benchmarks.all` cannot be released."""
     if not report.exists(NAME):
         return ["there is no run of benchmarks.all"]
+    entries = {entry["name"]: entry for entry in result(NAME)["stages"]}
     reasons = []
+    for stage in STAGES:
+        if stage.name not in entries:
+            reasons.append(f"{NAME}.json has no stage {stage.name}")
+        elif entries[stage.name]["reason"]:
+            reasons.append(f"stage {stage.name}: {entries[stage.name]['reason']}")
+        elif not report.exists(stage.file):
+            reasons.append(f"{stage.file}.json is missing")
     for name in [NAME, *(stage.file for stage in STAGES if report.exists(stage.file))]:
-        revision = result(name)["facts"]["revision"]
+        facts = result(name)["facts"]
+        revision = facts["revision"]
+        if facts["tree"] != "clean":
+            reasons.append(f"{name}.json is of a work tree with changes: {facts['tree']}")
         changed = changed_files(revision)
         if changed is None:
             reasons.append(f"{name}.json is of revision {revision}, which is not committed")

@@ -23,7 +23,7 @@ ROOT, PACKAGE = Path(__file__).resolve().parent.parent, "benchmarks"
 QUICK_MINUTES, START_SECONDS, LEAST_SECONDS, GRACE_SECONDS = 4.0, 60.0, 25.0, 10.0
 OVERRUN = 1.4  # times its minutes, after which a stage is ended
 LOG_CHARACTERS = 3000  # of a stage's output, kept in its entry
-NO_TIME = "no time was left"
+NO_TIME, NOT_ENDED = "no time was left", "the run ended before it"
 
 
 class Stage(NamedTuple):
@@ -178,10 +178,13 @@ def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, 
         add(process.finish())
         running.remove(process)
 
+    def write(*started: dict[str, Any]) -> None:
+        data["stages"] = [*others, *entries, *started]
+        report.replace_file(path, json.dumps(data, indent=1) + "\n")
+
     def add(entry: dict[str, Any]) -> None:
         entries.append(entry)
-        data["stages"] = others + entries
-        report.replace_file(path, json.dumps(data, indent=1) + "\n")
+        write()
         said = f"{entry['name']}: {entry['seconds']:.0f} s {entry['reason']}"
         print(said.strip(), file=sys.stderr, flush=True)
 
@@ -191,6 +194,7 @@ def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, 
             for stage in stages:
                 while stage.is_timed and running:
                     finish(running[0])
+                write(entry_of(stage, NOT_ENDED))  # of an ended run, the list tells that
                 (options.out / f"{stage.file}.json").unlink(missing_ok=True)  # of an earlier run
                 left = end - time.monotonic()
                 if left < LEAST_SECONDS:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -220,8 +221,14 @@ def test_figures_older_than_a_kernel_are_not_released(tmp_path, monkeypatch, cap
     first = commit("hf_paged/kernels/__init__.py")
     assert readme.main(["--fresh"]) == 1
     assert "there is no run of benchmarks.all" in capsys.readouterr().out
-    for name in ("all", "lora-cpu"):
-        (results / f"{name}.json").write_text(f'{{"facts": {{"revision": "{first}"}}}}')
+    entries = [{"name": stage.name, "reason": ""} for stage in readme.STAGES]
+
+    def write(name: str, revision: str, tree: str = "clean") -> None:
+        content = {"facts": {"revision": revision, "tree": tree}, "stages": entries}
+        (results / f"{name}.json").write_text(json.dumps(content))
+
+    for name in ("all", *(stage.file for stage in readme.STAGES)):
+        write(name, first)
     commit("docs/index.md")
     commit("hf_paged/kernels/__init__.py", '"""Kernels."""  # in C++ and Triton\n')
     assert readme.main(["--fresh"]) == 0
@@ -230,8 +237,22 @@ def test_figures_older_than_a_kernel_are_not_released(tmp_path, monkeypatch, cap
     said = capsys.readouterr().out
     assert f"lora-cpu.json is of revision {first}, before hf_paged/batching/__init__.py" in said
     assert "all.json" in said
-    (results / "all.json").write_text(f'{{"facts": {{"revision": "{last}"}}}}')
-    (results / "lora-cpu.json").write_text(f'{{"facts": {{"revision": "{last}+"}}}}')
+    for name in ("all", *(stage.file for stage in readme.STAGES)):
+        write(name, last)
+    assert readme.main(["--fresh"]) == 0
+    write("lora-cpu", last, "changed: step.py")
+    assert readme.main(["--fresh"]) == 1 and "work tree with changes" in capsys.readouterr().out
+    (results / "lora-cpu.json").unlink()
+    assert readme.main(["--fresh"]) == 1 and "lora-cpu.json is missing" in capsys.readouterr().out
+    write("lora-cpu", f"{last}+")
+    stage = entries.pop(0)
+    write("all", last)
+    assert readme.main(["--fresh"]) == 1 and "has no stage" in capsys.readouterr().out
+    entries.append(stage | {"reason": "ended after 9 s"})
+    write("all", last)
+    assert readme.main(["--fresh"]) == 1 and "ended after 9 s" in capsys.readouterr().out
+    entries[-1] = stage
+    write("all", last)
     assert [line.split()[0] for line in readme.stale()] == ["lora-cpu.json"]
 
 

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
@@ -19,7 +20,7 @@ from .lower import Lowering
 from .record import recording
 
 _ENTRY = struct.Struct("2Q")  # struct TapeEntry
-_TAPE = struct.Struct("QqQ")  # struct TapeCall
+_TAPE = struct.Struct("QqQq")  # struct TapeCall
 _WITH_OUT = frozenset({"aten::mm", "aten::addmm", "aten::bmm"})  # can write to an `out` tensor
 
 
@@ -86,7 +87,8 @@ class Tape:
         for name, packed in calls:
             packed_entries += _ENTRY.pack(address_of(name), self._store(packed))
         entries_address = self._store(packed_entries)
-        call = _TAPE.pack(entries_address, len(calls), ctypes.addressof(self._failed_index))
+        failed_address = ctypes.addressof(self._failed_index)
+        call = _TAPE.pack(entries_address, len(calls), failed_address, torch.get_num_threads())
         function = kernel("tape")
 
         def run() -> None:

@@ -611,11 +611,11 @@ struct Kernel {
         for (const std::vector<Task>* tasks : {&p.shared, &p.tasks}) {
             const Task* all = tasks->data();
             const int64_t count = (int64_t)tasks->size();
-            [[maybe_unused]] const bool threaded =
-                c.threads > 1 && count > 1 && p.work * (c.key_dim + c.value_dim) > kAlone;
-#pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (threaded)
-            for (int64_t i = count - 1; i >= 0; --i)  // backwards: the last queries see the most keys
+            const bool is_alone = p.work * (c.key_dim + c.value_dim) <= kAlone;
+            // the last queries, which `split` computes first, see the most keys
+            split(count, is_alone ? 1 : c.threads, [&](int64_t i, int64_t) {
                 if (!run<T>(all[i], queries, states)) failed.store(true, std::memory_order_relaxed);
+            });
             if (failed) return kNoMemory;
         }
         const int64_t count = (int64_t)p.tasks.size();

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-_INCLUDED = ("attention", "draw", "hash", "lanes", "linear", "rows", "tiles")
+_INCLUDED = ("attention", "draw", "hash", "lanes", "linear", "rows", "team", "tiles")
 SOURCES = (SOURCE, *(SOURCE.with_name(f"{name}.cpp") for name in _INCLUDED))
 COMMON_FLAGS = (
     "-std=c++17",

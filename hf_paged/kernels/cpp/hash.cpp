@@ -82,8 +82,9 @@ extern "C" int hf_paged_hash(const HashCall* call) {
             chunks.push_back({c.starts[i] + at, std::min(kHashChunk, c.sizes[i] - at)});
     std::vector<Digest> digests(chunks.size());
     const int64_t count = (int64_t)chunks.size();
-#pragma omp parallel for schedule(dynamic, 1) num_threads((int)c.threads) if (c.threads > 1 && count > 4)
-    for (int64_t i = 0; i < count; ++i) digests[i] = hash_chunk(chunks[i].from, chunks[i].bytes, keys);
+    split(count, count > 4 ? c.threads : 1, [&](int64_t i, int64_t) {
+        digests[i] = hash_chunk(chunks[i].from, chunks[i].bytes, keys);
+    });
     Digest all;
     const Digest* next = digests.data();
     for (int64_t i = 0; i < c.count; ++i) {

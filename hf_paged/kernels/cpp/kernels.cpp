@@ -10,13 +10,18 @@
 #include <limits>
 #include <memory>
 #include <new>
+#include <thread>
 #include <type_traits>
 #include <utility>
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
 
+#include "team.cpp"
 #include "draw.cpp"
 #include "hash.cpp"
 #include "lanes.cpp"
@@ -127,10 +132,10 @@ extern "C" int hf_paged_gather(const GatherCall* call) {
             if (block < 0 || block >= c.num_blocks) return 2;
         }
     }
-    [[maybe_unused]] const bool shared = c.threads > 1 && c.rows * c.heads * c.length * c.bytes > (1 << 18);
-#pragma omp parallel for collapse(2) num_threads((int)c.threads) if (shared)
-    for (int64_t row = 0; row < c.rows; ++row)
-        for (int64_t head = 0; head < c.heads; ++head) {
+    const bool is_shared = c.rows * c.heads * c.length * c.bytes > (1 << 18);
+    split_range(c.rows * c.heads, is_shared ? c.threads : 1, [&](int64_t low, int64_t high, int64_t) {
+        for (int64_t at = low; at < high; ++at) {
+            const int64_t row = at / c.heads, head = at % c.heads;
             char* out = c.out + (row * c.heads + head) * c.length * c.bytes;
             const int64_t begin = c.first - c.origins[row], last = begin + c.length;
             const int64_t end = c.lengths ? std::min<int64_t>(last, c.lengths[row]) : last;
@@ -150,5 +155,6 @@ extern "C" int hf_paged_gather(const GatherCall* call) {
                         std::memcpy(out + i * c.bytes, from + i * c.strides[2], c.bytes);
             }
         }
+    });
     return 0;
 }

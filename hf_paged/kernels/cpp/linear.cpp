@@ -472,12 +472,10 @@ template <class T, class W> int run_lanes(const LinearCall& c, int64_t threads, 
     if (!wide) return kNoMemory;
     widen_rows<T, W>(c, wide);
     const int64_t units = linear_units(c, c.is_transposed ? kColumns : kWideUnit);
-#pragma omp parallel for schedule(static, 1) num_threads((int)threads) if (threads > 1)
-    for (int64_t t = 0; t < threads; ++t) {
-        const int64_t low = units * t / threads, high = units * (t + 1) / threads;
+    split_range(units, threads, [&](int64_t low, int64_t high, int64_t thread) {
         if (c.is_transposed) run_columns<T>(c, wide, low, high);
-        else run_wide<T, W>(c, wide, wide + floats + sums * t, low, high);
-    }
+        else run_wide<T, W>(c, wide, wide + floats + sums * thread, low, high);
+    });
     return 0;
 }
 
@@ -491,21 +489,15 @@ template <class T, class W = T> int run_linear(const LinearCall& c, int64_t thre
         if (!x) return kNoMemory;
         const int64_t size = linear_units(c, 32) < 4 * threads ? 16 : 32, units = linear_units(c, size);
         const int64_t packers = c.rows * c.depth < (1 << 13) ? 1 : threads;
-#pragma omp parallel num_threads((int)threads) if (threads > 1)
-        {
-#pragma omp for schedule(static, 1)
-            for (int64_t t = 0; t < packers; ++t) pair_rows(c, x, tiles * t / packers, tiles * (t + 1) / packers);
-#pragma omp for schedule(static, 1)
-            for (int64_t t = 0; t < threads; ++t) run_tiles(c, x, units * t / threads, units * (t + 1) / threads, size);
-        }
+        split_range(tiles, packers, [&](int64_t low, int64_t high, int64_t) { pair_rows(c, x, low, high); });
+        split_range(units, threads, [&](int64_t low, int64_t high, int64_t) { run_tiles(c, x, low, high, size); });
         return 0;
     }
 #endif
 #if defined(__AVX512BF16__)
     if (path == kDots) {
         const int64_t units = linear_units(c, kUnit);
-#pragma omp parallel for schedule(static, 1) num_threads((int)threads) if (threads > 1)
-        for (int64_t t = 0; t < threads; ++t) run_dots(c, units * t / threads, units * (t + 1) / threads);
+        split_range(units, threads, [&](int64_t low, int64_t high, int64_t) { run_dots(c, low, high); });
         return 0;
     }
 #endif

@@ -262,16 +262,17 @@ extern "C" int hf_paged_rows(const RowsCall* call) {
         if (n.b >= others || (moves && n.b < 0)) return 4;
     }
     Rows rows{c};
-    const bool alone = c.threads < 2 || rows.num_rows * c.width * c.num_instructions < kFewNumbers;
+    const bool is_alone = rows.num_rows * c.width * c.num_instructions < kFewNumbers;
     const int64_t blocks = (rows.num_rows + rows.block - 1) / rows.block;
     std::atomic<bool> failed{false};
-#pragma omp parallel for schedule(static) num_threads((int)c.threads) if (!alone)
-    for (int64_t b = 0; b < blocks; ++b) {
+    split_range(blocks, is_alone ? 1 : c.threads, [&](int64_t low, int64_t high, int64_t) {
         static thread_local Scratch scratch;
         float* registers = scratch.get(c.num_registers * rows.register_floats());
         if (!registers) failed.store(true, std::memory_order_relaxed);
-        else rows.run(b * rows.block, std::min(rows.block, rows.num_rows - b * rows.block), registers);
-    }
+        else
+            for (int64_t b = low; b < high; ++b)
+                rows.run(b * rows.block, std::min(rows.block, rows.num_rows - b * rows.block), registers);
+    });
     return failed ? kNoMemory : 0;
 }
 
@@ -292,15 +293,32 @@ extern "C" int hf_paged_pick(const PickCall* call) {
     return 0;
 }
 
-// Calls functions of this library one after the other. Stops at the first error, and sets `failed` to its entry's index.
+// Calls functions of this library one after the other, with one team of threads. Stops at the first error, and sets
+// `failed` to its entry's index.
 struct TapeEntry { int (*function)(const void*); const void* call; };
-struct TapeCall { const TapeEntry* entries; int64_t count, *failed; };
+struct TapeCall { const TapeEntry* entries; int64_t count, *failed, threads; };
 
 extern "C" int hf_paged_tape(const TapeCall* call) {
-    for (int64_t i = 0; i < call->count; ++i)
-        if (const int error = call->entries[i].function(call->entries[i].call)) {
-            *call->failed = i;
-            return error;
+    const auto run = [&] {
+        for (int64_t i = 0; i < call->count; ++i)
+            if (const int error = call->entries[i].function(call->entries[i].call)) {
+                *call->failed = i;
+                return error;
+            }
+        return 0;
+    };
+    if (call->threads < 2 || call->count < 2) return run();
+    Team team;
+    int error = 0;
+#pragma omp parallel num_threads((int)call->threads)
+    {
+        if (const int64_t thread = thread_number()) team.follow(thread);
+        else {
+            Team::current = &team;
+            error = run();
+            Team::current = nullptr;
+            team.end();
         }
-    return 0;
+    }
+    return error;
 }

@@ -1,0 +1,89 @@
+// Included by kernels.cpp: how kernels divide their work among threads.
+//
+// A tape opens one OpenMP region for all of its entries. A region for each of them would be slow where the process has
+// more OpenMP threads than processors, which is so as soon as two threads of Python have used some: OpenMP then lets the
+// threads of a region sleep at once where it ends, and wakes them where the next one begins.
+
+namespace {
+
+constexpr int64_t kPartsPerThread = 4;
+
+// Threads that compute the parts of one piece of work after another. A thread takes the next part when it is free, so
+// that one that other programs keep from running delays the others by one part at most.
+class Team {
+    std::atomic<int64_t> left{0};  // parts that no thread has taken; negative: the team's work has ended
+    std::atomic<int64_t> unfinished{0};
+    // of the work in progress; read by threads that have taken a part, for which its leader waits
+    void (*compute)(const void* work, int64_t part, int64_t thread) = nullptr;
+    const void* work = nullptr;
+
+    static void rest(int64_t tries) {
+        constexpr int64_t kSpins = 2000;  // takes longer than short entries, in which one thread works
+        if (tries > kSpins) std::this_thread::yield();
+#if defined(__x86_64__)
+        else _mm_pause();
+#endif
+    }
+
+    bool compute_part(int64_t thread) {
+        int64_t count = left.load(std::memory_order_acquire);
+        do
+            if (count <= 0) return false;
+        while (!left.compare_exchange_weak(count, count - 1, std::memory_order_acq_rel));
+        compute(work, count - 1, thread);
+        unfinished.fetch_sub(1, std::memory_order_release);
+        return true;
+    }
+
+  public:
+    // The team of the tape that this thread runs, which it leads; null outside of tapes.
+    static inline thread_local Team* current = nullptr;
+
+    void lead(int64_t parts, void (*function)(const void*, int64_t, int64_t), const void* argument) {
+        compute = function, work = argument;
+        unfinished.store(parts, std::memory_order_relaxed);
+        left.store(parts, std::memory_order_release);
+        while (compute_part(0)) {}
+        for (int64_t tries = 0; unfinished.load(std::memory_order_acquire); ++tries) rest(tries);
+    }
+    void follow(int64_t thread) {
+        for (int64_t tries = 0; left.load(std::memory_order_acquire) >= 0; ++tries) {
+            if (compute_part(thread)) tries = 0;
+            else rest(tries);
+        }
+    }
+    void end() { left.store(-1, std::memory_order_release); }
+};
+
+inline int64_t thread_number() {
+#if defined(_OPENMP)
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}
+
+// Calls body(part, thread) for each of `parts`, the last ones first, on up to `threads` threads, numbered from 0.
+template <class Body> void split(int64_t parts, int64_t threads, const Body& body) {
+    if (threads < 2 || parts < 2) {
+        for (int64_t part = parts - 1; part >= 0; --part) body(part, 0);
+        return;
+    }
+    if (Team::current) {
+        const auto compute = [](const void* work, int64_t part, int64_t thread) { (*(const Body*)work)(part, thread); };
+        Team::current->lead(parts, compute, &body);
+        return;
+    }
+#pragma omp parallel for schedule(dynamic, 1) num_threads((int)threads)
+    for (int64_t part = parts - 1; part >= 0; --part) body(part, thread_number());
+}
+
+// As above, but calls body(low, high, thread) for ranges of `count` numbers: few for each thread.
+template <class Body> void split_range(int64_t count, int64_t threads, const Body& body) {
+    const int64_t parts = threads < 2 ? 1 : std::min(count, kPartsPerThread * threads);
+    split(parts, threads, [&](int64_t part, int64_t thread) {
+        body(count * part / parts, count * (part + 1) / parts, thread);
+    });
+}
+
+}  // namespace

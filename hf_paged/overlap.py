@@ -27,6 +27,7 @@ from .batching.loop import StepLoop
 from .cache.block_pool import OutOfBlocksError
 from .cache.memory import PagedMemory, autocast_dtype
 from .cache.waits import Shortage
+from .generation.call import running_calls
 from .generation.candidate import Candidate
 from .interrupts import num_modes, restoring
 from .model.forwards import compute_device
@@ -72,7 +73,7 @@ class SharedLoop(CallLoop):
     it also samples for all callers whose code no step runs, so that their threads need not wake up.
     The other callers sample in their own threads, without a lock, as their processors, criteria and
     streamers may be slow. A step waits for them briefly, except for those that were late the last
-    time."""
+    time; before it computes prompts, also for calls that have just started."""
 
     def __init__(self, loop: StepLoop) -> None:
         super().__init__(loop)
@@ -82,9 +83,13 @@ class SharedLoop(CallLoop):
         self.stepper: Caller | None = None  # the caller whose thread is taking a step
         # generations to drop after the current step, which may write to their blocks
         self._deferred_drops: list[Generation] = []
-        # seconds that a step waits for callers that sample: the duration of the last step, but at
-        # least `MIN_PATIENCE` and at most `MAX_PATIENCE`
-        self._patience = MIN_PATIENCE
+        # seconds that a step waits for callers that sample, and after the last step for calls that
+        # start: the duration of the last step, but at least `MIN_PATIENCE` and at most
+        # `MAX_PATIENCE`
+        self._patience = MAX_PATIENCE
+        # when the last step began and ended; at first, times just before the loop was made
+        self._last_end = time.perf_counter()
+        self._last_start = self._last_end - MAX_PATIENCE
         self._shortage: Shortage | None = None  # set while steps fail because blocks are too few
         self._retry_at = 0.0  # earliest time of the next step, in seconds of `time.perf_counter`
 
@@ -153,15 +158,32 @@ class SharedLoop(CallLoop):
                 self._step()
 
     def _seconds_until_step(self) -> float:
-        """Returns how many seconds the next step still waits for callers that sample, or for
-        blocks; zero or less if the step is due."""
+        """Returns how many seconds the next step still waits for callers that sample, for calls
+        that start, or for blocks; zero or less if the step is due."""
         start_times = [
             caller.sampling_since
             for caller in self._callers.values()
             if caller.sampling_since and not caller.is_late
         ]
+        if self._may_prompts_join():
+            start_times.append(self._last_end)
         due_at = max(self._retry_at, max(start_times, default=0.0) + self._patience)
         return due_at - time.perf_counter()
+
+    def _may_prompts_join(self) -> bool:
+        """Whether the next step computes prompts of callers, and other threads have called
+        `generate` of the same model since the last step began: one step for all prompts takes less
+        time than several."""
+        callers = list(self._callers.values())
+        if all(caller.has_committed or caller.sampling_since is not None for caller in callers):
+            return False
+        threads = {caller.thread_id for caller in callers}
+        model = self.loop.executor.model
+        return any(
+            call.model is model and call.started_at > self._last_start
+            for call in list(running_calls)
+            if call.thread not in threads
+        )
 
     def is_progressing(self, thread: int) -> bool:
         """As `Holder.is_progressing`. A loop that lacks blocks makes no progress: its requests are
@@ -179,7 +201,7 @@ class SharedLoop(CallLoop):
         """Takes a step for all callers. If blocks are too few and waiting is useless, ends the
         first generation that waits for logits and holds blocks of ended rows or, if there is none,
         the one whose request would be admitted next. Raises an interrupt of the sampling."""
-        start = time.perf_counter()
+        start = self._last_start = time.perf_counter()
         ready: Ready = []
         interrupt: BaseException | None = None
         try:
@@ -236,7 +258,7 @@ class SharedLoop(CallLoop):
     def _end_step(self, ready: Ready) -> None:
         """Passes the errors and logits of a step to the callers, and ends the step. If this raises,
         `_leave` ends it."""
-        now = time.perf_counter()
+        now = self._last_end = time.perf_counter()
         with self._lock:
             while self._deferred_drops:
                 self.loop.drop(self._deferred_drops.pop())

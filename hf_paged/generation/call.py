@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -62,6 +63,9 @@ def first_rows(value: Any, repeats: int) -> Any:
     return map_tensors(first, value)
 
 
+running_calls = set[Any]()  # of all models, in all threads
+
+
 class Call:
     """One `generate` call: its caches, its route, and its switches, which are undone when it
     ends."""
@@ -104,8 +108,9 @@ class Call:
             setup_seconds: self.route_fields["setup_seconds"],
         }
         plain_bytes = None
-        self.thread = threading.get_ident()
+        self.thread, self.started_at = threading.get_ident(), time.perf_counter()
         register_for_cleanup(self)
+        running_calls.add(self)
         try:
             with self.stack:
                 for variable, value in variables.items():
@@ -134,6 +139,7 @@ class Call:
                 cache.discard()
             raise
         finally:
+            running_calls.discard(self)
             self.stack.close()  # a no-op, unless an interrupt prevented its end above
             route = route_of(
                 self.route_name,
@@ -155,6 +161,7 @@ class Call:
 
     def clean_up_after_error(self) -> None:
         if self.thread == threading.get_ident():
+            running_calls.discard(self)
             for cache in self.built_caches:
                 cache.discard()
 

@@ -552,6 +552,53 @@ def test_a_step_that_ends_between_two_looks_of_a_call(monkeypatch: pytest.Monkey
     assert_same(model, plain(model, [0]), [paged(model, 0)])
 
 
+class HeldStreamer:
+    """Waits at the prompt, before the call reaches the loop."""
+
+    def __init__(self, condition: Callable[[], Any]) -> None:
+        self.has_started, self._condition = threading.Event(), condition
+
+    def put(self, tokens: torch.Tensor) -> None:
+        if not self.has_started.is_set():
+            self.has_started.set()
+            wait_for(self._condition)
+
+    def end(self) -> None:
+        pass
+
+
+def test_prompts_wait_for_a_call_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, held = models.build("llama"), HeldStreamer(num_callers)
+    paged(model, 0)
+    monkeypatch.setattr("hf_paged.overlap.MAX_PATIENCE", 30.0)
+
+    def first() -> torch.Tensor:
+        held.has_started.wait(30)
+        return paged(model, 0)
+
+    with forwards(model) as shapes:
+        paged(model, 0)  # the replaced forward is checked
+        shapes.clear()
+        found = in_threads(first, functools.partial(paged, model, 1, streamer=held))
+    assert shapes[0] == (1, prompt(0).numel() + prompt(1).numel())
+    assert_same(model, plain(model, (0, 1)), found)
+
+
+def test_prompts_wait_only_briefly_for_a_call_that_starts() -> None:
+    model, has_ended = models.build("llama"), threading.Event()
+    held = HeldStreamer(has_ended.is_set)
+    paged(model, 0)
+
+    def first() -> torch.Tensor:
+        held.has_started.wait(30)
+        output = paged(model, 0)
+        has_ended.set()
+        return output
+
+    found = in_threads(first, functools.partial(paged, model, 1, streamer=held))
+    assert_same(model, plain(model, (0, 1)), found)
+
+
 @pytest.mark.slow_cases("during a step")
 @pytest.mark.parametrize("when", ["during a step", "later"])
 def test_no_call_waits_for_one_that_samples(when: str, monkeypatch: pytest.MonkeyPatch) -> None:

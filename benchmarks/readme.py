@@ -96,10 +96,11 @@ def engines_section() -> str:
             row = tables.base_of(data["rows"], name, system)
             line[title] = f"{statistics.median(row['seconds']):.3g}" if row else "not measured"
         rows.append(line)
-    settings_of = {
-        row["system"]: row["figures"].get("settings") for row in data["rows"] if row["seconds"]
-    }
-    settings = [f"{name} {said}" for name, said in settings_of.items() if said]
+    settings_of: dict[str, dict[str, None]] = {}  # by system; in some, calls differ
+    for row in data["rows"]:
+        if row["seconds"] and (said := row["figures"].get("settings")):
+            settings_of.setdefault(row["system"], {})[said] = None
+    settings = [f"{name} {' or '.join(found)}" for name, found in settings_of.items()]
     how = "; ".join(settings) or "the engines ran at their defaults, from their packages"
     said = f"Seconds, less is better: {overview.hardware(data)}. Settings: {how}."
     return f"{report.markdown(rows, {key: key for key in rows[0]})}\n\n{flow(said)}"

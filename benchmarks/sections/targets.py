@@ -13,8 +13,17 @@ BEST = "the fastest other engine"
 PROMPTS = "prompts and mixed steps through kernels of our own for many rows"
 WEIGHTS = """steps of few rows, which read the weights slower than the memory allows; huge pages
     (`MADV_COLLAPSE`) help"""
+THREADS = """prompts that share a forward: calls wait for the model's lock while a step runs, so that
+    eight prompts take several steps"""
+PRODUCTS, MIXED = "products of many rows", "products of adapters in float32"
+CODES = """recorded steps that read the codes in place, as the code after revision bf2fe4f3 does
+    ([changes](CHANGELOG.md)); then the speed of these products"""
 PYTHON = "the Python of a step and of its beams, beside which a tiny model computes little"
-SHORT = "admission and recording cost more than 16 tokens of such a model"
+SHORT = "admission and recording, which cost more than 16 tokens of such a model"
+CHECKS = "prompts, and checks of weights that change between calls"
+DRAFTS = "drafts for the rows that gain alone: a step of 32 rows is bound by products"
+CALLS, ENGINE, PAGED = ("generate", "plain"), ("engine", "plain"), ("paged", "plain")
+TINY, ADAPTERS = ".*, tiny, .*", "32 rows over 8 adapters"
 
 
 class Target(NamedTuple):
@@ -24,116 +33,41 @@ class Target(NamedTuple):
     Args:
         stage (`str`): Of `benchmarks.all`.
         cases (`str`): Regular expression for the whole name of a case.
-        ours, other (`str`): Systems of the rows; [`BEST`]: of other engines the fastest.
         most (`float`): Our time over the other's.
         lever (`str`): What would move it most.
+        ours, other (`str`): Systems of the rows; [`BEST`]: of other engines the fastest.
         title (`str`): Of the cases; empty: the workload's.
     """
 
     stage: str
     cases: str
-    ours: str
-    other: str
     most: float
     lever: str
+    ours: str = "ours"
+    other: str = BEST
     title: str = ""
 
 
 TARGETS = (
-    Target("whole", "W1", "ours", BEST, 1.0, PROMPTS),
-    Target("whole", "W2", "ours", BEST, 1.0, PROMPTS),
-    Target("whole", "W3", "ours", BEST, 1.0, PROMPTS),
-    Target("whole", "W4", "ours", BEST, 0.9, WEIGHTS),
-    Target("whole", "W5", "ours", BEST, 0.4, f"{WEIGHTS}; beams' bookkeeping in Python"),
-    Target("whole", "W6", "ours", BEST, 1.0, WEIGHTS),
-    Target(
-        "whole",
-        "W9",
-        "ours",
-        BEST,
-        1.0,
-        """prompts that share a forward: calls wait for the model's lock while a step runs, so that
-        eight prompts take several steps""",
-    ),
-    Target("whole", "W10", "ours", BEST, 1.0, "products of many rows"),
-    Target("whole", "W10", "ours", "plain", 1 / 1.3, "products of many rows"),
-    Target(
-        "int8",
-        "W6",
-        "ours",
-        "OpenVINO GenAI",
-        1.2,
-        """recorded steps that read the codes in place, as the code after revision bf2fe4f3 does
-        ([changes](CHANGELOG.md)); then the speed of these products""",
-        "W6 with 8-bit weights in both",
-    ),
-    Target(
-        "encoders", ".*", "generate", "plain", 0.95, PYTHON, "T5-small, BART-base, Whisper-tiny"
-    ),
-    Target("hybrids", ".*", "generate", "plain", 0.95, PYTHON, "hybrids and other architectures"),
-    Target(
-        "encoders",
-        ".*, tiny, .*",
-        "engine",
-        "plain",
-        1.1,
-        SHORT,
-        "tiny encoder-decoders on a `PagedEngine`",
-    ),
-    Target(
-        "hybrids",
-        ".*, tiny, .*",
-        "engine",
-        "plain",
-        1.1,
-        SHORT,
-        "tiny hybrids and others on a `PagedEngine`",
-    ),
-    Target(
-        "trainer",
-        ".*",
-        "paged",
-        "plain",
-        1.0,
-        "checks of weights that change between evaluations",
-        "`Seq2SeqTrainer`'s evaluation",
-    ),
-    Target(
-        "rollouts",
-        ".*",
-        "paged",
-        "plain",
-        1 / 2.2,
-        "prompts, and checks of weights that change in each step",
-        "rollouts of TRL's GRPO, `llama-24m`",
-    ),
-    Target(
-        "adapters",
-        ".*",
-        "together",
-        "one adapter a forward",
-        1 / 3,
-        "products of adapters in float32",
-        "32 rows over 8 adapters",
-    ),
-    Target(
-        "adapters",
-        ".*",
-        "together",
-        "one adapter",
-        1 / 0.7,
-        "products of adapters in float32",
-        "32 rows over 8 adapters",
-    ),
-    Target(
-        "speculation",
-        "W7.*",
-        "n-grams",
-        "off",
-        0.75,
-        "drafts for the rows that gain alone: a step of 32 rows is bound by products",
-        "drafts by n-grams for 32 rows (W7)",
-    ),
+    Target("whole", "W1", 1.0, PROMPTS),
+    Target("whole", "W2", 1.0, PROMPTS),
+    Target("whole", "W3", 1.0, PROMPTS),
+    Target("whole", "W4", 0.9, WEIGHTS),
+    Target("whole", "W5", 0.4, f"{WEIGHTS}; beams' bookkeeping in Python"),
+    Target("whole", "W6", 1.0, WEIGHTS),
+    Target("whole", "W9", 1.0, THREADS),
+    Target("whole", "W10", 1.0, PRODUCTS),
+    Target("whole", "W10", 1 / 1.3, PRODUCTS, other="plain"),
+    Target("int8", "W6", 1.2, CODES, "ours", "OpenVINO GenAI", "W6 with 8-bit weights in both"),
+    Target("encoders", ".*", 0.95, PYTHON, *CALLS, "T5-small, BART-base, Whisper-tiny"),
+    Target("hybrids", ".*", 0.95, PYTHON, *CALLS, "hybrids and other architectures"),
+    Target("encoders", TINY, 1.1, SHORT, *ENGINE, "tiny encoder-decoders on a `PagedEngine`"),
+    Target("hybrids", TINY, 1.1, SHORT, *ENGINE, "tiny hybrids and others on a `PagedEngine`"),
+    Target("trainer", ".*", 1.0, CHECKS, *PAGED, "`Seq2SeqTrainer`'s evaluation"),
+    Target("rollouts", ".*", 1 / 2.2, CHECKS, *PAGED, "rollouts of TRL's GRPO, `llama-24m`"),
+    Target("adapters", ".*", 1 / 3, MIXED, "together", "one adapter a forward", ADAPTERS),
+    Target("adapters", ".*", 1 / 0.7, MIXED, "together", "one adapter", ADAPTERS),
+    Target("speculation", "W7.*", 0.75, DRAFTS, "n-grams", "off", "32 rows with drafts (W7)"),
 )
 
 

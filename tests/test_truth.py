@@ -28,12 +28,15 @@ ROOT = readme.ROOT
 CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS", "MAX_NEW_REQUESTS")
 PAGES = [
     ROOT / "README.md",
+    ROOT / "ROADMAP.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
     *sorted((ROOT / "docs" / "figures").glob("*.md")),
 ]
-# the paper, the licence, a file mode, transformers, nothing, statuses of HTTP, Ray Serve's default
+# the paper, the licence, a file mode, transformers, nothing, statuses of HTTP, Ray Serve's default,
+# the version to come
 CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18", "5.23", "5.24", "0", "400", "500", "5"}
+CITED |= {"1.0"}
 
 
 def prose(text: str, marks: list[str]) -> str:
@@ -41,7 +44,7 @@ def prose(text: str, marks: list[str]) -> str:
     for mark in marks:
         start, end = readme.between(text, mark)
         text = text[:start] + text[end:]
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```|^\d+\. ", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", text))
 
 

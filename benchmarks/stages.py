@@ -153,8 +153,9 @@ def ended_by_signals() -> Iterator[None]:
     def end(number: int, _: Any) -> NoReturn:
         for other in numbers:
             signal.signal(other, signal.SIG_IGN)
-        said = f"interrupted by {signal.Signals(number).name}: the list has the stages that ended"
-        print(said, file=sys.stderr, flush=True)
+        said = "the list of stages keeps those that are complete"
+        name = signal.Signals(number).name
+        print(f"interrupted by {name}: {said}", file=sys.stderr, flush=True)
         sys.exit(128 + number)
 
     before = {number: signal.signal(number, end) for number in numbers}
@@ -175,7 +176,7 @@ def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, 
 
 def _run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, Any]]:
     end = time.monotonic() + 60 * options.minutes
-    own = {"command": report.command_line(), "facts": machine.facts()}
+    own: dict[str, Any] = {"command": report.command_line(), "facts": machine.facts()}
     path = options.out / f"{name}.json"
     earlier = report.read(path) if path.exists() else None
     others: dict[str, dict[str, Any]] = {}
@@ -191,10 +192,9 @@ def _run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str,
     def write(*started: dict[str, Any]) -> None:
         for entry in started:
             others.pop(entry["name"], None)
-        data: dict[str, Any] = dict(own)
+        data = own | {"stages": [*others.values(), *entries, *started]}
         if earlier and others:
             data |= {"command": earlier["command"], "repeated": own["command"]}
-        data["stages"] = [*others.values(), *entries, *started]
         report.replace_file(path, json.dumps(data, indent=1) + "\n")
 
     def add(entry: dict[str, Any]) -> None:

@@ -115,7 +115,7 @@ def test_figures_older_than_a_kernel_are_not_released(
     assert line.endswith(f" of revision {first}: changed since: {step}")
     write(last)
     assert said(capsys, "--fresh", 0) == []
-    new = "hf_paged/attention/new.py"
+    new = f"{revisions.COMPUTES[1]}/new.py"
     for name in (step, new):  # not committed
         path = change(name, "step = 2\n")
         (line,) = said(capsys, "--fresh", 1)

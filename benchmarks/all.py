@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -92,6 +93,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.peers = [] if args.quick else list(TITLES)
     if args.out is None:
         args.out = Path(tempfile.mkdtemp(prefix="all-")) if args.quick else report.RESULTS
+    runner.writable(parser, "--out", args.out)
     return args
 
 
@@ -100,10 +102,15 @@ def options_of(args: argparse.Namespace) -> stages.Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit status is 1 if a stage failed."""
+    """The command line; the exit status is 1 if a stage failed, 2 if there is a list of stages that
+    cannot be read, 130 after Ctrl-C."""
     args = parse(argv)
     chosen = [stage for stage in STAGES if stage.name in args.only]
-    entries = stages.run(chosen, options_of(args), NAME)
+    try:
+        entries = stages.run(chosen, options_of(args), NAME)
+    except report.Damaged as error:
+        print(error, file=sys.stderr)
+        return 2
     print(f"results: {args.out}")
     return int(any(entry["reason"] for entry in entries))
 

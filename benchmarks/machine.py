@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 import transformers
 
-CLEAN = "clean"
+from benchmarks.report import CLEAN
+
 BF16_FLAGS = ("amx_bf16", "avx512_bf16")
 
 
@@ -69,6 +70,11 @@ def told(key: str) -> str:
     return values[0] if values else ""
 
 
+def checkout() -> Path:
+    """The root of this checkout."""
+    return Path(__file__).resolve().parent.parent
+
+
 def git(*arguments: str) -> str | None:
     """Output of a git command in this checkout; `None` without git or outside of a checkout."""
     return output_of("git", *arguments)
@@ -76,7 +82,7 @@ def git(*arguments: str) -> str | None:
 
 def output_of(*command: str) -> str | None:
     """What a command prints; `None` if it fails or does not exist."""
-    options = dict(cwd=Path(__file__).resolve().parent.parent, capture_output=True, text=True)
+    options = dict(cwd=checkout(), capture_output=True, text=True)
     try:
         found = subprocess.run(command, **options, timeout=10)
     except (OSError, subprocess.SubprocessError):

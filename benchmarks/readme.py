@@ -4,16 +4,17 @@ between their marks.
     python -m benchmarks.readme [--check | --pictures | --fresh]
 
 With `--pictures` it draws the results' pictures again, from the same files. No figure in the text
-is written by hand: `tests/test_truth.py` renders it again and compares. With `--fresh` it fails if
-figures of `benchmarks.all` are older than what they measure, as `.ci/release` asks.
+is written by hand: `tests/test_truth.py` renders it again and compares. It fails if files of
+`benchmarks.all` are of several revisions, with `--fresh` also if these are older than the code that
+they measure, as `.ci/release` asks.
 """
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ from benchmarks import (
     grpo,
     linears,
     lora,
-    machine,
     parallel,
     pictures,
     report,
+    revisions,
     runner,
     side_by_side,
     speculation,
@@ -38,18 +39,15 @@ from benchmarks import (
     trainer,
     virtual,
 )
-from benchmarks.all import NAME, STAGES
 from benchmarks.paper import __main__ as paper
 from benchmarks.paper import plots
 from benchmarks.peers import TITLES
 from benchmarks.report import flow, machine_of, picture_of, result
-from benchmarks.sections import architectures, attention, gpu_day, overview
+from benchmarks.sections import architectures, attention, gpu_day, overview, targets
 from benchmarks.sections.overview import WHOLE
 from benchmarks.workloads import ALL, WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPUTES = ("hf_paged/kernels", "hf_paged/attention", "hf_paged/batching")
-"""Folders whose changes make figures old."""
 ARCHITECTURES, PAPER = "architectures", "paper-cpu"
 
 
@@ -98,10 +96,11 @@ def engines_section() -> str:
             row = tables.base_of(data["rows"], name, system)
             line[title] = f"{statistics.median(row['seconds']):.3g}" if row else "not measured"
         rows.append(line)
-    settings_of = {
-        row["system"]: row["figures"].get("settings") for row in data["rows"] if row["seconds"]
-    }
-    settings = [f"{name} {said}" for name, said in settings_of.items() if said]
+    settings_of: dict[str, dict[str, None]] = {}  # by system; in some, calls differ
+    for row in data["rows"]:
+        if row["seconds"] and (said := row["figures"].get("settings")):
+            settings_of.setdefault(row["system"], {})[said] = None
+    settings = [f"{name} {' or '.join(found)}" for name, found in settings_of.items()]
     how = "; ".join(settings) or "the engines ran at their defaults, from their packages"
     said = f"Seconds, less is better: {overview.hardware(data)}. Settings: {how}."
     return f"{report.markdown(rows, {key: key for key in rows[0]})}\n\n{flow(said)}"
@@ -176,6 +175,7 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
         "gain": gain_section,
         "headline": overview.headline,
     },
+    ROOT / "ROADMAP.md": {"targets": targets.missed},
     ROOT / "docs" / "benchmarks.md": {"benchmarks": overview.overview},
     **{ROOT / "docs" / "figures" / f"{name}.md": {"figures": FIGURES[name]} for name in FIGURES},
     ROOT / "docs" / "guide" / "compatibility.md": {"architectures": architectures_section},
@@ -192,88 +192,64 @@ PICTURES: dict[str, Callable[[Any, Path], Any]] = {
 """What draws the pictures of a result, beside its JSON file."""
 
 
-def stale() -> list[str]:
-    """Why the figures of `benchmarks.all` cannot be released."""
-    if not report.exists(NAME):
-        return ["there is no run of benchmarks.all"]
-    entries = {entry["name"]: entry for entry in result(NAME)["stages"]}
-    reasons = []
-    for stage in STAGES:
-        if stage.name not in entries:
-            reasons.append(f"{NAME}.json has no stage {stage.name}")
-        elif entries[stage.name]["reason"]:
-            reasons.append(f"stage {stage.name}: {entries[stage.name]['reason']}")
-        elif not report.exists(stage.file):
-            reasons.append(f"{stage.file}.json is missing")
-    for name in [NAME, *(stage.file for stage in STAGES if report.exists(stage.file))]:
-        facts = result(name)["facts"]
-        revision = facts["revision"]
-        if facts["tree"] != "clean":
-            reasons.append(f"{name}.json is of a work tree with changes: {facts['tree']}")
-        changed = changed_files(revision)
-        if changed is None:
-            reasons.append(f"{name}.json is of revision {revision}, which is not committed")
-        elif changed:
-            reasons.append(f"{name}.json is of revision {revision}, before {', '.join(changed)}")
-    return reasons
-
-
-def changed_files(revision: str) -> list[str] | None:
-    """Files in `COMPUTES` whose code is not that of a revision; `None` without that revision."""
-    names = machine.git("diff", "--name-only", revision, "HEAD", "--", *COMPUTES)
-    if names is None:
-        return None
-    return [name for name in names.split() if code_of(name, revision) != code_of(name, "HEAD")]
-
-
-def code_of(name: str, revision: str) -> str | None:
-    """A file at a revision, Python without comments and docstrings; `None` if it is not there."""
-    text = machine.git("show", f"{revision}:{name}")
-    if text is None or not name.endswith(".py"):
-        return text
-    return ast.dump(_WithoutStrings().visit(ast.parse(text)))
-
-
-class _WithoutStrings(ast.NodeTransformer):
-    """Removes strings that are statements."""
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        is_string = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        return None if is_string else node
-
-
 def between(text: str, mark: str) -> tuple[int, int]:
-    """Start and end of the text between two marks. Raises `ValueError` without them."""
+    """Start and end of the text between two marks. Raises `ValueError` if each is not there
+    once, in this order."""
     begin, end = f"<!-- {mark}:begin -->\n", f"<!-- {mark}:end -->"
-    return text.index(begin) + len(begin), text.index(end)
+    start, stop = text.find(begin), text.find(end)
+    if not (text.count(begin) == text.count(end) == 1 and start < stop):
+        raise ValueError(f"has not once {begin.strip()} and below it {end}, on lines of their own")
+    return start + len(begin), stop
 
 
 def render(path: Path) -> str:
-    """The file with its sections rendered."""
-    text = path.read_text()
+    """The file with its sections rendered. Raises `report.Damaged` if it has not the marks, or if
+    results are not as they should be."""
+    name = os.path.relpath(path)
+    with report.reading(name):
+        text = path.read_text()
     for mark, make in SECTIONS[path].items():
-        start, end = between(text, mark)
-        text = text[:start] + make() + "\n" + text[end:]
+        try:
+            start, end = between(text, mark)
+        except ValueError as error:
+            raise report.Damaged(f"{name} {error}") from error
+        with report.reading(f"{name}, section {mark}"):
+            text = text[:start] + make() + "\n" + text[end:]
     return text
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """The command line; the exit status is 2 if a file is damaged."""
     options = {
         "--check": runner.flag("write nothing; fail if a file is not what it should be"),
         "--fresh": runner.flag("fail if kernels or the engine changed after the figures"),
         "--pictures": runner.flag("draw the pictures in benchmarks/results instead"),
     }
     arguments = runner.parser_of(__doc__, options).parse_args(argv)
-    check, status = arguments.check, 0
-    if arguments.pictures:
-        for name, draw in PICTURES.items():
-            draw(result(name), report.RESULTS / name)
-        return 0
-    if arguments.fresh:
-        reasons = stale()
-        print(*reasons, sep="\n")
-        return int(bool(reasons))
+    try:
+        if arguments.pictures:
+            return draw()
+        with report.reading("revisions"):
+            reasons = revisions.stale() if arguments.fresh else revisions.mixed()
+        status = 0 if arguments.fresh else rendered(arguments.check)
+    except report.Damaged as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(*reasons, sep="\n", end="\n" if reasons else "")
+    return int(bool(status or reasons))
+
+
+def draw() -> int:
+    """Draws the pictures of the results."""
+    for name, picture in PICTURES.items():
+        with report.reading("a picture"):
+            picture(result(name), report.RESULTS / name)
+    return 0
+
+
+def rendered(check: bool) -> int:
+    """Renders the pages; with `check`, 1 if one differs from its file."""
+    status = 0
     for path in SECTIONS:
         text, name = render(path), os.path.relpath(path)
         if text == path.read_text():

@@ -5,15 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 Row = Mapping[str, Any]
 
 RESULTS = Path(__file__).resolve().parent / "results"
+CLEAN = "clean"  # of a work tree
+COMMIT = re.compile(r"[0-9a-f]{7,40}\+?")
 WIDTH_PIXELS = 800
 PIXELS_PER_INCH = 100
 FOOT_PIXELS = 22
@@ -76,14 +81,84 @@ def markdown(
     return "\n".join(lines)
 
 
+class Damaged(ValueError):
+    """A file is not what it should be; the message is one line, which names the file."""
+
+
+KINDS: dict[str, type] = {
+    **dict.fromkeys(("rows", "runs", "stages", "results", "seconds"), list),
+    **dict.fromkeys(("facts", "figures", "over"), dict),
+    **dict.fromkeys(("command", "title", "case"), str),
+}
+"""Types of entries, of runs (which have `facts`) and of rows (which have a `system`)."""
+
+
+class Entries(dict[str, Any]):
+    """An object of a JSON file. Raises `Damaged` where an entry is missing."""
+
+    def __init__(self, path: Path, pairs: Iterable[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.path = path
+        for key in KINDS if self.keys() & {"facts", "system"} else ():
+            if key in self and not isinstance(self[key], KINDS[key]):
+                said = f"{key!r} is {json.dumps(self[key])[:60]}, not a {KINDS[key].__name__}"
+                raise Damaged(f"{os.path.relpath(path)}: {said}")
+
+    def __missing__(self, key: str) -> Any:
+        entries = ", ".join(map(repr, self)) or "none"
+        raise Damaged(f"{os.path.relpath(self.path)}: no entry {key!r} beside these: {entries}")
+
+
+WRONG = (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError)
+"""Errors of code that reads what is not as it should be."""
+_OPENED: ContextVar[dict[str, None] | None] = ContextVar("opened", default=None)
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Within it, an error of results that were read is `Damaged`, and names `what` and them."""
+    names: dict[str, None] = {}
+    token = _OPENED.set(names)
+    try:
+        yield
+    except Damaged:
+        raise
+    except WRONG as error:
+        said = ", of ".join(filter(None, [what, ", ".join(names)]))
+        raise Damaged(f"{said}: {failed(error)}") from error
+    finally:
+        _OPENED.reset(token)
+
+
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The content of a JSON file of the runner: `command`, `facts`, `rows`, or `runs` of these."""
-    return json.loads(Path(path).read_text())
+    """The content of a JSON file of the runner: `command`, `facts`, `rows`, or `runs` of these.
+    Raises `Damaged` if it is not that."""
+    path, opened = Path(path), _OPENED.get()
+    name = os.path.relpath(path)
+    if opened is not None:
+        opened[name] = None
+    try:
+        data = json.loads(path.read_text(), object_pairs_hook=lambda pairs: Entries(path, pairs))
+    except Damaged:
+        raise
+    except OSError as error:
+        raise Damaged(f"{name}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise Damaged(f"{name}: not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise Damaged(f"{name}: a {type(data).__name__}, not an object of JSON")
+    return data
 
 
 def result(name: str) -> dict[str, Any]:
-    """Content of a result file."""
-    return read(RESULTS / f"{name}.json")
+    """Content of a result file, of committed revisions. Raises `Damaged` if it is not that."""
+    path = RESULTS / f"{name}.json"
+    data = read(path)
+    for run in data.get("runs", [data]):
+        if not COMMIT.fullmatch(revision := run["facts"]["revision"]):
+            said = f"revision {revision!r} is not the hash of a commit"
+            raise Damaged(f"{os.path.relpath(path)}: {said}")
+    return data
 
 
 def exists(name: str) -> bool:
@@ -105,12 +180,21 @@ def flow(text: str) -> str:
 def machine_of(facts: Row) -> str:
     """One line about the machine and the software of a run."""
     isa = f" ({facts['isa']}, bfloat16: {facts['bf16']})" if facts.get("bf16") else ""
-    tree, cpu = facts.get("tree", "not recorded"), f"{facts['cpu']}{isa}"
-    when = f"{facts['date']} UTC, revision {facts['revision']} (work tree: {tree})"
+    cpu, clean = f"{facts['cpu']}{isa}", f" (work tree: {CLEAN})"
+    when = f"{facts['date']} UTC, {revision_of(facts, clean)}"
     size = f"{facts['cores']} cores, {facts['threads']} threads, {facts['ram_gib']} GiB"
     versions = ", ".join(f"{name} {facts[name]}" for name in ("torch", "transformers"))
     load = f"load {facts['load_1min']} at the start"
     return f"{when}; {cpu}, {size}, {load}; Python {facts['python']}, {versions}"
+
+
+def revision_of(facts: Row, clean: str = "") -> str:
+    """The revision of a run, and in words that its work tree had changes; `clean`: said if it had
+    none."""
+    revision, tree = f"revision {facts['revision']}", facts.get("tree", "not recorded")
+    if revision.endswith("+") or tree.startswith("changed"):
+        return f"{revision.removesuffix('+')} with uncommitted changes ({tree})"
+    return revision + (clean if tree == CLEAN else f" (work tree: {tree})")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -125,7 +209,7 @@ def caption(facts: Row, subject: str = "") -> str:
     facts."""
     names = [str(facts[key]) for key in ("gpu", "cpu") if key in facts]
     parts = [subject, *names, *([f"{facts['cores']} cores"] if "cores" in facts else [])]
-    parts += [f"revision {facts['revision']}"] if "revision" in facts else []
+    parts += [revision_of(facts)] if "revision" in facts else []
     return ", ".join(
         [*filter(None, parts), *([str(facts["date"]).split()[0]] if facts.get("date") else [])]
     )

@@ -15,6 +15,7 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -78,6 +79,16 @@ def parts(parser: argparse.ArgumentParser, asked: str, known: Iterable[str]) -> 
             f"argument --only: invalid choice: {unknown[0]!r} (choose from {', '.join(known)})"
         )
     return names
+
+
+def writable(parser: argparse.ArgumentParser, flag: str, folder: Path) -> None:
+    """Creates a folder; ends the process if no file can be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        parser.error(f"argument {flag}: cannot write to {folder}: {error.strerror}")
 
 
 class Turn(NamedTuple):
@@ -325,6 +336,8 @@ class Benchmark:
         if parser.parse_args(argv).quick:
             parser.set_defaults(**self.quick)
         args = parser.parse_args(argv)
+        if args.json:
+            writable(parser, "--json", args.json.parent)
         if self.known:
             args.only = parts(parser, args.only, self.known)
         return args
@@ -364,10 +377,11 @@ class Benchmark:
         """The machine and the tables of one group of results."""
         module = (self.measure or self.cases).__module__  # type: ignore[union-attr]
         own = runs[0].get("command", f"python -m {module}")
-        facts, others = runs[0]["facts"], [run["facts"]["revision"] for run in runs]
-        more = "".join(f", {one}" for one in dict.fromkeys(others) if one != facts["revision"])
+        facts, *others = [run["facts"] for run in runs]
+        revisions = dict.fromkeys(map(report.revision_of, others))
+        revisions.pop(report.revision_of(facts), None)
         command = f"`{own}`, {report.machine_of(facts)}"
-        command += f"; also revision{more.removeprefix(',')}" if more else ""
+        command += f"; also {', '.join(revisions)}" if revisions else ""
         return [f"{command}:", *filter(None, self.paragraphs(runs))]
 
     def paragraphs(self, runs: Sequence[Data]) -> list[str]:
@@ -379,13 +393,18 @@ class Benchmark:
         return [runs[0].get("title", ""), tables.table(rows), *notes]
 
     def main(self, argv: Sequence[str] | None = None) -> int:
-        """Runs the command; returns 1 if the check fails."""
+        """Runs the command; returns 1 if the check fails, 2 if there is a file of earlier runs that
+        cannot be read."""
         args = self.parse(argv)
         facts = machine.facts(getattr(args, "device", "cpu"))
         run = {"command": report.command_line(), "facts": facts}
         old = []
         if self.keeps and args.json and args.json.exists():
-            old = report.read(args.json).get("runs", [])
+            try:
+                old = report.read(args.json).get("runs", [])
+            except report.Damaged as error:
+                print(error, file=sys.stderr)
+                return 2
 
         def keep(found: Data) -> None:
             """Writes all that there is: a run that is killed leaves its cases so far."""

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from benchmarks import machine, report
 from benchmarks.peers import kill_group
@@ -141,17 +141,24 @@ def entry_of(stage: Stage, reason: str, seconds: float = 0.0, log: str = "") -> 
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Within it, a lost terminal and `kill` raise, as Ctrl-C does, so that stages end, too. Under
-    `nohup` the loss of the terminal ends nothing."""
+    """Within it, Ctrl-C, a lost terminal and `kill` raise `SystemExit`, so that stages end, too;
+    what is ended so is not interrupted again. Under `nohup` the loss of the terminal ends
+    nothing."""
     numbers = [
         number
-        for number in (signal.SIGTERM, signal.SIGHUP)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
         if signal.getsignal(number) != signal.SIG_IGN
     ]
-    before = {
-        number: signal.signal(number, lambda number, _: sys.exit(128 + number))
-        for number in numbers
-    }
+
+    def end(number: int, _: Any) -> NoReturn:
+        for other in numbers:
+            signal.signal(other, signal.SIG_IGN)
+        said = "the list of stages keeps those that are complete"
+        name = signal.Signals(number).name
+        print(f"interrupted by {name}: {said}", file=sys.stderr, flush=True)
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield
     finally:
@@ -161,16 +168,20 @@ def ended_by_signals() -> Iterator[None]:
 
 def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, Any]]:
     """Runs the stages; returns their entries, which are also in the JSON file of this name, with
-    the machine's facts. Stages of an earlier run of the same revision stay in that file."""
+    the machine's facts. Stages of an earlier run of the same revision stay in that file until they
+    are repeated. Raises `report.Damaged`, before a stage runs, if that file is not such a list."""
+    with ended_by_signals():
+        return _run(stages, options, name)
+
+
+def _run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, Any]]:
     end = time.monotonic() + 60 * options.minutes
-    data: dict[str, Any] = {"command": report.command_line(), "facts": machine.facts()}
-    path, repeated = options.out / f"{name}.json", {stage.name for stage in stages}
-    others: list[dict[str, Any]] = []
-    earlier = report.read(path) if path.exists() else data
-    if earlier is not data and earlier["facts"]["revision"] == data["facts"]["revision"]:
-        others = [entry for entry in earlier["stages"] if entry["name"] not in repeated]
-    if others:
-        data |= {"command": earlier["command"], "repeated": data["command"]}
+    own: dict[str, Any] = {"command": report.command_line(), "facts": machine.facts()}
+    path = options.out / f"{name}.json"
+    earlier = report.read(path) if path.exists() else None
+    others: dict[str, dict[str, Any]] = {}
+    if earlier and earlier["facts"]["revision"] == own["facts"]["revision"]:
+        others = {entry["name"]: entry for entry in earlier["stages"]}
     entries = list[dict[str, Any]]()
     running: list[Running] = []
 
@@ -179,7 +190,11 @@ def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, 
         running.remove(process)
 
     def write(*started: dict[str, Any]) -> None:
-        data["stages"] = [*others, *entries, *started]
+        for entry in started:
+            others.pop(entry["name"], None)
+        data = own | {"stages": [*others.values(), *entries, *started]}
+        if earlier and others:
+            data |= {"command": earlier["command"], "repeated": own["command"]}
         report.replace_file(path, json.dumps(data, indent=1) + "\n")
 
     def add(entry: dict[str, Any]) -> None:
@@ -189,23 +204,22 @@ def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, 
         print(said.strip(), file=sys.stderr, flush=True)
 
     options.out.mkdir(parents=True, exist_ok=True)
-    with ended_by_signals():
-        try:
-            for stage in stages:
-                while stage.is_timed and running:
-                    finish(running[0])
-                write(entry_of(stage, NOT_ENDED))  # of an ended run, the list tells that
-                (options.out / f"{stage.file}.json").unlink(missing_ok=True)  # of an earlier run
-                left = end - time.monotonic()
-                if left < LEAST_SECONDS:
-                    add(entry_of(stage, NO_TIME))
-                    continue
-                running.append(Running(stage, options, left))
-                if not stage.is_beside:
-                    finish(running[-1])
-            while running:
+    try:
+        for stage in stages:
+            while stage.is_timed and running:
                 finish(running[0])
-        finally:
-            for process in running:
-                process.kill()
+            write(entry_of(stage, NOT_ENDED))  # of an ended run, the list tells that
+            (options.out / f"{stage.file}.json").unlink(missing_ok=True)  # of an earlier run
+            left = end - time.monotonic()
+            if left < LEAST_SECONDS:
+                add(entry_of(stage, NO_TIME))
+                continue
+            running.append(Running(stage, options, left))
+            if not stage.is_beside:
+                finish(running[-1])
+        while running:
+            finish(running[0])
+    finally:
+        for process in running:
+            process.kill()
     return entries

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -29,12 +28,15 @@ ROOT = readme.ROOT
 CONSTANTS = ("MIN_CACHED_TOKENS", "LINE", "MAX_CHUNK_TOKENS", "MAX_NEW_REQUESTS")
 PAGES = [
     ROOT / "README.md",
+    ROOT / "ROADMAP.md",
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "guide").glob("*.md")),
     *sorted((ROOT / "docs" / "figures").glob("*.md")),
 ]
-# the paper, the licence, a file mode, transformers, nothing, statuses of HTTP, Ray Serve's default
+# the paper, the licence, a file mode, transformers, nothing, statuses of HTTP, Ray Serve's default,
+# the version to come
 CITED = {"2023", "2309.06180", "2.0", "700", "5.17", "5.18", "5.23", "5.24", "0", "400", "500", "5"}
+CITED |= {"1.0"}
 
 
 def prose(text: str, marks: list[str]) -> str:
@@ -42,7 +44,7 @@ def prose(text: str, marks: list[str]) -> str:
     for mark in marks:
         start, end = readme.between(text, mark)
         text = text[:start] + text[end:]
-    text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```|^\d+\. ", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`]*`", "", text))
 
 
@@ -200,62 +202,6 @@ def test_the_six_rows_say_where_they_are_lost():
         assert one.speed.text(2) in shown and f"{one.share:.0%}" in shown
 
 
-def test_figures_older_than_a_kernel_are_not_released(tmp_path, monkeypatch, capsys):
-    def git(*arguments: str) -> str:
-        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    def commit(name: str, text: str = "") -> str:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-        git("add", ".")
-        git("commit", "-q", "-m", name)
-        return git("rev-parse", "--short", "HEAD")
-
-    results = tmp_path / "benchmarks" / "results"
-    results.mkdir(parents=True)
-    git("init", "-q")
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks" / "machine.py"))
-    monkeypatch.setattr(report, "RESULTS", results)
-    first = commit("hf_paged/kernels/__init__.py")
-    assert readme.main(["--fresh"]) == 1
-    assert "there is no run of benchmarks.all" in capsys.readouterr().out
-    entries = [{"name": stage.name, "reason": ""} for stage in readme.STAGES]
-
-    def write(name: str, revision: str, tree: str = "clean") -> None:
-        content = {"facts": {"revision": revision, "tree": tree}, "stages": entries}
-        (results / f"{name}.json").write_text(json.dumps(content))
-
-    for name in ("all", *(stage.file for stage in readme.STAGES)):
-        write(name, first)
-    commit("docs/index.md")
-    commit("hf_paged/kernels/__init__.py", '"""Kernels."""  # in C++ and Triton\n')
-    assert readme.main(["--fresh"]) == 0
-    last = commit("hf_paged/batching/__init__.py", "step = 1\n")
-    assert readme.main(["--fresh"]) == 1
-    said = capsys.readouterr().out
-    assert f"lora-cpu.json is of revision {first}, before hf_paged/batching/__init__.py" in said
-    assert "all.json" in said
-    for name in ("all", *(stage.file for stage in readme.STAGES)):
-        write(name, last)
-    assert readme.main(["--fresh"]) == 0
-    write("lora-cpu", last, "changed: step.py")
-    assert readme.main(["--fresh"]) == 1 and "work tree with changes" in capsys.readouterr().out
-    (results / "lora-cpu.json").unlink()
-    assert readme.main(["--fresh"]) == 1 and "lora-cpu.json is missing" in capsys.readouterr().out
-    write("lora-cpu", f"{last}+")
-    stage = entries.pop(0)
-    write("all", last)
-    assert readme.main(["--fresh"]) == 1 and "has no stage" in capsys.readouterr().out
-    entries.append(stage | {"reason": "ended after 9 s"})
-    write("all", last)
-    assert readme.main(["--fresh"]) == 1 and "ended after 9 s" in capsys.readouterr().out
-    entries[-1] = stage
-    write("all", last)
-    assert [line.split()[0] for line in readme.stale()] == ["lora-cpu.json"]
-
-
 def test_what_is_missed_or_worse_is_shown():
     def row(case: str, system: str, seconds: list[float], **more: Any) -> dict[str, Any]:
         return {
@@ -283,7 +229,7 @@ def test_what_is_missed_or_worse_is_shown():
     assert "plain in TPOT p99, ms of W1 (ours), 3 against 77" in shown
     assert "plain in TTFT p50, ms of arrivals, 2 of capacity (engine), 300 against 800" in shown
     assert "vLLM (not installed) on W1" in shown and "0 of 1 checks" in shown
-    assert "revision 0123456+ (work tree: changed: a.py)" in shown
+    assert "revision 0123456 with uncommitted changes (changed: a.py)" in shown
 
 
 def test_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):

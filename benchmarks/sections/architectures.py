@@ -6,6 +6,7 @@ import collections
 from collections.abc import Iterable, Mapping
 
 from benchmarks.report import Row as Data
+from benchmarks.report import revision_of
 
 MEDIA = ("image", "video", "audio")
 
@@ -78,7 +79,7 @@ def architectures(data: Data, not_given: Mapping[str, str]) -> str:
     left_out = "; ".join(f"{name}: {reason}" for name, reason in not_given.items())
     different = ", ".join(f"{row['name']} ({row['status']})" for row in unequal)
     lines = [
-        f"transformers {facts['transformers']}, {facts['date']}, revision {facts['revision']},"
+        f"transformers {facts['transformers']}, {facts['date']}, {revision_of(facts)},"
         f" `{data['command']}`",
         "(greedy with left padding and its logits, 3 beams, sampling with `num_return_sequences`):",
         *("", overview(rows)),

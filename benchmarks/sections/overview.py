@@ -43,12 +43,16 @@ def beside(rows: list[Data]) -> Iterator[Beside]:
             continue
         share = ours["figures"]["K/V, MiB"] / plain["figures"]["K/V, MiB"]
         workload = Beside(name, tables.ratio_of(plain, ours), share)
-        others = [tables.base_of(rows, name, title) for title in TITLES.values()]
-        if ran := [row for row in others if row is not None]:
-            best = min(ran, key=lambda row: statistics.median(row["seconds"]))
+        if best := fastest(rows, name):
             ratio = tables.ratio_of(best, ours)
             workload = workload._replace(engine=best["system"], over_engine=ratio)
         yield workload
+
+
+def fastest(rows: list[Data], case: str) -> Data | None:
+    """The row of the fastest other engine; `None` if none ran."""
+    ran = [row for title in TITLES.values() if (row := tables.base_of(rows, case, title))]
+    return min(ran, key=lambda row: statistics.median(row["seconds"]), default=None)
 
 
 def processor(facts: Row) -> str:
@@ -59,7 +63,8 @@ def processor(facts: Row) -> str:
 def hardware(data: Mapping[str, Any]) -> str:
     """The model, the hardware, the day and the revision of a run."""
     facts, model = data["facts"], data["title"].partition(". ")[0]
-    return f"{model}, {processor(facts)}, {facts['date'].split()[0]}, revision {facts['revision']}"
+    parts = model, processor(facts), facts["date"].split()[0], report.revision_of(facts)
+    return ", ".join(parts)
 
 
 def headline() -> str:
@@ -137,39 +142,64 @@ def span(estimates: Iterable[paired.Estimate]) -> str:
 
 
 TIMES = "{} times as long"
+BELOW = "where it is below 1, plain is faster"
 SENTENCES = (
     ("rollouts", "plain", "paged", f"Rollouts of TRL's GRPO take {TIMES} with plain `generate`."),
-    ("trainer", "plain", "paged", f"Evaluations between optimizer steps take {TIMES}."),
-    ("encoders", "plain", "generate", f"T5, BART and Whisper take {TIMES}, in {{}} cases."),
+    (
+        "trainer",
+        "plain",
+        "paged",
+        f"`Seq2SeqTrainer`'s evaluations take {TIMES} with plain `generate`.",
+    ),
+    (
+        "encoders",
+        "plain",
+        "generate",
+        f"T5, BART and Whisper take {TIMES} with plain `generate` ({{}} cases; {BELOW}).",
+    ),
     (
         "hybrids",
         "plain",
         "generate",
-        f"Other architectures, hybrids among them: {TIMES}, in {{}} cases.",
+        f"Other architectures, hybrids among them, take {TIMES} with plain ({{}} cases).",
     ),
     ("speculation", "off", "n-grams", f"Edits of a text take {TIMES} without drafts by n-grams."),
     (
         "adapters",
         "one adapter a forward",
         "together",
-        f"Rows over adapters take {TIMES} in a forward each.",
+        f"Rows over several adapters take {TIMES} if each adapter has its own forward.",
     ),
     ("tiers", "computed", "disk", f"The first token takes {TIMES} if its prompt is not on disk."),
 )
 """By stage: the system that is the base, ours, and what its time over ours is called."""
 
 
+def on_engines(stage: str) -> str:
+    """The end of a sentence, on the cases of a stage in which a `PagedEngine` is slower than plain
+    `generate`; a full stop if there are none."""
+    speeds = ratios(stage, "plain", "engine")
+    slow = {case: speed for case, speed in speeds.items() if speed.value < 1}
+    if not slow:
+        return "."
+    tiny = ", all of tiny models" if all(", tiny, " in case for case in slow) else ""
+    speed = f"{span(slow.values())} of plain's speed"
+    return f"; a `PagedEngine` is slower than plain in {len(slow)} of them{tiny}: {speed}."
+
+
 def overview() -> str:
     """The first page: at most ten sentences, and the pictures."""
     data = report.result(WHOLE)
     workloads = list(beside(data["rows"]))
+    least, most = (end(workloads, key=lambda one: one.share) for end in (min, max))
     first = f"""On {hardware(data)}, plain `generate` takes {span(one.speed for one in workloads)} times as long as a
-        paged call, whose keys and values take {min(one.share for one in workloads):.0%} to
-        {max(one.share for one in workloads):.0%} of its memory."""
+        paged call, whose keys and values take {least.share:.0%} ({least.name}) to
+        {most.share:.0%} ({most.name}) of its memory."""
     said = [flow(first), losses(workloads)]
     for stage, base, system, sentence in SENTENCES:
         if mine := ratios(stage, base, system):
-            said.append(sentence.format(span(mine.values()), len(mine)))
+            text = sentence.format(span(mine.values()), len(mine)).removesuffix(".")
+            said.append(text + on_engines(stage))
     pictures = [
         *report.picture_of(WHOLE, "Plain generate's time over each system's, by workload"),
         *report.picture_of(f"{WHOLE}-memory", "Memory of keys and values beside plain generate's"),

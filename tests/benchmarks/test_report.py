@@ -45,11 +45,11 @@ def test_cells(value, expected):
 
 def test_a_run_that_is_killed_while_writing_leaves_the_former_file(tmp_path, monkeypatch):
     path = tmp_path / "table.json"
-    report.replace_file(path, "[1]")
+    report.replace_file(path, '{"rows": [1]}')
     monkeypatch.setattr("pathlib.Path.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        report.replace_file(path, "[2]")
-    assert report.read(path) == [1]
+        report.replace_file(path, '{"rows": [2]}')
+    assert report.read(path) == {"rows": [1]}
 
 
 def test_pictures_are_800_pixels_wide_and_small(tmp_path):
@@ -80,9 +80,13 @@ def test_labels_of_bars_and_groups_do_not_collide():
 
 def test_a_caption_names_what_is_known():
     facts = {"cpu": "a CPU", "cores": 2, "revision": "0123456", "date": "2026-01-02 03:04"}
-    assert (
-        report.caption(facts, "a model") == "a model, a CPU, 2 cores, revision 0123456, 2026-01-02"
-    )
+    said = "a model, a CPU, 2 cores, revision 0123456{}, 2026-01-02"
+    for tree, more in (
+        ("clean", ""),
+        ("unknown", " (work tree: unknown)"),
+        ("changed during the run", " with uncommitted changes (changed during the run)"),
+    ):
+        assert report.caption(facts | {"tree": tree}, "a model") == said.format(more)
     assert report.caption({"date": "today"}) == "today" and report.caption({}) == ""
 
 

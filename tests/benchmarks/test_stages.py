@@ -36,8 +36,8 @@ def stage(function: Any, minutes: float = 1.0, **options: Any) -> Stage:
 
 
 def run(folder: Path, *chosen: Stage, minutes: float = 9.0) -> dict[str, dict[str, Any]]:
-    stages.run(chosen, Options(minutes, minutes, folder), "list")
-    return {entry["name"]: entry for entry in report.read(folder / "list.json")["stages"]}
+    stages.run(chosen, Options(minutes, minutes, folder), "all")
+    return {entry["name"]: entry for entry in report.read(folder / "all.json")["stages"]}
 
 
 @pytest.mark.slow
@@ -95,9 +95,18 @@ def default_handlers() -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_handlers")
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_stages_and_keeps_their_results(number: int, tmp_path: Path) -> None:
-    """A lost connection, Ctrl-C and `kill`, while a stage is waited for."""
+def test_a_signal_ends_the_stages_and_keeps_their_results(
+    number: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A lost connection, Ctrl-C and `kill`, while a stage is waited for: what is complete, of this
+    run and of an earlier one of the same revision, stays in the list."""
     path = tmp_path / "hangs.json"
+    later = stage(works)._replace(name="later", file="later")
+    monkeypatch.setattr(machine, "revision", lambda: "0123456")
+    assert run(tmp_path, later).keys() == {"later"}
 
     def interrupt() -> None:
         while not (path.exists() and len(report.read(path)["rows"]) == 2):
@@ -105,9 +114,22 @@ def test_a_signal_ends_the_stages_and_keeps_their_results(number: int, tmp_path:
         os.kill(os.getpid(), number)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises((KeyboardInterrupt, SystemExit)):
-        run(tmp_path, stage(hangs), stage(works))
+    capsys.readouterr()
+    monkeypatch.setattr(whole_run, "STAGES", (stage(works), stage(hangs), later))
+    with pytest.raises(SystemExit) as caught:
+        whole_run.main(["--out", str(tmp_path)])
+    assert caught.value.code == 128 + number
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("works: ")
+    assert last.startswith(f"interrupted by {signal.Signals(number).name}: ")
     ends(report.read(path)["rows"][1]["child"])
+    listed = {entry["name"]: entry for entry in report.read(tmp_path / "all.json")["stages"]}
+    assert {name: entry["reason"] for name, entry in listed.items()} == {
+        "later": "",
+        "works": "",
+        "hangs": stages.NOT_ENDED,
+    }
+    assert (tmp_path / "later.json").exists()
 
 
 def test_a_stage_without_time_keeps_no_older_results(tmp_path: Path) -> None:
@@ -127,7 +149,24 @@ def test_a_stage_that_is_repeated_takes_its_place_in_the_list(
             monkeypatch.setattr(machine, "revision", lambda: "89abcde")
         found = run(tmp_path, stage(works)._replace(name="raises"))
         assert found.keys() == names and not found["raises"]["reason"]
-        assert ("repeated" in report.read(tmp_path / "list.json")) == (len(names) == 2)
+        assert ("repeated" in report.read(tmp_path / "all.json")) == (len(names) == 2)
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_a_stage_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stages, "Running", lambda *_: pytest.fail("a stage was started"))
+    file = tmp_path / "file"
+    file.write_text("")
+    for path in (file, file / "below", Path("/proc/benchmarks")):
+        with pytest.raises(SystemExit) as caught:
+            whole_run.main(["--out", str(path)])
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert caught.value.code == 2 and f"argument --out: cannot write to {path}: " in last
+    (tmp_path / "all.json").write_text("{")
+    assert whole_run.main(["--out", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "all.json: not JSON: " in line
 
 
 @pytest.mark.slow
@@ -147,7 +186,7 @@ def test_quick_runs_stages_and_lists_one_that_fails(
     assert "2 stages; not complete: bad (exit status 1: " in overview.missing()
 
 
-def test_stages_fit_the_hour_and_the_docs_read_their_files() -> None:
+def test_stages_fit_the_hour_and_the_docs_read_their_files(tmp_path: Path) -> None:
     assert sum(stage.minutes for stage in STAGES) <= whole_run.MINUTES
     files = [stage.file for stage in STAGES]
     assert len(set(files)) == len(files)
@@ -155,7 +194,7 @@ def test_stages_fit_the_hour_and_the_docs_read_their_files() -> None:
     shown = {name for module in modules for names in module.BENCHMARK.results for name in names}
     assert set(files) <= shown
     whole, quick = (
-        whole_run.options_of(whole_run.parse(["--out", "there", *more]))
+        whole_run.options_of(whole_run.parse(["--out", str(tmp_path), *more]))
         for more in ([], ["--quick"])
     )
     command = whole.command(STAGES[0], 12.5)

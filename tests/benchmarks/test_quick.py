@@ -98,13 +98,12 @@ def check_side_by_side(rows: Rows) -> None:
 
 
 def check_speculation(rows: Rows) -> None:
-    assert [row["case"][:2] for row in rows[::2]] == ["W7", "W8", "32", "on", "8 "]
+    assert [row["case"][:2] for row in rows[::2]] == ["W7", "W8"]
     for row in rows[1::2]:
         assert 0 <= row["figures"]["acceptance, %"] <= 100
         stages = {name: s for name, s in row["figures"].items() if name.endswith(", s")}
         assert sum(stages.values()) == pytest.approx(row["seconds"][0])
         assert "target, steps, s" in stages
-    assert "assistant, s" in stages
 
 
 def check_tiers(rows: Rows) -> None:

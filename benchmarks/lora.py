@@ -28,7 +28,7 @@ import torch
 import hf_paged
 from benchmarks import runner, workloads
 from benchmarks.models import SHAPES, build
-from benchmarks.systems import checked
+from benchmarks.systems import served
 from hf_paged.adapters.loop_adapters import LoopAdapters
 
 FASTER, OF_ONE = 3.0, 0.7
@@ -65,10 +65,8 @@ class Contender(NamedTuple):
 
         apart = patch(LoopAdapters, "_get_mixable", lambda *_: {})
         with patch(model_runner, "run", counted), contextlib.nullcontext() if self.mixes else apart:
-            seconds, results = runner.clocked(
-                lambda: self.engine.generate(prompts, options, adapter=self.adapters)
-            )
-        tokens = [result.token_ids for result in checked(results)]
+            seconds, results = served(self.engine, prompts, options, adapter=self.adapters)
+        tokens = [result.token_ids for result in results]
         loads = self.engine.stats().num_adapter_loads - before
         figures = {"forwards": next(forwards), "adapters loaded": loads}
         return runner.Turn(seconds, tokens if self.is_compared else None, figures)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import random
@@ -35,6 +34,7 @@ from benchmarks import report, runner
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.roofline import Cost, step_seconds
+from benchmarks.systems import served
 from benchmarks.workloads import texts
 
 COMPUTED = {
@@ -112,7 +112,7 @@ def serve(model: Any, vocab: int, count: int, new: int, turn: int) -> dict[str, 
         for number in (-2, turn):
             words = random.Random(f"parallel {number}")
             prompts = texts(words, (words.randrange(32, 256) for _ in range(count)), vocab)
-            seconds, results = runner.clocked(functools.partial(engine.generate, prompts, options))
+            seconds, results = served(engine, prompts, options)
         tokens = [result.token_ids for result in results]
         return {"seconds": seconds, "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
 

@@ -293,6 +293,21 @@ class GenerateBatch(System):
         return Answer(rows, [one.timestamps or [] for one in answers])
 
 
+def served(
+    engine: hf_paged.PagedEngine, prompts: Any, options: Any, **more: Any
+) -> tuple[float, list[Any]]:
+    """Seconds in which an engine serves these prompts, and its results, none of which failed."""
+    start = time.perf_counter()
+    results = engine.generate(prompts, options, **more)
+    return time.perf_counter() - start, checked(results)
+
+
+def road_of(model: Any) -> str:
+    """How the model's last call of `generate` was served."""
+    route = hf_paged.last_route(model)
+    return route.road if route else "plain"
+
+
 def checked(results: list[Any]) -> list[Any]:
     """The results of an engine; raises the error of one that failed."""
     for error in (result.error for result in results):

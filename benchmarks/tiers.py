@@ -22,7 +22,7 @@ from typing import Any
 import hf_paged
 from benchmarks import runner, workloads
 from benchmarks.models import SHAPES, build
-from benchmarks.systems import checked
+from benchmarks.systems import served
 from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload
 from hf_paged.tiers.store import PrefixStore
 
@@ -40,7 +40,7 @@ def engine_of(model: Any, path: str | None, **others: Any) -> hf_paged.PagedEngi
 
 def first_token(engine: hf_paged.PagedEngine, prompt: list[int]) -> runner.Turn:
     """A call for a few tokens, with the seconds to the first."""
-    (result,) = checked(engine.generate([prompt], {**GREEDY, "max_new_tokens": 4}))
+    _, (result,) = served(engine, [prompt], {**GREEDY, "max_new_tokens": 4})
     seconds = result.timings.first_token
     assert seconds is not None
     return runner.Turn(seconds, [result.token_ids], {FOUND: result.num_prefix_hit_tokens})
@@ -48,8 +48,8 @@ def first_token(engine: hf_paged.PagedEngine, prompt: list[int]) -> runner.Turn:
 
 def serve(engine: hf_paged.PagedEngine, batch: Batch) -> runner.Turn:
     configs = [{**GREEDY, "max_new_tokens": new} for new in batch.new_tokens]
-    seconds, results = runner.clocked(lambda: engine.generate(batch.prompts, configs))
-    tokens = [result.token_ids for result in checked(results)]
+    seconds, results = served(engine, batch.prompts, configs)
+    tokens = [result.token_ids for result in results]
     hits = sum(result.num_prefix_hit_tokens for result in results)
     return runner.Turn(seconds, tokens, {FOUND: hits})
 

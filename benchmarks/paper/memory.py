@@ -6,10 +6,16 @@ import statistics
 from functools import lru_cache
 from typing import Any
 
-from benchmarks.paper.measured import A100, OPT_13B_SLOTS
 from benchmarks.paper.reservation import POLICIES
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
-from benchmarks.paper.serving import BLOCK_SIZE, Outcome, serve_paged, serve_reserved
+from benchmarks.paper.serving import (
+    A100,
+    BLOCK_SIZE,
+    OPT_13B_SLOTS,
+    Outcome,
+    serve_paged,
+    serve_reserved,
+)
 from benchmarks.paper.traces import LONGEST, SHAREGPT, SIGMA, SIGMAS, make_trace
 
 FIGURE_2 = {

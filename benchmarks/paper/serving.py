@@ -45,6 +45,20 @@ class StepCost:
         return work + self.per_link * new + self.per_context * context
 
 
+OPT_13B_KV_BYTES = 2 * 5120 * 40 * 2
+"""Bytes per token: keys and values, hidden size, layers, bytes of float16 (arXiv 2309.06180,
+section 3)."""
+OPT_13B_SLOTS = 15_700
+"""K/V slots on an A100 of 40 GB (arXiv 2309.06180, table 1)."""
+A100 = StepCost(
+    "OPT-13B on an A100, roofline",
+    fixed=0.0,
+    floor=26e9 / 1.555e12,  # bytes of the weights (table 1) over the data sheet's bandwidth
+    per_token=2 * 13e9 / 312e12,  # operations over the data sheet's float16 rate
+    per_context=OPT_13B_KV_BYTES / 1.555e12,
+)
+
+
 @dataclass
 class Usage:
     """

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import SHAPES, Shape
+from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import quantized
@@ -170,6 +171,11 @@ class Data:
     def attend(self, backend: Any, layer: int) -> Tensor:
         """Attention of one layer by `backend`, by row."""
         return self.by_row(backend.attend(self.calls[layer]))
+
+    @cached_property
+    def expected(self) -> Tensor:
+        """Attention of layer 0 by the reference, by row."""
+        return self.attend(reference, 0)
 
     @cached_property
     def contiguous(self) -> list[tuple[Tensor, Tensor]]:

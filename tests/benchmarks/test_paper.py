@@ -210,7 +210,7 @@ def test_kernel_contenders_are_compared_with_the_reference(monkeypatch):
     assert "blocks of 128" not in functions
     wrong = torch.zeros(kernel.ROWS, 1, 4, 32)
     monkeypatch.setattr(kernel.Ours, "prepare", lambda *_: lambda layer: wrong)
-    with pytest.raises(AssertionError, match=r"one block a row: .*differs from the reference"):
+    with pytest.raises(ArithmeticError, match="differs from the reference"):
         kernel.contenders(SHAPES["llama-tiny"], 64)
 
 

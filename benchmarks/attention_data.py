@@ -19,6 +19,19 @@ from hf_paged.step import StepMetadata
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 32  # K/V of all layers, larger than any processor cache
 MAX_LAYERS = 256
+HEADS = {  # query heads, K/V heads, key dim, value dim
+    64: (32, 8, 64, 64),
+    80: (32, 32, 80, 80),
+    96: (32, 32, 96, 96),
+    128: (32, 8, 128, 128),
+    192: (16, 16, 192, 128),
+    256: (16, 8, 256, 256),
+    512: (16, 2, 512, 512),
+    576: (16, 1, 576, 512),
+}
+"""Heads of a model with this key dim, by key dim."""
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Most that a kernel's numbers may differ from the reference's, absolutely and relatively."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +240,7 @@ def make(setting: Setting, quick: bool = False, layers: int = 0) -> Data:
 
 
 def random_calls(
-    heads: tuple[int, int, int, int],
+    dim: int,
     dtype: torch.dtype,
     load: tuple[int, int, int],
     device: str | torch.device,
@@ -238,11 +251,11 @@ def random_calls(
     A call of each layer over random K/V in blocks in random order.
 
     Args:
-        heads (`tuple`): Query heads, K/V heads, key dim, value dim. With one K/V head the values
-            are the first elements of the keys, as with latents.
+        dim (`int`): Of `HEADS`. With one K/V head the values are the first elements of the keys, as
+            with latents.
         load (`tuple`): Rows, queries and tokens of each row.
     """
-    num_heads, kv_heads, key_dim, value_dim = heads
+    num_heads, kv_heads, key_dim, value_dim = HEADS[dim]
     rows, query_len, seq_len = load
     per_row = -(-seq_len // block_size)
 

@@ -2,8 +2,7 @@
 Prefixes loaded from disk (`prefix_tiers`), against computing them again, in float32; 95% intervals.
 A target is met where the interval reaches it.
 
-    python -m benchmarks.tiers [--model qwen2.5-0.5b] [--tokens 2001] [--turns 5] [--only prefix|W3]
-                               [--json PATH]
+    python -m benchmarks.tiers [--model qwen2.5-0.5b] [--turns 5] [--only prefix|W3] [--json PATH]
 
 First case: time to first token in a new process, in turns for a prompt whose blocks another process
 has left in the folder and for a new prompt of the same length. Second case: workload W3 a second
@@ -144,15 +143,12 @@ BENCHMARK = runner.Benchmark(
     title="Prefixes from disk",
     results=(("tiers-cpu",), ("tiers-w3-cpu",)),
     said=lambda args: f"{args.model}, a prompt of {args.tokens} tokens",
-    options={
-        "--model": runner.MODEL | {"default": "qwen2.5-0.5b"},
-        "--tokens": runner.option("of the prompt of the first case", type=int, default=2001),
-    },
+    options={"--model": runner.MODEL | {"default": "qwen2.5-0.5b"}},
     turns=5,
     only="the first or the second case alone",
     known=("prefix", "W3"),
     is_exact=True,
-    fixed={"scale": (1.0, 1.0)},
+    fixed={"tokens": 2001, "scale": (1.0, 1.0)},
     quick={"model": "llama-tiny", "tokens": 201, "turns": 1, "scale": (0.5, 0.25)},
 )
 main = BENCHMARK.main

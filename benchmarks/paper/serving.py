@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.paper.reservation import Buddy
+from benchmarks.paper.reservation import POLICIES, Buddy
 from benchmarks.paper.traces import LONGEST, Trace
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.preemption import Preemption
@@ -236,3 +236,13 @@ def serve_paged(
                     scheduler.finish(request)
                     outcome.finish(trace, request.request_id)
     return outcome
+
+
+SYSTEMS = (*POLICIES, "ours")
+
+
+def serve(system: str, trace: Trace) -> Outcome:
+    """Serves the trace in OPT-13B's number of slots, by ours or with a reservation."""
+    if system == "ours":
+        return serve_paged(trace, A100, OPT_13B_SLOTS)
+    return serve_reserved(trace, A100, OPT_13B_SLOTS, POLICIES[system])

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from benchmarks import binaries
 from benchmarks.chips import CHIPS, TENSOR_COLUMNS, Chip
-
-Job = TypeVar("Job")
-Result = TypeVar("Result")
 
 OPERATIONS = {
     **{name: rf"\b{name}\b" for name in ("HMMA", "HGMMA", "UTCHMMA", "LDGSTS", "LDG", "BAR")},
@@ -175,11 +171,3 @@ def measure(
             )
         )
     return found
-
-
-def in_processes(
-    work: Callable[[Job], Result], jobs: Sequence[Job], processes: int
-) -> Iterator[Result]:
-    """`map` in processes, since Triton holds the GIL while it compiles."""
-    with multiprocessing.get_context("spawn").Pool(max(1, min(processes, len(jobs)))) as pool:
-        yield from pool.imap(work, jobs)

@@ -21,12 +21,12 @@ from typing import Any
 
 import torch
 
-from benchmarks import attention_data, ceilings, report, runner
+from benchmarks import attention_data, ceilings, runner
 from benchmarks.attention_data import DTYPES, Setting
-from benchmarks.attention_peers import CONTIGUOUS, INT8, Attention, Peer, Skipped, peers
+from benchmarks.attention_peers import CONTIGUOUS, INT8, Attention, Peer, peers
 from benchmarks.ceilings import Ceilings
 from benchmarks.runner import Case, Turn, option
-from hf_paged.attention.backends import reference
+from benchmarks.systems import NotAvailable
 
 TOLERANCES = {"bf16": 2e-2, "fp32": 1e-4}
 LIKE_CONTIGUOUS, INT8_FASTER = 1 / 1.02, 1 / 0.8
@@ -34,39 +34,19 @@ LIKE_CONTIGUOUS, INT8_FASTER = 1 / 1.02, 1 / 0.8
 PHASES = ("decode", "chunk", "prefill")
 
 
-def check(function: Attention, expected: torch.Tensor, dtype: str) -> None:
-    """Raises `ArithmeticError` unless the output of layer 0 matches the reference within the
-    tolerance of the dtype."""
+def prepared(peer: Peer, data: attention_data.Data) -> Attention:
+    """The peer's function. Raises `NotAvailable` if it does not run, and `ArithmeticError` unless
+    its output of layer 0 matches the reference within the tolerance of the dtype."""
+    if problem := peer.missing(data.setting):
+        raise NotAvailable(problem)
+    function, expected = peer.prepare(data), peer.expected(data)
     actual = function(0)
     if actual.shape != expected.shape:
         raise ArithmeticError(f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     difference = (actual.float() - expected.float()).abs().max().item()
-    if not difference <= TOLERANCES[dtype]:
+    if not difference <= TOLERANCES[data.setting.dtype]:
         raise ArithmeticError(f"differs from the reference by {difference:.3g}")
-
-
-def admit(
-    contenders: Sequence[Peer], data: attention_data.Data
-) -> tuple[dict[str, Attention], dict[str, str]]:
-    """Functions that match the reference, and by name the reasons why the others were left out."""
-    setting = data.setting
-    expected = data.attend(reference, 0)
-    functions, problems = {}, {}
-    for peer in contenders:
-        problem = peer.missing(setting)
-        if not problem:
-            try:
-                function = peer.prepare(data)
-                own = peer.expected(data)
-                check(function, expected if own is None else own, setting.dtype)
-                functions[peer.name] = function
-                continue
-            except Skipped as error:
-                problem = f"skipped: {error}"
-            except Exception as error:  # a failing peer is a result
-                problem = report.failed(error)[:160]
-        problems[peer.name] = problem
-    return functions, problems
+    return function
 
 
 def record(work: Callable[[], None], device: str) -> Callable[[], None] | None:
@@ -94,30 +74,29 @@ def elapsed(work: Callable[[], None], device: str) -> float:
     return first.elapsed_time(last) / 1000
 
 
-def arm(
-    name: str, function: Attention, data: attention_data.Data, limits: Ceilings, seconds: float
-) -> runner.Arm:
-    """Seconds of a call; a turn loops over the layers for about `seconds`, estimated in the
-    warm-up. Shares relate to the ceilings."""
-    setting, count, works = data.setting, 0, list[Callable[[], None]]()
+def arm(peer: Peer, data: attention_data.Data, limits: Ceilings, seconds: float) -> runner.Arm:
+    """Seconds of a call, which is prepared in the warm-up; a turn loops over the layers for about
+    `seconds`. Shares relate to the ceilings."""
+    setting, count, is_graph, works = data.setting, 0, False, list[Callable[[], None]]()
     is_cuda = torch.device(setting.device).type == "cuda"
-    num_bytes = setting.quantized_bytes if name == INT8 else setting.num_bytes
+    num_bytes = setting.quantized_bytes if peer.name == INT8 else setting.num_bytes
     flops = limits.flops[str(DTYPES[setting.dtype])[6:]]
-
-    def walk() -> None:
-        for call in range(count):
-            function(call % data.layers)
 
     @torch.no_grad()
     def work(turn: int) -> Turn:
-        nonlocal count
+        nonlocal count, is_graph
         if turn < 0:
+            function, count = prepared(peer, data), 2
+
+            def walk() -> None:
+                for call in range(count):
+                    function(call % data.layers)
+
             ceilings.synchronize(setting.device)
-            count = 2
             estimate = seconds / elapsed(walk, setting.device)
             count = max(1, min(data.layers, round(2 * estimate)))
             replay = record(walk, setting.device) if is_cuda else None
-            works[:] = [replay or walk]
+            works[:], is_graph = [replay or walk], replay is not None
             return Turn(0.0)
         taken = elapsed(works[0], setting.device) / count
         figures: dict[str, Any] = {
@@ -127,7 +106,7 @@ def arm(
             "of matmul, %": 100 * setting.flops / taken / flops,
         }
         if is_cuda:
-            figures["timed as"] = "calls" if works[0] is walk else "a graph"
+            figures["timed as"] = "a graph" if is_graph else "calls"
         return Turn(taken, figures=figures)
 
     return work
@@ -139,13 +118,11 @@ def case_of(
     """All contenders on the same K/V, those that do not run with the reason."""
     with torch.no_grad():
         data = attention_data.make(setting, quick)
-        functions, problems = admit(contenders, data)
-    arms = {name: arm(name, one, data, limits, seconds) for name, one in functions.items()}
-    reasons = {name: (lambda _, problem=problem: problem) for name, problem in problems.items()}
+    arms = {peer.name: runner.guarded(arm(peer, data, limits, seconds)) for peer in contenders}
     is_decode = setting.case.phase == "decode"
     over: dict[str, Any] = {CONTIGUOUS: {} if is_decode else {"ours": LIKE_CONTIGUOUS}}
     over["ours"] = {INT8: INT8_FASTER} if is_decode else {}
-    return Case(setting.title, arms | reasons, over)
+    return Case(setting.title, arms, over)
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.models import SHAPES, Shape
+from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import quantized
@@ -18,6 +19,19 @@ from hf_paged.step import StepMetadata
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 CPU_BYTES, CUDA_BYTES = 1 << 28, 1 << 32  # K/V of all layers, larger than any processor cache
 MAX_LAYERS = 256
+HEADS = {  # query heads, K/V heads, key dim, value dim
+    64: (32, 8, 64, 64),
+    80: (32, 32, 80, 80),
+    96: (32, 32, 96, 96),
+    128: (32, 8, 128, 128),
+    192: (16, 16, 192, 128),
+    256: (16, 8, 256, 256),
+    512: (16, 2, 512, 512),
+    576: (16, 1, 576, 512),
+}
+"""Heads of a model with this key dim, by key dim."""
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+"""Most that a kernel's numbers may differ from the reference's, absolutely and relatively."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +186,11 @@ class Data:
         return self.by_row(backend.attend(self.calls[layer]))
 
     @cached_property
+    def expected(self) -> Tensor:
+        """Attention of layer 0 by the reference, by row."""
+        return self.attend(reference, 0)
+
+    @cached_property
     def contiguous(self) -> list[tuple[Tensor, Tensor]]:
         """K and V of each layer, padded, `[batch, kv_heads, longest, head_dim]`."""
         return [(both[0], both[1]) for both in self.padded]
@@ -221,7 +240,7 @@ def make(setting: Setting, quick: bool = False, layers: int = 0) -> Data:
 
 
 def random_calls(
-    heads: tuple[int, int, int, int],
+    dim: int,
     dtype: torch.dtype,
     load: tuple[int, int, int],
     device: str | torch.device,
@@ -232,11 +251,11 @@ def random_calls(
     A call of each layer over random K/V in blocks in random order.
 
     Args:
-        heads (`tuple`): Query heads, K/V heads, key dim, value dim. With one K/V head the values
-            are the first elements of the keys, as with latents.
+        dim (`int`): Of `HEADS`. With one K/V head the values are the first elements of the keys, as
+            with latents.
         load (`tuple`): Rows, queries and tokens of each row.
     """
-    num_heads, kv_heads, key_dim, value_dim = heads
+    num_heads, kv_heads, key_dim, value_dim = HEADS[dim]
     rows, query_len, seq_len = load
     per_row = -(-seq_len // block_size)
 

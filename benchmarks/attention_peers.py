@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from benchmarks import runner
 from benchmarks.attention_data import Data, Setting
 from benchmarks.ceilings import synchronize
+from benchmarks.systems import NotAvailable
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
@@ -34,10 +35,6 @@ from hf_paged.kernels import quantized as quantization
 Attention = Callable[[int], Tensor]
 CONTIGUOUS = "contiguous sdpa"
 INT8 = "ours: int8"
-
-
-class Skipped(Exception):
-    """The peer does not take part in this case, for the reason given."""
 
 
 class Peer(ABC):
@@ -65,11 +62,11 @@ class Peer(ABC):
 
     @abstractmethod
     def prepare(self, data: Data) -> Attention:
-        """Returns the attention function of a layer. Raises `Skipped`."""
+        """Returns the attention function of a layer. Raises `NotAvailable`."""
 
-    def expected(self, data: Data) -> Tensor | None:
-        """Expected output of layer 0, if it is not attention to the K/V of `data`."""
-        return None
+    def expected(self, data: Data) -> Tensor:
+        """Expected output of layer 0."""
+        return data.expected
 
 
 class Ours(Peer):
@@ -96,7 +93,7 @@ class Ours(Peer):
             self.backend in ("cpp", "triton")
             and (reason := backend.unsupported_reason(data.calls[0])) is not None
         ):
-            raise Skipped(reason)
+            raise NotAvailable(f"skipped: {reason}")
         return lambda layer: data.attend(backend, layer)
 
 
@@ -108,7 +105,7 @@ class Quantized(Peer):
     def prepare(self, data: Data) -> Attention:
         calls = [call._replace(blocks=quantized(call.blocks)) for call in data.calls]
         if backends.select(calls[0]) is backends.gather:
-            raise Skipped("no kernel takes it")
+            raise NotAvailable("skipped: no kernel takes it")
         return lambda layer: data.by_row(backends.attend(calls[layer]))
 
     def expected(self, data: Data) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import runner
+from benchmarks import attention_data, runner
 from benchmarks.attention_data import random_calls
 from benchmarks.attention_peers import quantized
 from benchmarks.ceilings import synchronize
@@ -33,15 +33,14 @@ from hf_paged.step import StepMetadata
 SIZES = [
     size for size in (1 << power for power in range(12)) if MIN_BLOCK_SIZE <= size <= MAX_BLOCK_SIZE
 ]
-HEADS = {64: (32, 8, 64, 64), 128: (32, 8, 128, 128)}
-"""By head dim: query heads, K/V heads, and the dims."""
+DIMS = (64, 128)
 SMALL = (3, 5, 300, 1)
 MOST_TURNS = 50
 LOADS = {  # rows, queries per row, tokens per row, layers
     "cpu": [(8, 1, 512, 2), (1, 64, 1024, 1)],
     "cuda": [(64, 1, 4096, 4), (4, 512, 4096, 4)],
 }
-TOLERANCE = {"float32": 2e-5, "float16": 5e-3, "bfloat16": 3e-2}
+TOLERANCE = {str(dtype)[6:]: most for dtype, most in attention_data.TOLERANCE.items()}
 TOLERANCE |= dict.fromkeys(KV_DTYPES, 2e-4)
 
 
@@ -52,7 +51,7 @@ def calls_of(
     float32 states."""
     *sizes, layers = load
     dtype = getattr(torch, "float32" if stored in KV_DTYPES else stored)
-    calls = random_calls(HEADS[dim], dtype, tuple(sizes), device, block_size, layers)  # type: ignore[arg-type]
+    calls = random_calls(dim, dtype, tuple(sizes), device, block_size, layers)  # type: ignore[arg-type]
     if stored in KV_DTYPES:
         calls = [call._replace(blocks=quantized(call.blocks, stored)) for call in calls]
     return calls
@@ -92,7 +91,7 @@ def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[
     first = preferred_backend(torch.empty(0, device=device))
     kernels = dict.fromkeys([first, "gather"] if device == "cpu" else [first])
     dtypes = ["float32"] if quick else ["float32", "bfloat16", "float16", *KV_DTYPES]
-    dims, loads = ([64], [(2, 1, 64, 1)]) if quick else (list(HEADS), LOADS[device])
+    dims, loads = ([64], [(2, 1, 64, 1)]) if quick else (DIMS, LOADS[device])
     every = list(itertools.product(dtypes, dims, loads, kernels))
     medians: dict[tuple[str, str], list[float]] = {}
     begin = time.perf_counter()

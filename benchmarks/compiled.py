@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any
 
 from tqdm import tqdm
 
 from benchmarks import report, runner, tables
-from benchmarks.aot import Compiled, in_processes, measure, require_compiler
+from benchmarks.aot import Compiled, measure, require_compiler
 from benchmarks.chips import CHIPS
 from benchmarks.runner import Data, option
 
@@ -97,8 +99,10 @@ def compile_all(args: argparse.Namespace, keep: Any) -> Data:
         for case in args.cases
         if any(name in case for name in args.only)
     ]
-    found = tqdm(in_processes(_measure, jobs, args.jobs), total=len(jobs), disable=None)
-    return {"rows": [row(one, triton.__version__) for ones in found for one in ones]}
+    # processes, since Triton holds the GIL while it compiles
+    with ProcessPoolExecutor(args.jobs, get_context("spawn")) as pool:
+        found = tqdm(pool.map(_measure, jobs), total=len(jobs), disable=None)
+        return {"rows": [row(one, triton.__version__) for ones in found for one in ones]}
 
 
 def section(data: Data) -> str:

@@ -1,11 +1,11 @@
 """A model with random weights gets new prompts in each turn. "ours" is
 `generate(cache_implementation="paged")`, "engine" is `PagedEngine`, `generate_batch` is
-transformers' continuous batching, at its defaults and tuned by a short search. All are compared
-with plain `generate` at its fastest batch size; W9's callers are threads, its plain one calls them
-one after another, and engines get its prompts at once.
+transformers' continuous batching. All are compared with plain `generate` at its fastest batch size;
+W9's callers are threads, its plain one calls them one after another, and engines get its prompts at
+once.
 
     python -m benchmarks.generate --device cpu [--model llama-100m] [--dtype float32]
-                                  [--only W1,arrivals] [--minutes 16]
+                                  [--only W1,waste] [--minutes 16]
                                   [--peers openvino vllm llamacpp] [--quick] [--json PATH]
 
 A target is met where the 95% interval of the ratio reaches it, or, with fewer than 5 turns, the
@@ -15,9 +15,7 @@ compared on a tiny model in float32. Latencies are medians, over the turns, of e
 percentiles; beams have none, since their tokens are decided at the end. The roofline reads the
 weights once a step and computes products at the best measured rate.
 
-Requests arrive at shares of the rate that the engine reaches when all requests are waiting; plain
-batches those that have arrived. Normalized latency is a request's time from arrival to end, divided
-by its new tokens. Waste is the share of allocated slots that hold no token at the peak.
+Waste is the share of allocated slots that hold no token at the peak, for lengths like ShareGPT's.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -34,8 +31,7 @@ from typing import Any
 import torch
 
 import hf_paged
-from benchmarks import arrivals, ceilings, report, runner, tables
-from benchmarks.continuous import GenerateBatch, tuned
+from benchmarks import ceilings, report, runner, tables
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.peers import ENGINES, TITLES, Peer
@@ -46,6 +42,7 @@ from benchmarks.systems import (
     Answer,
     Engine,
     Generate,
+    GenerateBatch,
     InThreads,
     SmallPool,
     System,
@@ -56,16 +53,16 @@ from benchmarks.workloads import ALL, Workload, batch_of, contiguous_bytes
 OURS = ("ours", "engine")
 SMALL_POOL, SLOWER = "engine, a third of its peak", 1.6
 """An engine with few blocks, and the most that its time may be of the time with all blocks."""
-PEER_TARGETS = {"generate_batch": 6.0, "generate_batch, tuned": 2.5}
-"""The least that transformers' time should be of ours, on these workloads:"""
-PEERED = LONG = ("W1", "W2", "W3")
+GENERATE_BATCH, FASTER = "generate_batch", 2.5
+"""transformers' continuous batching, and the least that its time should be of ours."""
+LONG = ("W1", "W2", "W3")
 KV_SHARE, WASTE = "K/V of plain's, %", "waste, %"
 LIMITS = {"W2": {KV_SHARE: 40.0}, "W4": {KV_SHARE: 18.0}, "waste": {WASTE: 4.0}}
 EXACT = " on a tiny model in float32"
 MARGIN = 1.005  # two latencies closer than this are printed alike
 MINUTES = 33.0
 SHARES = {"W1": 20, "W2": 32, "W3": 17, "W4": 6, "W5": 5, "W6": 10, "W9": 4, "W10": 10}
-SHARES |= {"arrivals": 15, "waste": 3}
+SHARES |= {"waste": 3}
 """Shares of a run's time, in the run's order, of W1 with the start of the peers; time that a part
 leaves goes to the later parts."""
 
@@ -81,14 +78,10 @@ def model_of(shape: Shape, device: str, int8: bool, dtype: torch.dtype = torch.b
 
 
 def systems_for(
-    workload: Workload,
-    tuned_peer: GenerateBatch | None,
-    quick: bool = False,
-    peers: Sequence[Peer] = (),
-    invariant: bool = False,
+    workload: Workload, peers: Sequence[Peer] = (), others: bool = False, invariant: bool = False
 ) -> dict[str, System]:
-    """Systems by name; plain comes first, once per batch size. Without `tuned_peer` transformers'
-    other ways are left out."""
+    """Systems by name; plain comes first, once per batch size. `others`: transformers' other
+    ways, too."""
     sizes = workload.batch_sizes or (0,)
     found: dict[str, System] = {
         f"plain, batch {size}" if size else "plain": Generate(size) for size in sizes
@@ -103,12 +96,10 @@ def systems_for(
     if invariant:
         found["engine, batch_invariant"] = Engine(replace(KEPT, batch_invariant=True))
     found |= {TITLES[peer.name]: peer for peer in peers}
-    if tuned_peer is None:
-        return found
-    found["static, compiled"] = Generate(sizes[len(sizes) // 2], cache="static")
-    if workload.name in PEERED:
-        found["generate_batch"] = GenerateBatch(fills_memory=not quick)
-        found["generate_batch, tuned"] = tuned_peer
+    if others:
+        found["static, compiled"] = Generate(sizes[len(sizes) // 2], cache="static")
+        if workload.name in LONG:
+            found[GENERATE_BATCH] = GenerateBatch()
     return found
 
 
@@ -137,10 +128,10 @@ def timed(
 def arm(
     name: str, system: System, model: Any, shape: Shape, workload: Workload, floor: float
 ) -> runner.Arm:
-    """Turns of a system. `tuned` has warmed `generate_batch` up. Whole warm-up turns: a compiled
-    cache is compiled for exact lengths, and our decode steps are recorded for each number of rows
-    (`benchmarks.first_call` has what that costs)."""
-    is_cuda, is_warm = model.device.type == "cuda", isinstance(system, GenerateBatch | SmallPool)
+    """Turns of a system. Some have whole warm-up turns: a compiled cache is compiled for exact
+    lengths, and our decode steps are recorded for each number of rows (`benchmarks.first_call` has
+    what that costs)."""
+    is_cuda, is_warm = model.device.type == "cuda", isinstance(system, SmallPool)
     is_whole = name in OURS or (isinstance(system, Generate) and system.cache == "static")
 
     def work(turn: int) -> Turn:
@@ -182,13 +173,13 @@ def case_of(
     floor = 0.0
     if limits is not None:
         batch = workload.batch(0, shape.vocab)
-        rows = max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
+        rows = max(workload.rows_per_prompt, workload.num_beams)
         lengths = list(map(len, batch.prompts)), batch.new_tokens, rows, workload.prefix
         flops = limits.flops[str(model.dtype).removeprefix("torch.")]
         floor = call_seconds(Cost.of(model, shape), limits, flops, *lengths)
     over: dict[str, Any] = {"plain": dict.fromkeys(OURS, workload.target)}
-    for peer, target in PEER_TARGETS.items():
-        over |= {peer: dict.fromkeys(OURS, target)} if peer in systems else {}
+    if GENERATE_BATCH in systems:
+        over[GENERATE_BATCH] = dict.fromkeys(OURS, FASTER)
     over |= {"engine": {SMALL_POOL: 1 / SLOWER}} if SMALL_POOL in systems else {}
     over |= {"ours": {}} if any(isinstance(system, Peer) for system in systems.values()) else {}
     is_cpu, is_long = model.device.type == "cpu", workload.name in LONG
@@ -224,7 +215,7 @@ def exact(device: str, workload: Workload) -> Iterator[Case]:
     tiny = SHAPES["llama-tiny"]
     model = build(tiny, device, torch.float32)
     small = replace(workload.scaled(prompts=0.25, tokens=0.125), batch_sizes=())
-    systems = systems_for(small, None)
+    systems = systems_for(small)
     case = case_of(model, tiny, small, systems)
     name = f"{workload.name}{EXACT}"
     yield from freed(model, systems, case._replace(name=name, over={}, limits={}, turns=1))
@@ -263,10 +254,6 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     shape, start = SHAPES[args.model], time.perf_counter()
     args.ceilings = limits = ceilings.measure(args.device, args.quick)
     model = model_of(shape, args.device, args.int8, getattr(torch, args.dtype))
-    peer = None
-    if not args.no_peers:
-        peer, tried = tuned(model, shape, args.quick)
-        print(f"generate_batch, tuned: {peer}; tried: {tried}")
     later = {part: share for part, share in SHARES.items() if part in args.only}
     with contextlib.ExitStack() as ending:
         peers = [Peer(name, args.int8) for name in args.peers]
@@ -277,13 +264,11 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
             left = start + 60 * args.minutes - time.perf_counter()
             until = time.perf_counter() + left * later[name] / sum(later.values())
             del later[name]
-            systems = systems_for(workload, peer, args.quick, peers, args.batch_invariant)
+            systems = systems_for(workload, peers, not args.no_peers, args.batch_invariant)
             case = case_of(model, shape, workload, systems, None if args.int8 else limits)
             yield from freed(model, systems, case._replace(first=args.first, until=until))
             if not args.first:
                 yield from exact(args.device, ALL[name])
-    if "arrivals" in args.only:
-        yield from arrivals.cases(model, shape, peer, args.quick)
     if "waste" in args.only and not args.no_memory:
         yield from waste(args.device, args.quick)
 
@@ -300,20 +285,20 @@ def again(args: argparse.Namespace) -> argparse.Namespace | None:
     return argparse.Namespace(**{**vars(args), **others})
 
 
-def ahead(pairs: Iterable[tuple[Data, Data | None]], ends: tuple[str, ...]) -> str:
-    """Lists the latencies in which another system is ahead of ours, from pairs of rows."""
+def ahead(pairs: Iterable[tuple[Data, Data | None]]) -> str:
+    """Lists the largest latencies in which another system is ahead of ours, from pairs of rows."""
     found = []
     for row, other in pairs:
         for key, value in row["figures"].items():
             theirs = other["figures"].get(key) if other else None
-            if key.endswith(ends) and theirs and value > MARGIN * theirs:
+            if key.endswith("p99, ms") and theirs and value > MARGIN * theirs:
                 what = f"{other['system']} in {key} of {row['case']} ({row['system']})"  # type: ignore[index]
                 found.append(f"{what}, {report.text(theirs)} against {report.text(value)}")
     return f"Ahead of ours: {'; '.join(found)}." if found else ""
 
 
 def show(runs: Sequence[Data]) -> Iterator[str]:
-    """Whole calls, requests that arrive, and what else was checked."""
+    """Whole calls, and what else was checked."""
     rows = tables.pooled(runs)
     yield runs[0].get("title", "")
     whole = [row for row in rows if row["case"] in ALL]
@@ -321,18 +306,13 @@ def show(runs: Sequence[Data]) -> Iterator[str]:
     yield tables.table(ran)
     ours = [row for row in ran if row["system"] in OURS]
     plain = [tables.base_of(rows, row["case"], "plain") for row in ours]
-    yield ahead(zip(ours, plain), ("p99, ms",))
+    yield ahead(zip(ours, plain))
     reasons: dict[str, list[str]] = {}
     for row in whole:
         if "problem" in row:
             reasons.setdefault(f"{row['system']} ({row['problem']})", []).append(row["case"])
     parts = [f"{said} on {', '.join(names)}" for said, names in reasons.items()]
     yield f"Without figures: {'; '.join(parts)}." if parts else ""
-    if arrived := [row for row in rows if row["case"].startswith("arrivals")]:
-        yield tables.table([{**row, "seconds": [], "turns": 0} for row in arrived])
-        pairs = itertools.product(arrived, arrived)
-        same = [(a, b) for a, b in pairs if a["case"] == b["case"] and a["system"] == "engine"]
-        yield ahead(same, (", ms", "ms/token"))
     if wasted := [row for row in rows if WASTE in row["figures"]]:
         yield tables.table(wasted)
     exact = [row["equal"] for row in rows if row["case"].endswith(EXACT) and "equal" in row]
@@ -376,7 +356,7 @@ BENCHMARK = runner.Benchmark(
         "--repeats": option("turns of each system in a process, whatever they take", type=int),
         "--minutes": option("to plan with (%(default)g)", type=float, default=MINUTES),
     },
-    only="such as W1,arrivals (all)",
+    only="such as W1,waste (all)",
     known=list(SHARES),
     fixed={"first": 0},
     quick={"model": "llama-tiny"},

@@ -28,6 +28,7 @@ from transformers.trainer_callback import PrinterCallback
 import hf_paged
 from benchmarks import runner
 from benchmarks.models import PAD, SHAPES, Shape, build
+from benchmarks.systems import road_of
 from benchmarks.workloads import texts
 
 STEPS, GENERATIONS = 4, 8
@@ -131,8 +132,8 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     def rollouts(turn: int, system: str, *, prompts: int) -> runner.Turn:
         model.load_state_dict(weights)
         seconds, whole, found = train(model, shape, system, prompts, args.new_tokens, args.length)
-        route = hf_paged.last_route(model)
-        figures = {"training, s": whole, "route": "plain" if system == "plain" else route.road}
+        route = "plain" if system == "plain" else road_of(model)
+        figures = {"training, s": whole, "route": route}
         return runner.Turn(seconds, found, figures)
 
     for prompts in PROMPTS:

@@ -19,7 +19,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import string
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import runner
-from benchmarks.peers.worker import die_with_parent, is_up
+from benchmarks.peers.worker import die_with_parent, free_port, wait_until_up
 
 STREAMS = 4
 ALONE, BESIDE = "streams alone", "beside hostile requests"
@@ -136,9 +135,7 @@ class Server(NamedTuple):
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[Server]:
     """The model in a folder, served within the context."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = str(taken.getsockname()[1])
+    port = str(free_port())
     command = [sys.executable, "-m", "hf_paged", "run", "--engine"]
     command += ["--set", f"num_blocks={NUM_BLOCKS}"]
     command += ["--set", f"prefix_tiers={str(folder / TIER)!r}"]
@@ -146,17 +143,17 @@ def served(folder: Path) -> Iterator[Server]:
     command += ["--host", "127.0.0.1", "--port", port]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     switches = {EIO: str(folder / EIO), "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
-    log, end = folder / "log.txt", time.monotonic() + 300
-    with log.open("w") as file:
-        told: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT}
+    with (folder / "log.txt").open("w") as log:
+        told: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
         told |= {"cwd": ROOT, "env": {**os.environ, **switches}}
         process = subprocess.Popen(command, preexec_fn=die_with_parent, **told)
     try:
-        while not is_up(f"http://127.0.0.1:{port}/health"):
-            if process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError(log.read_text())
-            time.sleep(0.2)
-        yield Server(f"http://127.0.0.1:{port}", str(folder))
+        address = f"http://127.0.0.1:{port}"
+        try:
+            wait_until_up(process, address)
+        except RuntimeError as error:
+            raise RuntimeError((folder / "log.txt").read_text()) from error
+        yield Server(address, str(folder))
     finally:
         process.terminate()
         try:

@@ -1,14 +1,13 @@
 """LoRA adapters: rows with different adapters in one forward, against one forward per adapter, and
 against all rows with one adapter.
 
-    python -m benchmarks.lora [--model llama-100m] [--rows 32] [--adapters 8] [--turns 9] [--quick]
-                              [--json PATH]
+    python -m benchmarks.lora [--turns 9] [--quick] [--json PATH]
 
 Greedy rows of random text over adapters of random weights, on all linear layers of the decoder, in
 float32 on the CPU: as the engine runs them; with one forward per adapter and step, as older
 versions did; from folders, where the pool has room for half of the adapters; all rows with one
-adapter; all without. All take the same turns, after
-warm-up turns; 95% intervals. A target is met where the interval reaches it.
+adapter; all without. All take the same turns, after warm-up turns; 95% intervals. A target is met
+where the interval reaches it.
 """
 
 from __future__ import annotations
@@ -26,14 +25,16 @@ from typing import Any, NamedTuple
 import torch
 
 import hf_paged
-from benchmarks import runner, workloads
+from benchmarks import runner
 from benchmarks.models import SHAPES, build
-from benchmarks.systems import checked
+from benchmarks.systems import served
+from benchmarks.workloads import texts
 from hf_paged.adapters.loop_adapters import LoopAdapters
 
 FASTER, OF_ONE = 3.0, 0.7
 """Targets: throughput over that of one forward per adapter, and over that of a single adapter."""
-RANK = 16
+ROWS, ADAPTERS, RANK = 32, 8, 16
+LONGEST = 32  # prompt, in tokens
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MIXED, APART, FOLDERS = "together", "one adapter a forward", "folders, room for half"
 ONE, BASE = "one adapter", "base"
@@ -65,17 +66,15 @@ class Contender(NamedTuple):
 
         apart = patch(LoopAdapters, "_get_mixable", lambda *_: {})
         with patch(model_runner, "run", counted), contextlib.nullcontext() if self.mixes else apart:
-            seconds, results = runner.clocked(
-                lambda: self.engine.generate(prompts, options, adapter=self.adapters)
-            )
-        tokens = [result.token_ids for result in checked(results)]
+            seconds, results = served(self.engine, prompts, options, adapter=self.adapters)
+        tokens = [result.token_ids for result in results]
         loads = self.engine.stats().num_adapter_loads - before
         figures = {"forwards": next(forwards), "adapters loaded": loads}
         return runner.Turn(seconds, tokens if self.is_compared else None, figures)
 
 
-def adapted(model: Any, count: int) -> Any:
-    """The model with `count` adapters, both of whose matrices are random."""
+def adapted(model: Any) -> Any:
+    """The model with adapters, both of whose matrices are random."""
     import peft
 
     torch.manual_seed(0)
@@ -83,28 +82,25 @@ def adapted(model: Any, count: int) -> Any:
         r=RANK, target_modules=TARGETS, task_type="CAUSAL_LM", init_lora_weights=False
     )
     found = peft.get_peft_model(model, config, adapter_name="a0")
-    for number in range(1, count):
+    for number in range(1, ADAPTERS):
         found.add_adapter(f"a{number}", config)
     return found.eval()
 
 
-def texts(rows: int, vocab: int, turn: int, longest: int) -> list[list[int]]:
+def prompts(turn: int, vocab: int) -> list[list[int]]:
     words = random.Random(f"lora {turn}")
-    lengths = [words.randrange(longest // 4, longest + 1) for _ in range(rows)]
-    return workloads.texts(words, lengths, vocab)
+    lengths = [words.randrange(LONGEST // 4, LONGEST + 1) for _ in range(ROWS)]
+    return texts(words, lengths, vocab)
 
 
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
-    shape, count, new = SHAPES[args.model], args.adapters, args.new_tokens
+    shape, new = SHAPES[args.model], args.new_tokens
     model, bare = (build(shape) for _ in range(2))
-    model = adapted(model, count)
-    names = [f"a{row % count}" for row in range(args.rows)]
-
-    def prompts(turn: int) -> list[list[int]]:
-        return texts(args.rows, shape.vocab, turn, args.longest)
+    model = adapted(model)
+    names = [f"a{row % ADAPTERS}" for row in range(ROWS)]
 
     def work(turn: int, contender: Contender) -> runner.Turn:
-        return contender.generate(prompts(turn), new)
+        return contender.generate(prompts(turn, shape.vocab), new)
 
     config = hf_paged.PagedConfig(prefix_caching=False)
     with tempfile.TemporaryDirectory() as path:
@@ -113,10 +109,10 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         block = int(config.block_size)
         weights = sum(one.nbytes for name, one in model.named_parameters() if ".a0." in name)
         own = -(-weights // shape.kv_bytes(block, 4))  # blocks that one adapter takes of the budget
-        needed = sum(-(-(len(text) + new) // block) for text in prompts(0))
-        blocks = own * max(1, count // 2) + needed
+        needed = sum(-(-(len(text) + new) // block) for text in prompts(0, shape.vocab))
+        blocks = own * (ADAPTERS // 2) + needed
         small = hf_paged.PagedConfig(prefix_caching=False, num_blocks=blocks)
-        one, none = ["a0"] * args.rows, ["__base__"] * args.rows
+        one, none = ["a0"] * ROWS, ["__base__"] * ROWS
         paths, engine = [folders[name] for name in names], hf_paged.PagedEngine
         contenders = {
             APART: Contender(engine(model, config), names, mixes=False),
@@ -125,7 +121,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
             ONE: Contender(engine(model, config), one, is_compared=False),
             BASE: Contender(engine(model, config), none, is_compared=False),
         }
-        size = f"{args.rows} rows over {count} adapters of rank {RANK}, {new} new tokens each"
+        size = f"{ROWS} rows over {ADAPTERS} adapters of rank {RANK}, {new} new tokens each"
         over = {APART: {MIXED: FASTER}, ONE: {MIXED: OF_ONE}}
         yield runner.Case(f"{size}, {args.model}, float32", runner.each(work, contenders), over)
         for contender in contenders.values():
@@ -138,14 +134,9 @@ BENCHMARK = runner.Benchmark(
     cases,
     title="Adapters",
     results=(("lora-cpu",),),
-    options={
-        "--model": runner.MODEL,
-        "--rows": runner.option(type=int, default=32),
-        "--adapters": runner.option(type=int, default=8),
-    },
     turns=9,
     is_exact=True,
-    fixed={"warm_ups": 2, "new_tokens": 64, "longest": 32},
+    fixed={"model": "llama-100m", "warm_ups": 2, "new_tokens": 64},
     quick={"model": "llama-tiny", "turns": 1, "warm_ups": 1, "new_tokens": 8},
 )
 main = BENCHMARK.main

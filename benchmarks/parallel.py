@@ -1,11 +1,10 @@
 """
 One model over several processes.
 
-    python -m benchmarks.parallel [--model llama-100m] [--processes 2] [--turns 3] [--quick]
-                                  [--json PATH]
+    python -m benchmarks.parallel [--turns 3] [--quick] [--json PATH]
 
 First table, measured: `PagedEngine` on a model in one process with all cores, and sharded over
-several CPU processes (`tp_plan="auto"`, torchrun, gloo) that share the cores: seconds for the same
+two CPU processes (`tp_plan="auto"`, torchrun, gloo) that share the cores: seconds for the same
 prompts, bytes of K/V per process; each turn has new processes and follows a warm-up. Second table,
 computed: LLaMA models of 7B to 65B on 1 to 8 GPUs. A decode step reads a GPU's share of the weights
 and of K/V once, and sums the hidden states of each row twice per layer over the links (a ring
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import random
@@ -35,6 +33,7 @@ from benchmarks import report, runner
 from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.roofline import Cost, step_seconds
+from benchmarks.systems import served
 from benchmarks.workloads import texts
 
 COMPUTED = {
@@ -112,7 +111,7 @@ def serve(model: Any, vocab: int, count: int, new: int, turn: int) -> dict[str, 
         for number in (-2, turn):
             words = random.Random(f"parallel {number}")
             prompts = texts(words, (words.randrange(32, 256) for _ in range(count)), vocab)
-            seconds, results = runner.clocked(functools.partial(engine.generate, prompts, options))
+            seconds, results = served(engine, prompts, options)
         tokens = [result.token_ids for result in results]
         return {"seconds": seconds, "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
 
@@ -152,7 +151,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
             figures = {"K/V of each process, MiB": found["kv_bytes"] / 2**20}
             return runner.Turn(found["seconds"], found["tokens"], figures)
 
-        worlds = {f"{world} process{'es' * (world > 1)}": world for world in (1, args.ranks)}
+        worlds = {f"{world} process{'es' * (world > 1)}": world for world in (1, 2)}
         size = f"{args.prompts} prompts, {args.new_tokens} new tokens each"
         case = f"{args.model}, float32, {size}"
         yield runner.Case(case, runner.each(run, worlds), {"1 process": {}})
@@ -174,13 +173,9 @@ BENCHMARK = runner.Benchmark(
     title="A model sharded over processes",
     results=(("parallel-cpu-1", "parallel-cpu-2"),),
     notes=computed,
-    options={
-        "--model": runner.MODEL,
-        "--processes": runner.option(type=int, default=2, dest="ranks"),
-    },
     turns=3,
     is_exact=True,
-    fixed={"prompts": 32, "new_tokens": 64, "warm_ups": 0},
+    fixed={"model": "llama-100m", "prompts": 32, "new_tokens": 64, "warm_ups": 0},
     quick={"model": "llama-tiny", "turns": 1, "prompts": 4, "new_tokens": 8},
 )
 main = BENCHMARK.main

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
-    arrivals,
     compiled,
     first_call,
     generate,
@@ -160,12 +159,6 @@ def results_section() -> str:
 def workloads_section() -> str:
     """Section of benchmarks/README.md, from the code of the workloads."""
     lines = [f"- {name}: {workload.title}" for name, workload in ALL.items()]
-    shares = ", ".join(f"{share:g}" for share in arrivals.SHARES)
-    lines.append(
-        f"- arrivals: ShareGPT-like lengths (on a CPU an eighth of them), Poisson, at {shares} of"
-        " the rate that the engine reaches when all requests wait; plain batches those that have"
-        f" arrived, at most {arrivals.MAX_BATCH}"
-    )
     return "\n".join(lines)
 
 

@@ -5,10 +5,10 @@ one after the other.
     python -m benchmarks.side_by_side [--only REGEX] [--turns 8] [--processes 2] [--quick]
                                       [--json PATH]
 
-Workloads: all rows get 16 new tokens, or between 8 and 256 by row ("stragglers"); encoder-decoders
-get 4 beams, too. "tiny" has 4 layers, "100M" about 100 million parameters, "full" the sizes of the
-checkpoint that the name tells. In float32. Medians over turns, and 95% intervals of plain's time
-over ours. A target is met where the interval reaches it.
+All rows get 16 new tokens, those of encoder-decoders with 4 beams, too. "tiny" has 4 layers, "100M"
+about 100 million parameters, "full" the sizes of the checkpoint that the name tells. In float32.
+Medians over turns, and 95% intervals of plain's time over ours. A target is met where the interval
+reaches it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.functional import pad
-from transformers import StoppingCriteriaList
 
 import hf_paged
 from benchmarks import runner
-from benchmarks.systems import StopsAt, checked
+from benchmarks.systems import road_of, served
 
 LAYERS, VOCAB = (4, 10), (512, 32000)
 """A tuple is a value of tiny models, and of large ones."""
@@ -198,11 +197,8 @@ COMMON = dict(
 )
 ROWS = 16
 IMAGE_TOKENS = 4  # of the picture before each prompt, for models that take one
-WORKLOADS = {
-    "16 new": [16] * ROWS,
-    "8..256 new": [8 + round(row * 248 / (ROWS - 1)) for row in range(ROWS)],
-    "16 new, 4 beams": [16] * ROWS,
-}
+WORKLOADS: dict[str, dict[str, Any]] = {"16 new": {}, "16 new, 4 beams": {"num_beams": 4}}
+"""Options of `generate`."""
 
 
 def sized(value: Any, is_tiny: bool) -> Any:
@@ -272,26 +268,21 @@ def case_of(
     model = build(name, is_tiny)
     rows = prompts(model)
     inputs = batch(model, rows)  # both change in each turn, so that prefix caches miss
-    lengths = [max(2, round(args.scale * length)) for length in WORKLOADS[workload]]
-    width = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[1]
-    # ends no row, but makes `generate` pad finished rows
-    never = model.config.get_text_config().vocab_size - 1
+    never = model.config.get_text_config().vocab_size - 1  # ends no row
     options: dict[str, Any] = dict(
-        max_new_tokens=max(lengths), do_sample=False, eos_token_id=never, suppress_tokens=[never]
+        max_new_tokens=args.new_tokens,
+        do_sample=False,
+        eos_token_id=never,
+        suppress_tokens=[never],
+        **WORKLOADS[workload],
     )
-    if workload.endswith("beams"):
-        options["num_beams"] = 4
     engine = hf_paged.PagedEngine(model)
 
     def generate(**paged: Any) -> list[list[int]]:
-        stops = [StopsAt(width, lengths, model.device)] if len(set(lengths)) > 1 else []
-        criteria = StoppingCriteriaList(stops)
-        found = model.generate(**inputs, **options, **paged, stopping_criteria=criteria).tolist()
-        return [row[-max(lengths) :][:length] for row, length in zip(found, lengths)]
+        return model.generate(**inputs, **options, **paged)[:, -args.new_tokens :].tolist()
 
     def serve() -> list[list[int]]:
-        configs = [options | {"max_new_tokens": length} for length in lengths]
-        return [result.token_ids for result in checked(engine.generate(rows, configs))]
+        return [result.token_ids for result in served(engine, rows, options)[1]]
 
     systems: dict[str, Callable[[], list[list[int]]]] = {
         "plain": generate,
@@ -304,11 +295,9 @@ def case_of(
         rows = prompts(model, turn + 1)
         inputs = batch(model, rows)
         seconds, tokens = runner.clocked(systems[system])
-        route = hf_paged.last_route(model)
-        return runner.Turn(seconds, tokens, {"route": route.road if route else ""})
+        return runner.Turn(seconds, tokens, {"route": road_of(model)})
 
-    size = size_of(name, is_tiny)
-    target = 1.3 if len(set(lengths)) > 1 else 1 / 1.1 if is_tiny else 1.0
+    size, target = size_of(name, is_tiny), 1 / 1.1 if is_tiny else 1.0
     over = {"plain": dict.fromkeys(("generate", "engine"), target)}
     yield runner.Case(f"{name}, {size}, {workload}", runner.each(timed, list(systems)), over)
     engine.free()
@@ -334,8 +323,8 @@ BENCHMARK = runner.Benchmark(
     only="regular expression on the model's name, size and workload",
     options={"--processes": runner.option("one after the other", type=int, default=2)},
     turns=8,
-    fixed={"sizes": (True, False), "scale": 1.0},
-    quick={"sizes": (True,), "turns": 1, "processes": 0, "scale": 0.1},
+    fixed={"sizes": (True, False), "new_tokens": 16},
+    quick={"sizes": (True,), "turns": 1, "processes": 0, "new_tokens": 2},
 )
 main = BENCHMARK.main
 

@@ -3,9 +3,9 @@ tokens."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
+import inspect
 import itertools
 import logging
 import time
@@ -13,12 +13,17 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import hf_paged
 from benchmarks.models import PAD, Shape
@@ -27,6 +32,15 @@ from benchmarks.workloads import Batch, Workload, contiguous_bytes, left_padded
 KEPT = hf_paged.PagedConfig(idle_release_seconds=None)
 """Pools and recorded steps stay between turns, as a peer's process does: the turns of other systems
 take longer than the minute after which an idle pool is freed."""
+
+
+PAGE_SIZE = (
+    "page_size"
+    if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters
+    else "block_size"
+)
+"""The option for tokens per page of transformers' continuous batching; older ones call a page a
+block."""
 
 
 class NotAvailable(Exception):
@@ -38,12 +52,10 @@ class Answer(NamedTuple):
     Args:
         rows (`list[list[int]]`): New tokens of every row.
         times (`list[list[float]]`): `time.perf_counter` of each token; empty where unknown.
-        start (`float`): The same of the call's start, where requests arrive.
     """
 
     rows: list[list[int]]
     times: list[list[float]]
-    start: float = 0.0
 
 
 def joined(answers: Iterable[Answer]) -> Answer:
@@ -53,14 +65,6 @@ def joined(answers: Iterable[Answer]) -> Answer:
         whole.rows.extend(answer.rows)
         whole.times.extend(answer.times)
     return whole
-
-
-def requests_of(
-    batch: Batch, arrivals: Sequence[float]
-) -> collections.deque[tuple[float, list[int], int]]:
-    """Arrival, prompt and new tokens of each request; without `arrivals` all arrive at once."""
-    moments = arrivals or [0.0] * len(batch.prompts)
-    return collections.deque(zip(moments, batch.prompts, batch.new_tokens))
 
 
 def latencies(times: Sequence[Sequence[float]], starts: Sequence[float]) -> dict[str, float]:
@@ -131,7 +135,7 @@ class Generate(System):
             if model.device.type != "cuda":
                 why = "transformers compiles the static cache's forward on an accelerator only"
                 raise NotAvailable(f"skipped: {why}")
-            if workload.options.get("num_beams", 1) > 1:
+            if workload.num_beams > 1:
                 why = "beams move the rows of a cache, which a compiled one does not"
                 raise NotAvailable(f"skipped: {why}")
         return joined(self._part(model, shape, workload, part) for part in self._parts(batch))
@@ -144,7 +148,7 @@ class Generate(System):
     def _part(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         inputs = left_padded(batch.prompts, model.device)
         width = inputs["input_ids"].shape[1]
-        has_beams = workload.options.get("num_beams", 1) > 1
+        has_beams = workload.num_beams > 1
         if has_beams and batch.ragged:
             raise NotAvailable("skipped: beams of one call get the same number of tokens")
         lengths = [length for length in batch.new_tokens for _ in range(workload.rows_per_prompt)]
@@ -194,38 +198,22 @@ class InThreads(Generate):
 
 @dataclass
 class Engine(System):
-    """
-    `hf_paged.PagedEngine`, one for all repeats, as users keep it.
-
-    Args:
-        options (`dict`): Arguments of `add_request` for all requests.
-    """
+    """`hf_paged.PagedEngine`, one for all repeats, as users keep it."""
 
     cache_config: hf_paged.PagedConfig = KEPT
     engine: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
-        return self.serve(model, workload, batch)
-
-    def serve(
-        self, model: Any, workload: Workload, batch: Batch, arrivals: Sequence[float] = ()
-    ) -> Answer:
-        """The answer to requests that arrive at these seconds after the start, or are all there."""
         if self.engine is None:
             self.engine = hf_paged.PagedEngine(model, self.cache_config)
-        waiting = requests_of(batch, arrivals)
         results: dict[str, Any] = {}
         times: dict[str, list[list[float]]] = {}
-        start = time.perf_counter()
-        while waiting or self.engine.has_unfinished:
-            while waiting and waiting[0][0] <= time.perf_counter() - start:
-                _, prompt, length = waiting.popleft()
-                name = self.add(prompt, length, workload.options)
-                times[name] = [[] for _ in range(workload.rows_per_prompt)]
-            if not self.engine.has_unfinished:
-                time.sleep(max(0.0, start + waiting[0][0] - time.perf_counter()))
-                continue
+        for prompt, length in zip(batch.prompts, batch.new_tokens):
+            options = {**workload.options, "max_new_tokens": length}
+            config = GenerationConfig(**options, pad_token_id=PAD, eos_token_id=None)
+            name = self.engine.add_request(prompt, config)
+            times[name] = [[] for _ in range(workload.rows_per_prompt)]
+        while self.engine.has_unfinished:
             outputs = self.engine.step()
             now = time.perf_counter()
             for output in outputs:
@@ -235,8 +223,8 @@ class Engine(System):
                     results[output.request_id] = output.result
         checked(list(results.values()))
         rows = [sequence.token_ids for name in times for sequence in results[name].sequences]
-        told = workload.options.get("num_beams", 1) == 1
-        return Answer(rows, [row for name in times for row in times[name]] if told else [], start)
+        told = workload.num_beams == 1
+        return Answer(rows, [row for name in times for row in times[name]] if told else [])
 
     def add(self, prompt: list[int], new_tokens: int, options: dict[str, Any]) -> str:
         """Queues a request of exactly `new_tokens` tokens."""
@@ -274,11 +262,57 @@ class SmallPool(Engine):
         return super().__call__(model, shape, workload, batch)
 
 
+@dataclass(frozen=True)
+class GenerateBatch(System):
+    """transformers' `generate_batch`, for prompts that all get the same number of tokens, with as
+    many pages as they need and a fifth more."""
+
+    page_tokens: int = 32
+    max_batch_tokens: int = 1024
+    is_peer = True
+
+    def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
+        if batch.ragged:
+            raise NotAvailable("skipped: rows of one call get the same number of tokens")
+        new = batch.new_tokens[0]
+        needed = sum(-(-(len(prompt) + new) // self.page_tokens) for prompt in batch.prompts)
+        config = ContinuousBatchingConfig(
+            num_blocks=needed + needed // 5 + 1,
+            max_batch_tokens=self.max_batch_tokens,
+            **{PAGE_SIZE: self.page_tokens},
+        )
+        options = {**workload.options, "max_new_tokens": new}
+        results = model.generate_batch(
+            batch.prompts,
+            generation_config=GenerationConfig(**options, pad_token_id=PAD, eos_token_id=None),
+            continuous_batching_config=config,
+            record_timestamps=True,
+        )
+        answers = checked(list(results.values()))
+        rows = [list(one.generated_tokens) for one in answers]
+        return Answer(rows, [one.timestamps or [] for one in answers])
+
+
+def served(
+    engine: hf_paged.PagedEngine, prompts: Any, options: Any, **more: Any
+) -> tuple[float, list[Any]]:
+    """Seconds in which an engine serves these prompts, and its results, none of which failed."""
+    start = time.perf_counter()
+    results = engine.generate(prompts, options, **more)
+    return time.perf_counter() - start, checked(results)
+
+
+def road_of(model: Any) -> str:
+    """How the model's last call of `generate` was served."""
+    route = hf_paged.last_route(model)
+    return route.road if route else "plain"
+
+
 def checked(results: list[Any]) -> list[Any]:
     """The results of an engine; raises the error of one that failed."""
-    for result in results:
-        if result.error is not None:
-            raise result.error
+    for error in (result.error for result in results):
+        if error is not None:  # transformers' own are texts
+            raise error if isinstance(error, Exception) else RuntimeError(error)
     return results
 
 
@@ -293,14 +327,3 @@ def quiet() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
-
-
-@contextlib.contextmanager
-def attention(model: Any, name: str) -> Iterator[None]:
-    """Sets another attention implementation within the context."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation(name)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)

@@ -2,8 +2,7 @@
 Prefixes loaded from disk (`prefix_tiers`), against computing them again, in float32; 95% intervals.
 A target is met where the interval reaches it.
 
-    python -m benchmarks.tiers [--model qwen2.5-0.5b] [--tokens 2001] [--turns 5] [--only prefix|W3]
-                               [--json PATH]
+    python -m benchmarks.tiers [--model qwen2.5-0.5b] [--turns 5] [--only prefix|W3] [--json PATH]
 
 First case: time to first token in a new process, in turns for a prompt whose blocks another process
 has left in the folder and for a new prompt of the same length. Second case: workload W3 a second
@@ -22,7 +21,7 @@ from typing import Any
 import hf_paged
 from benchmarks import runner, workloads
 from benchmarks.models import SHAPES, build
-from benchmarks.systems import checked
+from benchmarks.systems import served
 from benchmarks.workloads import GREEDY, WORKLOADS, Batch, Workload
 from hf_paged.tiers.store import PrefixStore
 
@@ -40,7 +39,7 @@ def engine_of(model: Any, path: str | None, **others: Any) -> hf_paged.PagedEngi
 
 def first_token(engine: hf_paged.PagedEngine, prompt: list[int]) -> runner.Turn:
     """A call for a few tokens, with the seconds to the first."""
-    (result,) = checked(engine.generate([prompt], {**GREEDY, "max_new_tokens": 4}))
+    _, (result,) = served(engine, [prompt], {**GREEDY, "max_new_tokens": 4})
     seconds = result.timings.first_token
     assert seconds is not None
     return runner.Turn(seconds, [result.token_ids], {FOUND: result.num_prefix_hit_tokens})
@@ -48,8 +47,8 @@ def first_token(engine: hf_paged.PagedEngine, prompt: list[int]) -> runner.Turn:
 
 def serve(engine: hf_paged.PagedEngine, batch: Batch) -> runner.Turn:
     configs = [{**GREEDY, "max_new_tokens": new} for new in batch.new_tokens]
-    seconds, results = runner.clocked(lambda: engine.generate(batch.prompts, configs))
-    tokens = [result.token_ids for result in checked(results)]
+    seconds, results = served(engine, batch.prompts, configs)
+    tokens = [result.token_ids for result in results]
     hits = sum(result.num_prefix_hit_tokens for result in results)
     return runner.Turn(seconds, tokens, {FOUND: hits})
 
@@ -144,15 +143,12 @@ BENCHMARK = runner.Benchmark(
     title="Prefixes from disk",
     results=(("tiers-cpu",), ("tiers-w3-cpu",)),
     said=lambda args: f"{args.model}, a prompt of {args.tokens} tokens",
-    options={
-        "--model": runner.MODEL | {"default": "qwen2.5-0.5b"},
-        "--tokens": runner.option("of the prompt of the first case", type=int, default=2001),
-    },
+    options={"--model": runner.MODEL | {"default": "qwen2.5-0.5b"}},
     turns=5,
     only="the first or the second case alone",
     known=("prefix", "W3"),
     is_exact=True,
-    fixed={"scale": (1.0, 1.0)},
+    fixed={"tokens": 2001, "scale": (1.0, 1.0)},
     quick={"model": "llama-tiny", "tokens": 201, "turns": 1, "scale": (0.5, 0.25)},
 )
 main = BENCHMARK.main

@@ -21,14 +21,24 @@ import torch
 from transformers import Seq2SeqTrainingArguments, logging
 from transformers.trainer_callback import PrinterCallback
 
-import hf_paged
 from benchmarks import runner, side_by_side
 from benchmarks.models import SHAPES, build
+from benchmarks.systems import road_of
 
 STEPS, LONGEST = 3, 64
-OFTEN = dict(eval_strategy="steps", eval_steps=1, max_steps=STEPS, save_strategy="no", seed=0)
-QUIET = dict(use_cpu=True, report_to=[], disable_tqdm=True, predict_with_generate=True)
-SIZES = dict(per_device_train_batch_size=4, per_device_eval_batch_size=16)
+OPTIONS: dict[str, Any] = dict(
+    per_device_train_batch_size=4,
+    per_device_eval_batch_size=16,
+    max_steps=STEPS,
+    eval_strategy="steps",
+    eval_steps=1,
+    save_strategy="no",
+    predict_with_generate=True,
+    seed=0,
+    use_cpu=True,
+    report_to=[],
+    disable_tqdm=True,
+)
 
 
 def trained(model: Any, config: Any, data: list[Any]) -> runner.Turn:
@@ -69,23 +79,13 @@ def case_of(args: argparse.Namespace, title: str, model: Any) -> runner.Case:
 
     def turn(number: int, system: str) -> runner.Turn:
         model.load_state_dict(weights)
-        generation_config = copy.deepcopy(model.generation_config)
-        generation_config.max_new_tokens, generation_config.cache_implementation = (
-            args.new_tokens,
-            system,
-        )
+        config = copy.deepcopy(model.generation_config)
+        config.update(max_new_tokens=args.new_tokens, cache_implementation=system)
         with tempfile.TemporaryDirectory() as folder:
-            options: dict[str, Any] = {
-                **OFTEN,
-                **QUIET,
-                **SIZES,
-                "generation_config": generation_config,
-            }
-            result = trained(model, Seq2SeqTrainingArguments(output_dir=folder, **options), data)
-        route = hf_paged.last_route(model) if system else None
-        return result._replace(
-            figures={**result.figures, "route": route.road if route else "plain"}
-        )
+            options = Seq2SeqTrainingArguments(folder, generation_config=config, **OPTIONS)
+            result = trained(model, options, data)
+        route = road_of(model) if system else "plain"
+        return result._replace(figures={**result.figures, "route": route})
 
     systems = {"plain": None, "paged": "paged"}
     arms = runner.each(turn, systems)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import block_costs, runner
-from benchmarks.attention_data import random_calls
+from benchmarks.attention_data import HEADS, TOLERANCE, random_calls
 from benchmarks.machine import devices, facts
 from benchmarks.runner import flag, option
 from hf_paged.attention.backends import reference
@@ -29,18 +29,6 @@ from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.kernels import costs
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig
-
-SHAPES = {  # query heads, K/V heads, key dim, value dim
-    64: (32, 8, 64, 64),
-    80: (32, 32, 80, 80),
-    96: (32, 32, 96, 96),
-    128: (32, 8, 128, 128),
-    192: (16, 16, 192, 128),
-    256: (16, 8, 256, 256),
-    512: (16, 2, 512, 512),
-    576: (16, 1, 576, 512),
-}
-"""Heads of a model with this key dim, by key dim."""
 
 LOADS = {
     "decode": {"batch": (64, 1, 4096), "long": (1, 1, 32768)},
@@ -50,8 +38,6 @@ LOADS = {
 """Rows, queries and tokens per row of the timed problems; the geometric mean of the times
 decides."""
 
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-
 
 def launch(kind: str, call: AttentionCall, config: LaunchConfig | None = None) -> torch.Tensor:
     """Output of the "decode" or the "prefill" kernel; without `config` the kernel chooses."""
@@ -60,13 +46,6 @@ def launch(kind: str, call: AttentionCall, config: LaunchConfig | None = None) -
     kernels = {"decode": attention.decode_attention, "prefill": attention.prefill_attention}
     inputs = call.query, call.blocks.keys, call.blocks.values, call.step
     return kernels[kind](*inputs, scale=call.scale, config=config)
-
-
-def call_of(
-    dim: int, dtype: torch.dtype, load: tuple[int, int, int], device: torch.device
-) -> AttentionCall:
-    """Attention with the heads of this key dim: rows, queries and tokens of each row."""
-    return random_calls(SHAPES[dim], dtype, load, device)[0]
 
 
 def decode_candidates(default: LaunchConfig) -> list[LaunchConfig]:
@@ -96,7 +75,7 @@ class Task(NamedTuple):
 
 def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
     """Entries that decodes of these heads look up."""
-    heads, kv_heads, key_dim, value_dim = SHAPES[dim]
+    heads, kv_heads, key_dim, value_dim = HEADS[dim]
     group = heads // kv_heads
     options = decode_candidates(
         configs.default_decode_config(key_dim, value_dim, dtype, group, chip)
@@ -107,7 +86,7 @@ def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
 
 def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
     """Entries that long chunks look up, and chunks that fill less than a tile."""
-    heads, kv_heads, key_dim, value_dim = SHAPES[dim]
+    heads, kv_heads, key_dim, value_dim = HEADS[dim]
     tasks: dict[str, Task] = {}
     for name in ("prefill", "short"):
         loads = LOADS[name]
@@ -130,9 +109,10 @@ def arms_of(task: Task, device: torch.device) -> dict[str, runner.Arm]:
     the reference says so."""
     from triton.testing import do_bench_cudagraph
 
-    calls = [call_of(task.dim, task.dtype, load, device) for load in task.loads.values()]
+    calls = [random_calls(task.dim, task.dtype, load, device)[0] for load in task.loads.values()]
     most = max(queries for _, queries, _ in task.loads.values())
-    small = call_of(task.dim, task.dtype, (3, min(70, most), 700), device)  # odd lengths
+    odd = (3, min(70, most), 700)  # lengths
+    (small,) = random_calls(task.dim, task.dtype, odd, device)
     expected, tolerance = reference.attend(small).float(), TOLERANCE[task.dtype]
 
     def work(turn: int, config: LaunchConfig) -> float | str:
@@ -196,7 +176,7 @@ BENCHMARK = runner.Benchmark(
     __doc__,
     measure=measure,
     options={
-        "--dims": option(type=int, nargs="+", choices=sorted(SHAPES), default=[64, 128, 256]),
+        "--dims": option(type=int, nargs="+", choices=sorted(HEADS), default=[64, 128, 256]),
         "--dtypes": option(
             nargs="+", choices=["bfloat16", "float16", "float32"], default=["bfloat16"]
         ),

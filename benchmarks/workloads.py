@@ -65,6 +65,10 @@ class Workload:
         return self.options.get("num_return_sequences", 1)
 
     @property
+    def num_beams(self) -> int:
+        return self.options.get("num_beams", 1)
+
+    @property
     def sampled(self) -> bool:
         return bool(self.options.get("do_sample"))
 
@@ -187,10 +191,9 @@ def texts(words: random.Random, lengths: Iterable[int], vocab: int) -> list[list
     return [[words.randrange(FIRST_WORD, vocab - 1) for _ in range(length)] for length in lengths]
 
 
-def batch_of(trace: Trace, scale: float, vocab: int, repeat: int = 0) -> Batch:
-    """The requests of a trace, `scale` times as long. Another `repeat` has other words and the same
-    lengths."""
-    words = random.Random(f"trace {repeat}")
+def batch_of(trace: Trace, scale: float, vocab: int) -> Batch:
+    """The requests of a trace, `scale` times as long."""
+    words = random.Random("trace 0")
     prompts, new_tokens = (
         [max(4, round(length * scale)) for length in lengths]
         for lengths in (trace.prompts, trace.outputs)
@@ -202,7 +205,7 @@ def contiguous_bytes(shape: Shape, workload: Workload, batch: Batch, itemsize: i
     """Bytes of plain `generate`'s `DynamicCache` with all prompts in one batch: every row as wide
     as the widest prompt plus the longest answer. The last token's K/V are never computed.
     """
-    rows = len(batch.prompts) * max(workload.rows_per_prompt, workload.options.get("num_beams", 1))
+    rows = len(batch.prompts) * max(workload.rows_per_prompt, workload.num_beams)
     width = max(map(len, batch.prompts)) + max(batch.new_tokens) - 1
     return rows * shape.kv_bytes(width, itemsize)
 

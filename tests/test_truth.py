@@ -217,8 +217,6 @@ def test_what_is_missed_or_worse_is_shown():
         row("W1", "plain", [2.0], figures=slow),
         row("W1", "ours", [4.0], figures=late, equal=0.25, over={"plain": 2.0}),
         row("W1", "vLLM", [], problem="not installed"),
-        row("arrivals, 2 of capacity", "engine", [1.0], figures={"TTFT p50, ms": 800.0}),
-        row("arrivals, 2 of capacity", "plain", [1.0], figures={"TTFT p50, ms": 300.0}),
         row("waste", "engine", [1.0], figures={generate.WASTE: 5.0}, limits={generate.WASTE: 4.0}),
         row("W1" + generate.EXACT, "ours", [1.0], equal=0.9),
     ]
@@ -227,7 +225,6 @@ def test_what_is_missed_or_worse_is_shown():
     assert "Targets: 0 of 2 are met; not met: W1: plain / ours 0.5, not at least 2; " in shown
     assert "waste, engine: waste, % 5, not at most 4." in shown and "| 25% equal |" in shown
     assert "plain in TPOT p99, ms of W1 (ours), 3 against 77" in shown
-    assert "plain in TTFT p50, ms of arrivals, 2 of capacity (engine), 300 against 800" in shown
     assert "vLLM (not installed) on W1" in shown and "0 of 1 checks" in shown
     assert "revision 0123456 with uncommitted changes (changed: a.py)" in shown
 

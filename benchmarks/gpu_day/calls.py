@@ -12,18 +12,16 @@ from unittest import mock
 import torch
 
 from benchmarks import ceilings, generate, runner
-from benchmarks.continuous import PAGE_SIZE, GenerateBatch
 from benchmarks.gpu_day import jobs
 from benchmarks.models import SHAPES, build
 from benchmarks.runner import option
-from benchmarks.systems import Answer, Engine, Generate, System
+from benchmarks.systems import Answer, Engine, Generate, GenerateBatch, System
 from benchmarks.workloads import WORKLOADS, Workload
 from hf_paged.kernels.hashing import hash_tensors
 from hf_paged.tape import graphs
 
 LLAMA, QWEN, TINY = "llama-3.1-8b", "qwen3-0.6b", "llama-tiny"
 TURNS = 3
-SETTINGS: tuple[tuple[str, Any], ...] = (("max_batch_tokens", 1024), (PAGE_SIZE, 32))
 ONE = Workload("1 x 16", "", 1, (16, 16), (64, 64))
 MANY = Workload("64 x 2048", "", 64, (2048, 2048), (16, 16))
 
@@ -38,7 +36,7 @@ class UnrecordedChunks(Generate):
 
 OURS: dict[str, System] = {"plain": Generate(), "ours": Generate(cache="paged"), "engine": Engine()}
 PAIR = {name: OURS[name] for name in ("plain", "ours")}
-BATCH = {"plain": Generate(), "generate_batch": GenerateBatch(sized=True, settings=SETTINGS)}
+BATCH = {"plain": Generate(), "generate_batch": GenerateBatch()}
 CHUNKS = {**PAIR, "ours, chunks not recorded": UnrecordedChunks(cache="paged")}
 STATIC = {"plain": Generate(), "static, compiled": Generate(cache="static")}
 W1, W3, W6 = (WORKLOADS[name] for name in ("W1", "W3", "W6"))

@@ -11,11 +11,16 @@ from benchmarks import generate, paired, parallel, runner
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper import kernel
 from benchmarks.paper.kernel import BLOCKS
-from benchmarks.paper.measured import A100, OPT_13B_SLOTS, serve
 from benchmarks.paper.rows import PAPER, READ, TOLD, TOLD_S2, Published, Row, Size
-from benchmarks.paper.serving import StepCost, serve_paged, serve_static
+from benchmarks.paper.serving import (
+    A100,
+    OPT_13B_SLOTS,
+    StepCost,
+    serve_paged,
+    serve_static,
+)
 from benchmarks.paper.traces import LONGEST, SHAREGPT, make_trace
-from benchmarks.paper.turns import measured, said, small_shape, timed_row, times_of
+from benchmarks.paper.turns import measured, said, serve, small_shape, timed_row, times_of
 from benchmarks.systems import Generate, System
 from benchmarks.workloads import WORKLOADS, Workload
 

@@ -25,11 +25,7 @@ def contenders(shape: Shape, context: int) -> dict[str, Attention]:
     found = {}
     for name, block in layouts.items():
         data = attention_data.make(Setting(shape, case, block, "bf16", "cpu"), layers=LAYERS)
-        peer = Contiguous() if name == "sdpa" else Ours("")
-        functions, problems = attention.admit([peer], data)
-        if problems:
-            raise AssertionError(f"{name}: {problems[peer.name]}")
-        found[name] = functions[peer.name]
+        found[name] = attention.prepared(Contiguous() if name == "sdpa" else Ours(""), data)
     return found
 
 

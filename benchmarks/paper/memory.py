@@ -6,10 +6,8 @@ import statistics
 from functools import lru_cache
 from typing import Any
 
-from benchmarks.paper.measured import A100, OPT_13B_SLOTS
-from benchmarks.paper.reservation import POLICIES
 from benchmarks.paper.rows import PAPER, READ, TOLD, Row, Size, ranged
-from benchmarks.paper.serving import BLOCK_SIZE, Outcome, serve_paged, serve_reserved
+from benchmarks.paper.serving import BLOCK_SIZE, OPT_13B_SLOTS, SYSTEMS, Outcome, serve
 from benchmarks.paper.traces import LONGEST, SHAREGPT, SIGMA, SIGMAS, make_trace
 
 FIGURE_2 = {
@@ -32,10 +30,8 @@ def outcomes(requests: int, seeds: int) -> dict[tuple[str, float], list[Outcome]
     for sigma in SIGMAS:
         for seed in range(seeds):
             trace = make_trace(SHAREGPT, requests, seed=seed, sigma=sigma)
-            for name, policy in POLICIES.items():
-                one = serve_reserved(trace, A100, OPT_13B_SLOTS, policy)
-                found.setdefault((name, sigma), []).append(one)
-            found.setdefault(("ours", sigma), []).append(serve_paged(trace, A100, OPT_13B_SLOTS))
+            for name in SYSTEMS:
+                found.setdefault((name, sigma), []).append(serve(name, trace))
     return found
 
 
@@ -69,7 +65,7 @@ def waste(size: Size) -> list[Row]:
     """
     found = _traces(size)
     rows, empty = [], []
-    for name in (*POLICIES, "ours"):
+    for name in SYSTEMS:
         shares = _shares(found, name)
         parts = {
             part: statistics.median(one[part] for one in shares[SIGMA]) for part in shares[SIGMA][0]
@@ -121,7 +117,7 @@ def batch_size(size: Size) -> list[Row]:
     """
     found = _traces(size)
     rows = []
-    for name in (*POLICIES, "ours"):
+    for name in SYSTEMS:
         shown = name if name == "ours" else f"Orca ({name})"
         ours = _by_spread({sigma: [one.rows for one in found[name, sigma]] for sigma in SIGMAS})
         fit = OPT_13B_SLOTS // LONGEST

@@ -4,23 +4,14 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from benchmarks.paper.measured import A100, OPT_13B_SLOTS
-from benchmarks.paper.reservation import POLICIES
 from benchmarks.paper.rows import PAPER, READ, Published, Row, Size
-from benchmarks.paper.serving import Outcome, serve_paged, serve_reserved
-from benchmarks.paper.traces import SHAREGPT, Trace, make_trace
+from benchmarks.paper.serving import A100, serve
+from benchmarks.paper.traces import SHAREGPT, make_trace
 
 LOADS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.05, 1.2, 1.5)
 BOUND = 10.0
 """Latency bound, in multiples of the normalized latency of requests that do not wait for each
 other."""
-
-
-def serve(system: str, trace: Trace) -> Outcome:
-    """Serves the trace in OPT-13B's number of slots."""
-    if system == "ours":
-        return serve_paged(trace, A100, OPT_13B_SLOTS)
-    return serve_reserved(trace, A100, OPT_13B_SLOTS, POLICIES[system])
 
 
 def sustained(curve: list[tuple[float, float]], bound: float) -> float:

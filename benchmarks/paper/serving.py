@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmarks.paper.reservation import Buddy
+from benchmarks.paper.reservation import POLICIES, Buddy
 from benchmarks.paper.traces import LONGEST, Trace
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.preemption import Preemption
@@ -43,6 +43,20 @@ class StepCost:
         """Seconds of a step that computes `new` tokens and reads `context`."""
         work = max(self.floor, self.fixed + self.per_token * new)
         return work + self.per_link * new + self.per_context * context
+
+
+OPT_13B_KV_BYTES = 2 * 5120 * 40 * 2
+"""Bytes per token: keys and values, hidden size, layers, bytes of float16 (arXiv 2309.06180,
+section 3)."""
+OPT_13B_SLOTS = 15_700
+"""K/V slots on an A100 of 40 GB (arXiv 2309.06180, table 1)."""
+A100 = StepCost(
+    "OPT-13B on an A100, roofline",
+    fixed=0.0,
+    floor=26e9 / 1.555e12,  # bytes of the weights (table 1) over the data sheet's bandwidth
+    per_token=2 * 13e9 / 312e12,  # operations over the data sheet's float16 rate
+    per_context=OPT_13B_KV_BYTES / 1.555e12,
+)
 
 
 @dataclass
@@ -222,3 +236,13 @@ def serve_paged(
                     scheduler.finish(request)
                     outcome.finish(trace, request.request_id)
     return outcome
+
+
+SYSTEMS = (*POLICIES, "ours")
+
+
+def serve(system: str, trace: Trace) -> Outcome:
+    """Serves the trace in OPT-13B's number of slots, by ours or with a reservation."""
+    if system == "ours":
+        return serve_paged(trace, A100, OPT_13B_SLOTS)
+    return serve_reserved(trace, A100, OPT_13B_SLOTS, POLICIES[system])

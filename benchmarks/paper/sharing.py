@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from benchmarks.paper.measured import OPT_13B_KV_BYTES
 from benchmarks.paper.rows import NONE, PAPER, READ, TOLD, Published, Row, Size, ranged
-from benchmarks.paper.serving import BLOCK_SIZE
+from benchmarks.paper.serving import BLOCK_SIZE, OPT_13B_KV_BYTES
 from benchmarks.paper.traces import ALPACA, SHAREGPT, Lengths, make_trace
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool

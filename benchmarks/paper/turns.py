@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import unittest.mock
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
+import hf_paged
 from benchmarks import paired, runner, tables
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import NONE, Published, Row, Size
-from hf_paged.kernels import BACKEND_VARIABLE
+from benchmarks.systems import served
+from benchmarks.workloads import GREEDY, texts
 
 Times = dict[str, list[float]]
 """Seconds of each contender, turn by turn."""
@@ -36,23 +37,24 @@ def times_of(rows: Mapping[str, runner.Data]) -> Times:
     return {name: row["seconds"] for name, row in rows.items()}
 
 
-@contextlib.contextmanager
-def backend(name: str | None) -> Iterator[None]:
-    """Forces an attention backend within the context (`HF_PAGED_ATTENTION`); `None`: the library
-    chooses."""
-    with unittest.mock.patch.dict(os.environ):
-        os.environ.pop(BACKEND_VARIABLE, None)
-        if name is not None:
-            os.environ[BACKEND_VARIABLE] = name
-        yield
-
-
 def small_shape(size: Size, layers: int) -> Shape:
     """The small model with few layers and a small vocabulary, so that a long run has time for
     turns, and the logits do not dominate attention."""
     shape = SHAPES[size.small]
     layers, vocab = min(layers, shape.layers), min(2048, shape.vocab)
     return replace(shape, name=f"{shape.name} of {layers} layers", layers=layers, vocab=vocab)
+
+
+def serve(
+    model: Any, shape: Shape, pairs: list[tuple[int, int]], config: dict[str, Any], seed: int = 0
+) -> tuple[float, Any]:
+    """Seconds in which a new engine serves greedy requests of these prompt and output lengths, and
+    its stats."""
+    lengths, outputs = zip(*pairs)
+    prompts = texts(random.Random(seed), lengths, shape.vocab)
+    configs = [{**GREEDY, "max_new_tokens": output} for output in outputs]
+    with hf_paged.PagedEngine(model, {"prefix_caching": False, **config}) as engine:
+        return served(engine, prompts, configs)[0], engine.stats()
 
 
 def said(values: Sequence[float], size: Size, digits: str = ".3f") -> str:

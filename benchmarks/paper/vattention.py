@@ -4,7 +4,7 @@ tensors."""
 from __future__ import annotations
 
 import contextlib
-import functools
+import os
 import random
 import statistics
 import time
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
 import hf_paged
@@ -22,17 +22,23 @@ from benchmarks import paired, runner
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.rows import NONE, READ, TOLD_S1, VATTENTION, Published, Row, Size, ranged
 from benchmarks.paper.traces import SHAREGPT, make_trace
-from benchmarks.paper.turns import backend, measured, small_shape, timed_row, times_of
+from benchmarks.paper.turns import measured, small_shape, timed_row, times_of
 from benchmarks.workloads import texts
 from hf_paged import PagedCache, VirtualStorage, compat
 from hf_paged.config import MIN_BLOCK_SIZE
+from hf_paged.kernels import BACKEND_VARIABLE
 
 GIB, MIB = 2**30, 2**20
 CHUNK = 256
 BATCHES = (1, 8)
 BLOCKS, LARGE = "blocks of 16, C++ kernel", "blocks of 128, C++ kernel"
-VIRTUAL, ON_DEMAND = "virtual, SDPA in place", "virtual, mapped on demand"
-RESERVED, DYNAMIC = "contiguous, reserved", "contiguous, copied (DynamicCache)"
+VIRTUAL, RESERVED = "virtual, SDPA in place", "contiguous, reserved"
+CONFIGS: dict[str, dict[str, Any]] = {
+    BLOCKS: {"block_size": 16},
+    LARGE: {"block_size": 128},
+    VIRTUAL: {"storage": "virtual"},
+}
+"""By contender: the config of its `PagedCache`; `RESERVED` has none."""
 PAGE_BYTES, GROUP_BYTES = 1 << 12, 1 << 16
 """A page of Linux, and vAttention's least page group (arXiv 2405.04437, section 6.1)."""
 
@@ -69,21 +75,6 @@ class ReservedLayer(DynamicLayer):
         return self.keys, self.values
 
 
-def reserved(shape: Shape, longest: int) -> Cache:
-    return Cache(layers=[ReservedLayer(longest) for _ in range(shape.layers)])
-
-
-LAYOUTS: dict[str, tuple[dict[str, Any] | None, str | None]] = {
-    BLOCKS: ({"block_size": 16}, None),
-    LARGE: ({"block_size": 128}, None),
-    VIRTUAL: ({"storage": "virtual"}, "gather"),
-    RESERVED: (None, None),
-    DYNAMIC: (None, None),
-    ON_DEMAND: ({"storage": VirtualStorage()}, "gather"),
-}
-"""By contender: the config of its `PagedCache`, if it has one, and a backend that is forced."""
-
-
 class Forwards:
     """Forwards of a small random model in float32 over the caches of contenders."""
 
@@ -94,22 +85,17 @@ class Forwards:
 
     def cache(self, name: str, longest: int) -> Any:
         """An empty cache, for at most `longest` tokens."""
-        config, _ = LAYOUTS[name]
-        if config is not None:
-            return PagedCache(self.paged.config, config)
-        return (
-            reserved(self.shape, longest)
-            if name == RESERVED
-            else DynamicCache(config=self.plain.config)
-        )
+        if name == RESERVED:
+            return Cache(layers=[ReservedLayer(longest) for _ in range(self.shape.layers)])
+        return PagedCache(self.paged.config, CONFIGS[name])
 
     @torch.no_grad()
     def run(self, name: str, cache: Any, parts: Sequence[Tensor]) -> tuple[float, Tensor]:
         """Seconds of a forward of each part after the one before, and the last logits."""
-        config, forced = LAYOUTS[name]
-        model = self.plain if config is None else self.paged
+        model = self.plain if name == RESERVED else self.paged
+        forced = {BACKEND_VARIABLE: "gather" if name == VIRTUAL else ""}  # "": the library chooses
         options = {compat.OUTPUT_CACHE: cache, "use_cache": True, "logits_to_keep": 1}
-        with backend(forced):
+        with unittest.mock.patch.dict(os.environ, forced):
             seconds, found = runner.clocked(lambda: [model(part, **options) for part in parts])
         return seconds, found[-1].logits
 
@@ -214,7 +200,7 @@ def decode_cases(size: Size) -> Iterator[runner.Case]:
     for rows in BATCHES:
         states = random_states(forwards.shape, rows, context)
         longest = context + steps * (size.turns + 1)
-        names = BLOCKS, LARGE, VIRTUAL, RESERVED, DYNAMIC
+        names = BLOCKS, LARGE, VIRTUAL, RESERVED
         caches = {name: filled(forwards.cache(name, longest), states) for name in names}
         tokens, logits = [torch.full((rows, 1), 5)] * steps, dict[str, Tensor]()
 
@@ -228,7 +214,7 @@ def decode_cases(size: Size) -> Iterator[runner.Case]:
         yield runner.Case(str(rows), runner.each(work, names))
         for name, found in logits.items():
             near = dict(atol=1e-3, rtol=1e-3, msg=f"{name} differs")
-            torch.testing.assert_close(found, logits[DYNAMIC], **near)
+            torch.testing.assert_close(found, logits[RESERVED], **near)
         if caches[VIRTUAL].counters.gathered:
             raise RuntimeError("keys and values of rows side by side were gathered")
 
@@ -240,7 +226,7 @@ def decode(size: Size) -> list[Row]:
     The same: all rows have the same context, long enough to dominate a step's reads; a kernel
     written for blocks, with small and with large ones, against one without paging support.
     Different: a CPU, 4 layers of a small random model in float32, random K/V; forwards of the
-    model, not recorded. A `DynamicCache` is copied in each step.
+    model, not recorded.
     """
     shape, context = small_shape(size, 4), contexts(size)[-1]
     abstract = f"{VATTENTION}, abstract"
@@ -254,7 +240,7 @@ def decode(size: Size) -> list[Row]:
     }
     rows = []
     for batch, found in measured(decode_cases, size).items():
-        title, bases = f"{batch} rows of {context} tokens", (BLOCKS, LARGE, RESERVED, DYNAMIC)
+        title, bases = f"{batch} rows of {context} tokens", (BLOCKS, LARGE, RESERVED)
         rows += compared(f"{title}: decode throughput", found, bases, batch, published, size, ".1f")
     seconds = statistics.median(found[VIRTUAL]["seconds"])
     needed = int(batch) / seconds * shape.kv_bytes(1, 4) / 1e6
@@ -272,9 +258,9 @@ _WHY_DECODE = (
 )
 
 
-def map_seconds(turn: int, writes: bool, *, page: int, total: int) -> float:
-    """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses; and
-    with `writes` to write once to each Linux page in them, which allocates the page."""
+def map_seconds(page: int, total: int) -> float:
+    """Seconds to map `total` bytes in groups of `page`, one call each, at reserved addresses, and
+    to write once to each Linux page in them, which allocates the page."""
     from hf_paged.virtual import pages
 
     mapper = pages.pages_for(torch.device("cpu"), page)
@@ -282,18 +268,18 @@ def map_seconds(turn: int, writes: bool, *, page: int, total: int) -> float:
     start = time.perf_counter()
     for at in range(0, total, page):
         mapper.map(addresses.address + at, offset + at, page)
-    if writes:
-        addresses.tensor(torch.uint8)[::PAGE_BYTES] = 1
+    addresses.tensor(torch.uint8)[::PAGE_BYTES] = 1
     return time.perf_counter() - start
 
 
-MAPPED = {"mapped": False, "mapped and written to once": True}
+def allocated_bytes(size: Size) -> int:
+    return size.context * 1024 * 256
 
 
 def allocation_cases(size: Size) -> Iterator[runner.Case]:
-    sizes = {"page": GROUP_BYTES, "total": size.context * 1024 * 256}
-    work = functools.partial(map_seconds, **sizes)
-    yield runner.Case("allocation", runner.each(work, MAPPED))
+    yield runner.Case(
+        "allocation", {"groups": lambda turn: map_seconds(GROUP_BYTES, allocated_bytes(size))}
+    )
 
 
 def allocation(size: Size) -> list[Row]:
@@ -302,18 +288,15 @@ def allocation(size: Size) -> list[Row]:
 
     The same: one call per group, one thread, addresses reserved before. Different: pages of a
     memory file and `mmap` on Linux, which allocates a page at the first write, not when it is
-    mapped. So there are two figures: mapping alone, and with the first write to each page of 4 KiB;
-    the second is comparable with a GPU's.
+    mapped. So the first write to each page of 4 KiB is part of the time.
     """
-    total, rows = size.context * 1024 * 256, []
-    for what, seconds in times_of(measured(allocation_cases, size)["allocation"]).items():
-        rates = ranged([total / one / 1e9 for one in seconds], ".3g")
-        groups = ranged([total // GROUP_BYTES / one for one in seconds], ".3g")
-        published = Published("up to 7.6 (size not said)", TOLD_S1, _WHY_ZEROS)
-        title = f"groups of {named(GROUP_BYTES)}, {what}"
-        told = NONE if what == "mapped" else published
-        rows.append(Row(title, f"{rates}; {groups} groups/s", "GB/s", *told, seconds))
-    return rows
+    total = allocated_bytes(size)
+    seconds = measured(allocation_cases, size)["allocation"]["groups"]["seconds"]
+    rates = ranged([total / one / 1e9 for one in seconds], ".3g")
+    groups = ranged([total // GROUP_BYTES / one for one in seconds], ".3g")
+    published = Published("up to 7.6 (size not said)", TOLD_S1, _WHY_ZEROS)
+    title = f"groups of {named(GROUP_BYTES)}, mapped and written to once"
+    return [Row(title, f"{rates}; {groups} groups/s", "GB/s", *published, seconds)]
 
 
 _WHY_ZEROS = "host memory, which the system fills with zeros; there the driver of an A100"
@@ -323,18 +306,13 @@ WASTED = {1 << 16: "4 to 15", 1 << 18: "16 to 60", 1 << 21: "up to 240"}
 """Most wasted megabytes per request, over three models."""
 
 
-def model_config(heads: int, dim: int) -> Any:
-    """A config with these K/V heads; nothing else of it is read."""
-    return Shape("", "llama", 8 * dim, 1, heads, heads, dim, 8, 8).config()
-
-
 def wasted_bytes(page: int, heads: int, dim: int, lengths: list[int]) -> tuple[int, int, int, int]:
     """For rows of one layer in bfloat16: tokens per block, bytes that the tokens need, bytes of
     pages written to, and bytes of whole blocks.
     """
-    model = model_config(heads, dim)
     from hf_paged.virtual.storage import fit_blocks
 
+    model = Shape("", "llama", 8 * dim, 1, heads, heads, dim, 8, 8).config()
     config = fit_blocks(
         hf_paged.PagedConfig(storage=VirtualStorage(page_bytes=page), block_size=MIN_BLOCK_SIZE),
         *(model, torch.device("cpu")),
@@ -415,21 +393,21 @@ def spike_cases(size: Size) -> Iterator[runner.Case]:
     states, token = random_states(forwards.shape, rows, length), torch.full((rows, 1), 5)
 
     def work(turn: int) -> runner.Turn:
-        cache, seconds = filled(forwards.cache(ON_DEMAND, length + steps), states), []
+        cache, seconds = filled(forwards.cache(VIRTUAL, length + steps), states), []
         maps: list[float] = []
         others: list[float] = []
         with mmaps() as calls:
-            forwards.run(ON_DEMAND, cache, [token])  # maps the existing blocks
+            forwards.run(VIRTUAL, cache, [token])  # maps the existing blocks
             for _ in range(steps - 1):
                 before = len(calls)
-                seconds.append(forwards.run(ON_DEMAND, cache, [token])[0])
+                seconds.append(forwards.run(VIRTUAL, cache, [token])[0])
                 (others if len(calls) == before else maps).append(seconds[-1])
         cache.reset()
         more = statistics.median(maps) - statistics.median(others) if maps and others else 0.0
         figures = {"median": statistics.median(seconds), "largest": max(seconds)}
         return runner.Turn(more, figures=figures | {"maps": len(maps), "steps": len(seconds)})
 
-    yield runner.Case("spikes", {ON_DEMAND: work})
+    yield runner.Case("spikes", {VIRTUAL: work})
 
 
 def spikes(size: Size) -> list[Row]:
@@ -444,13 +422,13 @@ def spikes(size: Size) -> list[Row]:
     paper's thread in the background, which took 77 ms where mapping on demand took 18: it competed
     with the step for CPU cores.
     """
-    row = measured(spike_cases, size)["spikes"][ON_DEMAND]
+    row = measured(spike_cases, size)["spikes"][VIRTUAL]
     published = Published("10 and more", TOLD_S1, _WHY_SPIKES)
     figures, more = row["figures"], [1e3 * one for one in row["seconds"]]
     step = f"; median step {1e3 * figures['median']:.2f} ms"
     most = f"largest of a turn {1e3 * figures['largest']:.3g} ms"
     maps = f"{figures['maps']:g} steps of {figures['steps']:g} map"
-    title = f"steps that map, beyond the others: {ON_DEMAND}"
+    title = "steps that map, beyond the others: virtual, mapped on demand"
     return [timed_row(title, more, size, published, f"{step}, {most}; {maps}", "ms")]
 
 

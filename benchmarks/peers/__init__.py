@@ -160,8 +160,7 @@ class Peer(System):
         return ""
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
-        num_beams = workload.options.get("num_beams", 1)
-        if reason := self.reason(model.device.type, num_beams):
+        if reason := self.reason(model.device.type, workload.num_beams):
             raise NotAvailable(reason)
         dtype = str(model.dtype).removeprefix("torch.")
         of = {"int8": self.int8, "shape": shape.name, "dtype": dtype}
@@ -180,7 +179,8 @@ class Peer(System):
             self._of = of
         asked = {"prompts": batch.prompts, "new_tokens": list(batch.new_tokens)}
         asked |= {"rows_per_prompt": workload.rows_per_prompt, "sampled": workload.sampled}
-        return Answer(self._ask(json.dumps(asked | {"num_beams": num_beams}))["rows"], [])
+        asked |= {"num_beams": workload.num_beams}
+        return Answer(self._ask(json.dumps(asked))["rows"], [])
 
     def _start(self, model: Any, of: dict[str, Any]) -> None:
         python, threads = environment(self.name), str(torch.get_num_threads())

@@ -5,6 +5,7 @@ nothing of this project."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -154,19 +155,15 @@ def llamacpp(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[R
     from gguf_of_llama import write_gguf
 
     slots = settings["slots"]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
     command = [Path(sys.prefix) / "bin" / "llama-server", "--model", write_gguf(directory)]
-    command += ["--host", "127.0.0.1", "--port", address.rpartition(":")[2], "--no-ui"]
+    command += ["--host", "127.0.0.1", "--port", port, "--no-ui"]
     command += ["--parallel", slots, "--ctx-size", slots * settings["slot_tokens"], "--no-warmup"]
     command += ["--cache-type-k", "f16", "--cache-type-v", "f16"]
     command += ["--threads", threads, "--threads-batch", threads]
     server = start(command)
-    while not is_up(f"{address}/health"):
-        if server.poll() is not None:
-            raise RuntimeError(f"llama-server ended with {server.returncode}")
-        time.sleep(0.2)
+    wait_until_up(server, address)
 
     def one(prompt: list[int], length: int, seed: int, sampled: bool) -> list[int]:
         asked = {"prompt": prompt, "n_predict": length, "seed": seed, "return_tokens": True}
@@ -186,12 +183,20 @@ def llamacpp(directory: Path, threads: int, settings: dict[str, Any]) -> tuple[R
     return run, f"built for this processor, {slots} slots, f16 K/V"
 
 
-def is_up(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(address) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def wait_until_up(server: subprocess.Popen[Any], address: str) -> None:
+    """Returns when the server answers; raises `RuntimeError` if its process ends before."""
+    while server.poll() is None:
+        with contextlib.suppress(OSError):
+            with urllib.request.urlopen(f"{address}/health"):
+                return
+        time.sleep(0.2)
+    raise RuntimeError(f"the server ended with {server.returncode}")
 
 
 def main() -> None:

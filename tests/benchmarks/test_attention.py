@@ -22,6 +22,8 @@ from benchmarks.ceilings import Ceilings
 from benchmarks.models import SHAPES
 from hf_paged import kernels
 
+FLOPS = {"bfloat16": 1e12}
+
 
 @pytest.mark.slow
 def test_quick_prints_and_writes_every_phase_and_peer(tmp_path, capsys):
@@ -64,11 +66,13 @@ class Broken(Peer):
 
 
 def test_a_peer_that_differs_or_fails_is_listed_and_not_timed():
-    data = attention_data.make(attention_data.settings("cpu", quick=True)[0], quick=True)
-    functions, problems = attention.admit([Wrong(), Broken(), Contiguous()], data)
-    assert list(functions) == [CONTIGUOUS]
-    assert problems["wrong"].startswith("failed: ArithmeticError: differs from the reference by")
-    assert problems["broken"] == "failed: RuntimeError: no kernel image"
+    setting, limits = attention_data.settings("cpu", quick=True)[0], Ceilings(1e12, FLOPS)
+    case = attention.case_of(setting, [Wrong(), Broken(), Contiguous()], limits, True, 0.001)
+    rows = {row["system"]: row for row in runner.rows_of_case(case, 1)}
+    assert [name for name, row in rows.items() if row["seconds"]] == [CONTIGUOUS]
+    said = "failed: ArithmeticError: differs from the reference by"
+    assert rows["wrong"]["problem"].startswith(said)
+    assert rows["broken"]["problem"] == "failed: RuntimeError: no kernel image"
 
 
 @pytest.mark.parametrize(
@@ -87,8 +91,7 @@ def test_a_peer_that_differs_or_fails_is_listed_and_not_timed():
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_peers_give_the_references_numbers(case, peer, dtype):
     data = attention_data.make(Setting(SHAPES["llama-tiny"], case, 8, dtype, "cpu"), quick=True)
-    functions, problems = attention.admit([peer], data)
-    assert list(functions) == [peer.name], problems
+    attention.prepared(peer, data)  # raises if they differ
 
 
 def test_bytes_and_operations_of_a_case():
@@ -102,7 +105,7 @@ def test_bytes_and_operations_of_a_case():
 
 def test_figures_are_those_of_a_layer():
     setting = attention_data.settings("cpu", quick=True)[0]
-    limits = Ceilings(1e12, {"bfloat16": 1e12})
+    limits = Ceilings(1e12, FLOPS)
     case = attention.case_of(setting, [Contiguous(), Wrong()], limits, True, 0.001)
     ours, wrong = runner.rows_of_case(case, 2)
     (seconds, *_), figures = ours["seconds"], ours["figures"]
@@ -117,8 +120,8 @@ def test_compiling_that_takes_too_long_is_given_up_for_the_run(monkeypatch):
     )
     flex = Flex(0.05)
     data = attention_data.make(attention_data.settings("cpu", quick=True)[0], quick=True)
-    _, problems = attention.admit([flex], data)
-    assert problems["flex_attention"] == "failed: TimeoutError: took more than 0.05 s"
+    with pytest.raises(TimeoutError, match="took more than"):
+        attention.prepared(flex, data)
     assert flex.missing(data.setting) == "failed: compiling took more than 0.05 s"
     with time_limit(10):
         pass  # the alarm is off again

@@ -13,8 +13,7 @@ from benchmarks import linears, parallel, readme, report, runner, tables, virtua
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import article, vattention
 from benchmarks.paper.rows import FULL, TINY
-from benchmarks.paper.turns import backend, measured, said
-from hf_paged.kernels import BACKEND_VARIABLE
+from benchmarks.paper.turns import measured, said
 
 mapped = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
 
@@ -35,21 +34,6 @@ def test_half_of_the_turns_are_in_a_second_process():
     assert said([1.0], TINY) == "1.000 (1.000..1.000), 1 turn"
 
 
-def test_a_forced_backend_is_forced_no_longer(monkeypatch):
-    monkeypatch.setenv(BACKEND_VARIABLE, "reference")
-    with pytest.raises(KeyError), backend("gather"):
-        assert os.environ[BACKEND_VARIABLE] == "gather"
-        raise KeyError
-    assert os.environ[BACKEND_VARIABLE] == "reference"
-    with backend(None):
-        assert BACKEND_VARIABLE not in os.environ
-    assert os.environ[BACKEND_VARIABLE] == "reference"
-    monkeypatch.delenv(BACKEND_VARIABLE)
-    with backend("gather"):
-        pass
-    assert BACKEND_VARIABLE not in os.environ
-
-
 @mapped
 def test_what_rows_waste_is_counted_in_pages_and_in_blocks():
     lengths = [5, 64, 300]
@@ -66,7 +50,7 @@ def test_calls_that_map_are_counted_in_one_thread_and_the_method_comes_back():
 
     own = MemoryFile.map
     with vattention.mmaps() as sizes:
-        vattention.map_seconds(0, True, page=1 << 16, total=1 << 20)
+        vattention.map_seconds(1 << 16, 1 << 20)
     assert sizes == [1 << 16] * 16 and MemoryFile.map is own
 
 

@@ -62,7 +62,7 @@ def test_a_worker_answers_in_its_own_process(
     replace_workers(ECHO, tmp_path, monkeypatch)
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.1)
     model, batch = build(shape, "cpu", torch.bfloat16), workload.batch(0, shape.vocab)
-    system = systems_for(workload, None, True, [peers.Peer("vllm")])["vLLM"]
+    system = systems_for(workload, [peers.Peer("vllm")])["vLLM"]
     for _ in range(2):
         rows = system(model, shape, workload, batch).rows
         assert rows == [prompt[:1] * new for prompt, new in zip(batch.prompts, batch.new_tokens)]
@@ -92,9 +92,7 @@ def test_a_peer_makes_its_own_8_bit_weights(
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
     model, batch = model_of(shape, "cpu", int8=True), workload.batch(0, shape.vocab)
     assert type(model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor
-    systems = systems_for(
-        workload, None, True, [peers.Peer(name, int8=True) for name in ("openvino", "vllm")]
-    )
+    systems = systems_for(workload, [peers.Peer(name, int8=True) for name in ("openvino", "vllm")])
     rows = systems["OpenVINO GenAI"](model, shape, workload, batch).rows
     assert rows == [prompt[:1] * length for prompt, length in zip(batch.prompts, batch.new_tokens)]
     systems["OpenVINO GenAI"].free()
@@ -110,7 +108,7 @@ def test_a_peer_makes_its_own_8_bit_weights(
 def test_the_engine_once_more_with_rows_that_do_not_feel_their_neighbours() -> None:
     shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
     model, batch = model_of(shape, "cpu", int8=False), workload.batch(0, shape.vocab)
-    systems = systems_for(workload, None, True, invariant=True)
+    systems = systems_for(workload, invariant=True)
     assert list(systems) == ["plain", "ours", "engine", "engine, batch_invariant"]
     rows = systems["engine, batch_invariant"](model, shape, workload, batch).rows
     assert [len(row) for row in rows] == batch.new_tokens

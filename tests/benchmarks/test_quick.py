@@ -15,7 +15,7 @@ from hf_paged.kernels import cpp
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 
 Rows = list[dict[str, Any]]
-ONLY = "Bloom|NemotronH tiny 8|Qwen2.5|Whisper tiny 1|(T5|BART).*beams"
+ONLY = "Bloom|NemotronH tiny|Qwen2.5|Whisper tiny 1|(T5|BART).*beams"
 NEEDS_MEMORY_FILES = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
 NEEDS_COMPILER = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 FULL = [pytest.mark.slow, pytest.mark.full]
@@ -87,9 +87,8 @@ def check_parallel(rows: Rows) -> None:
 
 
 def check_side_by_side(rows: Rows) -> None:
-    even, stragglers, beams = side_by_side.WORKLOADS
-    expected = [("Bloom", even), ("Bloom", stragglers), ("NemotronH", stragglers)]
-    expected += [("Qwen2.5-VL", even), ("Qwen2.5-VL", stragglers), ("Whisper", even)]
+    even, beams = side_by_side.WORKLOADS
+    expected = [("Bloom", even), ("NemotronH", even), ("Qwen2.5-VL", even), ("Whisper", even)]
     expected += [(name, beams) for name in ("Whisper", "T5-small", "BART-base")]
     names = {f"{model}, tiny, {workload}" for model, workload in expected}
     assert {row["case"] for row in rows} == names and len(rows) == 3 * len(names)
@@ -98,13 +97,12 @@ def check_side_by_side(rows: Rows) -> None:
 
 
 def check_speculation(rows: Rows) -> None:
-    assert [row["case"][:2] for row in rows[::2]] == ["W7", "W8", "32", "on", "8 "]
+    assert [row["case"][:2] for row in rows[::2]] == ["W7", "W8"]
     for row in rows[1::2]:
         assert 0 <= row["figures"]["acceptance, %"] <= 100
         stages = {name: s for name, s in row["figures"].items() if name.endswith(", s")}
         assert sum(stages.values()) == pytest.approx(row["seconds"][0])
         assert "target, steps, s" in stages
-    assert "assistant, s" in stages
 
 
 def check_tiers(rows: Rows) -> None:

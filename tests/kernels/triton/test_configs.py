@@ -103,13 +103,13 @@ def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
 def test_tune_compares_with_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timed function computes what the reference does: a configuration of each kernel, at sizes
     for this machine."""
-    monkeypatch.setitem(tune.SHAPES, 16, (4, 2, 16, 16))
+    monkeypatch.setitem(tune.HEADS, 16, (4, 2, 16, 16))
     torch.manual_seed(0)
     for kind, queries, config in (
         ("decode", 1, LaunchConfig(tile=16)),
         ("prefill", 5, LaunchConfig(16, 16, 4, 1)),
     ):
-        call = tune.call_of(16, torch.float32, (2, queries, 40), DEVICE)
+        (call,) = tune.random_calls(16, torch.float32, (2, queries, 40), DEVICE)
         found = tune.launch(kind, call, config)
         torch.testing.assert_close(found, reference.attend(call), atol=2e-5, rtol=2e-5)
 
@@ -118,7 +118,7 @@ def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.Monkey
     device, dtype, found = torch.device("cpu"), torch.bfloat16, LaunchConfig(16, 32)
     asked: list[str] = []
     monkeypatch.setattr(configs, "_load_table", lambda chip: dict.fromkeys(asked, found))
-    for dim, (heads, kv_heads, *dims) in tune.SHAPES.items():
+    for dim, (heads, kv_heads, *dims) in tune.HEADS.items():
         asked[:] = [task.key for task in tune.prefill_tasks(dim, dtype, "none")]
         assert len(asked) == len(set(asked)) >= 1
         for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):

@@ -8,9 +8,11 @@ import dataclasses
 import json
 import os
 import subprocess
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.aot import Compiled, in_processes, measure, require_compiler
+from benchmarks.aot import Compiled, measure, require_compiler
 from benchmarks.chips import CHIPS
 from tests.support import tools
 
@@ -73,10 +75,11 @@ def main() -> None:
     rows: list[Compiled] = []
     if not options.json:
         print(line(None), flush=True)
-    for found in in_processes(_measure, jobs, options.jobs):
-        rows += found
-        if not options.json:
-            print("\n".join(map(line, found)), flush=True)
+    with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+        for found in pool.map(_measure, jobs):
+            rows += found
+            if not options.json:
+                print("\n".join(map(line, found)), flush=True)
     if options.json:
         print(json.dumps([dataclasses.asdict(row) for row in rows]))
 

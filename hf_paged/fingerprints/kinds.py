@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from ..model.values import CONTAINERS
+from .. import compat
+from ..model.values import CONTAINERS, SKIPPED
 
 NAMED_TYPES = (type, types.ModuleType)
 FUNCTION_TYPES = (types.FunctionType, types.MethodType, functools.partial)
@@ -67,6 +68,9 @@ DATA_TYPES: tuple[type, ...] = (
 )
 # Private attributes of every config, which are transformers' own bookkeeping.
 CONFIG_BOOKKEEPING = frozenset(name for name in vars(PreTrainedConfig()) if name[:1] == "_")
+# Attributes of a module that are not read. No forward depends on `name_or_path`, which says where
+# the model was loaded from.
+IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
 # Names of modules and packages, with a dot after them, whose classes are not described: base
 # classes that all models share, and classes that load, save or generate.
 UNDESCRIBED_MODULES = (

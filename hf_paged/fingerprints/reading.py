@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig
 
-from .. import compat
 from ..compiled import replaced_forward
 from ..model.forwards import is_idle_hook
 from ..model.values import (
@@ -27,7 +26,6 @@ from ..model.values import (
     CONTAINERS,
     LIBRARIES,
     SCALARS,
-    SKIPPED,
     STANDARD,
     attributes_of,
     is_user_module,
@@ -53,6 +51,7 @@ from .kinds import (
     DATA_TYPES,
     DICT_TYPES,
     FUNCTION_TYPES,
+    IGNORED,
     NAMED_TYPES,
     REPR_TYPES,
     SCALAR_TYPES,
@@ -61,9 +60,6 @@ from .kinds import (
 )
 
 _MAX_DEPTH = 8  # of nested containers and functions: some hold themselves
-# Attributes of a module that `_module` skips. No forward depends on `name_or_path`, which says
-# where the model was loaded from.
-_IGNORED = SKIPPED | {"_compiled_call_impl", "name_or_path", compat.CACHED_MANAGER}
 # maximum number of objects of user classes whose attributes are read, and of items of containers
 # that are read in closures
 _MAX_PLAIN_OBJECTS = 10_000
@@ -107,6 +103,7 @@ class Reading:
         self._closure_scalars = list[Any]()
         # modules' dicts of parameters, buffers and modules, unless empty
         self._tables = list[dict[str, Any]]()
+        self._subclasses = list[Tensor]()  # of tensors, with attributes that hold their parts
         # dicts with entries that no forward reads, each with values to read instead, by name
         self._partly_read = list[tuple[dict[str, Any], dict[str, Any]]]()
         # modules, containers, hooks, functions of user code and cells, whose referents are compared
@@ -190,7 +187,7 @@ class Reading:
         write_only = self._write_only.get(module, {})
         described: list[Any] = []
         for name, value in vars(module).items():
-            if name in _IGNORED:
+            if name in IGNORED:
                 continue
             value = write_only.get(name, value)
             if name == "forward":
@@ -482,6 +479,7 @@ class Reading:
                 raise ValueError(
                     f"a tensor of type {kind.__qualname__}, which has no `__tensor_flatten__`"
                 )
+            self._subclasses.append(tensor)
             names, context = tensor.__tensor_flatten__()
             parts = [(name, self._value(getattr(tensor, name))) for name in names]
             shape = tuple(tensor.shape)

@@ -123,9 +123,9 @@ class StateReading(Reading):
         self._is_unverified = True
 
     def is_in_place(self) -> bool:
-        """Whether the model has the same modules and tensors as at `hold`, with the tensors at the
-        same addresses, in the same dtypes, sizes and strides. Reads them once after each
-        `mark_unverified`."""
+        """Whether the model has the same modules, tensors and parts of tensors as at `hold`, with
+        the tensors at the same addresses, in the same dtypes, sizes and strides. Reads them once
+        after each `mark_unverified`."""
         if self._is_unverified:
             self._is_unverified = False
             parts = self._read_parts()
@@ -170,8 +170,9 @@ class StateReading(Reading):
         return self._content is None or self._read_content() == self._content
 
     def _read_parts(self) -> tuple[Any, ...]:
-        """Returns the modules' parameters, buffers and submodules."""
-        parts = gc.get_referents(*self._tables)
+        """Returns the modules' parameters, buffers and submodules, and the attributes of tensor
+        subclasses, which hold their parts."""
+        parts = gc.get_referents(*self._tables, *map(vars, self._subclasses))
         for table, write_only in self._partly_read:
             parts += [part for name, part in table.items() if name not in write_only]
         return tuple(parts)

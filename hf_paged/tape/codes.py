@@ -4,7 +4,7 @@ the codes, or `(codes - zeros) * scales`, as floats. Products then read the code
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,7 @@ class _Made:
     length: int = 0  # of rows of the codes that have one number in `zeros` and `scales` each
     zeros: Tensor | None = None  # int8
     scales: Tensor | None = None
+    dtypes: frozenset[torch.dtype] = frozenset()  # to which the products with `scales` were rounded
 
 
 @dataclass
@@ -60,6 +61,8 @@ class CodedWeights:
             made = self._with_scales(*args)
         if made is None or result.dtype not in FLOAT_NUMBERS or self.is_written(result):
             return
+        if made.scales is not None:
+            made = replace(made, dtypes=made.dtypes | {result.dtype})
         if _are_alike(result, made.codes):
             self._made[_address(result)] = made
 
@@ -107,7 +110,9 @@ class CodedWeights:
         is_stored_by_row = weight.stride() == (1, depth) and codes.is_contiguous()
         if made.scales is None or not (is_whole and is_stored_by_row):
             return None
-        if not is_group_supported(depth, length):
+        # the kernel does not round the weights: they may be rounded to the product's dtype alone
+        is_precise = made.dtypes <= {weight.dtype, torch.float32}
+        if not (is_precise and is_group_supported(depth, length)):
             return None
         shape = width, depth // length
         zeros = None if made.zeros is None else made.zeros.view(shape)

@@ -126,6 +126,30 @@ def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> No
             assert not records_on_cpu() or route.num_captured_steps > 10, (change, route)
 
 
+@pytest.mark.parametrize("change", ["replaced", "swapped"])
+def test_other_scales_between_the_steps_of_an_engine(change: str) -> None:
+    """The weight stays the same object. No recorded step of the old scales is replayed.
+    (The prompt fills no block: before cached blocks are served, the weights are hashed.)"""
+    model, prompt = quantized("llama", "int8"), models.token_ids(1, 6, seed=1)
+    weights: list[Any] = [layer.mlp.down_proj.weight for layer in model.model.layers]
+    options = {**GREEDY, "max_new_tokens": 40}
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        engine.add_request(prompt[0].tolist(), options)
+        for _ in range(20):
+            engine.step()
+        if change == "replaced":
+            weights[0].scale = weights[0].scale * -1.5
+        else:
+            torch.utils.swap_tensors(*weights)
+        last = engine.add_request(prompt[0].tolist(), options)
+        outputs = []
+        while engine.has_unfinished:
+            outputs += engine.step()
+        (result,) = (x.result for x in outputs if x.result and x.request_id == last)
+        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+        assert_same_tokens(expected[:, 6:], torch.tensor([result.token_ids]))
+
+
 @pytest.mark.slow
 def test_torchao_quantizes_between_two_calls() -> None:
     """Blocks of the float weights must not serve the quantized ones."""

@@ -15,6 +15,7 @@ from hf_paged.kernels import cpp
 from hf_paged.model.writes import Write, note_write
 from tests.batching.test_changing_models import SIMPLE
 from tests.fingerprints.test_fingerprint import CHANGES, FACTORS, WRITES, Small, llama
+from tests.fingerprints.test_fingerprint_inputs import Wrapped
 from tests.support import models
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
@@ -87,6 +88,26 @@ def test_a_look_sees_what_a_fingerprint_may_not(name: str, small: Any) -> None:
     state = watched(small)
     LOOKS[name](small)
     assert not state.is_same()
+
+
+def replace_part(weights: list[Any]) -> None:
+    weights[0].inner = -weights[0].inner
+
+
+@pytest.mark.parametrize(
+    "change",
+    [replace_part, lambda weights: torch.utils.swap_tensors(*weights)],
+    ids=["replaced", "swapped"],
+)
+def test_a_look_sees_other_parts_of_a_tensor_subclass(change: Callable[[Any], Any]) -> None:
+    """As of quantized weights; `Module.to` and `load_state_dict` may swap tensors."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        layer.weight = nn.Parameter(Wrapped(layer.weight.detach()), requires_grad=False)
+    state = watched(model)
+    change([layer.weight for layer in model])
+    state.mark_unverified()
+    assert not state.is_in_place() and not state.is_same()
 
 
 def test_what_a_forward_wrote_is_accepted_unless_it_replaced_a_tensor(small: Any) -> None:

@@ -262,6 +262,23 @@ def test_products_with_weights_in_groups(dtype: torch.dtype, rows: int) -> None:
         assert "linear" not in tape.kernel_names
 
 
+@pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16], ids=str)
+def test_products_with_weights_of_8_bits_that_were_rounded(rounded: torch.dtype) -> None:
+    """The kernel takes no weights that a forward rounds to less than the product's precision."""
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(-128, 128, (40, 3, 32), dtype=torch.int8, generator=generator)
+    scales = torch.rand(40, 3, 1, generator=generator) * 1e-3
+
+    def product(x: Tensor, scales: Tensor) -> Tensor:
+        weight = (codes.to(rounded) * scales).view(40, 96)
+        return F.linear(x, weight.to(rounded).to(x.dtype))
+
+    for dtype, is_read in ((torch.float32, False), (rounded, True)):
+        for given in (scales, scales.to(rounded)):
+            tape = check(functools.partial(product, scales=given), tensor(5, 96, dtype=dtype))
+            assert ("linear" in tape.kernel_names) is is_read
+
+
 def test_which_products_in_float32_it_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     for vendor, most in (("AuthenticAMD", 64), ("GenuineIntel", 4), ("", 0)):
         monkeypatch.setattr(linear, "cpu_vendor", functools.partial(str, vendor))

@@ -163,11 +163,17 @@ def make_request_config(
     else:
         request_config.num_return_sequences = request_config.num_return_sequences or 1
     if effective.max_new_tokens is None and effective.max_length is None:
-        text_config = model.config.get_text_config(decoder=True)
-        max_positions = getattr(text_config, "max_position_embeddings", None)
-        if max_positions is None:
+        request_config.max_length = find_max_positions(model)
+        if request_config.max_length is None:
             raise ValueError(
                 "neither the call nor the model's config limits the length: pass `max_new_tokens`"
             )
-        request_config.max_length = max_positions
     return request_config
+
+
+def find_max_positions(model: PreTrainedModel) -> int | None:
+    """Returns the maximum length that the model's config allows, in tokens; `None` if it sets
+    none."""
+    text_config = model.config.get_text_config(decoder=True)
+    max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+    return max_positions

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..batching.arguments import check_stop_strings, shown
+from ..native.manager_config import find_max_positions
+from ..native.one_call import EffectiveOptions
 from .openai_fields import MAX_CHOICES, RefusedError
 
 # at a lower temperature, or with a higher bias, logits may overflow
@@ -103,6 +105,26 @@ def _biases(options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
     """Returns the sequences of token ids in `sequence_bias`, each with its bias."""
     biases = options.get("sequence_bias") or ()
     return list(biases.items() if isinstance(biases, Mapping) else biases)
+
+
+def set_max_new_tokens(model: Any, config: Any, num_prompt_tokens: int) -> None:
+    """Sets the `max_new_tokens` that the engine derives for a request whose generation config sets
+    none, from the model's generation config, `max_length` or the model's positions, so that the
+    limits apply to it and the app reports an answer that it ends as incomplete. Leaves it unset if
+    nothing limits the length. Raises `RefusedError` if the prompt leaves no room for a token."""
+    effective = EffectiveOptions(model, config)
+    config.max_new_tokens = effective.max_new_tokens
+    max_length = effective.max_length or find_max_positions(model)
+    if config.max_new_tokens is not None or max_length is None:
+        return
+    if model.config.is_encoder_decoder:
+        num_prompt_tokens = 1  # the decoder's start token
+    if num_prompt_tokens >= max_length:
+        raise RefusedError(
+            f"the prompt has {num_prompt_tokens} tokens, and prompt and answer together may have at"
+            f" most {max_length}: shorten the prompt"
+        )
+    config.max_new_tokens = max_length - num_prompt_tokens
 
 
 def check_beams(config: Any, options: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from .openai_fields import (
     check_parts,
     translate,
 )
-from .openai_limits import check_allows_tokens, check_beams, check_extremes
+from .openai_limits import check_allows_tokens, check_beams, check_extremes, set_max_new_tokens
 from .served_request import (
     ClientDisconnected,
     ClientMiddleware,
@@ -166,6 +166,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
             "num_return_sequences": num_choices,
         }
         check_extremes(request.generation_options)
+        set_max_new_tokens(model, gen_config, len(inputs["input_ids"]))
         biases = request.generation_options.get("sequence_bias")
         if isinstance(biases, Mapping):
             # transformers accepts only floats

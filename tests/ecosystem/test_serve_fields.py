@@ -253,6 +253,24 @@ def samples(app: App, text: str, count: int) -> list[str]:
     return [decoded(app, [token for token in row if token != models.PAD]) for row in rows.tolist()]
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("endpoint", [CHAT, COMPLETION])
+def test_an_answer_that_max_length_ends_is_incomplete(
+    app: App, endpoint: str, is_stream: bool
+) -> None:
+    path, _, request = ENDPOINTS[endpoint]
+    config = json.dumps({"max_length": 12, "pad_token_id": models.PAD})
+    body = {**request, "max_tokens": None, "generation_config": config, "stream": is_stream}
+    answer = app.post(path, **body)
+    events = [answer.text]
+    if is_stream:
+        events = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: {")]
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    assert [choice["finish_reason"] for choice in choices if choice.get("finish_reason")] == [
+        "length"
+    ]
+
+
 def test_choices_are_the_sequences_of_one_request(app: App) -> None:
     app.chat()
     text = "the same beginning for all choices, " * 8

@@ -248,6 +248,10 @@ def test_stop_strings_up_to_the_limit_make_no_table(
 # more of them in tests/tools/test_openai_fields.py
 REFUSED = {
     "beams": {"generation_config": json.dumps({"num_beams": 100}), "max_tokens": 10**9},
+    "beams up to a length": {
+        "generation_config": json.dumps({"num_beams": 100, "max_length": 10**9}),
+        "max_tokens": None,
+    },
     "deep tools": {"tools": json.loads("[" * 400 + "]" * 400)},
 }
 

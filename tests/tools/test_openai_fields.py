@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from transformers import GenerationConfig
 
 from hf_paged.tools.openai_fields import (
     CHAT,
@@ -19,7 +20,12 @@ from hf_paged.tools.openai_fields import (
     check_parts,
     translate,
 )
-from hf_paged.tools.openai_limits import check_allows_tokens, check_beams, check_extremes
+from hf_paged.tools.openai_limits import (
+    check_allows_tokens,
+    check_beams,
+    check_extremes,
+    set_max_new_tokens,
+)
 
 from ..support import models
 
@@ -193,6 +199,32 @@ def test_beams_that_take_much_memory_are_refused() -> None:
         match=r"`num_beams` is 65 for 65536 new tokens, with 260 candidates .* `max_tokens`",
     ):
         check_beams(config, {"num_beams": 65})
+
+
+@pytest.mark.parametrize(
+    "of_model, of_request, expected",
+    [
+        ({}, {"max_new_tokens": 3, "max_length": 50}, 3),
+        ({}, {"max_length": 50}, 40),
+        ({}, {}, 2048 - 10),
+        ({"max_length": 30}, {}, 20),
+        ({"max_new_tokens": 7}, {"max_length": 50}, 7),
+    ],
+)
+def test_a_request_without_max_new_tokens_gets_the_engines_limit(
+    of_model: dict[str, int], of_request: dict[str, int], expected: int
+) -> None:
+    model = models.build("llama")
+    model.generation_config.update(**of_model)
+    config = GenerationConfig(**of_request)
+    set_max_new_tokens(model, config, num_prompt_tokens=10)
+    assert config.max_new_tokens == expected
+
+
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
+    config = GenerationConfig(max_length=10)
+    with pytest.raises(RefusedError, match=r"has 10 tokens, and prompt and answer .* at most 10:"):
+        set_max_new_tokens(models.get("llama"), config, num_prompt_tokens=10)
 
 
 def test_parts_that_a_model_does_not_read_are_refused() -> None:

@@ -33,7 +33,7 @@ from ..timing import counting, setup_seconds
 from .arguments import RequestOptions, as_list, checked_options, num_requested_tokens
 from .engine_loop import EngineLoop, limit_positions
 from .execution.executor import StableSpan
-from .generation import Generation, Output, RequestState
+from .generation import Generation, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
 from .prompt_forms import Prompt, prompt_ids, split_inputs
@@ -191,21 +191,15 @@ class EngineCore(EngineLoop):
         with loop.memory.lock:
             loop.scheduler.preemption.check_fits(request)
 
-    def end(
-        self,
-        state: RequestState,
-        reason: str | None,
-        last_outputs: list[Output] | None = None,
-    ) -> None:
+    def end(self, state: RequestState, last_outputs: list[RequestOutput] | None = None) -> None:
         """Removes a request, frees its blocks and queues its result, with `last_outputs` (default:
-        all tokens that no output has reported). `reason` as in `RequestState.result`. Raises an
-        interrupt that came while the tokenizer decoded the result."""
-        result = state.result(reason)
+        all tokens that no output has reported). Raises an interrupt that came while the tokenizer
+        decoded the result."""
+        result = state.result()
         if last_outputs is None:
             last_outputs = state.remaining_outputs(result)
         # a result without tokens needs an output, too
-        last_outputs = last_outputs or [({}, None)]
-        outputs = [RequestOutput(state.request_id, *output) for output in last_outputs]
+        outputs = last_outputs or [RequestOutput(state.request_id)]
         outputs[-1].result = result
         self.totals.add(result)
         try:
@@ -234,7 +228,7 @@ class EngineCore(EngineLoop):
         """Ends a request early. If this is called during a step (from a caller's code or a
         finalizer), the request ends after the step."""
         if self._stepping_thread_id is None:
-            self.end(state, "cancelled")
+            self.end(state)
         else:
             self.cancelled.append(state)
 
@@ -267,7 +261,7 @@ class EngineCore(EngineLoop):
 
     def _end_if_unfinished(self, state: RequestState) -> None:
         if self.requests.get(state.request_id) is state:
-            self.end(state, "cancelled")
+            self.end(state)
 
     def clean_up_after_error(self) -> None:
         """Drops the state of a step that an interrupt left open in this thread (called as
@@ -330,8 +324,7 @@ class EngineCore(EngineLoop):
                     except Exception as error:
                         if is_interrupt(error):
                             raise
-                        state.error = error
-                        self.end(state, "error")
+                        self._fail(state, error)
 
     def after_fork(self, freed: set[Any]) -> None:
         """Called in a forked child, where only this thread exists: drops what other threads left in
@@ -355,8 +348,7 @@ class EngineCore(EngineLoop):
             try:
                 adapters.check_served(self.model, state.request.adapter)
             except RowsError as error:
-                state.error = error
-                self.end(state, "error")
+                self._fail(state, error)
 
     def take_step(self) -> list[RequestOutput]:
         """Waits while the engine is paused, takes a step, and returns all pending outputs. Raises
@@ -433,8 +425,11 @@ class EngineCore(EngineLoop):
         failing = loop.generations_to_fail(error)
         states = [state for state in self.requests.values() if state in failing]
         for state in states or list(self.requests.values()):
-            state.error = error
-            self.end(state, "error")
+            self._fail(state, error)
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        state.fail(error)
+        self.end(state)
 
     def _queue_outputs(self, loop: StepLoop) -> None:
         """Queues the outputs of requests that advanced, and the results of requests that ended."""
@@ -448,29 +443,24 @@ class EngineCore(EngineLoop):
     def _queue_step_outputs(self, state: RequestState, unreported: deque[Generation]) -> None:
         """Queues the outputs of a request's last step, and its result if it ended. Removes the
         request from `unreported`; if it ended, `_queue_outputs` does so afterwards."""
-        step_outputs: list[Output] | None = None  # `None`: `end` reports the unreported tokens
+        step_outputs: list[RequestOutput] | None = None  # `None`: `end` reports unreported tokens
         if state.error is None:
             try:
                 step_outputs = state.outputs()
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                state.error = error
-        if state.error is not None:
-            self.end(state, "error", step_outputs)
-        elif state.is_closed:
-            self.end(state, None, step_outputs)
+                state.fail(error)
+        if state.error is not None or state.is_closed:
+            self.end(state, step_outputs)
         elif not step_outputs:
             unreported.popleft()
         else:
-            outputs: list[RequestOutput] = []
-            for tokens, text in step_outputs:
-                outputs.append(RequestOutput(state.request_id, tokens, text))
             # `pop_state` yields nothing: `extend`, one call of C code, queues the outputs and then
             # pops the state. Between two calls, an interrupt could cause the tokens to be queued
             # twice.
-            pop_state = iter(unreported.popleft, state)
-            state.output_queue.extend(itertools.chain(outputs, pop_state))  # type: ignore[arg-type]
+            pop_state: Iterator[Any] = iter(unreported.popleft, state)
+            state.output_queue.extend(itertools.chain(step_outputs, pop_state))
 
     def get_loop(self, new_state: RequestState | None = None) -> StepLoop:
         """Calls `settle`, then returns the loop, to which the caller will add `new_state` (`None`:

@@ -35,9 +35,6 @@ from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, 
 
 _MAX_PRIORITY = 2**31 - 1  # keeps `Request.sort_key` exact as a float
 
-Output = tuple[dict[int, int], str | None]
-"""The new tokens of one position, by row, and the text that the first row's token adds."""
-
 
 @dataclass(eq=False, repr=False)
 class Generation:
@@ -178,6 +175,12 @@ class Generation:
         """Marks the generation as closed, and drops its logits."""
         self._logits, self.is_closed = {}, True
 
+    def fail(self, error: BaseException) -> None:
+        """Sets the error that ends the generation: for an interrupt, a `RuntimeError`."""
+        if not isinstance(error, Exception) or is_interrupt(error):
+            error = interrupted(error)
+        self.error = error
+
     def attach_drafter(self, drafter: Drafter) -> None:
         """Makes the drafter draft for the generation's only row, until `detach_drafter`. Called
         before the request is queued."""
@@ -272,7 +275,7 @@ class RequestState(Generation):
         # of the last call of `outputs`: the decoding's length, the outputs, and the tracker after
         # them, or `None` without text; assigned together, so that an interrupt leaves all or none
         tracker = None if tokenizer is None else TextTracker(tokenizer)
-        self._last_report: tuple[int, list[Output], TextTracker | None]
+        self._last_report: tuple[int, list[RequestOutput], TextTracker | None]
         self._last_report = self._prompt_length, [], tracker
 
     def prepare_again(self, model: PreTrainedModel) -> None:
@@ -295,7 +298,7 @@ class RequestState(Generation):
         with step_lock(model), use_adapter(model, self.request.adapter), torch.no_grad():
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
-    def outputs(self) -> list[Output]:
+    def outputs(self) -> list[RequestOutput]:
         """Returns the new tokens of the last step with their text, in order; an empty list if
         tokens are not reported. Sets `error` if the tokenizer raises. Repeated calls, even after an
         interrupted one, return the same outputs."""
@@ -315,11 +318,12 @@ class RequestState(Generation):
         if self._last_report[2] is not None:
             outputs, tracker = self._with_text(self.new_tokens)
         else:  # without `_with_text`, to save Python calls in every step
-            outputs, tracker = list(zip(self.new_tokens or [{}], itertools.repeat(None))), None
+            ids = itertools.repeat(self.request_id)
+            outputs, tracker = list(map(RequestOutput, ids, self.new_tokens or [{}])), None
         self._last_report = decoding.length, outputs, tracker
         return outputs
 
-    def remaining_outputs(self, result: RequestResult) -> list[Output]:
+    def remaining_outputs(self, result: RequestResult) -> list[RequestOutput]:
         """Returns the tokens of the result that no output has reported, in the form of `outputs`:
         there may be some if a step failed, or if the request was cancelled during a step. The last
         output includes the text that the text tracker has held back. If the tokenizer raises, the
@@ -337,22 +341,22 @@ class RequestState(Generation):
             for column in itertools.islice(columns, num_reported, None)
         ]
         try:
-            (*earlier, (tokens, text)), tracker = self._with_text(tokens_by_position)
+            outputs, tracker = self._with_text(tokens_by_position)
             held_text = "" if tracker is None else tracker.flush()
             if held_text:
-                text = (text or "") + held_text
-            return [*earlier, (tokens, text)]
+                outputs[-1].text = (outputs[-1].text or "") + held_text
+            return outputs
         except BaseException as error:
             self._result_error(error)
-            return [(tokens, None) for tokens in tokens_by_position] or [({}, None)]
+            return [RequestOutput(self.request_id, tokens) for tokens in tokens_by_position]
 
     def _with_text(
         self, tokens_by_position: list[dict[int, int]]
-    ) -> tuple[list[Output], TextTracker | None]:
+    ) -> tuple[list[RequestOutput], TextTracker | None]:
         """Returns the tokens of consecutive positions with their text, and the text tracker after
         them. If the tokenizer raises, sets `error`, unless it is already set, and returns the
         remaining tokens without text."""
-        outputs: list[Output] = []
+        outputs: list[RequestOutput] = []
         tracker = copy.copy(self._last_report[2])
         has_ended = self.decoding.finish_reasons[0] is not None
         for next_position, tokens in enumerate(tokens_by_position or [{}], 1):
@@ -367,7 +371,7 @@ class RequestState(Generation):
                         raise
                     self.error = error if self.error is None else self.error
                     tracker = None
-            outputs.append((tokens, text))
+            outputs.append(RequestOutput(self.request_id, tokens, text))
         return outputs, tracker
 
     def _result_error(self, error: BaseException) -> Exception:
@@ -380,16 +384,16 @@ class RequestState(Generation):
             f"interrupted by {error!r} while the request's tokens were being decoded"
         )
 
-    def result(self, reason: str | None) -> RequestResult:
-        """Makes the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of sequences
-        that have none; `None` if the request ended by itself. An error that occurs here becomes the
-        result's error, unless `error` is set. An interrupt of the tokenizer is stored in
-        `interrupt`; others are raised."""
+    def result(self) -> RequestResult:
+        """Makes the result. Sequences without a finish reason get `"error"` if `error` is set,
+        otherwise `"cancelled"`. An error that occurs here becomes the result's error, unless
+        `error` is set. An interrupt of the tokenizer is stored in `interrupt`; others are
+        raised."""
         sequences: list[SequenceResult] = []
         failure: Exception | None = None
         for _ in range(2):  # a lack of memory may be momentary
             try:
-                sequences, failure = self._sequence_results(reason)
+                sequences, failure = self._sequence_results()
                 break
             except Exception as error:  # such as that of a decoding that an interrupt left broken
                 if is_interrupt(error):
@@ -427,17 +431,14 @@ class RequestState(Generation):
                 if is_interrupt(error):
                     raise
 
-    def _sequence_results(
-        self, reason: str | None
-    ) -> tuple[list[SequenceResult], Exception | None]:
+    def _sequence_results(self) -> tuple[list[SequenceResult], Exception | None]:
         """Returns the results of the sequences, and an error if beam search finished no sequence or
-        the tokenizer raised. `reason` as in `result`."""
+        the tokenizer raised."""
         decoding, ids, scores = self.decoding, self.decoding.input_ids, None
+        reason = "cancelled" if self.error is None else "error"
         if decoding.has_beams:
             if not decoding.is_done:  # no beam is final
-                return [
-                    SequenceResult([], reason or "cancelled") for _ in decoding.finish_reasons
-                ], None
+                return [SequenceResult([], reason) for _ in decoding.finish_reasons], None
             if decoding.finish_reasons[0] is None:
                 no_beam = RuntimeError(
                     "no beam could end: the scores contain nan, or too few tokens have a finite"
@@ -463,11 +464,17 @@ class RequestState(Generation):
                 if decoding.num_alternatives:
                     top_logprobs = [alternatives for _, alternatives in decoding.records[index]]
             score = None if scores is None else scores[index]
-            finish_reason = finish_reason or reason or "cancelled"
             results.append(
-                SequenceResult(token_ids, finish_reason, text, logprobs, score, top_logprobs)
+                SequenceResult(
+                    token_ids, finish_reason or reason, text, logprobs, score, top_logprobs
+                )
             )
         return results, failure
+
+
+def interrupted(cause: BaseException) -> RuntimeError:
+    """Returns the error of a generation whose sampling stopped because of `cause`."""
+    return RuntimeError(f"interrupted by {cause!r} while the request's next token was being chosen")
 
 
 def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:

@@ -24,7 +24,7 @@ from ..seams import Drafter
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token_error
 from .execution.executor import Executor, StableSpan
-from .generation import Generation
+from .generation import Generation, interrupted
 from .ledger import Ledger, Ready
 from .progress import Progress
 from .request import RowsError
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 _RUNS_CALLERS_CODE = operator.attrgetter("runs_callers_code")
 _IS_STREAMED = operator.attrgetter("is_streamed")
 _LOGITS = operator.itemgetter(1)
-_INTERRUPTED = "interrupted by {!r} while the request's next token was being chosen"
 
 
 @dataclass(eq=False, repr=False)
@@ -274,11 +273,12 @@ class StepLoop:
                         self.ledger.apply(generation, result)
                     else:
                         assert isinstance(result, BaseException)
-                        if generation.can_repeat and is_interrupt(result):
-                            to_repeat.append(generation)
+                        if is_interrupt(result):
                             interrupt = interrupt or result
-                        else:
-                            interrupt = self._fail(generation, result) or interrupt
+                            if generation.can_repeat:
+                                to_repeat.append(generation)
+                                continue
+                        self._fail(generation, result)
                         continue
                     if not generation.skips_reports or generation.is_closed:
                         self.unreported.append(generation)
@@ -442,18 +442,11 @@ class StepLoop:
         if self._is_recovery_due:
             self.recover()
 
-    def _fail(self, generation: Generation, error: BaseException) -> BaseException | None:
-        """Ends a generation with an error, and adds the generation to `unreported`. If `error` is
-        an interrupt, returns it for the caller to raise."""
-        interrupt: BaseException | None = None
-        if isinstance(error, Exception) and not is_interrupt(error):
-            generation.error = error
-        else:
-            interrupt = error
-            generation.error = RuntimeError(_INTERRUPTED.format(error))
+    def _fail(self, generation: Generation, error: BaseException) -> None:
+        """Ends a generation with an error, and adds the generation to `unreported`."""
+        generation.fail(error)
         self.drop(generation)
         self.unreported.append(generation)  # last: another thread may now read the error
-        return interrupt
 
     def _rewind(self, generations: list[Generation]) -> None:
         """Undoes the last step of these generations; later steps compute and sample their tokens
@@ -496,4 +489,4 @@ class StepLoop:
         finally:
             for generation in stopped:
                 if generation not in to_repeat and generation not in self.unreported:
-                    self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)))
+                    self._fail(generation, interrupted(cause))

@@ -50,9 +50,6 @@ class Generation:
     # with `keep_blocks`, by ended row: its blocks, and the number of tokens in them
     kept_blocks: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
     parts: list[Generation] = field(default_factory=list)  # after `split`, one per row
-    # tokens of the last step, by row: one dict per position (several if draft tokens were accepted,
-    # none for beams)
-    new_tokens: list[dict[int, int]] = field(default_factory=list)
     drafter: Drafter | None = None  # attached to its only row (`attach_drafter`)
     # counts of verified drafts and their tokens, by field name of `RequestResult`
     draft_counts: Counter[str] = field(default_factory=Counter)
@@ -299,79 +296,76 @@ class RequestState(Generation):
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
     def outputs(self) -> list[RequestOutput]:
-        """Returns the new tokens of the last step with their text, in order; an empty list if
-        tokens are not reported. Sets `error` if the tokenizer raises. Repeated calls, even after an
-        interrupted one, return the same outputs."""
+        """Returns the tokens that no output has reported, with their text, in order; an empty list
+        if tokens are not reported. Sets `error` if the tokenizer raises. Repeated calls in a step,
+        even after an interrupted one, return the same outputs."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.perf_counter() - self._added_at
         if not self.reports_tokens:
             self.skips_reports = True
             return []
         decoding = self.decoding
-        if self._last_report[0] == decoding.length:
-            return self._last_report[1]
-        if self.new_tokens and not self.is_single:  # drop the padding of rows that ended earlier
-            lengths, (tokens,) = decoding.lengths, self.new_tokens
-            self.new_tokens = [
-                {row: token for row, token in tokens.items() if lengths[row] == decoding.length}
-            ]
-        if self._last_report[2] is not None:
-            outputs, tracker = self._with_text(self.new_tokens)
-        else:  # without `_with_text`, to save Python calls in every step
-            ids = itertools.repeat(self.request_id)
-            outputs, tracker = list(map(RequestOutput, ids, self.new_tokens or [{}])), None
+        num_reported, outputs, tracker = self._last_report
+        if num_reported == decoding.length:
+            return outputs
+        sequences = self.request.sequences
+        if tracker is None and self.is_single:  # as below, but with few Python calls
+            outputs = []
+            for token in sequences[0].token_ids[num_reported - decoding.length :]:
+                outputs.append(RequestOutput(self.request_id, {0: token}))
+        else:
+            sequences = [] if decoding.has_beams else sequences
+            num_embedded = self.request.num_prompt_tokens - self._prompt_length
+            first = num_embedded + num_reported
+            token_rows = []
+            for sequence, length in zip(sequences, decoding.lengths):
+                token_rows.append(sequence.token_ids[first : num_embedded + length])
+            is_last = decoding.finish_reasons[0] is not None
+            outputs, tracker = self._with_text(_by_position(token_rows), is_last)
         self._last_report = decoding.length, outputs, tracker
         return outputs
 
     def remaining_outputs(self, result: RequestResult) -> list[RequestOutput]:
         """Returns the tokens of the result that no output has reported, in the form of `outputs`:
         there may be some if a step failed, or if the request was cancelled during a step. The last
-        output includes the text that the text tracker has held back. If the tokenizer raises, the
-        tokens have no text; the result, already made, does not hold that error, and an interrupt is
-        stored in `interrupt`."""
+        output includes the text that the text tracker has held back. The result, already made,
+        does not hold an error of the tokenizer; after an interrupt, which is stored in
+        `interrupt`, the tokens have no text."""
         if not self.reports_tokens:
             return []
-        token_rows = (
-            [] if self.decoding.has_beams else [sequence.token_ids for sequence in result.sequences]
-        )
+        sequences = [] if self.decoding.has_beams else result.sequences
         num_reported = self._last_report[0] - self._prompt_length
-        columns = itertools.zip_longest(*token_rows)
-        tokens_by_position = [
-            {row: token for row, token in enumerate(column) if token is not None}
-            for column in itertools.islice(columns, num_reported, None)
-        ]
+        tokens_by_position = _by_position(
+            [sequence.token_ids[num_reported:] for sequence in sequences]
+        )
         try:
-            outputs, tracker = self._with_text(tokens_by_position)
-            held_text = "" if tracker is None else tracker.flush()
-            if held_text:
-                outputs[-1].text = (outputs[-1].text or "") + held_text
-            return outputs
+            return self._with_text(tokens_by_position, is_last=True)[0]
         except BaseException as error:
             self._result_error(error)
             return [RequestOutput(self.request_id, tokens) for tokens in tokens_by_position]
 
     def _with_text(
-        self, tokens_by_position: list[dict[int, int]]
+        self, tokens_by_position: list[dict[int, int]], is_last: bool
     ) -> tuple[list[RequestOutput], TextTracker | None]:
         """Returns the tokens of consecutive positions with their text, and the text tracker after
-        them. If the tokenizer raises, sets `error`, unless it is already set, and returns the
-        remaining tokens without text."""
-        outputs: list[RequestOutput] = []
+        them. With `is_last`, the last output gets the text that the tracker has held back. If the
+        tokenizer raises, sets `error`, unless it is already set, and returns the remaining tokens
+        without text."""
+        outputs = [RequestOutput(self.request_id, tokens) for tokens in tokens_by_position or [{}]]
         tracker = copy.copy(self._last_report[2])
-        has_ended = self.decoding.finish_reasons[0] is not None
-        for next_position, tokens in enumerate(tokens_by_position or [{}], 1):
-            text = None
-            if tracker is not None and 0 in tokens:
-                later_positions = tokens_by_position[next_position:]
-                is_last = has_ended and not any(0 in later for later in later_positions)
-                try:
-                    text = tracker.add([tokens[0]], is_last=is_last)
-                except Exception as error:
-                    if is_interrupt(error):
-                        raise
-                    self.error = error if self.error is None else self.error
-                    tracker = None
-            outputs.append(RequestOutput(self.request_id, tokens, text))
+        if tracker is None:
+            return outputs, None
+        try:
+            for output in outputs:
+                if 0 in output.new_tokens:
+                    output.text = tracker.add([output.new_tokens[0]])
+            if is_last and (held_text := tracker.flush()):
+                outputs[-1].text = (outputs[-1].text or "") + held_text
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            self.error = error if self.error is None else self.error
+            tracker = None
         return outputs, tracker
 
     def _result_error(self, error: BaseException) -> Exception:
@@ -470,6 +464,14 @@ class RequestState(Generation):
                 )
             )
         return results, failure
+
+
+def _by_position(token_rows: list[list[int]]) -> list[dict[int, int]]:
+    """Returns the tokens of each position, by row."""
+    return [
+        {row: token for row, token in enumerate(column) if token is not None}
+        for column in itertools.zip_longest(*token_rows)
+    ]
 
 
 def interrupted(cause: BaseException) -> RuntimeError:

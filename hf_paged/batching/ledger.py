@@ -119,7 +119,6 @@ class Ledger:
         token_ids = request.sequences[index].token_ids
         token_ids.append(token)
         self.num_generated_tokens += 1
-        generation.new_tokens = [{0: token}]
         if len(token_ids) > request.max_positions:
             self.past_positions.append((generation, request))
 
@@ -129,25 +128,18 @@ class Ledger:
         if sampled.parents is not None:
             self._apply_beams(generation, sampled, finished)
             return
-        generation.new_tokens = []
         draft = generation.decoding.draft
-        accepted: list[dict[int, int]] = []
         if draft is not None:
             self._commit_draft(generation, draft, sampled.earlier)
-            accepted = [{0: token} for token in sampled.earlier]
-        new_tokens: dict[int, int] = {}
         self.num_generated_tokens += len(sampled.rows) - sampled.num_ended
         for row in sampled.rows:
             request, index = generation.rows[row]
-            token = sampled.tokens[row]
-            new_tokens[row] = token
             token_ids = request.sequences[index].token_ids
-            token_ids.append(token)
+            token_ids.append(sampled.tokens[row])
             if row in finished:
                 self._end_row(generation, row)
             elif len(token_ids) > request.max_positions:
                 self.past_positions.append((generation, request))
-        generation.new_tokens = [*accepted, new_tokens]
         if draft is not None and generation.drafter is not None:
             generation.drafter.accepted(generation, len(draft.tokens), len(sampled.earlier))
         if finished and generation.decoding.is_done:
@@ -158,7 +150,6 @@ class Ledger:
     ) -> None:
         """Makes each beam a fork of its parent beam, and appends the beam's new token."""
         assert sampled.parents is not None
-        generation.new_tokens = []
         for request in generation.requests:
             if request.is_finished:
                 continue

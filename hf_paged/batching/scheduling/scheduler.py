@@ -3,6 +3,7 @@ and frees the blocks of whole requests. Plain Python: no tensors."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 from collections.abc import Collection
@@ -19,18 +20,15 @@ from .scheduled import Scheduled
 
 logger = logging.getLogger(__name__)
 
-# how many earlier requests a request overtakes if its `priority` is 1 less (lower values run first)
-ARRIVALS_PER_PRIORITY = 256.0
-
 
 @dataclass(eq=False, repr=False)
 class Scheduler:
     """Iteration-level scheduling (Orca, OSDI 2022) with chunked prefills (SARATHI, arXiv
     2308.16369), which do not stall decodes (Sarathi-Serve, arXiv 2403.02310, section 4.2), and
     preemption of whole requests (PagedAttention, arXiv 2309.06180, section 4.5). Requests are
-    sorted by `arrival + priority * arrivals_per_priority`. In this order, running requests get
-    their tokens and may preempt later running ones; then, if none was preempted, waiting requests
-    are admitted until one does not fit."""
+    sorted by `arrival + priority * arrivals_per_priority` (`RequestQueue`). In this order, running
+    requests get their tokens and may preempt later running ones; then, if none was preempted,
+    waiting requests are admitted until one does not fit."""
 
     preemption: Preemption
     max_num_batched_tokens: int  # per step (whole prompts may exceed it)
@@ -40,7 +38,6 @@ class Scheduler:
     # prefill tokens in a step that also decodes (whole prompts may exceed it)
     max_chunk_tokens: int = sys.maxsize
     watermark: float = 0.01  # fraction of all blocks that admission keeps free for running requests
-    arrivals_per_priority: float = ARRIVALS_PER_PRIORITY
     rope: Rope | None = None  # rotary factors, if they depend on the sequence's length
     # told when requests wait, run and end
     timeline: RequestListener = field(default_factory=RequestListener)
@@ -52,7 +49,7 @@ class Scheduler:
         self._can_chunk = self.preemption.can_chunk
         # so that every running sequence can decode in every step
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
-        self.queue = RequestQueue(self.preemption, self.arrivals_per_priority, self.adapters)
+        self.queue = RequestQueue(self.preemption, self.timeline, self.adapters)
         # the waiting request at which admission stopped, because rows or blocks were too few
         self._blocked_request: Request | None = None
         self._scheduled = Scheduled()
@@ -79,7 +76,6 @@ class Scheduler:
             if self.rope is not None:
                 request.update_factors(self.rope)
             self.queue.add(request)
-            self.timeline.record_waiting(request)
 
     def schedule(self) -> StepPlan:
         """Returns the plan of the next step. Unless the plan is empty, `commit` or `undo_step` must
@@ -366,7 +362,10 @@ class Scheduler:
             # outside its windows: neither needs more blocks than it would in chunks of one token
             chunk = 1 if is_alone or not self._can_chunk else self.max_num_batched_tokens
             was_swapped = request.is_swapped
-            while not self.queue.admit(request, chunk, num_reserved_blocks, is_alone):
+            admit = functools.partial(
+                self.preemption.admit, request, chunk, num_reserved_blocks, is_alone
+            )
+            while not self.queue.admit(request, admit):
                 if not self.reclaim():
                     self._blocked_request = request
                     return
@@ -381,10 +380,6 @@ class Scheduler:
                 return
             scheduled.admitted.append(request)
             ignores_row_limit = False
-
-    def _enqueue(self, request: Request) -> None:
-        self.queue.enqueue(request)
-        self.timeline.record_waiting(request)
 
     def _preempt(self, request: Request, may_swap: bool = True) -> None:
         request.num_preemptions += 1
@@ -420,7 +415,7 @@ class Scheduler:
             release = self.preemption.swap_out_or_free if may_swap else self.preemption.free
             release(request)
         finally:
-            self._enqueue(request)
+            self.queue.enqueue(request)
 
     def undo_step(self) -> None:
         """Undoes the last step: one whose forward raised an exception or, in a forked child, one
@@ -455,7 +450,7 @@ class Scheduler:
         for request in requests_to_reset:
             self.preemption.free(request)
             if request in requests and not request.is_finished:
-                self._enqueue(request)
+                self.queue.enqueue(request)
 
     def finish_sequence(self, sequence: Sequence) -> None:
         """Ends a sequence, and with the last open one also the request."""

@@ -123,7 +123,8 @@ def test_a_long_prompt_leaves_half_to_more_urgent_ones() -> None:
 
 
 def test_priority_is_worth_a_number_of_arrivals() -> None:
-    scheduler = make(seqs=1, arrivals_per_priority=2.5)
+    scheduler = make(seqs=1)
+    scheduler.queue.arrivals_per_priority = 2.5
     for name, priority in [("a", 0), ("b", 1), ("c", 0), ("d", 0), ("e", 0), ("f", -1)]:
         add(scheduler, name, 2, priority=priority)
     order = ""

@@ -239,14 +239,14 @@ class Engine(RuleBasedStateMachine):
                 self.manager,
                 preempt,
                 self.swapper,
-                cost_model=AnyCost(self.random) if preempt == "auto" else None,
+                cost_model=AnyCost(self.random),
             ),
             max_num_batched_tokens=max_tokens,
             max_num_seqs=max_seqs,
             max_chunk_tokens=max_chunk,
             watermark=watermark,
-            arrivals_per_priority=4,
         )
+        self.scheduler.queue.arrivals_per_priority = 4
         self.decodings: list[list[Request]] = []
         self.answered: dict[Request, set[int]] = {}
         self.is_beam: dict[Request, bool] = {}

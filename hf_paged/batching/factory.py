@@ -26,7 +26,6 @@ from .execution.packed import PackedRunner
 from .execution.runner import Runner
 from .loop import StepLoop
 from .request import RequestListener
-from .scheduling.preemption import CostModel
 from .scheduling.scheduler import Scheduler
 
 UNLIMITED = 1 << 60  # more sequences, or tokens per step, than any loop has
@@ -86,7 +85,6 @@ def make_loop(
         config.preemption,
         swapper,
         guard.verify,
-        cost_model=CostModel() if config.preemption == "auto" else None,
         agree=int if processes is None else processes.agree,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED

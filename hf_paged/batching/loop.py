@@ -354,12 +354,10 @@ class StepLoop:
             self.scheduler.commit(plan)
             if self.scheduler.queue.suspects:
                 self.scheduler.queue.suspects.clear_computed()
-        cost_model = self.scheduler.preemption.cost_model
-        if not plan.has_chunks:
-            if self.drafter.instance is not None:
-                self.drafter.instance.computed(plan.num_tokens, seconds)
-        elif cost_model is not None:
-            cost_model.observe_prefill(plan.num_tokens, seconds)
+        if plan.has_chunks:
+            self.scheduler.preemption.cost_model.observe_prefill(plan.num_tokens, seconds)
+        elif self.drafter.instance is not None:
+            self.drafter.instance.computed(plan.num_tokens, seconds)
         return logits
 
     def _handle_failure(

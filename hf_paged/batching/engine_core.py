@@ -31,7 +31,7 @@ from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import counting, setup_seconds
 from .arguments import RequestOptions, as_list, checked_options, num_requested_tokens
-from .engine_loop import EngineLoop, limit_positions
+from .engine_loop import EngineLoop
 from .execution.executor import StableSpan
 from .generation import Generation, RequestState
 from .loop import StepLoop
@@ -132,7 +132,7 @@ class EngineCore(EngineLoop):
                 if self.loop is None:
                     self._end_orphaned()
                 new_state = make_state(self._check_options(options))
-                loop = self.get_loop(new_state)  # may allocate memory, hence after the checks
+                loop = self.get_loop()  # may allocate memory, hence after the checks
                 self.prepare(new_state)
                 if not self.requests:
                     loop.executor.begin()
@@ -191,11 +191,16 @@ class EngineCore(EngineLoop):
         with loop.memory.lock:
             loop.scheduler.preemption.check_fits(request)
 
-    def end(self, state: RequestState, last_outputs: list[RequestOutput] | None = None) -> None:
+    def end(
+        self,
+        state: RequestState,
+        last_outputs: list[RequestOutput] | None = None,
+        reason: str = "error",
+    ) -> None:
         """Removes a request, frees its blocks and queues its result, with `last_outputs` (default:
-        all tokens that no output has reported). Raises an interrupt that came while the tokenizer
-        decoded the result."""
-        result = state.result()
+        all tokens that no output has reported). `reason` as in `RequestState.result`. Raises an
+        interrupt that came while the tokenizer decoded the result."""
+        result = state.result(reason)
         if last_outputs is None:
             last_outputs = state.remaining_outputs(result)
         # a result without tokens needs an output, too
@@ -224,27 +229,25 @@ class EngineCore(EngineLoop):
         set_reported = iter(functools.partial(setattr, state, "is_reported", True), None)
         state.output_queue.extend(itertools.chain(outputs, set_reported))
 
-    def cancel(self, state: RequestState) -> None:
-        """Ends a request early. If this is called during a step (from a caller's code or a
-        finalizer), the request ends after the step."""
-        if self._stepping_thread_id is None:
-            self.end(state)
-        else:
-            self.cancelled.append(state)
+    def cancel(self, *states: RequestState) -> None:
+        """Ends requests early. If this is called during a step (from a caller's code or a
+        finalizer), they end after the step."""
+        self.cancelled.extend(states)
+        self.settle()
 
     def free(self) -> None:
         """Cancels every request and drops the loop. After an interrupt, call it again."""
-        # an `ExitStack` cancels all requests, even if cancelling one of them raises
-        with self.lock, contextlib.ExitStack() as stack:
-            stack.callback(self.retire)
-            for state in reversed(self.requests.values()):
-                stack.callback(self.cancel, state)
+        with self.lock:
+            try:
+                self.cancel(*reversed(self.requests.values()))
+            finally:
+                self.retire()
 
     def _end_orphaned(self) -> None:
         """Ends requests whose loop is gone, because `free` was interrupted or called during a
         step."""
-        for state in list(self.requests.values()):
-            self._end_if_unfinished(state)
+        self.cancelled.extend(self.requests.values())
+        self._end_cancelled()
 
     def settle(self) -> None:
         """Ends the requests in `cancelled`, unless a step is in progress, which does so at its end.
@@ -261,7 +264,7 @@ class EngineCore(EngineLoop):
 
     def _end_if_unfinished(self, state: RequestState) -> None:
         if self.requests.get(state.request_id) is state:
-            self.end(state)
+            self.end(state, reason="cancelled")
 
     def clean_up_after_error(self) -> None:
         """Drops the state of a step that an interrupt left open in this thread (called as
@@ -462,16 +465,13 @@ class EngineCore(EngineLoop):
             pop_state: Iterator[Any] = iter(unreported.popleft, state)
             state.output_queue.extend(itertools.chain(step_outputs, pop_state))
 
-    def get_loop(self, new_state: RequestState | None = None) -> StepLoop:
-        """Calls `settle`, then returns the loop, to which the caller will add `new_state` (`None`:
-        no request). Without a loop or unfinished requests, acts as `renew`; otherwise raises the
-        errors of `limit_positions` for `new_state`."""
+    def get_loop(self) -> StepLoop:
+        """Calls `settle`, then returns the loop. Without a loop or unfinished requests, acts as
+        `renew`."""
         if self.cancelled:
             self.settle()
         if self.loop is None or not self.requests:
-            return self.renew(new_state, keeps_block_sizes=bool(self._pool_user_ids))
-        if new_state is not None:
-            limit_positions(new_state, self.layout)
+            return self.renew(keeps_block_sizes=bool(self._pool_user_ids))
         return self.loop
 
     def counts(self) -> Counter[str]:

@@ -378,16 +378,15 @@ class RequestState(Generation):
             f"interrupted by {error!r} while the request's tokens were being decoded"
         )
 
-    def result(self) -> RequestResult:
-        """Makes the result. Sequences without a finish reason get `"error"` if `error` is set,
-        otherwise `"cancelled"`. An error that occurs here becomes the result's error, unless
-        `error` is set. An interrupt of the tokenizer is stored in `interrupt`; others are
-        raised."""
+    def result(self, reason: str) -> RequestResult:
+        """Makes the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of sequences
+        that have none. An error that occurs here becomes the result's error, unless `error` is set.
+        An interrupt of the tokenizer is stored in `interrupt`; others are raised."""
         sequences: list[SequenceResult] = []
         failure: Exception | None = None
         for _ in range(2):  # a lack of memory may be momentary
             try:
-                sequences, failure = self._sequence_results()
+                sequences, failure = self._sequence_results(reason)
                 break
             except Exception as error:  # such as that of a decoding that an interrupt left broken
                 if is_interrupt(error):
@@ -425,11 +424,10 @@ class RequestState(Generation):
                 if is_interrupt(error):
                     raise
 
-    def _sequence_results(self) -> tuple[list[SequenceResult], Exception | None]:
+    def _sequence_results(self, reason: str) -> tuple[list[SequenceResult], Exception | None]:
         """Returns the results of the sequences, and an error if beam search finished no sequence or
-        the tokenizer raised."""
+        the tokenizer raised. `reason` as in `result`."""
         decoding, ids, scores = self.decoding, self.decoding.input_ids, None
-        reason = "cancelled" if self.error is None else "error"
         if decoding.has_beams:
             if not decoding.is_done:  # no beam is final
                 return [SequenceResult([], reason) for _ in decoding.finish_reasons], None

@@ -207,6 +207,7 @@ class EngineCore(EngineLoop):
         outputs = last_outputs or [RequestOutput(state.request_id)]
         outputs[-1].result = result
         self.totals.add(result)
+        self.totals.counts.update(state.draft_counts)
         try:
             try:
                 self.remove(state)
@@ -479,6 +480,7 @@ class EngineCore(EngineLoop):
         counts = self.loop_counts()
         counts.update(self.totals.counts)
         for state in self.requests.values():
+            counts.update(state.draft_counts)
             if state.request.admitted_at is not None:
                 counts["num_prompt_tokens"] += len(state.prompt_ids)
                 counts["num_prefix_hit_tokens"] += state.request.num_hit_tokens

@@ -72,6 +72,11 @@ class Generation:
         """The requests of its rows, without duplicates."""
         return list(dict.fromkeys(request for request, _ in self.rows))
 
+    def sequence(self, row: int = 0) -> Sequence:
+        """Returns the sequence of a row, which exists once the request's prompt is computed."""
+        request, index = self.rows[row]
+        return request.sequences[index]
+
     @property
     def is_done(self) -> bool:
         """Whether the generation is closed, or all of its parts are done."""
@@ -139,9 +144,8 @@ class Generation:
     def rewind(self) -> None:
         """Drops the decoding's tokens that are not in the request's sequence. Requires
         `can_repeat`."""
-        ((request, index),) = self.rows
-        num_tokens = len(request.sequences[index].token_ids)
-        self.decoding.rewind(num_tokens - request.num_prompt_tokens)
+        sequence = self.sequence()
+        self.decoding.rewind(sequence.num_tokens - sequence.request.num_prompt_tokens)
 
     @property
     def sequence_to_draft(self) -> Sequence | None:
@@ -159,9 +163,8 @@ class Generation:
     def set_draft(self, draft: Draft) -> None:
         """Sets the draft that the next step verifies for its only row. Requires that
         `sequence_to_draft` is not `None`."""
-        ((request, index),) = self.rows
         self.decoding.draft = draft  # first, since the scheduler reads the sequence's draft
-        request.sequences[index].draft = draft.tokens
+        self.sequence().draft = draft.tokens
 
     def drop_logits(self) -> None:
         """Drops the logits of rows that wait for other rows. The caller has these rows

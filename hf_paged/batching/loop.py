@@ -66,7 +66,6 @@ class StepLoop:
             "num_preemptions": self.scheduler.preemption.num_preemptions,
             "num_steps": self.num_steps,
             "seconds": self.seconds,
-            **self.ledger.draft_counts,
             "num_swaps": self.scheduler.preemption.num_swaps,
             "num_captured_steps": self.executor.runner.num_captured_steps,
         }

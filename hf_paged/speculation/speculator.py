@@ -241,8 +241,7 @@ class Speculator:
         if source is not None:
             if source.adaptive_length is not None:
                 source.adaptive_length.observe(num_draft_tokens, num_accepted)
-            ((request, index),) = generation.rows
-            source.observe(request.sequences[index].token_ids, num_accepted)
+            source.observe(generation.sequence().token_ids, num_accepted)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         self.costs.observe(num_tokens, seconds)

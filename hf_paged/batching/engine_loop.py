@@ -88,11 +88,9 @@ class EngineLoop:
             device,
             autocast_dtype(device),
         )
-        better_sizes = None
-        if self.loop is not None and not keeps_block_sizes:
-            better_sizes = self.memory.better_sizes()
-        if self.loop is not None and loop_key == self._loop_key and better_sizes is None:
-            return self.loop
+        if self.loop is not None and loop_key == self._loop_key:
+            if keeps_block_sizes or self.memory.better_sizes() is None:
+                return self.loop
         self.retire()
         cache = empty_cache(model, self.memory)
         # for all blocks at once, since each growth copies the existing ones

@@ -258,7 +258,7 @@ class RequestState(Generation):
             ],
             prompt_logprobs=prompt_logprobs,
         )
-        self._prepare = prepare if call is not None else None
+        self._prepare = prepare
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.assistance = Assistance(
             options.assistant_model, tokenizer, options.assistant_tokenizer
@@ -281,9 +281,9 @@ class RequestState(Generation):
     def prepare_again(self, model: PreTrainedModel) -> None:
         """Prepares the prompt's inputs again, including encoder outputs, after the weights
         changed."""
-        if self._prepare is not None and self.request.inputs is not None:
-            call = self._prepare()[1]
+        if self.request.inputs is not None:
             prompts = self.request.inputs[0]
+            _, call = self._prepare()
             assert call is not None
             has_encoded_media = compat.MEDIA in prompts.model_kwargs
             prompts.model_kwargs = _prompts_of(model, call).model_kwargs

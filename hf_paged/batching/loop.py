@@ -468,11 +468,7 @@ class StepLoop:
         applied."""
         for generation in self.unreported:  # these have advanced, even if `is_sampling` is set
             generation.is_sampling = False
-        stopped = [
-            generation
-            for generation, _ in ready
-            if generation.is_sampling and generation not in self.unreported
-        ]
+        stopped = [generation for generation, _ in ready if generation.is_sampling]
         if is_interrupt(cause):
             to_repeat = [
                 generation
@@ -485,5 +481,5 @@ class StepLoop:
                 self.recover()
         finally:
             for generation in stopped:
-                if generation not in to_repeat and generation not in self.unreported:
+                if generation not in to_repeat:
                     self._fail(generation, interrupted(cause))

@@ -327,9 +327,11 @@ class Preemption:
         return self.swapper is not None and all(row.blocks is not NO_BLOCKS for row in rows)
 
     def swap_out_or_free(self, request: Request) -> None:
-        """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep
-        full blocks. Blocks computed before the model changed are swapped out if possible."""
+        """Drops the drafts of a preempted request, and swaps out its blocks, or frees them; the
+        prefix cache may keep full blocks. Blocks computed before the model changed are swapped out
+        if possible."""
         for sequence in request.sequences:
+            sequence.commit_draft(self.blocks)
             self._register(sequence)
         rows = request.open_sequences
         if self.can_swap(request):

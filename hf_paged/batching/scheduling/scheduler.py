@@ -409,8 +409,6 @@ class Scheduler:
         """Moves a running request back to the waiting ones. Drops its K/V or, with `may_swap`,
         calls `Preemption.swap_out_or_free`."""
         self.queue.remove(request)
-        for sequence in request.open_sequences:
-            sequence.commit_draft(self.blocks)
         try:
             release = self.preemption.swap_out_or_free if may_swap else self.preemption.free
             release(request)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Set
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -76,7 +76,7 @@ class RequestQueue:
 
     preemption: Preemption
     timeline: RequestListener  # told when requests wait
-    # admits requests whose adapters take memory of the pool (`Request.adapter_bytes`)
+    # released by requests whose adapters take memory of the pool (`Request.adapter_bytes`)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
     suspects: Suspects = field(default_factory=Suspects)
     # the requests that this step may compute: the first group of suspects; `None` for all
@@ -140,13 +140,6 @@ class RequestQueue:
         self.waiting = []
         self.num_rows = 0
         self.preemption.forget_waiting()
-
-    def admit(self, request: Request, allocate_blocks: Callable[[], bool]) -> bool:
-        """Calls `allocate_blocks`, through `Adapters.admit` if the request's adapter takes memory
-        of the pool; returns whether the request fits."""
-        if not request.adapter_bytes:
-            return allocate_blocks()
-        return self.adapters().admit(request, allocate_blocks)
 
     def out_of_blocks(self, request: Request) -> OutOfBlocksError:
         """Returns the error of a step that schedules nothing because `request` needs more blocks

@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ...cache.sequence_blocks import NO_BLOCKS, UNCACHED
@@ -362,18 +362,19 @@ class Scheduler:
             # outside its windows: neither needs more blocks than it would in chunks of one token
             chunk = 1 if is_alone or not self._can_chunk else self.max_num_batched_tokens
             was_swapped = request.is_swapped
-            admit = functools.partial(
+            admit: Callable[[], bool] = functools.partial(
                 self.preemption.admit, request, chunk, num_reserved_blocks, is_alone
             )
-            while not self.queue.admit(request, admit):
+            if request.adapter_bytes:
+                admit = functools.partial(self.adapters().admit, request, admit)
+            while not admit():
                 if not self.reclaim():
                     self._blocked_request = request
                     return
             self.queue.start(request)
             for sequence in request.open_sequences:
-                if sequence.num_to_compute:
-                    limit = max_tokens - scheduled.num_tokens
-                    self._schedule_tokens(request, sequence, limit, may_preempt=False)
+                limit = max_tokens - scheduled.num_tokens
+                self._schedule_tokens(request, sequence, limit, may_preempt=False)
             if scheduled.num_tokens == num_tokens:  # nothing fits: tokens or blocks ran out
                 # blocks that it shares may be computed only in this step
                 self._requeue(request, may_swap=was_swapped)

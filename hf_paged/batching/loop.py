@@ -181,7 +181,7 @@ class StepLoop:
                 fetch = self.executor.fetch_while_running_ahead(ready)
                 interrupt = self.sample(ready, span, fetch)
             self._is_mid_update = False
-            if not self.scheduler.has_unfinished:
+            if not self.ledger.rows:
                 self.executor.clear_run_ahead()
             self.num_steps += 1
             self.seconds += time.perf_counter() - start

@@ -55,19 +55,6 @@ class Scheduler:
         self._scheduled = Scheduled()
         self._is_committed = False  # whether the rows of the last step may have advanced
 
-    @property
-    def num_running(self) -> int:
-        return len(self.queue.running)
-
-    @property
-    def num_waiting(self) -> int:
-        """Number of waiting requests, new or preempted."""
-        return len(self.queue.waiting)
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.queue.running or self.queue.waiting)
-
     def add(self, *requests: Request) -> None:
         """Queues requests. If one can never fit, queues none and raises `OutOfBlocksError`."""
         for request in requests:
@@ -475,5 +462,5 @@ class Scheduler:
             self.preemption.end_sequence(sequence)
 
     def __repr__(self) -> str:
-        counts = f"{self.num_running} running, {self.num_waiting} waiting"
+        counts = f"{len(self.queue.running)} running, {len(self.queue.waiting)} waiting"
         return f"Scheduler({counts}, {self.queue.num_rows} sequences)"

@@ -476,8 +476,8 @@ class Engine(RuleBasedStateMachine):
         assert [r.key for r in running] == sorted(r.key for r in running)
         assert self.scheduler.queue.num_rows == sum(request.num_open_rows for request in running)
         unfinished = [request for request in self.answered if not request.is_finished]
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(unfinished)
-        assert self.scheduler.has_unfinished == bool(unfinished)
+        queue = self.scheduler.queue
+        assert len(queue.running) + len(queue.waiting) == len(unfinished)
         for request in self.answered:
             if request.status is not Status.RUNNING:
                 assert all(not t.block_ids for s in request.sequences for t in s.blocks.tables)
@@ -492,7 +492,7 @@ class Engine(RuleBasedStateMachine):
         # one token per step, rows in turn, takes thousands of steps
         self.scheduler.max_num_batched_tokens = 64
         steps = 0
-        while self.scheduler.has_unfinished:
+        while self.scheduler.queue.running or self.scheduler.queue.waiting:
             self.step(False, False)
             self.everything_is_whole()
             steps += 1

@@ -210,9 +210,10 @@ def serve_paged(
     scheduler = Scheduler(
         Preemption(blocks), max_num_batched_tokens=MAX_TOKENS, max_num_seqs=MAX_SEQS
     )
+    queue = scheduler.queue
     head = held = 0
-    while head < len(trace) or scheduler.has_unfinished:
-        if not scheduler.has_unfinished:
+    while head < len(trace) or queue.running or queue.waiting:
+        if not (queue.running or queue.waiting):
             outcome.seconds = max(outcome.seconds, trace.arrivals[head])
         while head < len(trace) and trace.arrivals[head] <= outcome.seconds:
             prompt, output = trace.prompts[head], trace.outputs[head]
@@ -225,7 +226,7 @@ def serve_paged(
         else:
             held += batch.num_tokens
         seconds, taken = cost.seconds(batch.num_tokens, held), pool.num_used * block_size
-        outcome.step(seconds, len(batch), held, held, taken, bool(scheduler.num_waiting))
+        outcome.step(seconds, len(batch), held, held, taken, bool(queue.waiting))
         for sequence in batch.sequences:
             token_ids = sequence.token_ids
             if sequence.num_computed_tokens == len(token_ids):

@@ -31,9 +31,9 @@ from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import counting, setup_seconds
 from .arguments import RequestOptions, as_list, checked_options, num_requested_tokens
-from .engine_loop import EngineLoop, limit_positions
+from .engine_loop import EngineLoop
 from .execution.executor import StableSpan
-from .generation import Generation, Output, RequestState
+from .generation import Generation, RequestState
 from .loop import StepLoop
 from .pauses import Pauses
 from .prompt_forms import Prompt, prompt_ids, split_inputs
@@ -132,7 +132,7 @@ class EngineCore(EngineLoop):
                 if self.loop is None:
                     self._end_orphaned()
                 new_state = make_state(self._check_options(options))
-                loop = self.get_loop(new_state)  # may allocate memory, hence after the checks
+                loop = self.get_loop()  # may allocate memory, hence after the checks
                 self.prepare(new_state)
                 if not self.requests:
                     loop.executor.begin()
@@ -194,8 +194,8 @@ class EngineCore(EngineLoop):
     def end(
         self,
         state: RequestState,
-        reason: str | None,
-        last_outputs: list[Output] | None = None,
+        last_outputs: list[RequestOutput] | None = None,
+        reason: str = "error",
     ) -> None:
         """Removes a request, frees its blocks and queues its result, with `last_outputs` (default:
         all tokens that no output has reported). `reason` as in `RequestState.result`. Raises an
@@ -204,10 +204,10 @@ class EngineCore(EngineLoop):
         if last_outputs is None:
             last_outputs = state.remaining_outputs(result)
         # a result without tokens needs an output, too
-        last_outputs = last_outputs or [({}, None)]
-        outputs = [RequestOutput(state.request_id, *output) for output in last_outputs]
+        outputs = last_outputs or [RequestOutput(state.request_id)]
         outputs[-1].result = result
         self.totals.add(result)
+        self.totals.counts.update(state.draft_counts)
         try:
             try:
                 self.remove(state)
@@ -230,27 +230,25 @@ class EngineCore(EngineLoop):
         set_reported = iter(functools.partial(setattr, state, "is_reported", True), None)
         state.output_queue.extend(itertools.chain(outputs, set_reported))
 
-    def cancel(self, state: RequestState) -> None:
-        """Ends a request early. If this is called during a step (from a caller's code or a
-        finalizer), the request ends after the step."""
-        if self._stepping_thread_id is None:
-            self.end(state, "cancelled")
-        else:
-            self.cancelled.append(state)
+    def cancel(self, *states: RequestState) -> None:
+        """Ends requests early. If this is called during a step (from a caller's code or a
+        finalizer), they end after the step."""
+        self.cancelled.extend(states)
+        self.settle()
 
     def free(self) -> None:
         """Cancels every request and drops the loop. After an interrupt, call it again."""
-        # an `ExitStack` cancels all requests, even if cancelling one of them raises
-        with self.lock, contextlib.ExitStack() as stack:
-            stack.callback(self.retire)
-            for state in reversed(self.requests.values()):
-                stack.callback(self.cancel, state)
+        with self.lock:
+            try:
+                self.cancel(*reversed(self.requests.values()))
+            finally:
+                self.retire()
 
     def _end_orphaned(self) -> None:
         """Ends requests whose loop is gone, because `free` was interrupted or called during a
         step."""
-        for state in list(self.requests.values()):
-            self._end_if_unfinished(state)
+        self.cancelled.extend(self.requests.values())
+        self._end_cancelled()
 
     def settle(self) -> None:
         """Ends the requests in `cancelled`, unless a step is in progress, which does so at its end.
@@ -267,7 +265,7 @@ class EngineCore(EngineLoop):
 
     def _end_if_unfinished(self, state: RequestState) -> None:
         if self.requests.get(state.request_id) is state:
-            self.end(state, "cancelled")
+            self.end(state, reason="cancelled")
 
     def clean_up_after_error(self) -> None:
         """Drops the state of a step that an interrupt left open in this thread (called as
@@ -330,8 +328,7 @@ class EngineCore(EngineLoop):
                     except Exception as error:
                         if is_interrupt(error):
                             raise
-                        state.error = error
-                        self.end(state, "error")
+                        self._fail(state, error)
 
     def after_fork(self, freed: set[Any]) -> None:
         """Called in a forked child, where only this thread exists: drops what other threads left in
@@ -355,8 +352,7 @@ class EngineCore(EngineLoop):
             try:
                 adapters.check_served(self.model, state.request.adapter)
             except RowsError as error:
-                state.error = error
-                self.end(state, "error")
+                self._fail(state, error)
 
     def take_step(self) -> list[RequestOutput]:
         """Waits while the engine is paused, takes a step, and returns all pending outputs. Raises
@@ -433,8 +429,11 @@ class EngineCore(EngineLoop):
         failing = loop.generations_to_fail(error)
         states = [state for state in self.requests.values() if state in failing]
         for state in states or list(self.requests.values()):
-            state.error = error
-            self.end(state, "error")
+            self._fail(state, error)
+
+    def _fail(self, state: RequestState, error: Exception) -> None:
+        state.fail(error)
+        self.end(state)
 
     def _queue_outputs(self, loop: StepLoop) -> None:
         """Queues the outputs of requests that advanced, and the results of requests that ended."""
@@ -448,40 +447,32 @@ class EngineCore(EngineLoop):
     def _queue_step_outputs(self, state: RequestState, unreported: deque[Generation]) -> None:
         """Queues the outputs of a request's last step, and its result if it ended. Removes the
         request from `unreported`; if it ended, `_queue_outputs` does so afterwards."""
-        step_outputs: list[Output] | None = None  # `None`: `end` reports the unreported tokens
+        step_outputs: list[RequestOutput] | None = None  # `None`: `end` reports unreported tokens
         if state.error is None:
             try:
                 step_outputs = state.outputs()
             except Exception as error:
                 if is_interrupt(error):
                     raise
-                state.error = error
-        if state.error is not None:
-            self.end(state, "error", step_outputs)
-        elif state.is_closed:
-            self.end(state, None, step_outputs)
+                state.fail(error)
+        if state.error is not None or state.is_closed:
+            self.end(state, step_outputs)
         elif not step_outputs:
             unreported.popleft()
         else:
-            outputs: list[RequestOutput] = []
-            for tokens, text in step_outputs:
-                outputs.append(RequestOutput(state.request_id, tokens, text))
             # `pop_state` yields nothing: `extend`, one call of C code, queues the outputs and then
             # pops the state. Between two calls, an interrupt could cause the tokens to be queued
             # twice.
-            pop_state = iter(unreported.popleft, state)
-            state.output_queue.extend(itertools.chain(outputs, pop_state))  # type: ignore[arg-type]
+            pop_state: Iterator[Any] = iter(unreported.popleft, state)
+            state.output_queue.extend(itertools.chain(step_outputs, pop_state))
 
-    def get_loop(self, new_state: RequestState | None = None) -> StepLoop:
-        """Calls `settle`, then returns the loop, to which the caller will add `new_state` (`None`:
-        no request). Without a loop or unfinished requests, acts as `renew`; otherwise raises the
-        errors of `limit_positions` for `new_state`."""
+    def get_loop(self) -> StepLoop:
+        """Calls `settle`, then returns the loop. Without a loop or unfinished requests, acts as
+        `renew`."""
         if self.cancelled:
             self.settle()
         if self.loop is None or not self.requests:
-            return self.renew(new_state, keeps_block_sizes=bool(self._pool_user_ids))
-        if new_state is not None:
-            limit_positions(new_state, self.layout)
+            return self.renew(keeps_block_sizes=bool(self._pool_user_ids))
         return self.loop
 
     def counts(self) -> Counter[str]:
@@ -489,6 +480,7 @@ class EngineCore(EngineLoop):
         counts = self.loop_counts()
         counts.update(self.totals.counts)
         for state in self.requests.values():
+            counts.update(state.draft_counts)
             if state.request.admitted_at is not None:
                 counts["num_prompt_tokens"] += len(state.prompt_ids)
                 counts["num_prefix_hit_tokens"] += state.request.num_hit_tokens

@@ -36,19 +36,6 @@ from .generation import RequestState
 from .loop import StepLoop
 from .request import RequestListener
 
-# counters of the loops, by their names in `EngineStats`; they are 0 before the first loop
-LOOP_COUNTERS = (
-    "num_generated_tokens",
-    "num_preemptions",
-    "num_steps",
-    "seconds",
-    "num_adapter_hits",
-    "num_adapter_loads",
-    "num_adapter_evictions",
-    "num_swaps",
-    "num_captured_steps",
-)
-
 
 class EngineLoop:
     """Makes and replaces an engine's step loop and memory (`renew`). `leader` drives the processes
@@ -79,16 +66,13 @@ class EngineLoop:
         self.has_shared_prefills = False
         self._loop_key: tuple[Any, ...] = ()  # properties of the model that the loop was made for
         self._loop_config_repr = ""  # `_config_repr` of the model when the loop was made
-        # counters summed over earlier loops
-        self._earlier_counts: Counter[str] = Counter(dict.fromkeys(LOOP_COUNTERS, 0))
+        self._earlier_counts = Counter[str]()  # of earlier loops
 
-    def renew(self, state: RequestState | None, keeps_block_sizes: bool) -> StepLoop:
-        """Called without unfinished requests. Returns the loop, to which the caller will add
-        `state` (`None`: no request). Makes a new loop if there is none, if the model's layers,
-        layout, dtype, device or autocast dtype have changed or, unless `keeps_block_sizes`, if
-        other block sizes are better. Before it allocates memory, raises the errors of
-        `choose_layout` (over several processes, of `Leader.choose_layout`) and of
-        `limit_positions`; later, those of `make_loop`."""
+    def renew(self, keeps_block_sizes: bool) -> StepLoop:
+        """Called without unfinished requests. Returns the loop. Makes a new one if there is none,
+        if the model's layers, layout, dtype, device or autocast dtype have changed or, unless
+        `keeps_block_sizes`, if other block sizes are better. Raises the errors of `choose_layout`
+        (over several processes, of `Leader.choose_layout`) and of `make_loop`."""
         model = self.model
         config = self.config
         probe_cache = empty_cache(model, PagedMemory(config))  # never gets a block
@@ -96,8 +80,6 @@ class EngineLoop:
         self._capability = Capability(model, probe_cache, make_runner, verdicts={})
         choose = functools.partial(choose_layout, model, probe_cache, config.batch_invariant)
         layout = choose() if self.leader is None else self.leader.choose_layout(choose)
-        if state is not None:
-            limit_positions(state, layout)
         device = compute_device(model)
         loop_key = (
             _layers(probe_cache),
@@ -106,11 +88,9 @@ class EngineLoop:
             device,
             autocast_dtype(device),
         )
-        better_sizes = None
-        if self.loop is not None and not keeps_block_sizes:
-            better_sizes = self.memory.better_sizes()
-        if self.loop is not None and loop_key == self._loop_key and better_sizes is None:
-            return self.loop
+        if self.loop is not None and loop_key == self._loop_key:
+            if keeps_block_sizes or self.memory.better_sizes() is None:
+                return self.loop
         self.retire()
         cache = empty_cache(model, self.memory)
         # for all blocks at once, since each growth copies the existing ones
@@ -222,10 +202,12 @@ class EngineLoop:
 
     def prepare(self, state: RequestState) -> None:
         """Prepares a request for the loop's forwards. Raises `ValueError` if these cannot compute
-        it, and `IndexError` if a prompt with inputs is longer than the table of positions."""
+        it, and `IndexError` if the prompt is longer than the model's table of positions."""
         reason = self.layout.unsupported_reason
         reason_against_drafts = self.layout.reason_against_drafts
-        if state.request.inputs is not None:
+        if state.request.inputs is None:
+            state.request.limit_positions(self.layout.max_positions)
+        else:
             self._prepare_inputs(state)
             reason = reason_against_drafts = Topic.INPUTS("the prompt is more than token ids")
         if state.request.prompt_logprobs is not None and reason is not None:
@@ -282,13 +264,6 @@ class EngineLoop:
         draft_source = option or self.config.speculation or self._parts.drafter
         if reason is not None or draft_source is None:
             state.assistance = None
-
-
-def limit_positions(state: RequestState, layout: Layout) -> None:
-    """Limits a request of token ids to the model's table of positions. Raises `IndexError` if the
-    prompt is longer than the table. Does nothing for a prompt with other inputs."""
-    if state.request.inputs is None:
-        state.request.limit_positions(layout.max_positions)
 
 
 def _config_repr(model: PreTrainedModel) -> str:

@@ -49,8 +49,8 @@ class EngineReports:
             num_running = 0
             num_waiting = 0
             if core.loop is not None:
-                num_running = core.loop.scheduler.num_running
-                num_waiting = core.loop.scheduler.num_waiting
+                num_running = len(core.loop.scheduler.queue.running)
+                num_waiting = len(core.loop.scheduler.queue.waiting)
             tokens_per_second = 0.0
             if counts["seconds"]:
                 tokens_per_second = counts["num_generated_tokens"] / counts["seconds"]

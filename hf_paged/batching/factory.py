@@ -26,7 +26,6 @@ from .execution.packed import PackedRunner
 from .execution.runner import Runner
 from .loop import StepLoop
 from .request import RequestListener
-from .scheduling.preemption import CostModel
 from .scheduling.scheduler import Scheduler
 
 UNLIMITED = 1 << 60  # more sequences, or tokens per step, than any loop has
@@ -86,7 +85,6 @@ def make_loop(
         config.preemption,
         swapper,
         guard.verify,
-        cost_model=CostModel() if config.preemption == "auto" else None,
         agree=int if processes is None else processes.agree,
     )
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
@@ -108,7 +106,7 @@ def make_loop(
         preemption,
         max_tokens,
         max_num_seqs,
-        max_chunk_tokens(model, config) if is_packed else None,
+        max_chunk_tokens(model, config) if is_packed else UNLIMITED,
         rope=runner.rope if isinstance(runner, PackedRunner) else None,
         timeline=timeline or RequestListener(),
         drafter=drafter,
@@ -122,12 +120,11 @@ def make_loop(
     return StepLoop(executor, memory, block_manager, scheduler, drafter)
 
 
-def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
-    """Returns how many prompt tokens a step that also decodes may compute; `None`: as many as
-    `max_num_batched_tokens` leaves after the decodes."""
-    if config.max_chunk_tokens is None and compute_device(model).type == "cpu":
-        return CPU_CHUNK_TOKENS
-    return config.max_chunk_tokens
+def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int:
+    """Returns how many prompt tokens a step that also decodes may compute, at most."""
+    if config.max_chunk_tokens is not None:
+        return config.max_chunk_tokens
+    return CPU_CHUNK_TOKENS if compute_device(model).type == "cpu" else UNLIMITED
 
 
 def choose_layout(

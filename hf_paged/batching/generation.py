@@ -35,9 +35,6 @@ from .results import RequestOutput, RequestResult, SequenceResult, TextTracker, 
 
 _MAX_PRIORITY = 2**31 - 1  # keeps `Request.sort_key` exact as a float
 
-Output = tuple[dict[int, int], str | None]
-"""The new tokens of one position, by row, and the text that the first row's token adds."""
-
 
 @dataclass(eq=False, repr=False)
 class Generation:
@@ -53,9 +50,6 @@ class Generation:
     # with `keep_blocks`, by ended row: its blocks, and the number of tokens in them
     kept_blocks: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
     parts: list[Generation] = field(default_factory=list)  # after `split`, one per row
-    # tokens of the last step, by row: one dict per position (several if draft tokens were accepted,
-    # none for beams)
-    new_tokens: list[dict[int, int]] = field(default_factory=list)
     drafter: Drafter | None = None  # attached to its only row (`attach_drafter`)
     # counts of verified drafts and their tokens, by field name of `RequestResult`
     draft_counts: Counter[str] = field(default_factory=Counter)
@@ -77,6 +71,11 @@ class Generation:
     def requests(self) -> list[Request]:
         """The requests of its rows, without duplicates."""
         return list(dict.fromkeys(request for request, _ in self.rows))
+
+    def sequence(self, row: int = 0) -> Sequence:
+        """Returns the sequence of a row, which exists once the request's prompt is computed."""
+        request, index = self.rows[row]
+        return request.sequences[index]
 
     @property
     def is_done(self) -> bool:
@@ -145,9 +144,8 @@ class Generation:
     def rewind(self) -> None:
         """Drops the decoding's tokens that are not in the request's sequence. Requires
         `can_repeat`."""
-        ((request, index),) = self.rows
-        num_tokens = len(request.sequences[index].token_ids)
-        self.decoding.rewind(num_tokens - request.num_prompt_tokens)
+        sequence = self.sequence()
+        self.decoding.rewind(sequence.num_tokens - sequence.request.num_prompt_tokens)
 
     @property
     def sequence_to_draft(self) -> Sequence | None:
@@ -165,9 +163,8 @@ class Generation:
     def set_draft(self, draft: Draft) -> None:
         """Sets the draft that the next step verifies for its only row. Requires that
         `sequence_to_draft` is not `None`."""
-        ((request, index),) = self.rows
         self.decoding.draft = draft  # first, since the scheduler reads the sequence's draft
-        request.sequences[index].draft = draft.tokens
+        self.sequence().draft = draft.tokens
 
     def drop_logits(self) -> None:
         """Drops the logits of rows that wait for other rows. The caller has these rows
@@ -177,6 +174,12 @@ class Generation:
     def close(self) -> None:
         """Marks the generation as closed, and drops its logits."""
         self._logits, self.is_closed = {}, True
+
+    def fail(self, error: BaseException) -> None:
+        """Sets the error that ends the generation: for an interrupt, a `RuntimeError`."""
+        if not isinstance(error, Exception) or is_interrupt(error):
+            error = interrupted(error)
+        self.error = error
 
     def attach_drafter(self, drafter: Drafter) -> None:
         """Makes the drafter draft for the generation's only row, until `detach_drafter`. Called
@@ -255,7 +258,7 @@ class RequestState(Generation):
             ],
             prompt_logprobs=prompt_logprobs,
         )
-        self._prepare = prepare if call is not None else None
+        self._prepare = prepare
         super().__init__(decoding, [(self.request, index) for index in range(decoding.num_rows)])
         self.assistance = Assistance(
             options.assistant_model, tokenizer, options.assistant_tokenizer
@@ -272,15 +275,15 @@ class RequestState(Generation):
         # of the last call of `outputs`: the decoding's length, the outputs, and the tracker after
         # them, or `None` without text; assigned together, so that an interrupt leaves all or none
         tracker = None if tokenizer is None else TextTracker(tokenizer)
-        self._last_report: tuple[int, list[Output], TextTracker | None]
+        self._last_report: tuple[int, list[RequestOutput], TextTracker | None]
         self._last_report = self._prompt_length, [], tracker
 
     def prepare_again(self, model: PreTrainedModel) -> None:
         """Prepares the prompt's inputs again, including encoder outputs, after the weights
         changed."""
-        if self._prepare is not None and self.request.inputs is not None:
-            call = self._prepare()[1]
+        if self.request.inputs is not None:
             prompts = self.request.inputs[0]
+            _, call = self._prepare()
             assert call is not None
             has_encoded_media = compat.MEDIA in prompts.model_kwargs
             prompts.model_kwargs = _prompts_of(model, call).model_kwargs
@@ -295,79 +298,77 @@ class RequestState(Generation):
         with step_lock(model), use_adapter(model, self.request.adapter), torch.no_grad():
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
-    def outputs(self) -> list[Output]:
-        """Returns the new tokens of the last step with their text, in order; an empty list if
-        tokens are not reported. Sets `error` if the tokenizer raises. Repeated calls, even after an
-        interrupted one, return the same outputs."""
+    def outputs(self) -> list[RequestOutput]:
+        """Returns the tokens that no output has reported, with their text, in order; an empty list
+        if tokens are not reported. Sets `error` if the tokenizer raises. Repeated calls in a step,
+        even after an interrupted one, return the same outputs."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.perf_counter() - self._added_at
         if not self.reports_tokens:
             self.skips_reports = True
             return []
         decoding = self.decoding
-        if self._last_report[0] == decoding.length:
-            return self._last_report[1]
-        if self.new_tokens and not self.is_single:  # drop the padding of rows that ended earlier
-            lengths, (tokens,) = decoding.lengths, self.new_tokens
-            self.new_tokens = [
-                {row: token for row, token in tokens.items() if lengths[row] == decoding.length}
-            ]
-        if self._last_report[2] is not None:
-            outputs, tracker = self._with_text(self.new_tokens)
-        else:  # without `_with_text`, to save Python calls in every step
-            outputs, tracker = list(zip(self.new_tokens or [{}], itertools.repeat(None))), None
+        num_reported, outputs, tracker = self._last_report
+        if num_reported == decoding.length:
+            return outputs
+        sequences = self.request.sequences
+        if tracker is None and self.is_single:  # as below, but with few Python calls
+            outputs = []
+            for token in sequences[0].token_ids[num_reported - decoding.length :]:
+                outputs.append(RequestOutput(self.request_id, {0: token}))
+        else:
+            sequences = [] if decoding.has_beams else sequences
+            num_embedded = self.request.num_prompt_tokens - self._prompt_length
+            first = num_embedded + num_reported
+            token_rows = []
+            for sequence, length in zip(sequences, decoding.lengths):
+                token_rows.append(sequence.token_ids[first : num_embedded + length])
+            is_last = decoding.finish_reasons[0] is not None
+            outputs, tracker = self._with_text(_by_position(token_rows), is_last)
         self._last_report = decoding.length, outputs, tracker
         return outputs
 
-    def remaining_outputs(self, result: RequestResult) -> list[Output]:
+    def remaining_outputs(self, result: RequestResult) -> list[RequestOutput]:
         """Returns the tokens of the result that no output has reported, in the form of `outputs`:
         there may be some if a step failed, or if the request was cancelled during a step. The last
-        output includes the text that the text tracker has held back. If the tokenizer raises, the
-        tokens have no text; the result, already made, does not hold that error, and an interrupt is
-        stored in `interrupt`."""
+        output includes the text that the text tracker has held back. The result, already made,
+        does not hold an error of the tokenizer; after an interrupt, which is stored in
+        `interrupt`, the tokens have no text."""
         if not self.reports_tokens:
             return []
-        token_rows = (
-            [] if self.decoding.has_beams else [sequence.token_ids for sequence in result.sequences]
-        )
+        sequences = [] if self.decoding.has_beams else result.sequences
         num_reported = self._last_report[0] - self._prompt_length
-        columns = itertools.zip_longest(*token_rows)
-        tokens_by_position = [
-            {row: token for row, token in enumerate(column) if token is not None}
-            for column in itertools.islice(columns, num_reported, None)
-        ]
+        tokens_by_position = _by_position(
+            [sequence.token_ids[num_reported:] for sequence in sequences]
+        )
         try:
-            (*earlier, (tokens, text)), tracker = self._with_text(tokens_by_position)
-            held_text = "" if tracker is None else tracker.flush()
-            if held_text:
-                text = (text or "") + held_text
-            return [*earlier, (tokens, text)]
+            return self._with_text(tokens_by_position, is_last=True)[0]
         except BaseException as error:
             self._result_error(error)
-            return [(tokens, None) for tokens in tokens_by_position] or [({}, None)]
+            return [RequestOutput(self.request_id, tokens) for tokens in tokens_by_position]
 
     def _with_text(
-        self, tokens_by_position: list[dict[int, int]]
-    ) -> tuple[list[Output], TextTracker | None]:
+        self, tokens_by_position: list[dict[int, int]], is_last: bool
+    ) -> tuple[list[RequestOutput], TextTracker | None]:
         """Returns the tokens of consecutive positions with their text, and the text tracker after
-        them. If the tokenizer raises, sets `error`, unless it is already set, and returns the
-        remaining tokens without text."""
-        outputs: list[Output] = []
+        them. With `is_last`, the last output gets the text that the tracker has held back. If the
+        tokenizer raises, sets `error`, unless it is already set, and returns the remaining tokens
+        without text."""
+        outputs = [RequestOutput(self.request_id, tokens) for tokens in tokens_by_position or [{}]]
         tracker = copy.copy(self._last_report[2])
-        has_ended = self.decoding.finish_reasons[0] is not None
-        for next_position, tokens in enumerate(tokens_by_position or [{}], 1):
-            text = None
-            if tracker is not None and 0 in tokens:
-                later_positions = tokens_by_position[next_position:]
-                is_last = has_ended and not any(0 in later for later in later_positions)
-                try:
-                    text = tracker.add([tokens[0]], is_last=is_last)
-                except Exception as error:
-                    if is_interrupt(error):
-                        raise
-                    self.error = error if self.error is None else self.error
-                    tracker = None
-            outputs.append((tokens, text))
+        if tracker is None:
+            return outputs, None
+        try:
+            for output in outputs:
+                if 0 in output.new_tokens:
+                    output.text = tracker.add([output.new_tokens[0]])
+            if is_last and (held_text := tracker.flush()):
+                outputs[-1].text = (outputs[-1].text or "") + held_text
+        except Exception as error:
+            if is_interrupt(error):
+                raise
+            self.error = error if self.error is None else self.error
+            tracker = None
         return outputs, tracker
 
     def _result_error(self, error: BaseException) -> Exception:
@@ -380,11 +381,10 @@ class RequestState(Generation):
             f"interrupted by {error!r} while the request's tokens were being decoded"
         )
 
-    def result(self, reason: str | None) -> RequestResult:
+    def result(self, reason: str) -> RequestResult:
         """Makes the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of sequences
-        that have none; `None` if the request ended by itself. An error that occurs here becomes the
-        result's error, unless `error` is set. An interrupt of the tokenizer is stored in
-        `interrupt`; others are raised."""
+        that have none. An error that occurs here becomes the result's error, unless `error` is set.
+        An interrupt of the tokenizer is stored in `interrupt`; others are raised."""
         sequences: list[SequenceResult] = []
         failure: Exception | None = None
         for _ in range(2):  # a lack of memory may be momentary
@@ -427,17 +427,13 @@ class RequestState(Generation):
                 if is_interrupt(error):
                     raise
 
-    def _sequence_results(
-        self, reason: str | None
-    ) -> tuple[list[SequenceResult], Exception | None]:
+    def _sequence_results(self, reason: str) -> tuple[list[SequenceResult], Exception | None]:
         """Returns the results of the sequences, and an error if beam search finished no sequence or
         the tokenizer raised. `reason` as in `result`."""
         decoding, ids, scores = self.decoding, self.decoding.input_ids, None
         if decoding.has_beams:
             if not decoding.is_done:  # no beam is final
-                return [
-                    SequenceResult([], reason or "cancelled") for _ in decoding.finish_reasons
-                ], None
+                return [SequenceResult([], reason) for _ in decoding.finish_reasons], None
             if decoding.finish_reasons[0] is None:
                 no_beam = RuntimeError(
                     "no beam could end: the scores contain nan, or too few tokens have a finite"
@@ -463,11 +459,25 @@ class RequestState(Generation):
                 if decoding.num_alternatives:
                     top_logprobs = [alternatives for _, alternatives in decoding.records[index]]
             score = None if scores is None else scores[index]
-            finish_reason = finish_reason or reason or "cancelled"
             results.append(
-                SequenceResult(token_ids, finish_reason, text, logprobs, score, top_logprobs)
+                SequenceResult(
+                    token_ids, finish_reason or reason, text, logprobs, score, top_logprobs
+                )
             )
         return results, failure
+
+
+def _by_position(token_rows: list[list[int]]) -> list[dict[int, int]]:
+    """Returns the tokens of each position, by row."""
+    return [
+        {row: token for row, token in enumerate(column) if token is not None}
+        for column in itertools.zip_longest(*token_rows)
+    ]
+
+
+def interrupted(cause: BaseException) -> RuntimeError:
+    """Returns the error of a generation whose sampling stopped because of `cause`."""
+    return RuntimeError(f"interrupted by {cause!r} while the request's next token was being chosen")
 
 
 def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:

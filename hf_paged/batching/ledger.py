@@ -3,7 +3,7 @@ requests and generations with the results of a step. It chooses no tokens and sc
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
@@ -32,8 +32,6 @@ class Ledger:
     memory: PagedMemory
     scheduler: Scheduler
     num_generated_tokens: int = 0
-    # sums of the `draft_counts` of all generations so far
-    draft_counts: Counter[str] = field(default_factory=Counter)
     # by unfinished request: the generation and the row of each of its sequences
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
     # parts of generations that were split since the last step; some may already have logits
@@ -119,7 +117,6 @@ class Ledger:
         token_ids = request.sequences[index].token_ids
         token_ids.append(token)
         self.num_generated_tokens += 1
-        generation.new_tokens = [{0: token}]
         if len(token_ids) > request.max_positions:
             self.past_positions.append((generation, request))
 
@@ -129,25 +126,17 @@ class Ledger:
         if sampled.parents is not None:
             self._apply_beams(generation, sampled, finished)
             return
-        generation.new_tokens = []
         draft = generation.decoding.draft
-        accepted: list[dict[int, int]] = []
         if draft is not None:
             self._commit_draft(generation, draft, sampled.earlier)
-            accepted = [{0: token} for token in sampled.earlier]
-        new_tokens: dict[int, int] = {}
         self.num_generated_tokens += len(sampled.rows) - sampled.num_ended
         for row in sampled.rows:
-            request, index = generation.rows[row]
-            token = sampled.tokens[row]
-            new_tokens[row] = token
-            token_ids = request.sequences[index].token_ids
-            token_ids.append(token)
+            sequence = generation.sequence(row)
+            sequence.token_ids.append(sampled.tokens[row])
             if row in finished:
                 self._end_row(generation, row)
-            elif len(token_ids) > request.max_positions:
-                self.past_positions.append((generation, request))
-        generation.new_tokens = [*accepted, new_tokens]
+            elif sequence.num_tokens > sequence.request.max_positions:
+                self.past_positions.append((generation, sequence.request))
         if draft is not None and generation.drafter is not None:
             generation.drafter.accepted(generation, len(draft.tokens), len(sampled.earlier))
         if finished and generation.decoding.is_done:
@@ -158,7 +147,6 @@ class Ledger:
     ) -> None:
         """Makes each beam a fork of its parent beam, and appends the beam's new token."""
         assert sampled.parents is not None
-        generation.new_tokens = []
         for request in generation.requests:
             if request.is_finished:
                 continue
@@ -188,18 +176,16 @@ class Ledger:
         self, generation: Generation, draft: Draft, accepted: tuple[int, ...]
     ) -> None:
         """Appends the accepted draft tokens to the row, and drops the draft."""
-        ((request, index),) = generation.rows
-        sequence = request.sequences[index]
+        sequence = generation.sequence()
         # does nothing if the request has been preempted, which drops the sequence's draft
         sequence.commit_draft(self.block_manager, len(accepted))
-        num_draft_tokens = len(draft.tokens)
-        self.scheduler.timeline.record_verification(request, num_draft_tokens, len(accepted))
-        for counts in (self.draft_counts, generation.draft_counts):
-            counts.update(
-                num_drafts=1,
-                num_draft_tokens=num_draft_tokens,
-                num_accepted_tokens=len(accepted),
-            )
+        timeline = self.scheduler.timeline
+        timeline.record_verification(sequence.request, len(draft.tokens), len(accepted))
+        generation.draft_counts.update(
+            num_drafts=1,
+            num_draft_tokens=len(draft.tokens),
+            num_accepted_tokens=len(accepted),
+        )
         sequence.token_ids.extend(accepted)
         self.num_generated_tokens += len(accepted)
         generation.decoding.draft = None
@@ -225,12 +211,11 @@ class Ledger:
         return list(dict.fromkeys(generation for generation, _ in rows))
 
     def _end_row(self, generation: Generation, row: int) -> None:
-        request, index = generation.rows[row]
-        sequence = request.sequences[index]
+        sequence = generation.sequence(row)
         if generation.keep_blocks:
-            if request.is_swapped:
+            if sequence.request.is_swapped:
                 # blocks on the host cannot be forked
-                self.scheduler.preemption.free(request)
+                self.scheduler.preemption.free(sequence.request)
             generation.kept_blocks[row] = (
                 self.block_manager.fork(sequence.blocks),
                 sequence.num_computed_tokens,

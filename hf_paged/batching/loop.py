@@ -24,7 +24,7 @@ from ..seams import Drafter
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token_error
 from .execution.executor import Executor, StableSpan
-from .generation import Generation
+from .generation import Generation, interrupted
 from .ledger import Ledger, Ready
 from .progress import Progress
 from .request import RowsError
@@ -36,7 +36,6 @@ logger = logging.getLogger(__name__)
 _RUNS_CALLERS_CODE = operator.attrgetter("runs_callers_code")
 _IS_STREAMED = operator.attrgetter("is_streamed")
 _LOGITS = operator.itemgetter(1)
-_INTERRUPTED = "interrupted by {!r} while the request's next token was being chosen"
 
 
 @dataclass(eq=False, repr=False)
@@ -67,7 +66,6 @@ class StepLoop:
             "num_preemptions": self.scheduler.preemption.num_preemptions,
             "num_steps": self.num_steps,
             "seconds": self.seconds,
-            **self.ledger.draft_counts,
             "num_swaps": self.scheduler.preemption.num_swaps,
             "num_captured_steps": self.executor.runner.num_captured_steps,
         }
@@ -183,7 +181,7 @@ class StepLoop:
                 fetch = self.executor.fetch_while_running_ahead(ready)
                 interrupt = self.sample(ready, span, fetch)
             self._is_mid_update = False
-            if not self.scheduler.has_unfinished:
+            if not self.ledger.rows:
                 self.executor.clear_run_ahead()
             self.num_steps += 1
             self.seconds += time.perf_counter() - start
@@ -274,11 +272,12 @@ class StepLoop:
                         self.ledger.apply(generation, result)
                     else:
                         assert isinstance(result, BaseException)
-                        if generation.can_repeat and is_interrupt(result):
-                            to_repeat.append(generation)
+                        if is_interrupt(result):
                             interrupt = interrupt or result
-                        else:
-                            interrupt = self._fail(generation, result) or interrupt
+                            if generation.can_repeat:
+                                to_repeat.append(generation)
+                                continue
+                        self._fail(generation, result)
                         continue
                     if not generation.skips_reports or generation.is_closed:
                         self.unreported.append(generation)
@@ -354,12 +353,10 @@ class StepLoop:
             self.scheduler.commit(plan)
             if self.scheduler.queue.suspects:
                 self.scheduler.queue.suspects.clear_computed()
-        cost_model = self.scheduler.preemption.cost_model
-        if not plan.has_chunks:
-            if self.drafter.instance is not None:
-                self.drafter.instance.computed(plan.num_tokens, seconds)
-        elif cost_model is not None:
-            cost_model.observe_prefill(plan.num_tokens, seconds)
+        if plan.has_chunks:
+            self.scheduler.preemption.cost_model.observe_prefill(plan.num_tokens, seconds)
+        elif self.drafter.instance is not None:
+            self.drafter.instance.computed(plan.num_tokens, seconds)
         return logits
 
     def _handle_failure(
@@ -442,18 +439,11 @@ class StepLoop:
         if self._is_recovery_due:
             self.recover()
 
-    def _fail(self, generation: Generation, error: BaseException) -> BaseException | None:
-        """Ends a generation with an error, and adds the generation to `unreported`. If `error` is
-        an interrupt, returns it for the caller to raise."""
-        interrupt: BaseException | None = None
-        if isinstance(error, Exception) and not is_interrupt(error):
-            generation.error = error
-        else:
-            interrupt = error
-            generation.error = RuntimeError(_INTERRUPTED.format(error))
+    def _fail(self, generation: Generation, error: BaseException) -> None:
+        """Ends a generation with an error, and adds the generation to `unreported`."""
+        generation.fail(error)
         self.drop(generation)
         self.unreported.append(generation)  # last: another thread may now read the error
-        return interrupt
 
     def _rewind(self, generations: list[Generation]) -> None:
         """Undoes the last step of these generations; later steps compute and sample their tokens
@@ -478,11 +468,7 @@ class StepLoop:
         applied."""
         for generation in self.unreported:  # these have advanced, even if `is_sampling` is set
             generation.is_sampling = False
-        stopped = [
-            generation
-            for generation, _ in ready
-            if generation.is_sampling and generation not in self.unreported
-        ]
+        stopped = [generation for generation, _ in ready if generation.is_sampling]
         if is_interrupt(cause):
             to_repeat = [
                 generation
@@ -495,5 +481,5 @@ class StepLoop:
                 self.recover()
         finally:
             for generation in stopped:
-                if generation not in to_repeat and generation not in self.unreported:
-                    self._fail(generation, RuntimeError(_INTERRUPTED.format(cause)))
+                if generation not in to_repeat:
+                    self._fail(generation, interrupted(cause))

@@ -92,28 +92,24 @@ class RequestResult:
     num_accepted_tokens: int = 0
 
     @property
+    def _first(self) -> SequenceResult:
+        return self.sequences[0] if self.sequences else SequenceResult([], "error")
+
+    @property
     def token_ids(self) -> list[int]:
-        if not self.sequences:
-            return []
-        return self.sequences[0].token_ids
+        return self._first.token_ids
 
     @property
     def text(self) -> str | None:
-        if not self.sequences:
-            return None
-        return self.sequences[0].text
+        return self._first.text
 
     @property
     def finish_reason(self) -> str:
-        if not self.sequences:
-            return "error"
-        return self.sequences[0].finish_reason
+        return self._first.finish_reason
 
     @property
     def logprobs(self) -> list[tuple[float, float]] | None:
-        if not self.sequences:
-            return None
-        return self.sequences[0].logprobs
+        return self._first.logprobs
 
 
 @dataclass
@@ -177,7 +173,7 @@ class RequestTotals:
     """Totals over the requests of an engine that have ended, for [`EngineStats`]."""
 
     def __init__(self) -> None:
-        self.counts = Counter(num_finished=0, num_prompt_tokens=0, num_prefix_hit_tokens=0)
+        self.counts = Counter[str]()
         self.first_token_seconds = FIRST_TOKEN_SECONDS
         self.output_token_seconds = OUTPUT_TOKEN_SECONDS
 
@@ -252,16 +248,16 @@ class EngineStats:
     waste_percent: float
     num_running: int
     num_waiting: int
-    num_finished: int
-    num_preemptions: int
-    num_swaps: int
-    num_prompt_tokens: int
-    num_prefix_hit_tokens: int
-    num_generated_tokens: int
-    num_steps: int
-    num_captured_steps: int
-    seconds: float
-    tokens_per_second: float
+    num_finished: int = 0
+    num_preemptions: int = 0
+    num_swaps: int = 0
+    num_prompt_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+    num_captured_steps: int = 0
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
     first_token_seconds: Histogram = FIRST_TOKEN_SECONDS
     output_token_seconds: Histogram = OUTPUT_TOKEN_SECONDS
     num_drafts: int = 0

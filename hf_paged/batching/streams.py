@@ -71,20 +71,20 @@ class RequestStream:
         if is_whole(seed) and -(2**63) <= seed < 2**64:  # `add` raises for other seeds
             # a negative seed draws as its two's complement
             options = {**options, "seed": [(int(seed) + i) % 2**64 for i in range(num_prompts)]}
-        values_by_option = {}
+        options_by_prompt = [dict(options) for _ in prompts_and_configs]
         for name in _PER_PROMPT:
             values = options.get(name)
             if isinstance(values, (list, tuple)):
-                values_by_option[name] = values
+                for prompt_options, value in zip(options_by_prompt, values):
+                    prompt_options[name] = value
                 if len(values) != num_prompts:
                     raise ValueError(
                         f"{len(values)} values of `{name}` were passed for {num_prompts} prompts:"
                         " pass one per prompt"
                     )
         self._requests_to_add = []
-        for index, (prompt, config) in enumerate(prompts_and_configs):
-            prompt_options = {name: values[index] for name, values in values_by_option.items()}
-            request_options = RequestOptions(**{**options, **prompt_options})
+        for (prompt, config), prompt_options in zip(prompts_and_configs, options_by_prompt):
+            request_options = RequestOptions(**prompt_options)
             self._requests_to_add.append((prompt, config, request_options))
         # the requests' outputs: the engine appends them, and `_run` reads them
         self.output_queue: deque[RequestOutput] = deque()

@@ -183,7 +183,7 @@ class Speculator:
             # all memory at once: growing would copy the blocks, and require new graphs
             cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         max_tokens = self._scheduler.max_num_batched_tokens
-        max_tokens = min(max_tokens, max_chunk_tokens(self.model, config) or max_tokens)
+        max_tokens = min(max_tokens, max_chunk_tokens(self.model, config))
         return Assistant(
             model, cache, blocks_and_runner, self._scheduler, max_tokens, layout.max_positions
         )
@@ -241,8 +241,7 @@ class Speculator:
         if source is not None:
             if source.adaptive_length is not None:
                 source.adaptive_length.observe(num_draft_tokens, num_accepted)
-            ((request, index),) = generation.rows
-            source.observe(request.sequences[index].token_ids, num_accepted)
+            source.observe(generation.sequence().token_ids, num_accepted)
 
     def computed(self, num_tokens: int, seconds: float) -> None:
         self.costs.observe(num_tokens, seconds)

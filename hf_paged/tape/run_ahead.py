@@ -69,8 +69,7 @@ class GraphRunAhead:
             if not is_sampled or generation.drafter is not None:
                 return None
             for row in generation.decoding.open_rows:
-                request, index = generation.rows[row]
-                sequences.append(request.sequences[index])
+                sequences.append(generation.sequence(row))
         return lambda tokens: self._fetch_and_launch(sequences, tokens, launch)
 
     def _fetch_and_launch(

@@ -312,7 +312,7 @@ def test_a_result_is_made_again_after_an_error(times: int, monkeypatch: pytest.M
     """Memory may be short for a moment only; if it still is, the result holds the error."""
     countdown, make = [MemoryError] * times, RequestState._sequence_results
 
-    def failing(self: RequestState, reason: str | None) -> Any:
+    def failing(self: RequestState, reason: str) -> Any:
         if countdown:
             raise countdown.pop()
         return make(self, reason)

@@ -22,7 +22,7 @@ def test_prompts_that_await_another_let_others_pass() -> None:
         prompt = [start + token for token in common] + [*name.encode()] * 3
         scheduler.add(Request(name, [Sequence(prompt)], 150))
     assert step(scheduler) == "a100 c105"
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 3)
+    assert (len(scheduler.queue.running), len(scheduler.queue.waiting)) == (2, 3)
     give(scheduler.queue.running[1])
     assert step(scheduler) == "c1 a5 b5 d5"
     assert "".join(request.request_id for request in scheduler.queue.running) == "abcd"

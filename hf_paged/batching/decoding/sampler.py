@@ -326,14 +326,12 @@ def _fetch(batches: list[SampledBatch], fetch: Fetch) -> list[list[int]]:
     if len(batches) < 2:
         return [fetch(batch.tokens) for batch in batches]
     device = batches[0].tokens.device
-    tokens_of_batches: list[list[int]] = [[] for _ in batches]
-    # by row of the batches: the index of its decoding, and the list for its batch on the host
-    rows: list[tuple[int, list[int]]] = []
-    for batch, host_tokens in zip(batches, tokens_of_batches):
-        for index, decoding in zip(batch.indices, batch.decodings):
-            rows += [(index, host_tokens)] * len(decoding.open_rows)
-    order = sorted(range(len(rows)), key=[index for index, _ in rows].__getitem__)
     tokens = torch.cat([batch.tokens.to(device) for batch in batches])
-    for row, token in zip(order, fetch(tokens[numbers_on(device, order)])):
-        rows[row][1].append(token)
-    return tokens_of_batches
+    indices: list[int] = []  # by row of `tokens`: the index of its decoding
+    for batch in batches:
+        for index, decoding in zip(batch.indices, batch.decodings):
+            indices += [index] * len(decoding.open_rows)
+    order = sorted(range(len(indices)), key=indices.__getitem__)
+    by_row = dict(zip(order, fetch(tokens[numbers_on(device, order)])))
+    rows = itertools.count()
+    return [[by_row[next(rows)] for _ in range(len(batch.tokens))] for batch in batches]

@@ -92,16 +92,12 @@ def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
 
 
 def may_mix_rows(processors: LogitsProcessorList) -> bool:
-    """Whether a row's scores may depend on the scores of other rows."""
+    """Whether a row's scores may depend on the scores of other rows. Processors of this package
+    compute each row from that row alone (`seams.Grammars`)."""
     if type(processors) is not LogitsProcessorList:
         return True
-    return not all(_computes_rows_alone(type(processor)) for processor in processors)
-
-
-def _computes_rows_alone(kind: type) -> bool:
-    """Whether processors of this type compute each row from that row alone. Those of this package
-    do (`seams.Grammars`)."""
-    return kind in _UNMIXED or package_of(kind.__module__) == "hf_paged"
+    kinds = map(type, processors)
+    return any(kind not in _UNMIXED and package_of(kind.__module__) != "hf_paged" for kind in kinds)
 
 
 def can_run_on_drafts(processor: Any) -> bool:

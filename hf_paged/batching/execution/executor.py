@@ -83,8 +83,7 @@ class Executor:
         # Two contexts around each step: the first runs compiled layers without compiled code, and
         # the second sets the attention of configs to `"hf_paged"`. `None`: not made yet.
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
-        # `guard.num_changes` when a change to the model was last handled; -1 after `forget_model`
-        self._num_handled_changes = -1
+        self._num_handled_changes = 0  # `guard.num_changes` at the last `forget_model`
         # whether the model's state must be read before the next decodes or the next `commit`
         self._is_state_due = False
         # the model's state when it was last read; `None` if there is none that still applies
@@ -175,9 +174,11 @@ class Executor:
 
     def forget_model(self) -> None:
         """Drops what was derived from the model, except a state on which the guard relies
-        (`is_watched`). No step is replayed until the model's state is read again, and the configs
-        to switch are collected again."""
-        self._num_handled_changes, self._switches, self._is_state_due = -1, None, False
+        (`is_watched`). No step is replayed until the model's state is read again, if it is needed,
+        and the configs to switch are collected again."""
+        self._num_handled_changes, self._switches = self.guard.num_changes, None
+        needs_state = self.runner.recorder is not None or self.guard.is_on
+        self._is_state_due = self.allows_replays and needs_state
         if not self.guard.is_watched:
             self._state = None
         self.num_embeddings = num_embeddings(self.model)  # valid token ids are smaller
@@ -192,13 +193,10 @@ class Executor:
             self.run_ahead.clear()
 
     def handle_model_change(self) -> None:
-        """If, since the last call, the guard has detected a change to the model or `forget_model`
-        was called, calls `forget_model`; the model's state is then read again if it is needed."""
+        """If the guard has detected a change to the model since the last `forget_model`, calls
+        it."""
         if self.guard.num_changes != self._num_handled_changes:
             self.forget_model()
-            self._num_handled_changes = self.guard.num_changes
-            needs_state = self.runner.recorder is not None or self.guard.is_on
-            self._is_state_due = self.allows_replays and needs_state
 
     def check_model(self) -> None:
         """Called before a step, within `attention`: if user code may have run since the last step
@@ -233,7 +231,6 @@ class Executor:
             has_changed = state is None or not state.is_like(previous)
         if has_changed:
             self.handle_weight_change()
-            self._num_handled_changes = self.guard.num_changes
         self._state, self._is_state_due = state, False
         if state is not None:
             if self.runs_user_code:

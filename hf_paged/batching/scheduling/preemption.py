@@ -53,26 +53,21 @@ class CostModel:
         return decay * total + amount, decay * total_seconds + seconds
 
     @property
-    def seconds_per_token(self) -> float | None:
-        """Seconds per prefill token; `None` before the first observation."""
+    def seconds_per_token(self) -> float:
+        """Seconds per prefill token; 0 before the first observation."""
         tokens, seconds = self._prefills
-        if not tokens:
-            return None
-        return seconds / tokens
+        return seconds / tokens if tokens else 0.0
 
     @property
     def bytes_per_second(self) -> float:
         num_bytes, seconds = self._swaps
-        if seconds > 0:
-            return num_bytes / seconds
-        return self._assumed_bytes_per_second
+        return num_bytes / seconds if seconds > 0 else self._assumed_bytes_per_second
 
     def choose(self, num_tokens: int, num_bytes: int) -> str:
         """Returns `"swap"` if copying `num_bytes` out and back is estimated to take less time than
         computing `num_tokens` tokens, otherwise `"recompute"`."""
-        seconds_per_token = self.seconds_per_token or 0.0
         swap_seconds = 2 * num_bytes / self.bytes_per_second
-        if swap_seconds < num_tokens * seconds_per_token:
+        if swap_seconds < num_tokens * self.seconds_per_token:
             return "swap"
         return "recompute"
 
@@ -90,7 +85,8 @@ class Preemption:
     verify: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; if not, only its stops split its prefill
     can_chunk: ClassVar[bool] = True
-    cost_model: CostModel | None = None  # for mode "auto"; learns from times of prefills and swaps
+    # chooses in mode "auto"; learns from times of prefills and, in this mode, of swaps
+    cost_model: CostModel = field(default_factory=CostModel)
     # returns the first process's value: processes must schedule alike, but measure different times
     agree: Callable[[int], int] = int
     num_preemptions: int = 0
@@ -331,9 +327,11 @@ class Preemption:
         return self.swapper is not None and all(row.blocks is not NO_BLOCKS for row in rows)
 
     def swap_out_or_free(self, request: Request) -> None:
-        """Swaps out the blocks of a preempted request, or frees them; the prefix cache may keep
-        full blocks. Blocks computed before the model changed are swapped out if possible."""
+        """Drops the drafts of a preempted request, and swaps out its blocks, or frees them; the
+        prefix cache may keep full blocks. Blocks computed before the model changed are swapped out
+        if possible."""
         for sequence in request.sequences:
+            sequence.commit_draft(self.blocks)
             self._register(sequence)
         rows = request.open_sequences
         if self.can_swap(request):
@@ -343,7 +341,7 @@ class Preemption:
             if any(self.blocks.epochs.is_outdated(sequence.blocks) for sequence in rows):
                 # a recompute would use the changed model
                 mode = "swap"
-            elif self.cost_model is not None:
+            elif mode == "auto":
                 num_bytes = self.swapper.num_held_bytes(request)
                 num_tokens = sum(sequence.num_computed_tokens for sequence in rows)
                 # blocks shared with other requests stay in the pool, where a recompute would find
@@ -359,7 +357,7 @@ class Preemption:
                 start = time.perf_counter()
                 if self.swapper.swap_out(request):
                     self.num_swaps += 1
-                    if self.cost_model is not None and num_bytes:
+                    if num_bytes:
                         seconds = time.perf_counter() - start
                         self.cost_model.observe_swap(num_bytes, seconds)
                     for sequence in rows:

@@ -4,7 +4,6 @@ a step computes."""
 
 from __future__ import annotations
 
-import functools
 import sys
 from bisect import insort
 from collections import deque
@@ -16,7 +15,7 @@ from typing import Any
 from ...cache.block_pool import OutOfBlocksError
 from ...rooms import OnDemand
 from ...seams import Adapters
-from ..request import Request, Status
+from ..request import Request, RequestListener, Status
 from .preemption import Preemption
 
 _by_key = attrgetter("sort_key")
@@ -76,8 +75,8 @@ class RequestQueue:
     `Request.sort_key`. `preemption` allocates and frees their blocks."""
 
     preemption: Preemption
-    arrivals_per_priority: float  # as `Scheduler.arrivals_per_priority`
-    # admits requests whose adapters take memory of the pool (`Request.adapter_bytes`)
+    timeline: RequestListener  # told when requests wait
+    # released by requests whose adapters take memory of the pool (`Request.adapter_bytes`)
     adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
     suspects: Suspects = field(default_factory=Suspects)
     # the requests that this step may compute: the first group of suspects; `None` for all
@@ -86,6 +85,8 @@ class RequestQueue:
     # includes preempted requests, even those with nothing to compute until their next tokens
     waiting: list[Request] = field(default_factory=list)
     num_rows: int = 0  # open rows of running requests
+    # how many earlier requests a request overtakes if its `priority` is 1 less
+    arrivals_per_priority: float = 256.0
     _num_arrivals: int = 0
 
     @property
@@ -114,6 +115,7 @@ class RequestQueue:
         request.status = Status.WAITING
         insort(self.waiting, request, key=_by_key)
         self.preemption.note_waiting(request)
+        self.timeline.record_waiting(request)
 
     def start(self, request: Request) -> None:
         """Moves a waiting request to `running`, after `admit` has returned true for it."""
@@ -138,22 +140,6 @@ class RequestQueue:
         self.waiting = []
         self.num_rows = 0
         self.preemption.forget_waiting()
-
-    def admit(
-        self,
-        request: Request,
-        max_chunk_tokens: int,
-        num_reserved_blocks: int,
-        is_alone: bool,
-    ) -> bool:
-        """Calls `Preemption.admit`, through `Adapters.admit` if the request's adapter takes memory
-        of the pool; returns whether the request fits."""
-        admit = functools.partial(
-            self.preemption.admit, request, max_chunk_tokens, num_reserved_blocks, is_alone
-        )
-        if not request.adapter_bytes:
-            return admit()
-        return self.adapters().admit(request, admit)
 
     def out_of_blocks(self, request: Request) -> OutOfBlocksError:
         """Returns the error of a step that schedules nothing because `request` needs more blocks

@@ -123,11 +123,12 @@ def test_a_long_prompt_leaves_half_to_more_urgent_ones() -> None:
 
 
 def test_priority_is_worth_a_number_of_arrivals() -> None:
-    scheduler = make(seqs=1, arrivals_per_priority=2.5)
+    scheduler = make(seqs=1)
+    scheduler.queue.arrivals_per_priority = 2.5
     for name, priority in [("a", 0), ("b", 1), ("c", 0), ("d", 0), ("e", 0), ("f", -1)]:
         add(scheduler, name, 2, priority=priority)
     order = ""
-    while scheduler.has_unfinished:
+    while scheduler.queue.running or scheduler.queue.waiting:
         order += step(scheduler)
         scheduler.finish(scheduler.queue.running[0])
     assert order == "a2c2f2d2b2e2"
@@ -168,7 +169,7 @@ def test_what_can_never_fit_is_refused(
     told = f"'a' needs {needed} blocks of 4 tokens, but at most 8 are available: raise"
     with pytest.raises(OutOfBlocksError, match=told):
         add(scheduler, "a", length, new_tokens, num_rows=rows)
-    assert not scheduler.has_unfinished
+    assert not scheduler.queue.running and not scheduler.queue.waiting
 
 
 def test_a_window_needs_few_blocks_however_long_the_prompt() -> None:
@@ -252,7 +253,7 @@ def test_a_request_that_waits_for_another_gives_way_and_stays_away_until_it_has_
     a, b = add(scheduler, "a", 16, new_tokens=4), add(scheduler, "b", 16, new_tokens=4)
     assert step(scheduler) == "a16"
     assert step(scheduler) == "b16 -a"  # a waits for b, whose decoding it shares
-    assert step(scheduler) == "" and scheduler.num_waiting == 1
+    assert step(scheduler) == "" and len(scheduler.queue.waiting) == 1
     give(a, b)
     assert step(scheduler) == "b1"
     assert step(scheduler) == "a17 -b"

@@ -10,6 +10,7 @@ window block freed too early shows as wrong content.
 from __future__ import annotations
 
 import random
+import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass
@@ -197,7 +198,7 @@ class Engine(RuleBasedStateMachine):
         is_shared=st.booleans(),
         prefix_caching=st.sampled_from([True, True, False]),
         max_tokens=st.sampled_from([1, 3, 7, 16, 64]),
-        max_chunk=st.sampled_from([None, None, 1, 5, 16]),
+        max_chunk=st.sampled_from([sys.maxsize, sys.maxsize, 1, 5, 16]),
         max_seqs=st.integers(1, 8),
         preempt=st.sampled_from(["recompute", "swap", "auto"]),
         watermark=st.sampled_from([0.0, 0.1]),
@@ -238,14 +239,14 @@ class Engine(RuleBasedStateMachine):
                 self.manager,
                 preempt,
                 self.swapper,
-                cost_model=AnyCost(self.random) if preempt == "auto" else None,
+                cost_model=AnyCost(self.random),
             ),
             max_num_batched_tokens=max_tokens,
             max_num_seqs=max_seqs,
             max_chunk_tokens=max_chunk,
             watermark=watermark,
-            arrivals_per_priority=4,
         )
+        self.scheduler.queue.arrivals_per_priority = 4
         self.decodings: list[list[Request]] = []
         self.answered: dict[Request, set[int]] = {}
         self.is_beam: dict[Request, bool] = {}
@@ -351,12 +352,13 @@ class Engine(RuleBasedStateMachine):
         counts = list(batch.counts)
         assert sum(counts) <= self.scheduler.max_num_batched_tokens and 0 not in counts
         assert counts == [1] * counts.count(1) + [count for count in counts if count > 1]
+        assert all(row.num_to_compute > 1 for row in batch.sequences[batch.num_decodes :])
         chunk, new = self.scheduler.max_chunk_tokens, batch.admitted
         decodes = any(
             sequence.num_to_compute == 1 and sequence.request not in new
             for sequence in batch.sequences[: batch.num_decodes]
         )
-        assert chunk is None or not decodes or sum(count for count in counts if count > 1) <= chunk
+        assert not decodes or sum(counts[batch.num_decodes :]) <= chunk
         assert max(Counter(map(id, batch.sequences)).values(), default=0) <= 1
         columns = zip(batch.sequences, batch.starts, batch.counts, batch.num_logits)
         for sequence, start, count, num_logits in columns:
@@ -474,8 +476,8 @@ class Engine(RuleBasedStateMachine):
         assert [r.key for r in running] == sorted(r.key for r in running)
         assert self.scheduler.queue.num_rows == sum(request.num_open_rows for request in running)
         unfinished = [request for request in self.answered if not request.is_finished]
-        assert self.scheduler.num_running + self.scheduler.num_waiting == len(unfinished)
-        assert self.scheduler.has_unfinished == bool(unfinished)
+        queue = self.scheduler.queue
+        assert len(queue.running) + len(queue.waiting) == len(unfinished)
         for request in self.answered:
             if request.status is not Status.RUNNING:
                 assert all(not t.block_ids for s in request.sequences for t in s.blocks.tables)
@@ -490,7 +492,7 @@ class Engine(RuleBasedStateMachine):
         # one token per step, rows in turn, takes thousands of steps
         self.scheduler.max_num_batched_tokens = 64
         steps = 0
-        while self.scheduler.has_unfinished:
+        while self.scheduler.queue.running or self.scheduler.queue.waiting:
             self.step(False, False)
             self.everything_is_whole()
             steps += 1

@@ -34,9 +34,8 @@ from tests.support.engine_helpers import (
     Spelled,
     assert_drained,
     assert_lone,
-    build_diff_llama,
-    build_mamba,
     engine_of,
+    get_mamba,
     lone_run,
     prompts,
     results_of,
@@ -342,9 +341,8 @@ RECOMPUTE = {"num_blocks": 14, "preemption": "recompute"}
 FEW = {"max_num_seqs": 5}  # others wait
 
 
-def build_model(name: str) -> PreTrainedModel:
-    built = {"diff_llama": build_diff_llama, "mamba": build_mamba}
-    return built[name]() if name in built else models.get(name)
+def shared_model(name: str) -> PreTrainedModel:
+    return get_mamba() if name == "mamba" else models.get(name)
 
 
 @pytest.mark.slow_cases(but=["KeyboardInterrupt-llama-*-2-*", "KeyboardInterrupt-llama-*-15-*"])
@@ -365,7 +363,7 @@ def build_model(name: str) -> PreTrainedModel:
 def test_after_a_forward_that_failed_once_all_requests_go_on(
     error: type[BaseException], name: str, place: str, step: int, config: dict[str, Any]
 ) -> None:
-    model, shared, countdown = build_model(name), prompts(26, seed=6)[0], Countdown(step, error)
+    model, shared, countdown = shared_model(name), prompts(26, seed=6)[0], Countdown(step, error)
     before, results = model_state(model), {}
     with PagedEngine(model, replace(CONFIG, capture=False, **config)) as engine:
         asked = beside(engine)
@@ -483,7 +481,7 @@ CULPRITS = {
     ],
 )
 def test_a_request_whose_forward_raises_ends_alone(name: str, who: str) -> None:
-    _, poison = run_poisoned(build_model(name), CULPRITS[who], MemoryError("on purpose"))
+    _, poison = run_poisoned(shared_model(name), CULPRITS[who], MemoryError("on purpose"))
     most = {"one": 4, "first": 4, "two": 7}  # by halves, from 8 requests to one
     assert poison.num_failed <= most.get(who, 2 * NUM_BESIDE - 1)
     assert who != "all" or poison.num_forwards == poison.num_failed
@@ -523,7 +521,7 @@ def test_requests_that_fit_in_halves_all_go_on(name: str, error: Exception) -> N
     def is_much(ids: torch.Tensor) -> bool:
         return (ids.numel() if name == "llama" else len(ids)) > most
 
-    _, poison = run_poisoned(build_model(name), set(), error, is_much, capture=False)
+    _, poison = run_poisoned(shared_model(name), set(), error, is_much, capture=False)
     assert poison.num_failed > 1
 
 

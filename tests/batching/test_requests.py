@@ -18,7 +18,6 @@ from tests.support.engine_helpers import (
     Asked,
     assert_drained,
     assert_same_as_lone,
-    build_diff_llama,
     lone_run,
     prompts,
     run_all,
@@ -91,7 +90,7 @@ def test_wrong_code_raises_as_plain_does_and_ends_its_request_alone(
     what: str, mode: str, name: str
 ) -> None:
     (code, token), texts = WRONG[what], prompts(9, 12, 7)
-    model = models.get("llama") if name == "llama" else build_diff_llama()
+    model = models.get(name)
     kinds: Any = RuntimeError if token is None else IndexError
     if mode == "beams" and models.BEFORE_5_18:  # fails one line earlier, where scores get a shape
         kinds = (IndexError, RuntimeError)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import json
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import hf_paged
 from tests.support import models
@@ -36,6 +38,28 @@ def model_state(model: PreTrainedModel) -> dict[str, Any]:
         "generation_config": model.generation_config.to_dict(),
         "grad": torch.is_grad_enabled(),
     }
+
+
+def plain_run_key(
+    model: PreTrainedModel, inputs: Any, options: dict[str, Any], seed: int | None
+) -> str | None:
+    """What decides the tokens of plain `generate`, by which a run of one of the session's shared
+    models can be kept; None if it cannot be: options that are not plain data, draws without a seed.
+    A model that is not as it was, in its weights, hooks, forwards or attributes, has another key,
+    and so have caches that a test has patched."""
+    if not models.is_shared(model) or "cache_implementation" in options:
+        return None
+    if seed is None and options.get("do_sample", False):
+        return None
+    forwards = [(type(module), type(module).forward) for module in model.modules()]
+    caches = [DynamicLayer.update, DynamicSlidingWindowLayer.update]
+    versions = [parameter._version for parameter in model.parameters()]
+    modes = torch.is_autocast_enabled("cpu"), torch.get_default_dtype()
+    try:
+        given = json.dumps([inputs, options, seed], sort_keys=True)
+    except TypeError:
+        return None
+    return f"{id(model)} {given} {model_state(model)} {forwards} {caches} {versions} {modes}"
 
 
 def assert_pool_empty(model: PreTrainedModel, where: str = "the call") -> None:

@@ -121,6 +121,7 @@ def test_no_hook_stays_after_an_error(options: dict[str, Any]) -> None:
     assert_clean(model, expected)
 
 
+@pytest.mark.slow_cases(but=["first-plain", "second-paged", "second-engine", "__base__-paged"])
 @pytest.mark.parametrize("how", ["plain", "paged", "engine"])
 @pytest.mark.parametrize("outer", ADAPTERS)
 def test_calls_of_a_processor_have_its_rows_adapter_or_their_own(outer: str, how: str) -> None:

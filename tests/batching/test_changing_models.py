@@ -280,7 +280,6 @@ def num_recorded(model: Any) -> int:
         "function's attribute-processor",
         "global-processor",
         "held class-processor",
-        "hook-[ps]*r",
         "merge-processor",
         "module's class-processor",
         "scaling-*",

@@ -472,7 +472,7 @@ CULPRITS = {
 }
 
 
-@pytest.mark.slow_cases("gemma3-two")
+@pytest.mark.slow_cases("gemma3-two", "mamba-one", "mamba-half", "diff_llama-first")
 @pytest.mark.parametrize(
     ("name", "who"),
     [
@@ -695,7 +695,20 @@ def failing(
     return raised
 
 
-@pytest.mark.slow_cases("blocks are named-0", "the engine goes idle-3", "the span is committed-3")
+# before a request has tokens: places of each part of a step; behind some steps: all
+@pytest.mark.slow_cases(
+    "the engine goes idle-3",
+    "the span is committed-3",
+    "drafts-0",
+    "attention is switched-0",
+    "running rows get tokens-0",
+    "blocks are taken-0",
+    "blocks are named-0",
+    "the timeline-0",
+    "copies-0",
+    "adapters are checked-0",
+    "a model change is handled-0",
+)
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("place", OUTSIDE)
 def test_a_step_that_raises_again_and_again_ends_its_requests(

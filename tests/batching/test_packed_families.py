@@ -137,6 +137,8 @@ def test_prefixes_are_found_again(name: str) -> None:
     assert stats.num_prefix_hit_tokens >= (16 if name in LENGTHS else 32)
 
 
+# the chunks above are greedy, too
+@pytest.mark.slow_cases("*-greedy")
 @pytest.mark.parametrize("mode", ["greedy", "beams_eos"])
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in {"scales", *LENGTHS}])
 def test_ragged_rows_of_a_generate_call(name: str, mode: str) -> None:

@@ -32,7 +32,7 @@ from hf_paged.cache import handles
 from hf_paged.cache.block_pool import BlockPool
 from tests.model import test_positions as tables
 from tests.support import models
-from tests.support.checks import assert_same_tokens, model_state
+from tests.support.checks import assert_same_tokens, generate_both, model_state
 
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
@@ -190,10 +190,7 @@ def assert_whole(model: PreTrainedModel) -> None:
 
 def assert_next_call_is_right(model: PreTrainedModel, inputs: dict[str, torch.Tensor]) -> None:
     for mode, options in MODES.items():
-        torch.manual_seed(3)
-        expected = model.generate(**inputs, **options)
-        torch.manual_seed(3)
-        actual = model.generate(**inputs, **options, **models.PAGED)
+        expected, actual = generate_both(model, inputs, options)
         assert_same_tokens(expected, actual, f"the next call, {mode}")
     assert_whole(model)
 
@@ -235,6 +232,16 @@ FAULTS: list[tuple[str, int, str, type[BaseException]]] = [
 FAULTS += [(place, 4, "greedy", KeyboardInterrupt) for place in PLACES]
 
 
+# each place in the prompt's step, in the next and in a later one; each mode
+@pytest.mark.slow_cases(
+    but=[
+        "*-1-greedy-OnPurpose",
+        "*-2-samples-OnPurpose",
+        "*-7-sample-OnPurpose",
+        "*-7-beams-OnPurpose",
+        "*-KeyboardInterrupt",
+    ]
+)
 @pytest.mark.parametrize(
     ("place", "step", "mode", "kind"),
     FAULTS,

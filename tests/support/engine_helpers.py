@@ -3,7 +3,6 @@ the end."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Callable, Collection, Container, Iterable
@@ -16,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_paged import EngineStats, PagedConfig, PagedEngine, RequestOutput, RequestResult
 from hf_paged.rooms import RoomMissingError
 from tests.support import models
-from tests.support.checks import plain_run_key
+from tests.support.checks import plain_run
 from tests.support.models import Options, Rows
 
 MANY_ENDS = list(range(20, 36))  # many EOS ids, so that texts end early
@@ -51,9 +50,6 @@ MODES: dict[str, Options] = {
 }
 
 
-_LONE_RUNS: dict[str, tuple[Rows, torch.Tensor]] = {}  # with the random state behind them
-
-
 def lone_run(
     model: Any,
     prompt: list[int],
@@ -61,27 +57,10 @@ def lone_run(
     seed: int | None = None,
     **arguments: Any,
 ) -> Rows:
-    """New tokens of plain `generate` on one prompt, each row with its trailing padding. Runs of the
-    session's shared models are kept: many tests compare with the same."""
-    key = plain_run_key(model, prompt, {**options, **arguments}, seed)
-    if key is None:
-        return _run_alone(model, prompt, options, seed, **arguments)
-    if key not in _LONE_RUNS:
-        rows = _run_alone(model, prompt, options, seed, **arguments)
-        _LONE_RUNS[key] = rows, torch.get_rng_state()
-    rows, random_state = _LONE_RUNS[key]
-    if seed is not None:
-        torch.set_rng_state(random_state)
-    return copy.deepcopy(rows)
-
-
-def _run_alone(
-    model: Any, prompt: list[int], options: Options, seed: int | None, **arguments: Any
-) -> Rows:
+    """New tokens of plain `generate` on one prompt, each row with its trailing padding."""
     ids = torch.tensor([prompt], device=model.device)
-    if seed is not None:
-        torch.manual_seed(seed)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **arguments)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    out = plain_run(model, inputs, {**options, **arguments}, seed)
     # behind the decoder's first token
     first = 1 if model.config.is_encoder_decoder else len(prompt)
     return out[:, first:].tolist()

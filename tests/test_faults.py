@@ -435,7 +435,7 @@ def test_out_of_blocks_is_a_runtime_error() -> None:
     assert issubclass(hf_paged.OutOfBlocksError, RuntimeError)
 
 
-@pytest.mark.slow_cases("*-beams", "t5-samples")
+@pytest.mark.slow_cases("*-beams", "t5-samples", "gemma2-samples")
 @pytest.mark.parametrize("mode", BUDGET_MODES)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "t5"])
 def test_a_budget_of_exactly_the_peak_is_enough(name: str, mode: str) -> None:

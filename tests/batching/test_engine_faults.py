@@ -131,13 +131,19 @@ OWN = [*itertools.product((2, 6), FAULTS, ("greedy", "sample", "samples", "beams
 OWN = [own for own in OWN if own[1:] != ("streamer", "beams")]
 
 
+# each kind of code with each mode in an early or a late step
 @pytest.mark.slow_cases(
     "2-criteria-greedy",
+    "2-criteria-sample",
+    "2-processor-greedy",
+    "2-processor-sample",
+    "2-streamer-sample",
     "6-criteria-beams",
-    "6-criteria-sample",
     "6-criteria-samples",
+    "6-processor-beams",
     "6-processor-samples",
     "6-streamer-greedy",
+    "6-streamer-samples",
 )
 @pytest.mark.parametrize(
     ("call", "place", "mode"), [*OWN, *itertools.product((1,), BAD_SCORES, ("sample", "samples"))]

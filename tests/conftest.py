@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib.util
 import os
 import random
@@ -67,6 +68,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("gpu")
         if mark is not None and (obstacle := mark.kwargs.get("unless", no_device)) is not None:
             item.add_marker(pytest.mark.skip(reason=obstacle))
+
+
+def pytest_collection_finish() -> None:
+    # What imports made stays: each `gc.collect` of a test would look at a million objects.
+    gc.collect()
+    gc.freeze()
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from tests.test_parity_matrix import PROCESSORS
 SOME_EOS, MANY_EOS = list(range(4, 128, 17)), list(range(4, 128, 4))
 
 
+@pytest.mark.slow_cases("1?", "2?")
 @pytest.mark.parametrize("seed", range(30))
 def test_options_at_random(seed: int) -> None:
     choose = random.Random(seed)
@@ -114,6 +115,7 @@ DRAWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow_cases("rand", "exponential", "dropout")
 @pytest.mark.parametrize("name", DRAWS)
 def test_a_models_own_method_sees_all_prompts_and_a_seed_decides_its_draws(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,21 +111,24 @@ def _running_nodes(tree: ast.AST) -> Iterator[ast.AST]:
         yield from _running_nodes(node)
 
 
-IMPORTS = {module: imports(module) for module in MODULES}
+@functools.cache
+def all_imports() -> dict[str, set[str]]:
+    return {module: imports(module) for module in MODULES}
 
 
 def test_every_import_is_found() -> None:
-    assert all(imported in MODULES for found in IMPORTS.values() for imported in found)
+    found = all_imports()
+    assert all(imported in MODULES for imports in found.values() for imported in imports)
     assert all(package_of(module) in PACKAGES for module in MODULES)
-    assert IMPORTS["cache.prefix_index"] == {"cache.block_pool"}
-    assert "config" in IMPORTS[""] and sum(map(len, IMPORTS.values())) > 200
+    assert found["cache.prefix_index"] == {"cache.block_pool"}
+    assert "config" in found[""] and sum(map(len, found.values())) > 200
 
 
 def test_imports_run_downward() -> None:
     rank = {name: place for place, name in enumerate(PACKAGES)}
     found = {
         (module, imported)
-        for module, all_imported in IMPORTS.items()
+        for module, all_imported in all_imports().items()
         for imported in all_imported
         if rank[package_of(imported)] < rank[package_of(module)]
     }
@@ -133,7 +137,7 @@ def test_imports_run_downward() -> None:
 
 def test_rooms_import_only_declared_rooms() -> None:
     found: dict[str, set[str]] = {}
-    for module, all_imported in IMPORTS.items():
+    for module, all_imported in all_imports().items():
         name = module.partition(".")[0]
         others = {imported.partition(".")[0] for imported in all_imported} & set(ROOMS) - {name}
         if name in ROOMS and others:
@@ -143,11 +147,11 @@ def test_rooms_import_only_declared_rooms() -> None:
 
 def test_no_circle() -> None:
     def reached(module: str) -> set[str]:
-        seen, waiting = set[str](), set(IMPORTS[module])
+        seen, waiting = set[str](), set(all_imports()[module])
         while waiting:
             imported = waiting.pop()
             seen.add(imported)
-            waiting |= IMPORTS[imported] - seen
+            waiting |= all_imports()[imported] - seen
         return seen
 
     assert {module for module in MODULES if module in reached(module)} == CIRCLES.keys()

@@ -4,6 +4,7 @@ every row is used."""
 from __future__ import annotations
 
 import ast
+import functools
 import pickle
 import re
 from collections.abc import Iterator
@@ -17,10 +18,6 @@ from tests.support.rooms import needs_all_rooms
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "guide" / "troubleshooting.md"
-TREES = {
-    path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
-    for path in (ROOT / "hf_paged").rglob("*.py")
-}
 LOGGED = {"warning", "error", "exception", "log", "warn_once", "log_once"}
 REASONS = re.compile(
     r"_?reasons?_|_?reasons$|(?!finish).*_(reason|check)$|foreign_attention$|_difference$"
@@ -35,6 +32,15 @@ WRAPPED = {
     "_unswitchable_reason",
 }
 """Those whose reasons become parts of another message or error, which points to its topic."""
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Our modules' code, by path."""
+    return {
+        path.relative_to(ROOT).as_posix(): ast.parse(path.read_text())
+        for path in (ROOT / "hf_paged").rglob("*.py")
+    }
 
 
 def names_topic(node: ast.AST) -> bool:
@@ -92,7 +98,7 @@ def test_the_page_has_a_row_for_each_topic_and_error_class() -> None:
 def test_every_topic_is_used() -> None:
     used = {
         node.attr
-        for tree in TREES.values()
+        for tree in trees().values()
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute)
         and isinstance(node.value, ast.Name)
@@ -104,7 +110,7 @@ def test_every_topic_is_used() -> None:
 @pytest.mark.slow
 def test_warnings_point_to_a_topic() -> None:
     missing = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         if path == "hf_paged/model/registry.py":  # `warn_once` itself, and reasons that have topics
             continue
         for call, scope in log_calls(tree):
@@ -118,7 +124,7 @@ def test_warnings_point_to_a_topic() -> None:
 
 def test_reasons_point_to_a_topic() -> None:
     missing = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for function in ast.walk(tree):
             if (
                 isinstance(function, ast.FunctionDef)

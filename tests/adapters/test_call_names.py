@@ -41,6 +41,16 @@ def plain(model: Any) -> dict[str | None, torch.Tensor]:
     return found
 
 
+Tuned = tuple[Any, dict[str | None, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def tuned() -> Tuned:
+    """A model that tests leave as it was (`assert_clean`), and the tokens of its adapters."""
+    model = lora_model()
+    return model, plain(model)
+
+
 def assert_clean(model: Any, expected: dict[str | None, torch.Tensor]) -> None:
     for module in model.modules():
         assert not module._forward_pre_hooks and not module._forward_pre_hooks_with_kwargs
@@ -64,9 +74,8 @@ def pausing(pause: Callable[[], Any]) -> Iterator[None]:
         yield
 
 
-def test_calls_that_begin_together_have_their_own_names() -> None:
-    model = lora_model()
-    expected = plain(model)
+def test_calls_that_begin_together_have_their_own_names(tuned: Tuned) -> None:
+    model, expected = tuned
     run(model, **models.PAGED)  # the model is checked here
     barrier = threading.Barrier(len(ADAPTERS))
     with pausing(lambda: barrier.wait(60)):
@@ -79,9 +88,8 @@ def test_calls_that_begin_together_have_their_own_names() -> None:
     assert_clean(model, expected)
 
 
-def test_a_call_that_begins_leaves_the_forwards_of_others_alone() -> None:
-    model = lora_model()
-    expected = plain(model)
+def test_a_call_that_begins_leaves_the_forwards_of_others_alone(tuned: Tuned) -> None:
+    model, expected = tuned
     has_begun, may_go_on = threading.Event(), threading.Event()
     pausing_threads: list[int] = []
 
@@ -112,20 +120,21 @@ def test_a_call_that_begins_leaves_the_forwards_of_others_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, models.PAGED], ids=["plain", "paged"])
-def test_no_hook_stays_after_an_error(options: dict[str, Any]) -> None:
-    model = lora_model()
-    expected = plain(model)
+def test_no_hook_stays_after_an_error(options: dict[str, Any], tuned: Tuned) -> None:
+    model, expected = tuned
     failing = {"logits_processor": [FailingProcessor(Countdown(2, OnPurpose))]}
     with pytest.raises(OnPurpose):
         run(model, "second", **failing, **options)
     assert_clean(model, expected)
 
 
+@pytest.mark.slow_cases(but=["first-plain", "second-paged", "second-engine", "__base__-paged"])
 @pytest.mark.parametrize("how", ["plain", "paged", "engine"])
 @pytest.mark.parametrize("outer", ADAPTERS)
-def test_calls_of_a_processor_have_its_rows_adapter_or_their_own(outer: str, how: str) -> None:
-    model = lora_model()
-    expected = plain(model)
+def test_calls_of_a_processor_have_its_rows_adapter_or_their_own(
+    outer: str, how: str, tuned: Tuned
+) -> None:
+    model, expected = tuned
     found: list[tuple[str, torch.Tensor]] = []
 
     def judge(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -113,6 +113,7 @@ def assert_gathered(model: Any, implementation: str, **options: Any) -> torch.Te
     return expected
 
 
+@pytest.mark.slow_cases("*-1")  # an engine calls it greedily, below
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("way", WAYS)
 def test_is_called_by_generate(way: str, beams: int) -> None:

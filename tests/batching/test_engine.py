@@ -40,9 +40,8 @@ from tests.support.engine_helpers import (
     assert_drained,
     assert_lone,
     assert_same_as_lone,
-    build_diff_llama,
-    build_mamba,
     engine_of,
+    get_mamba,
     lone_run,
     prompts,
     results_of,
@@ -62,11 +61,13 @@ def counted(num_tokens: int) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- tokens
 
 
+UNPACKED = ("mamba", "diff_llama")
+
+
 @pytest.mark.slow_cases("cpu-*")
-@pytest.mark.parametrize("name", [*models.DECODER_ONLY, "mamba", "diff_llama"])
+@pytest.mark.parametrize("name", [*models.DECODER_ONLY, *UNPACKED])
 def test_all_modes_in_one_batch(name: str, device: torch.device) -> None:
-    built = {"mamba": build_mamba, "diff_llama": build_diff_llama}  # which cannot run packed
-    model = models.put(built[name]() if name in built else models.get(name), device)
+    model = models.put(get_mamba() if name == "mamba" else models.get(name), device)
     texts = prompts(*(random.Random(1).randint(1, 30) for _ in MODES))
     with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=24)) as engine:
         asked = Asked(engine)
@@ -74,7 +75,7 @@ def test_all_modes_in_one_batch(name: str, device: torch.device) -> None:
             config = GenerationConfig(**options) if seed % 2 else options  # both forms
             engine.add_request(prompt, config, request_id=mode, seed=seed)
             asked.asked[mode] = prompt, options, seed
-        assert bool(engine._core.layout.unsupported_reason) == (name in built)
+        assert bool(engine._core.layout.unsupported_reason) == (name in UNPACKED)
         results = asked.check()
     assert sorted(results) == sorted(MODES)
     reasons = {each.finish_reason for result in results.values() for each in result.sequences}

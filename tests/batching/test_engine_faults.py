@@ -34,9 +34,8 @@ from tests.support.engine_helpers import (
     Spelled,
     assert_drained,
     assert_lone,
-    build_diff_llama,
-    build_mamba,
     engine_of,
+    get_mamba,
     lone_run,
     prompts,
     results_of,
@@ -132,13 +131,19 @@ OWN = [*itertools.product((2, 6), FAULTS, ("greedy", "sample", "samples", "beams
 OWN = [own for own in OWN if own[1:] != ("streamer", "beams")]
 
 
+# each kind of code with each mode in an early or a late step
 @pytest.mark.slow_cases(
     "2-criteria-greedy",
+    "2-criteria-sample",
+    "2-processor-greedy",
+    "2-processor-sample",
+    "2-streamer-sample",
     "6-criteria-beams",
-    "6-criteria-sample",
     "6-criteria-samples",
+    "6-processor-beams",
     "6-processor-samples",
     "6-streamer-greedy",
+    "6-streamer-samples",
 )
 @pytest.mark.parametrize(
     ("call", "place", "mode"), [*OWN, *itertools.product((1,), BAD_SCORES, ("sample", "samples"))]
@@ -342,9 +347,8 @@ RECOMPUTE = {"num_blocks": 14, "preemption": "recompute"}
 FEW = {"max_num_seqs": 5}  # others wait
 
 
-def build_model(name: str) -> PreTrainedModel:
-    built = {"diff_llama": build_diff_llama, "mamba": build_mamba}
-    return built[name]() if name in built else models.get(name)
+def shared_model(name: str) -> PreTrainedModel:
+    return get_mamba() if name == "mamba" else models.get(name)
 
 
 @pytest.mark.slow_cases(but=["KeyboardInterrupt-llama-*-2-*", "KeyboardInterrupt-llama-*-15-*"])
@@ -365,7 +369,7 @@ def build_model(name: str) -> PreTrainedModel:
 def test_after_a_forward_that_failed_once_all_requests_go_on(
     error: type[BaseException], name: str, place: str, step: int, config: dict[str, Any]
 ) -> None:
-    model, shared, countdown = build_model(name), prompts(26, seed=6)[0], Countdown(step, error)
+    model, shared, countdown = shared_model(name), prompts(26, seed=6)[0], Countdown(step, error)
     before, results = model_state(model), {}
     with PagedEngine(model, replace(CONFIG, capture=False, **config)) as engine:
         asked = beside(engine)
@@ -474,7 +478,7 @@ CULPRITS = {
 }
 
 
-@pytest.mark.slow_cases("gemma3-two")
+@pytest.mark.slow_cases("gemma3-two", "mamba-one", "mamba-half", "diff_llama-first")
 @pytest.mark.parametrize(
     ("name", "who"),
     [
@@ -483,7 +487,7 @@ CULPRITS = {
     ],
 )
 def test_a_request_whose_forward_raises_ends_alone(name: str, who: str) -> None:
-    _, poison = run_poisoned(build_model(name), CULPRITS[who], MemoryError("on purpose"))
+    _, poison = run_poisoned(shared_model(name), CULPRITS[who], MemoryError("on purpose"))
     most = {"one": 4, "first": 4, "two": 7}  # by halves, from 8 requests to one
     assert poison.num_failed <= most.get(who, 2 * NUM_BESIDE - 1)
     assert who != "all" or poison.num_forwards == poison.num_failed
@@ -523,7 +527,7 @@ def test_requests_that_fit_in_halves_all_go_on(name: str, error: Exception) -> N
     def is_much(ids: torch.Tensor) -> bool:
         return (ids.numel() if name == "llama" else len(ids)) > most
 
-    _, poison = run_poisoned(build_model(name), set(), error, is_much, capture=False)
+    _, poison = run_poisoned(shared_model(name), set(), error, is_much, capture=False)
     assert poison.num_failed > 1
 
 
@@ -697,7 +701,20 @@ def failing(
     return raised
 
 
-@pytest.mark.slow_cases("blocks are named-0", "the engine goes idle-3", "the span is committed-3")
+# before a request has tokens: places of each part of a step; behind some steps: all
+@pytest.mark.slow_cases(
+    "the engine goes idle-3",
+    "the span is committed-3",
+    "drafts-0",
+    "attention is switched-0",
+    "running rows get tokens-0",
+    "blocks are taken-0",
+    "blocks are named-0",
+    "the timeline-0",
+    "copies-0",
+    "adapters are checked-0",
+    "a model change is handled-0",
+)
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("place", OUTSIDE)
 def test_a_step_that_raises_again_and_again_ends_its_requests(

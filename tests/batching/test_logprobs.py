@@ -61,6 +61,14 @@ def test_new_tokens_and_their_alternatives(name: str, mode: str, device: torch.d
                 _close([chosen for _, _, chosen in found], chosen)
 
 
+@pytest.mark.slow_cases(
+    "{'max_num*-mistral",
+    "*swap'}-mistral",
+    "{'max_chunk*-mistral",
+    "{}-gpt2",
+    "*recompute'}-gpt2",
+    "{'max_num*-gpt2",
+)
 @pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
 @pytest.mark.parametrize(
     "config",

@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +30,7 @@ from tests.support.engine_helpers import (
     steps,
     told_by,
 )
+from tests.support.models import Rows
 
 SHORT = {"do_sample": False, "max_new_tokens": 8}
 
@@ -107,23 +107,33 @@ def test_blocks_of_a_lost_sequence_are_free_again() -> None:
     assert cache.stats().used_blocks == len(kept.tables[0].block_ids)
 
 
-@pytest.mark.parametrize("name", ["pin", "unpin", "_allocate", "hold", "_evict_adapter_of"])
-def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_folders(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
+ROWS = list(enumerate(prompts(9, 14, 5, 20)))
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Rows]]:
+    """Folders of three adapters, and the tokens of the rows, which have them in turn."""
     pytest.importorskip("peft")
-    from hf_paged.adapters.pages import AdapterPages, _ResidentAdapter
     from tests.support.peft_models import lone_with, many, saved
 
-    tuned, given = many(3, r=8), list(enumerate(prompts(9, 14, 5, 20)))
-    expected = {str(i): lone_with(tuned, f"a{i % 3}", text, SHORT) for i, text in given}
-    folders = saved(tuned, tmp_path)
+    tuned = many(3, r=8)
+    expected = {str(i): lone_with(tuned, f"a{i % 3}", text, SHORT) for i, text in ROWS}
+    return saved(tuned, tmp_path_factory.mktemp("adapters")), expected
+
+
+@pytest.mark.parametrize("name", ["pin", "unpin", "_allocate", "hold", "_evict_adapter_of"])
+def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_folders(
+    monkeypatch: pytest.MonkeyPatch, adapters: tuple[list[str], dict[str, Rows]], name: str
+) -> None:
+    from hf_paged.adapters.pages import AdapterPages, _ResidentAdapter
+
+    folders, expected = adapters
     config = PagedConfig(block_size=8, num_blocks=14, max_num_seqs=2, storage="blocks")
     owner = _ResidentAdapter if name == "hold" else AdapterPages
     with PagedEngine(models.build("llama"), config) as engine:
 
         def add() -> None:
-            for i, text in given:
+            for i, text in ROWS:
                 engine.add_request(text, SHORT, request_id=str(i), adapter=folders[i % 3])
 
         add()

@@ -97,6 +97,10 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.slow_cases(
+    *(f"{name}-side by side" for name in ("qwen3", "mistral", "gemma2", "gpt_oss", "phi3")),
+    *(f"{name}-side by side, not padded" for name in ("llama", "gemma3", "gpt2", "mixtral")),
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_schedules_give_plain_logits(name: str, layout: str) -> None:

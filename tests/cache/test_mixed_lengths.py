@@ -118,6 +118,7 @@ def play(
             assert torch.equal(found + 0, expected), f"what was shown changed after {what}"
 
 
+@pytest.mark.slow_cases("*-4", "*-5", "*-6", "*-7")
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("windowed", [False, True])
 def test_any_order_of_operations(windowed: bool, seed: int) -> None:

@@ -63,7 +63,16 @@ def build(name: str) -> Any:
 MODE_NAMES = ("greedy", "samples", "beams", "penalties")
 
 
-@pytest.mark.slow_cases("*bart-greedy")
+@pytest.mark.slow_cases(
+    "*bart-greedy",
+    "cpu-gemma3-samples",
+    "cpu-gemma3-penalties",
+    "cpu-gpt2-greedy",
+    "cpu-gpt2-beams",
+    "cpu-t5-greedy",
+    "cpu-qwen3_next-beams",
+    "cpu-gpt_oss-beams",
+)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

@@ -48,7 +48,17 @@ TEXTS = (
 )
 
 
-@pytest.mark.slow_cases("*-1-mode1")
+# each size of a batch with each of two entry points and some mode
+@pytest.mark.slow_cases(
+    but=[
+        "keyword-1-mode2",
+        "keyword-2-mode0",
+        "keyword-5-mode1",
+        "generation_config-1-mode0",
+        "generation_config-2-mode1",
+        "generation_config-5-mode2",
+    ]
+)
 @pytest.mark.parametrize(
     "mode", [GREEDY, BEAMS, {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 8}]
 )

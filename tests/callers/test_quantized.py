@@ -52,7 +52,14 @@ def quantized(name: str, scheme: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.slow_cases("*-activations-*", "t5-*-beams", "t5-*-samples", "t5-int4-*")
+@pytest.mark.slow_cases(
+    "*-activations-*",
+    "t5-*-beams",
+    "t5-*-samples",
+    "t5-int4-*",
+    "llama-int8-samples",
+    "llama-int4-beams",
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama", "t5"])

@@ -410,6 +410,18 @@ FORMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+# in the interpreter, which is slow: each form, and each dtype
+@pytest.mark.slow_cases(
+    but=[
+        "cpp-*",
+        "portable-*",
+        "triton-torch.float32-*",
+        "triton-torch.bfloat16-unaligned",
+        "triton-torch.int8-sliced",
+        "triton-torch.complex64-strided",
+        "triton-torch.bool-permuted slice",
+    ]
+)
 @pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(

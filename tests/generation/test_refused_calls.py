@@ -63,7 +63,8 @@ SHAPES = list(REFUSED)[:4]
     ],
 )
 def test_after_a_refused_call_the_next_is_served(name: str, case: str) -> None:
-    model, inputs = models.build(name), models.padded_prompt(name, (5, 3))
+    model, inputs = models.get(name), models.padded_prompt(name, (5, 3))
+    hf_paged.free(model)  # a new pool
     assert_served(model, inputs)
     errors = (ValueError, RuntimeError, TypeError, AttributeError, IndexError, ZeroDivisionError)
     for paged in ({}, models.PAGED) * 2:

@@ -15,7 +15,7 @@ import hf_paged
 from hf_paged import PagedEngine, compat
 from hf_paged.batching.arguments import ServedByGenerateError
 from hf_paged.cache.block_manager import BlockManager
-from hf_paged.generation.batch_call import MIN_CACHED_TOKENS
+from hf_paged.generation import batch_call
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors
 from hf_paged.media import checks
@@ -508,6 +508,7 @@ class Shifted(transformers.LlamaForCausalLM):
 
 
 @needs_fingerprints
+@pytest.mark.slow_cases("torch.float32-True", "torch.int64-False")
 @pytest.mark.parametrize("is_text_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float, torch.int64], ids=str)
 def test_an_input_that_acts_in_prompts_alone_shares_no_prefix(
@@ -532,7 +533,7 @@ def test_an_input_that_acts_in_prompts_alone_shares_no_prefix(
         for call in calls:
             ask(engine, [call])
     for call in calls:
-        same(model, call, max_new_tokens=MIN_CACHED_TOKENS - 61)
+        same(model, call, max_new_tokens=batch_call.MIN_CACHED_TOKENS - 61)
 
 
 @pytest.mark.parametrize("name", [LLAVA, QWEN])
@@ -925,14 +926,17 @@ def test_a_buffer_of_pictures_may_be_reused() -> None:
 @needs_fingerprints
 @pytest.mark.slow_cases("Gemma3ForConditionalGeneration")
 @pytest.mark.parametrize("name", BEHIND_TEXT)
-def test_a_generate_call_begins_behind_a_known_text(name: str, hits: list[int]) -> None:
+def test_a_generate_call_begins_behind_a_known_text(
+    name: str, hits: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_call, "MIN_CACHED_TOKENS", 0)  # also short calls keep theirs
     model, (first, second) = model_of(name), rows_of_two_sizes(name)
     ample = {"num_blocks": 128}
     for options in MODES.values():
         hf_paged.free(model)
         for call, num_known in ((first, 0), (second, 24), (other_pictures(first), 32)):
             hits.clear()
-            route = same(model, call, ample, **options, max_new_tokens=MIN_CACHED_TOKENS)
+            route = same(model, call, ample, **options)
             assert route.road == "engine" and max(hits) == num_known
 
 

@@ -137,7 +137,7 @@ def build(name: str) -> PreTrainedModel:
 @functools.cache
 def get(name: str) -> PreTrainedModel:
     """The session's model of this name. Tests must not change it."""
-    return build(name)
+    return models.shared(build(name))
 
 
 @pytest.mark.parametrize("name", [*LEARNED, *UNLIMITED])

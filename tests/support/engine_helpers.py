@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_paged import EngineStats, PagedConfig, PagedEngine, RequestOutput, RequestResult
 from hf_paged.rooms import RoomMissingError
 from tests.support import models
+from tests.support.checks import plain_run
 from tests.support.models import Options, Rows
 
 MANY_ENDS = list(range(20, 36))  # many EOS ids, so that texts end early
@@ -58,9 +59,8 @@ def lone_run(
 ) -> Rows:
     """New tokens of plain `generate` on one prompt, each row with its trailing padding."""
     ids = torch.tensor([prompt], device=model.device)
-    if seed is not None:
-        torch.manual_seed(seed)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **arguments)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    out = plain_run(model, inputs, {**options, **arguments}, seed)
     # behind the decoder's first token
     first = 1 if model.config.is_encoder_decoder else len(prompt)
     return out[:, first:].tolist()
@@ -270,6 +270,12 @@ def prompts(*lengths: int, seed: int = 0) -> Rows:
 
 # A model whose code splits the cached values of a batch in two: no packed batch.
 build_diff_llama = functools.partial(models.build, "diff_llama")
+
+
+@functools.cache
+def get_mamba() -> PreTrainedModel:
+    """The session's shared one, which a test must not change."""
+    return models.shared(build_mamba())
 
 
 def build_mamba() -> PreTrainedModel:

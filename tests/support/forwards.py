@@ -17,6 +17,11 @@ from tests.support.architecture_configs import tiny_model
 
 @functools.cache
 def build(name: str) -> Any:
+    """The session's model of this class, which a test must not change."""
+    return models.shared(fresh(name))
+
+
+def fresh(name: str) -> Any:
     model = tiny_model(getattr(transformers, name))
     for config in (model.config, model.config.get_text_config(), model.generation_config):
         config.eos_token_id = None

@@ -202,6 +202,9 @@ def init_weights(model: torch.nn.Module, seed: int) -> None:
             draw(parameter, gain / fan_in**0.5)
 
 
+_SHARED: dict[int, PreTrainedModel] = {}
+
+
 @functools.cache
 def get(name: str) -> PreTrainedModel:
     """The session's shared model of this name, loaded from safetensors. Tests must not change
@@ -218,7 +221,20 @@ def get_eager(name: str) -> PreTrainedModel:
 def _reloaded(model: PreTrainedModel, implementation: str | None) -> PreTrainedModel:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        return type(model).from_pretrained(folder, attn_implementation=implementation).eval()
+        return shared(
+            type(model).from_pretrained(folder, attn_implementation=implementation).eval()
+        )
+
+
+def shared(model: PreTrainedModel) -> PreTrainedModel:
+    """The same model, which tests must not change from now on."""
+    _SHARED[id(model)] = model
+    return model
+
+
+def is_shared(model: PreTrainedModel) -> bool:
+    """Whether it is one of the session's shared models."""
+    return id(model) in _SHARED
 
 
 def put(value: Any, device: torch.device) -> Any:

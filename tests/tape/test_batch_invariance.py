@@ -236,6 +236,7 @@ def use_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]
 PATH_NAMES = list(PATHS)[: best_path() + 1] if cpp.is_available() else []
 
 
+@pytest.mark.slow_cases("*-(16, 1, 80)-torch.float16-*", "700-(16, 1, 80)-torch.bfloat16-*")
 @pytest.mark.parametrize("path", PATH_NAMES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("heads", [(4, 4, 64), (6, 2, 64), (16, 1, 80), (3, 1, 24)], ids=str)

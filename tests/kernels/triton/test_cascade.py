@@ -78,7 +78,14 @@ def build(
     return normal(len(rows), heads).to(DEVICE), *both.to(DEVICE).chunk(2, dim=1), step
 
 
-@pytest.mark.slow_cases("*-3", "torch.bfloat16-*-1", "torch.float32-sinks-1")
+@pytest.mark.slow_cases(
+    "*-3",
+    "torch.bfloat16-*-1",
+    "torch.bfloat16-sinks-None",
+    "torch.float16--1",
+    "torch.float16-sinks-None",
+    "torch.float32-sinks-1",
+)
 @pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

@@ -4,6 +4,7 @@ a forward. `attention/switch.py` chooses the modules."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -38,11 +39,11 @@ def uncompiled(function: Any) -> Any:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of the module runs compiled code, apart from its submodules."""
-    attributes = vars(module)
-    functions = [attributes[name] for name in FUNCTION_ATTRIBUTES if name in attributes]
+    own_functions = map(vars(module).get, FUNCTION_ATTRIBUTES)
     # the class of a traced module has no `forward`
-    functions.append(getattr(type(module), "forward", None))
-    return any(hasattr(function, _ORIGINAL) for function in functions)
+    class_forward = getattr(type(module), "forward", None)
+    functions = (*own_functions, class_forward)
+    return any(map(hasattr, functions, itertools.repeat(_ORIGINAL)))
 
 
 def is_switched(module: nn.Module) -> bool:

@@ -4,6 +4,7 @@ comparing forwards (`checks`). There is no list of model names."""
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Hashable
@@ -236,14 +237,14 @@ def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
         attributes += (replaced_forward(module), *hooks_of(module))
         shapes += [tensor.shape for tensor in tensors_of_module(module)]
     bases = dict.fromkeys(base for kind, _ in module_types for base in kind.__mro__)
-    members = (member for base in bases for member in vars(base).values())
-    functions = tuple(member for member in members if isinstance(member, types.FunctionType))
+    members = itertools.chain.from_iterable(vars(base).values() for base in bases)
+    functions = [member for member in members if isinstance(member, types.FunctionType)]
     configs = switchable_configs(modules)
     device = compute_device(model)
     return (
         module_types,
         tuple(map(code_of, attributes)),
-        functions,
+        tuple(functions),
         tuple(map(model_attention, configs)),
         tuple(shapes),
         (model.dtype, autocast_dtype(device), product_precision(device)),

@@ -164,13 +164,12 @@ class BlockManager:
             for group, table in zip(self.groups, tables):
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_committed)
-        needs = [table.num_needed(end - table.num_tokens) for table in tables]
-        allocated_ids = self.take(needs, tables)
-        if allocated_ids is None and self._unregister_state(blocks):
+        allocated_ids = None
+        while allocated_ids is None:
             needs = [table.num_needed(end - table.num_tokens) for table in tables]
             allocated_ids = self.take(needs, tables)
-        if allocated_ids is None:
-            return False
+            if allocated_ids is None and not self._unregister_state(blocks):
+                return False
         for table, copies, new_ids in zip(tables, self._copies, allocated_ids):
             unused_ids = new_ids[table.num_needed(end - table.num_tokens) :]
             if unused_ids:  # `take` dropped this sequence's snapshot, so its slot needs no copy
@@ -295,15 +294,11 @@ class BlockManager:
         if self._state_group is None:
             return False
         table = blocks.tables[self._state_group]
-        if not table.block_ids:
-            return False
-        slot = table.block_ids[0]
-        if table.pool.refcount(slot) > 1:
-            return False
-        is_kept = table.pool.is_kept(slot)
-        if is_kept:
-            table.pool.invalidate(slot)
-        return is_kept
+        for slot in table.block_ids:
+            if table.pool.refcount(slot) == 1 and table.pool.is_kept(slot):
+                table.pool.invalidate(slot)
+                return True
+        return False
 
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """Removes all tokens from `num_tokens` on; restores no states. Raises `ValueError`, and

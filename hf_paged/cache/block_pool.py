@@ -194,10 +194,7 @@ class BlockPool:
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
-            block_id, _ = self._cached.popitem(last=False)
-            on_evict = self._kept.pop(block_id)
-            self._free[block_id] = None
-            on_evict(block_id)
+            self.invalidate(next(iter(self._cached)))
         return num_cached - len(self._cached)
 
     def recount(self, tables: Iterable[Sequence[int]]) -> None:

@@ -50,8 +50,8 @@ class LayerGroup:
         """Called after the tables have changed: the rows now hold `length` logical positions each,
         including `paddings`, their leading positions that are not stored. Drops cached steps."""
         self.paddings, self.length = paddings, length
-        self._step: StepMetadata | None = None
-        self._view: StepMetadata | None = None
+        # steps made since then, by their length and number of queries
+        self._steps: dict[tuple[int, int], StepMetadata] = {}
         self._block_tables: Tensor | None = None  # `None`: out of date
 
     @property
@@ -130,13 +130,8 @@ class LayerGroup:
             # are set
             self.rows.sequences, self.paddings, self.expected_paddings = sequences, paddings, None
         length = context_len + query_len
-        step = self._step
-        if (
-            step is not None
-            and step.query_len == query_len
-            and step.columns
-            and step.columns.stop == length
-        ):
+        step = self._steps.get((length, query_len))
+        if step is not None:
             return step
         tables = self.tables
         rows = zip(tables, self.paddings)
@@ -147,9 +142,8 @@ class LayerGroup:
             self.length, self._block_tables = length, None
         else:
             self._make_writable(tables, context_len, length)
-        self._view = None
-        self._step = self._make_step(length, query_len, device)
-        return self._step
+        self._steps.clear()
+        return self._make_step(length, query_len, device)
 
     @guarded
     def undo_first_step(self, length: int) -> None:
@@ -297,7 +291,7 @@ class LayerGroup:
             first_column = min(first_column, self._freed_before)
         block_tables = self._block_tables.to(device)
         slot_tensor = _tensor(slots, torch.long, len(tables), query_len)
-        return StepMetadata.rectangle(
+        step = self._steps[length, query_len] = StepMetadata.rectangle(
             block_tables,
             seq_lens,
             size,
@@ -308,22 +302,14 @@ class LayerGroup:
             origins=tuple(origins),
             counters=self.rows.counters,
         )
+        return step
 
     def view(self, length: int, device: torch.device) -> StepMetadata:
         """Returns a step without queries over the first `length` logical positions. Raises
         `ValueError` if visible ones were freed."""
-        view = self._view
-        if (
-            view is None
-            or view.columns is None
-            or view.columns.stop != length
-            or self.length != length
-        ):
-            if length < self.length:
-                self._check_window(length)
-            view = self._make_step(length, 0, device)
-            self._view = view
-        return view
+        if length < self.length:
+            self._check_window(length)
+        return self._steps.get((length, 0)) or self._make_step(length, 0, device)
 
     def check_crop(self, length: int) -> None:
         """Raises `ValueError` if the new end lies in freed blocks."""

@@ -111,8 +111,7 @@ class PagedCache(DynamicCache):
                 f"`paged_config` is {paged_config!r}, but `memory` was made with {memory.config!r}:"
                 " pass one of the two"
             )
-        stock = DynamicCache(config=config)
-        self._setup(memory, kind, stock.layers, stock.layer_class_to_replicate is not None)
+        self._setup(DynamicCache(config=config), memory, kind)
 
     @classmethod
     def from_empty(
@@ -123,33 +122,23 @@ class PagedCache(DynamicCache):
         owner_counters: ReadCounters | None = None,
         cross: PagedCache | None = None,
     ) -> PagedCache:
-        """Returns a paged cache with the layers of an empty `DynamicCache`, and `cross` as its
-        cross-attention cache. `owner_counters`: the read counters of the rows' owner; with them,
-        the cache borrows the rows passed to `take` and owns none."""
+        """Returns a paged cache with the layers of an empty `DynamicCache` (paged layers of which
+        may hold tokens), and `cross` as its cross-attention cache. `owner_counters`: the read
+        counters of the rows' owner; with them, the cache borrows the rows passed to `take` and owns
+        none."""
         paged = cls.__new__(cls)
-        can_grow = cache.layer_class_to_replicate is not None
-        paged._setup(memory, kind, cache.layers, can_grow, owner_counters, cross)
+        paged._setup(cache, memory, kind, owner_counters, cross)
         return paged
 
     def empty_twin(
-        self,
-        memory: PagedMemory,
-        owner_counters: ReadCounters | None = None,
-        kind: str | None = None,
+        self, memory: PagedMemory, owner_counters: ReadCounters | None = None
     ) -> PagedCache:
         """Returns an empty cache on `memory` with the layers of this one (of which only paged ones
         may hold tokens); `owner_counters` as in `from_empty`."""
-        layers = []
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer = copy.deepcopy(layer)
-            layers.append(layer)
         cross = self.cross
         if cross is not None:
             cross = cross.empty_twin(memory, owner_counters)
-        twin = PagedCache.__new__(PagedCache)
-        twin._setup(memory, kind or self.kind, layers, self._can_grow, owner_counters, cross)
-        return twin
+        return PagedCache.from_empty(self, memory, self.kind, owner_counters, cross)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(value, "__self__", None) is self:
@@ -158,17 +147,16 @@ class PagedCache(DynamicCache):
 
     def _setup(
         self,
+        empty: DynamicCache,
         memory: PagedMemory,
         kind: str,
-        stock_layers: Sequence[Any],
-        can_grow: bool,
         owner_counters: ReadCounters | None = None,
         cross: PagedCache | None = None,
     ) -> None:
         self.memory, self.kind, self.cross = memory, kind, cross
         self.counters = ReadCounters() if owner_counters is None else owner_counters
-        specs = [spec_of(layer, kind) for layer in stock_layers]
-        if can_grow:
+        specs = [spec_of(layer, kind) for layer in empty.layers]
+        if empty.layer_class_to_replicate is not None:
             distinct_specs = dict.fromkeys([GroupSpec(kind)])
         else:
             distinct_specs = dict.fromkeys(filter(None, specs))
@@ -176,11 +164,11 @@ class PagedCache(DynamicCache):
         self.rows = CacheRows(memory, distinct_specs, self.counters, is_borrowed)
         self.groups = {spec: LayerGroup(self.rows, spec) for spec in distinct_specs}
         layers = []
-        for index, (layer, spec) in enumerate(zip(stock_layers, specs)):
+        for index, (layer, spec) in enumerate(zip(empty.layers, specs)):
             group = None if spec is None else self.groups[spec]
             layers.append(paged_layer(layer, group, index))
         Cache.__init__(self, layers=layers)
-        self._can_grow = can_grow
+        self.layer_class_to_replicate = empty.layer_class_to_replicate
 
     @property
     def layer_class_to_replicate(self) -> Any:

@@ -195,14 +195,16 @@ class PagedTensor(ReadOnlyTensor):
             dtype = layer.dtypes[is_value]
         device = blocks.device
         self = make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
-        self.step = step
-        self.layer = layer
-        self.blocks = blocks
-        self.fresh = fresh
+        self.bind(step, layer, blocks, fresh)
         self.reader = reader
         self.has_read_only_views = has_read_only_views
         self._dense = None
         return self
+
+    def bind(self, step: Any, layer: Any, blocks: Any, fresh: Tensor | None) -> None:
+        """Makes this the handle of another step with K/V like these. Between packed steps all are
+        `None`: handles are reused, but must keep no tensors alive that the storage may replace."""
+        self.step, self.layer, self.blocks, self.fresh = step, layer, blocks, fresh
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises

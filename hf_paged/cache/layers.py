@@ -47,9 +47,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         # whether the model's own code has read a handle to values in a decode: from then on,
         # `update` returns dense tensors in decodes
         self.should_gather = False
-        # handles returned in the last packed step
-        self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
-        self._packed_signature: StoreSignature | None = None
+        # handles returned in the last packed step, by the signature of its K/V
+        self.packed_handles: dict[StoreSignature, tuple[PagedTensor, PagedTensor]] = {}
         self.graph_states: Any = None  # `GraphStates` of the room `gradients`
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
@@ -177,20 +176,15 @@ class PagedLayer(cache_utils.DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Returns handles to the new K/V of a layer's first tokens, or of a packed step. A packed
         step reuses the handles of the last one if K/V have an equal signature."""
-        handles = self.packed_handles
         is_packed = step.columns is None
-        if is_packed and handles is not None and self._packed_signature == signature:
+        if is_packed and signature in self.packed_handles:
+            handles = self.packed_handles[signature]
             for handle, fresh, (stored, _) in zip(handles, (keys, values), blocks.pair):
-                handle.step = step
-                handle.layer = blocks
-                handle.blocks = stored
-                handle.fresh = fresh
+                handle.bind(step, blocks, stored, fresh)
             return handles
         handles = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
         if is_packed:
-            self.packed_handles = None  # an interrupt may come between these lines
-            self._packed_signature = signature
-            self.packed_handles = handles
+            self.packed_handles = {signature: handles}
         return handles
 
     def _cached_handles(
@@ -363,7 +357,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def take(self, length: int) -> None:
         """Called after the cache has taken over rows of `length` positions each."""
         # handles are dropped, since a deep copy would gather stale ones
-        self.num_positions, self.packed_handles = length, None
+        self.num_positions, self.packed_handles = length, {}
         self.graph_states = None
         blocks = self.group.group_memory.storage.layers.get(self.index)
         if length and blocks is not None:

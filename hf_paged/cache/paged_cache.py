@@ -4,6 +4,7 @@ implements `update`."""
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -257,9 +258,8 @@ class PagedCache(DynamicCache):
             group.packed_step = step
         if None in steps:
             for layer in self.layers:
-                # handles are reused, but must not keep tensors alive that the storage may replace
-                for handle in getattr(layer, "packed_handles", None) or ():
-                    handle.step = handle.fresh = handle.layer = handle.blocks = None
+                for handle in itertools.chain(*getattr(layer, "packed_handles", {}).values()):
+                    handle.bind(None, None, None, None)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """Returns the number of logical positions so far, including padding. In a packed forward,

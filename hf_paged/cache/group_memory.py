@@ -107,18 +107,6 @@ class GroupMemory:
         """Whether the layers hold only part of a cached block's content."""
         return self._is_adding_layer or not self.storage.layers
 
-    def expect(self, block_bytes: int) -> None:
-        """Sets the expected bytes of a block over all layers to `block_bytes`, if that is more.
-        Raises `OutOfBlocksError` if the pool then exceeds the budget."""
-        expected_bytes = max(block_bytes, self._expected_bytes)
-        self._expected_bytes, self._is_short = expected_bytes, False
-        if not budget.charge(self.memory):
-            self._is_short = True
-            raise OutOfBlocksError(
-                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens"
-                f" ({self.block_bytes:,} bytes each): {_budget_text()}"
-            )
-
     def has_free(self, num_blocks: int) -> bool:
         """Whether `num_blocks` blocks are free and no limit has to be checked: `ensure_free` would
         do nothing."""
@@ -303,9 +291,15 @@ class GroupMemory:
             self.pool.evict(self.pool.num_cached)
         finally:
             self._is_adding_layer = False
-        self._expected_bytes = 0
-        self.expect(num_layers * self.storage.outline(keys, values).block_bytes)
+        expected_bytes = num_layers * self.storage.outline(keys, values).block_bytes
+        self._expected_bytes, self._is_short = expected_bytes, False
+        is_charged = budget.charge(self.memory)
         self._is_short = True
+        if not is_charged:
+            raise OutOfBlocksError(
+                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens"
+                f" ({self.block_bytes:,} bytes each): {_budget_text()}"
+            )
         if not commits_when_touched(keys.device):
             budget.release_idle(self.memory)
         needed_text = f"{self.pool.num_blocks} blocks"

@@ -286,12 +286,10 @@ class PagedMemory:
     @property
     def num_held_by_others(self) -> int:
         """Additional blocks that `hf_paged.budget` would allow if no other pool were in use."""
-        total = budget.limit(self)
         block_bytes = _least_block_bytes(self.groups.values())
-        if total is None or not block_bytes:
+        if budget.limit(self) is None or not block_bytes:
             return 0
-        share = budget.share(self) or 0
-        return max(0, total - share) // block_bytes
+        return budget.bytes_of_others(self) // block_bytes
 
     def evict_to_fit(self, num_needed: int, group: GroupMemory) -> None:
         """Evicts cached blocks, those of `group` first, until `num_needed` more used blocks fit in
@@ -406,11 +404,8 @@ class PagedMemory:
         if num_used > self._call_blocks:
             self._call_blocks = num_used
             self._call_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
-        if num_used < self.peak_blocks or not num_used:
-            return
-        self.peak_blocks = num_used
-        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
-        self.waste = share_of_unused_slots(self.groups.values())
+        if num_used and num_used >= self.peak_blocks:
+            self._set_peak(num_used)
 
     def release(self) -> bool:
         """Frees all memory (on a device: to PyTorch's allocator) and cached blocks, unless a table
@@ -441,9 +436,11 @@ class PagedMemory:
 
     def reset_peak(self) -> None:
         """Restarts the peaks from the current use, and the count of copied blocks from 0."""
-        self._released_peak_bytes = 0
-        self.num_copied = 0
-        self.peak_blocks = self.num_used
+        self._released_peak_bytes = self.num_copied = 0
+        self._set_peak(self.num_used)
+
+    def _set_peak(self, num_used: int) -> None:
+        self.peak_blocks = num_used
         self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
         self.waste = share_of_unused_slots(self.groups.values())
 

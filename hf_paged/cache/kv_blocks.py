@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,11 +51,11 @@ class KVBlocks:
         self.quantized_dtype = self.keys.dtype if is_quantized else None
         # whether keys and values are quantized side by side, with one scale for both
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
-        # `store_signature` of the last stored K/V: such K/V fit these blocks
-        self.store_signature: StoreSignature | None = None
-        # the prepared call of the C++ kernel, reused while tensors have the same layouts
-        self.attention: cpp_attention.Attention | None = None
-        self._store: Store | None = None
+        # the function that stored the last K/V, by their `store_signature`: such K/V fit these
+        # blocks
+        self.stores: dict[StoreSignature, Store] = {}
+        # the prepared call of the C++ kernel, by what it requires of later calls
+        self.kernels: dict[Hashable, cpp_attention.Attention] = {}
         # attributes, not properties, since each growth of a pool sums them over all layers
         self.num_blocks = self.keys.shape[0]
         self.block_bytes = 0
@@ -110,12 +110,11 @@ class KVBlocks:
             blocks = self.latents
             keys = torch.cat((keys, values), dim=3)
             values = keys
-        if signature != self.store_signature or self._store is None:
+        store = self.stores.get(signature)
+        if store is None:
             store = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self.store_signature = None  # an interrupt may come between these lines
-            self._store = store
-            self.store_signature = signature
-        self._store(keys, values, slots)
+            self.stores = {signature: store}
+        store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
         """Whether K/V `(batch, heads, n, dim)` have these blocks' heads, dims, device and

@@ -139,7 +139,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             try:
                 with group.memory.lock:
                     old_blocks = group.group_memory.storage.layers.get(self.index)
-                    if old_blocks is None or old_blocks.store_signature != signature:
+                    if old_blocks is None or signature not in old_blocks.stores:
                         num_new_tables = group.num_new_tables(context_len)
                         group.group_memory.layer(
                             self.index,

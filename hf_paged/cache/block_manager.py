@@ -32,14 +32,14 @@ class BlockManager:
         # records lengths; stored, since `memory` may be collected before the sequences end
         self._length_recorder = memory.sizes
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
-        self._block_sizes = [group.block_size for group in groups]
-        sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
+        block_sizes = [group.block_size for group in groups]
+        sizes = [size for size in block_sizes if size < UNBOUNDED] or [memory.block_size]
         # cached prefixes end at multiples of this size, where blocks of all groups end, since sizes
         # are powers of two
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
         # nodes per block, by group
-        ratios = [1 if size == UNBOUNDED else size // self.node_size for size in self._block_sizes]
+        ratios = [1 if size == UNBOUNDED else size // self.node_size for size in block_sizes]
         pools = [group.pool for group in groups]
         specs = [group.spec for group in groups]
         windows = [spec.prefix_window for spec in specs]
@@ -100,12 +100,10 @@ class BlockManager:
         blocks: SequenceBlocks = NO_BLOCKS,
     ) -> list[int]:
         """Returns each group's `GroupSpec.num_spanned` for a sequence that holds `blocks`."""
-        counts = [len(table.block_ids) for table in blocks.tables]
-        if not counts:
-            counts = [0] * len(self.groups)
-        groups = zip(self.groups, counts, self._block_sizes)
+        counts = [len(table.block_ids) for table in blocks.tables] or [0] * len(self.groups)
         return [
-            group.spec.num_spanned(first, end, chunk, count, size) for group, count, size in groups
+            group.spec.num_spanned(first, end, chunk, count, group.block_size)
+            for group, count in zip(self.groups, counts)
         ]
 
     def can_take(self, needs: Sequence[int], reserve: int = 0) -> bool:
@@ -132,8 +130,7 @@ class BlockManager:
 
     def new(self) -> SequenceBlocks:
         """Returns the blocks of a new sequence: empty tables."""
-        groups = zip(self.groups, self._block_sizes)
-        tables = tuple(BlockTable(group.pool, size) for group, size in groups)
+        tables = tuple(BlockTable(group.pool, group.block_size) for group in self.groups)
         blocks = SequenceBlocks(tables, self.epochs.current)
         self._sequences[blocks] = None
         return blocks

@@ -3,6 +3,8 @@ blocks of cached prefixes. Holds no tensors; the scheduler decides which request
 
 from __future__ import annotations
 
+import operator
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -116,11 +118,8 @@ class BlockManager:
         if len(self.groups) == 1:
             return True
         allocated_ids = self.take(needs)  # groups compete for memory: only trying can tell
-        if allocated_ids is None:
-            return False
-        for group, block_ids in zip(self.groups, allocated_ids):
-            group.pool.release(block_ids)
-        return True
+        self._release(allocated_ids or [])
+        return allocated_ids is not None
 
     def tables(self, index: int, others: Iterable[SequenceBlocks] = ()) -> Iterator[BlockTable]:
         """Yields the group's tables of all live sequences, and of `others`."""
@@ -140,7 +139,7 @@ class BlockManager:
         blocks: SequenceBlocks,
         num_tokens: int,
         can_skip: bool = False,
-        num_committed: int | None = None,
+        num_committed: int = sys.maxsize,
     ) -> bool:
         """Extends the sequence by `num_tokens` tokens and allocates their slots. Returns `False`,
         with the sequence not extended, if too few blocks are free. First frees window blocks, as
@@ -234,16 +233,14 @@ class BlockManager:
             table.append(count)
         return num_needed > 0
 
-    def trim(self, blocks: SequenceBlocks, num_committed: int | None = None) -> None:
+    def trim(self, blocks: SequenceBlocks, num_committed: int = sys.maxsize) -> None:
         """Frees window blocks that no later query sees; with `num_committed`, only those that no
         query after the first `num_committed` tokens sees. Must not be called between the scheduling
         of tokens and their computation."""
         if not self.has_windows:
             return
         for group, table in zip(self.groups, blocks.tables):
-            num_tokens = table.num_tokens
-            if num_committed is not None:
-                num_tokens = min(num_tokens, num_committed)
+            num_tokens = min(table.num_tokens, num_committed)
             table.drop_before(group.spec.first_visible(num_tokens))
 
     def take(
@@ -275,14 +272,17 @@ class BlockManager:
                 else:
                     allocated_ids.append(group.take(needed, after))
         except BaseException as error:
-            for group, block_ids in zip(self.groups, allocated_ids):
-                group.pool.release(block_ids)
+            self._release(allocated_ids)
             if not isinstance(error, OutOfBlocksError):  # such as a `MemoryError`
                 raise
             # a copy without the traceback, whose frames may keep tensors alive
             self.take_error = OutOfBlocksError(str(error))
             return None
         return allocated_ids
+
+    def _release(self, allocated_ids: list[list[int]]) -> None:
+        for group, block_ids in zip(self.groups, allocated_ids):
+            group.pool.release(block_ids)
 
     def _unregister_state(self, blocks: SequenceBlocks) -> bool:
         """Drops the snapshot that the prefix cache keeps in the sequence's state slot, so that the
@@ -385,10 +385,7 @@ class BlockManager:
             needed_nodes = self.index.needed_nodes(group_index, num_nodes)
             block_ids = (path[index].block_ids[group_index] for index in needed_nodes)
             cached_ids = [block_id for block_id in block_ids if block_id is not None]
-            if table.block_size == UNBOUNDED:
-                table.attach(cached_ids, 0, num_tokens)
-            else:
-                table.attach(cached_ids, needed_nodes.start * size // table.block_size)
+            table.attach(cached_ids, needed_nodes.start * size // table.block_size, num_tokens)
         blocks.node, blocks.num_registered = path[-1], num_nodes
         blocks.epoch = min(node.epoch for node in path)
         blocks.capacity = num_tokens
@@ -443,9 +440,9 @@ class BlockManager:
         if blocks.epoch < self.epochs.first_valid:  # as `Epochs.is_outdated`
             return
         is_stop = num_tokens == num_nodes * size and num_tokens in blocks.stops
-        should_register_state = self._state_group is not None and is_stop
+        state_group = self._state_group if is_stop else None
         has_only_states = len(self.groups) == (self._state_group is not None)
-        if not should_register_state and has_only_states:
+        if state_group is None and has_only_states:
             return
         node = blocks.node
         first = blocks.num_registered
@@ -456,15 +453,9 @@ class BlockManager:
         for index in range(first, num_nodes):
             end = (index + 1) * size
             tokens = tuple(token_ids[end - size : end])
-            block_ids: list[int | None] = []
-            for table in blocks.tables:
-                if end % table.block_size == 0:
-                    block_ids.append(table.full_block(end // table.block_size - 1))
-                else:
-                    block_ids.append(None)
-            is_last = index + 1 == num_nodes
-            if self._state_group is not None and should_register_state and is_last:
-                (block_ids[self._state_group],) = blocks.tables[self._state_group].block_ids
+            block_ids = list(map(operator.methodcaller("block_ending_at", end), blocks.tables))
+            if state_group is not None and index + 1 == num_nodes:
+                (block_ids[state_group],) = blocks.tables[state_group].block_ids
             node = self.index.add(node, tokens, block_ids, blocks.epoch)
         blocks.node, blocks.num_registered = node, num_nodes
 

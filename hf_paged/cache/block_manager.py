@@ -3,6 +3,7 @@ blocks of cached prefixes. Holds no tensors; the scheduler decides which request
 
 from __future__ import annotations
 
+import itertools
 import operator
 import sys
 import weakref
@@ -121,10 +122,10 @@ class BlockManager:
         self._release(allocated_ids or [])
         return allocated_ids is not None
 
-    def tables(self, index: int, others: Iterable[SequenceBlocks] = ()) -> Iterator[BlockTable]:
+    def tables(self, index: int, *others: Iterable[SequenceBlocks]) -> Iterator[BlockTable]:
         """Yields the group's tables of all live sequences, and of `others`."""
         # copied, since garbage collection may remove sequences during the iteration
-        sequences = dict.fromkeys([*self._sequences, *others])
+        sequences = dict.fromkeys([*self._sequences, *itertools.chain(*others)])
         return (blocks.tables[index] for blocks in sequences)
 
     def new(self) -> SequenceBlocks:

@@ -4,7 +4,6 @@ that `cache.memory` sets."""
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -160,15 +159,14 @@ class GroupMemory:
         has_limit = self._has_limit
         has_memory = pool.num_blocks + num_missing <= self.storage.num_rows
         if self.holds_states:
-            should_keep_all = has_limit or num_cached < KEPT_STATES
+            num_kept = num_cached if has_limit or num_cached < KEPT_STATES else 0
+        elif has_limit:
+            num_kept = num_cached if has_memory or self.storage.is_elastic else 0
+        elif self.memory.keeps_cached and has_memory and self._has_spare_memory:
+            num_kept = CACHED_RATIO * pool.peak_used
         else:
-            should_keep_all = has_limit and (has_memory or self.storage.is_elastic)
-        if should_keep_all:
-            return 0
-        should_keep_some = self.memory.keeps_cached and has_memory and not has_limit
-        if should_keep_some and not self.holds_states and self._has_spare_memory:
-            return max(0, num_cached - CACHED_RATIO * pool.peak_used)
-        return num_cached
+            num_kept = 0
+        return max(0, num_cached - num_kept)
 
     def _growth_step(self, growth_limit: int) -> int:
         """Returns the minimum number of blocks to add, if at most `growth_limit` may be added."""
@@ -339,9 +337,8 @@ class GroupMemory:
         references to them (and that of the group to `memory`, its own)."""
         for manager in memory.managers.values():
             if self in manager.groups:
-                parts = [rows for owner, rows, _ in list(memory.abandoned) if owner is manager]
-                abandoned = itertools.chain.from_iterable(parts)
-                yield from manager.tables(manager.groups.index(self), abandoned)
+                abandoned = [rows for owner, rows, _ in list(memory.abandoned) if owner is manager]
+                yield from manager.tables(manager.groups.index(self), *abandoned)
 
 
 def over_limit_error(

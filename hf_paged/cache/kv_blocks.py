@@ -288,17 +288,13 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def empty_states(formats: Iterable[KVFormat], device: torch.device | str) -> tuple[Tensor, Tensor]:
+def empty_states(formats: Iterable[KVFormat], device: torch.device | str) -> list[Tensor]:
     """Returns empty keys and values `(0, heads, 0, dim)` of these formats."""
-    keys, values = (
+    return [
         torch.empty(0, heads, 0, dim, dtype=dtype, device=device) for heads, dim, dtype in formats
-    )
-    return keys, values
+    ]
 
 
 def sizes_of(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
     """Returns the heads, dim and device of keys and of values."""
-    return [
-        (keys.shape[1], keys.shape[3], keys.device),
-        (values.shape[1], values.shape[3], values.device),
-    ]
+    return [(states.shape[1], states.shape[3], states.device) for states in (keys, values)]

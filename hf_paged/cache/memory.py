@@ -351,12 +351,14 @@ class PagedMemory:
         no table holds a block. Returns whether it freed any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
-        groups = [group for group in self.groups.values() if group is not excluded]
-        unused = [group for group in groups if not group.pool.num_used and group.occupied_bytes]
-        if not unused:
-            return False
-        self._release(unused)
-        return True
+        unused = [
+            group
+            for group in self.groups.values()
+            if group is not excluded and not group.pool.num_used and group.occupied_bytes
+        ]
+        if unused:
+            self._release(unused)
+        return bool(unused)
 
     def _release(self, groups: Iterable[GroupMemory]) -> None:
         """Frees the memory of these groups, and that of recorded steps."""

@@ -4,20 +4,39 @@ a forward. `attention/switch.py` chooses the modules."""
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from .switches import NOTHING, Switches, Switching
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Attributes whose functions a call of the module runs: two of torch's, and accelerate's
 # `_old_forward`, which holds the function that accelerate's hook wraps.
 FUNCTION_ATTRIBUTES = ("forward", "_compiled_call_impl", "_old_forward")
 _ORIGINAL = "_torchdynamo_orig_callable"
 _UNSET: Any = object()
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function that Dynamo must not trace. The wrapper of `torch.compiler.disable` does
+    the same, but slows every call."""
+    disabled = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_dynamo_compiling():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def uncompiled(function: Any) -> Any:

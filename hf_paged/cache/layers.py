@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from transformers import cache_utils
 
+from ..compiled import untraced
 from ..rooms import GradientsRoom, OwnAttentionRoom, room
 from ..step import NotPackable, StepMetadata
 from .block_pool import OutOfBlocksError
@@ -53,6 +54,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
+    @untraced
     def update(
         self,
         key_states: Tensor,
@@ -67,12 +69,6 @@ class PagedLayer(cache_utils.DynamicLayer):
         fit; `NotPackable` for another shape than the packed step's; and `RuntimeError` for K/V that
         a function transform traces (`torch.func`, forward-mode differentiation), or if the layer
         missed an operation (`_check_current`)."""
-        if torch.compiler.is_dynamo_compiling():
-            # checked here, because the wrapper of `torch.compiler.disable` slows every call
-            return self._update_untraced(key_states, value_states)
-        return self._update(key_states, value_states)
-
-    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self._check_states(key_states, value_states)
         needs_grad = torch.is_grad_enabled() and (
             key_states.requires_grad or value_states.requires_grad
@@ -201,8 +197,6 @@ class PagedLayer(cache_utils.DynamicLayer):
         cached_keys = track(PagedTensor(step, blocks, False))
         cached_values = track(PagedTensor(step, blocks, True, reader=reader))
         return cached_keys, cached_values
-
-    _update_untraced = torch.compiler.disable(_update)
 
     @property
     def _is_in_graph(self) -> bool:

@@ -90,11 +90,6 @@ def charge(memory: Any, more_bytes: int = 0) -> bool:
         return True
 
 
-def update_charge(memory: Any) -> None:
-    """Charges this pool, whose lock the caller holds, for its current bytes."""
-    memory.charged_bytes = memory.occupied_bytes
-
-
 def num_uncharged_bytes() -> int | None:
     """Returns the bytes of the budget that are charged to no pool; `None` without a budget."""
     total = _limit

@@ -61,7 +61,8 @@ class GroupMemory:
             self.block_size = UNBOUNDED
             self.storage = states
         else:
-            self.block_size = memory.block_size_of(spec)
+            sizes = memory.sizes
+            self.block_size = int(memory.config.block_size) if sizes is None else sizes.of(spec)
             weak_memory = self.memory
             self.storage = memory.make_storage(
                 memory.config, spec, self.block_size, lambda: weak_memory.gather_handles()
@@ -218,7 +219,7 @@ class GroupMemory:
             self._allocate(f"{num_added} more blocks", storage.grow, num_blocks, max_blocks)
             pool.grow(num_added)
         finally:
-            budget.update_charge(memory)
+            memory.update_charge()
 
     @property
     def _has_spare_memory(self) -> bool:
@@ -303,7 +304,7 @@ class GroupMemory:
         needed_text = f"{self.pool.num_blocks} blocks"
         layer = self._allocate(needed_text, self.storage.make, index, keys, values)
         self._is_short = False
-        budget.update_charge(self.memory)
+        self.memory.update_charge()
         return layer
 
     def _promote(
@@ -321,7 +322,7 @@ class GroupMemory:
             needed_text = f"{self.pool.num_blocks} blocks"
             return self._allocate(needed_text, self.storage.promote, index, keys, values)
         finally:
-            budget.update_charge(memory)
+            memory.update_charge()
 
     @mirrored
     def release(self) -> None:

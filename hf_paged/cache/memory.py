@@ -101,7 +101,7 @@ class PagedMemory:
         self.holders: list[Holder] = []  # calls that hold blocks; only appended to and removed from
         # grows with every step of any call, by one or more: waiting calls see that others progress
         self.progress_count = 0
-        self.last_used = time.monotonic()  # when a call or an engine last used it
+        self.note_use()
         if is_bounded:
             budget.join(self)
 
@@ -111,12 +111,6 @@ class PagedMemory:
     def __reduce__(self) -> tuple[Any, ...]:
         # the rows of a cache pickle the content of their blocks
         return PagedMemory, (self.config, True, self.sizes, False, self.make_storage)
-
-    def block_size_of(self, spec: GroupSpec) -> int:
-        """Returns the tokens per block of a group of keys and values."""
-        if self.sizes is not None:
-            return self.sizes.of(spec)
-        return int(self.config.block_size)
 
     @property
     def block_size(self) -> int:
@@ -326,9 +320,7 @@ class PagedMemory:
     def growth_limit(self, group: GroupMemory) -> int:
         """Returns how many blocks `group` may add; `sys.maxsize` if no limit in bytes applies."""
         block_bytes = group.block_bytes
-        if not block_bytes:
-            return sys.maxsize
-        max_bytes = self._max_bytes()
+        max_bytes = self._max_bytes() if block_bytes else None
         if max_bytes is None:
             return sys.maxsize
         num_allowed = (max_bytes - self.occupied_bytes) // block_bytes
@@ -367,7 +359,15 @@ class PagedMemory:
             group.release()
         for recorder in self.recorders.values():
             recorder.release()
-        budget.update_charge(self)
+        self.update_charge()
+
+    def update_charge(self) -> None:
+        """Charges `hf_paged.budget` for the current bytes. Called with the lock held."""
+        self.charged_bytes = self.occupied_bytes
+
+    def note_use(self) -> None:
+        """Called when a call or an engine begins or ends to use the memory."""
+        self.last_used = time.monotonic()
 
     def drop_recorders(self) -> None:
         """Drops the recorders. Called when no engine or model will run steps on this memory any

@@ -80,12 +80,9 @@ class KVBlocks:
     def is_exact(self) -> bool:
         """Whether blocks hold K/V of `dtypes` without rounding, being neither quantized nor of a
         narrower dtype."""
-        if self.quantized_dtype is not None:
-            return False
-        for stored, dtype in self.pair:
-            if torch.promote_types(stored.dtype, dtype) != stored.dtype:
-                return False
-        return True
+        return self.quantized_dtype is None and all(
+            torch.promote_types(stored.dtype, dtype) == stored.dtype for stored, dtype in self.pair
+        )
 
     @property
     def tiles(self) -> tuple[Tensor, ...]:

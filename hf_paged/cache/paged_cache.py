@@ -4,6 +4,7 @@ implements `update`."""
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -174,15 +175,14 @@ class PagedCache(DynamicCache):
     @property
     def layer_class_to_replicate(self) -> Any:
         """A function that makes the next layer, if there is no configuration; otherwise `None`."""
-        return self._make_next_layer if self._can_grow else None
+        if not self._can_grow:
+            return None
+        group = next(iter(self.groups.values()))
+        return functools.partial(PagedLayer, group, len(self.layers))
 
     @layer_class_to_replicate.setter
     def layer_class_to_replicate(self, value: Any) -> None:
         self._can_grow = value is not None
-
-    def _make_next_layer(self) -> PagedLayer:
-        group = next(iter(self.groups.values()))
-        return PagedLayer(group, len(self.layers))
 
     @property
     def is_compileable(self) -> bool:

@@ -191,10 +191,9 @@ class BatchCall(Candidate):
             prompt = row // repeats
             shift = 0
             if prompts is not None:
+                request.set_inputs(prompts, prompt, keys)
                 shift = prompts.position_shift(prompt, layout.unsupported_reason is not None)
             request.limit_positions(layout.max_positions, shift)
-            if prompts is not None:
-                request.set_inputs(prompts, prompt, keys)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 

@@ -253,8 +253,7 @@ def free(model: Any) -> None:
     if isinstance(getattr(model, "memory", None), PagedMemory):
         return model.free()  # an engine has its own pool
     with _lock:
-        owners = [module for module in _modules(model) if module in _memories]
-        memories = [_memories.pop(module)[1] for module in owners]
+        memories = [_memories.pop(module)[1] for module in _modules(model) if module in _memories]
     for memory in memories:
         memory.evict_cached()
         memory.drop_recorders()

@@ -279,7 +279,7 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
         if is_interrupt(error):
             raise
     if result is value or type(result) is not type(value):
-        result = _plain_copy(value)
+        result = next(kind for kind in CONTAINERS if isinstance(value, kind))(value)
     # calls methods of the base class, since those of a user's class may refuse changes
     if isinstance(value, dict):
         dict.update(result, zip(value, map(function, value.values())))
@@ -294,12 +294,6 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
         deque.clear(result)
         deque.extend(result, elements)
     return result
-
-
-def _plain_copy(value: Any) -> Any:
-    """Copies a container of a user's class to one of the base class."""
-    (kind, *_) = (kind for kind in CONTAINERS if isinstance(value, kind))
-    return kind(value)
 
 
 def alter_value(value: Any) -> Any:

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from .. import compat
-from ..cache.handles import LatentTensor, LazyTensor, PagedTensor
+from ..cache.handles import LatentTensor, LazyTensor, PagedTensor, ReadOnlyTensor
 from ..cache.kv_blocks import KVBlocks
 from ..compiled import untraced
 from ..step import NotCapturable, NotPackable, StepMetadata
@@ -297,4 +297,4 @@ def sdpa_on_handles(
     )
 
 
-PagedTensor.functions[F.scaled_dot_product_attention] = sdpa_on_handles
+ReadOnlyTensor.functions[F.scaled_dot_product_attention] = sdpa_on_handles

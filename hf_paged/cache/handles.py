@@ -68,7 +68,7 @@ class ReadOnlyTensor(LazyTensor):
     would change only a copy."""
 
     has_read_only_views = True
-    # our replacements for torch functions called with these tensors, by function
+    # our replacements for torch functions called with these tensors, by function; set by attention
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
 
     def refuse_write(self) -> None:
@@ -158,7 +158,6 @@ class PagedTensor(ReadOnlyTensor):
     function reads `blocks` through `step`. Any other operation gets the tensor of `dense` or, for
     packed rows `(1, heads, num_tokens, dim)`, raises [`NotPackable`]."""
 
-    functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}  # set by attention
     step: StepMetadata
     layer: KVBlocks
     blocks: Tensor

@@ -212,11 +212,9 @@ class BlockManager:
         )
         num_needed = sum(map(BlockTable.num_new_blocks, tables, counts))
         for block_id, num_writers in writers.items():
-            if group.pool.is_kept(block_id):
-                num_needed += num_writers
-            else:
-                # the last holder writes in place, unless the prefix cache keeps the block
-                num_needed += min(num_writers, group.pool.refcount(block_id) - 1)
+            # the last holder writes in place, unless the prefix cache keeps the block
+            num_others = group.pool.refcount(block_id) - 1 + group.pool.is_kept(block_id)
+            num_needed += min(num_writers, num_others)
         if num_needed:
             group.ensure_free(num_needed)
         if writers:

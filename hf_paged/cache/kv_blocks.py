@@ -58,10 +58,7 @@ class KVBlocks:
         self.kernels: dict[Hashable, cpp_attention.Attention] = {}
         # attributes, not properties, since each growth of a pool sums them over all layers
         self.num_blocks = self.keys.shape[0]
-        self.block_bytes = 0
-        for tensor in self.data:
-            if tensor.shape[0]:
-                self.block_bytes += tensor[0].numel() * tensor.element_size()
+        self.block_bytes = sum(tensor[0].nbytes for tensor in self.data if len(tensor))
         # whether blocks take no memory until first used
         self.is_elastic = commits_when_touched(self.keys.device)
 

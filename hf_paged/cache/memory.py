@@ -86,13 +86,13 @@ class PagedMemory:
         self._released_peak_bytes = 0
         # since the last reset: blocks copied by copy-on-write, and maximum of blocks in use at once
         self.num_copied = self.peak_blocks = 0
-        self._peak_used: dict[GroupSpec, int] = {}
+        self._peak_used: dict[GroupMemory, int] = {}
         self.waste = 0.0  # share of the slots of used blocks that held no token at the peak
         self._calls = weakref.WeakSet[Any]()  # running `generate` calls
         self._lone_call: Hashable = None  # the running call, unless another has overlapped it
         # maximum of blocks in use at once since `begin_call`: in total, and by group at that moment
         self._call_blocks = 0
-        self._call_used = dict[GroupSpec, int]()
+        self._call_used: dict[GroupMemory, int] = {}
         self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
         self.handles: dict[int, Handles] = {}  # of each cache, by the `id` of its `CacheRows`
         self.is_recovery_due = False  # `recover` has begun but not finished
@@ -390,9 +390,10 @@ class PagedMemory:
             self._calls.discard(call)
             if plain_bytes is None or not is_lone:
                 return
-            counts = ((self.groups[spec], count) for spec, count in self._call_used.items())
             self.call_bytes = sum(
-                count * group.block_bytes for group, count in counts if not group.holds_states
+                count * group.block_bytes
+                for group, count in self._call_used.items()
+                if not group.holds_states
             )
             self.plain_bytes = plain_bytes
             # if groups' blocks differ in size, fewer blocks than at this peak may take more bytes
@@ -405,7 +406,7 @@ class PagedMemory:
         num_used = self.num_used
         if num_used > self._call_blocks:
             self._call_blocks = num_used
-            self._call_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
+            self._call_used = {group: group.pool.num_used for group in self.groups.values()}
         if num_used and num_used >= self.peak_blocks:
             self._set_peak(num_used)
 
@@ -433,7 +434,7 @@ class PagedMemory:
     def peak_bytes(self) -> int:
         """The maximum number of bytes of blocks in use at once, since the last reset."""
         counts = self._peak_used.items()
-        layer_bytes = sum(count * self.groups[spec].storage.block_bytes for spec, count in counts)
+        layer_bytes = sum(count * group.storage.block_bytes for group, count in counts)
         return max(layer_bytes, self._released_peak_bytes)
 
     def reset_peak(self) -> None:
@@ -443,7 +444,7 @@ class PagedMemory:
 
     def _set_peak(self, num_used: int) -> None:
         self.peak_blocks = num_used
-        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
+        self._peak_used = {group: group.pool.num_used for group in self.groups.values()}
         self.waste = share_of_unused_slots(self.groups.values())
 
     def stats(self) -> MemoryStats:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -170,16 +171,10 @@ def memory_for(
     return memory
 
 
-def _memory_options(config: PagedConfig) -> tuple[Any, ...]:
-    """The options that a memory keeps as long as it exists."""
-    return (
-        config.block_size,
-        config.num_blocks,
-        config.memory_fraction,
-        config.kv_dtype,
-        config.batch_invariant,
-        config.storage,
-    )
+# the options that a memory keeps as long as it exists
+_memory_options = operator.attrgetter(
+    "block_size", "num_blocks", "memory_fraction", "kv_dtype", "batch_invariant", "storage"
+)
 
 
 def check_options(model: PreTrainedModel, caches: Iterable[Any], options: Any) -> None:

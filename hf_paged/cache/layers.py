@@ -134,7 +134,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         while True:
             try:
                 with group.memory.lock:
-                    old_blocks = group.group_memory.storage.layers.get(self.index)
+                    old_blocks = self.blocks
                     if old_blocks is None or signature not in old_blocks.stores:
                         num_new_tables = group.num_new_tables(context_len)
                         group.group_memory.layer(
@@ -199,6 +199,11 @@ class PagedLayer(cache_utils.DynamicLayer):
         return cached_keys, cached_values
 
     @property
+    def blocks(self) -> KVBlocks | None:
+        """The layer's keys and values in blocks; `None` until it is allocated."""
+        return self.group.group_memory.storage.layers.get(self.index)
+
+    @property
     def _is_in_graph(self) -> bool:
         """Whether gradients are enabled and reach cached keys and values."""
         return self.graph_states is not None and torch.is_grad_enabled()
@@ -216,10 +221,9 @@ class PagedLayer(cache_utils.DynamicLayer):
     def _visible_states(is_value: bool) -> property:
         def get(self: PagedLayer) -> Tensor | None:
             self._check_current()
-            layers = self.group.group_memory.storage.layers
-            if not self.num_positions or self.index not in layers:
+            blocks = self.blocks
+            if not self.num_positions or blocks is None:
                 return None
-            blocks = layers[self.index]
             device = blocks.keys.device
             view = self.group.view(self.num_positions, device)
             step = view.on(device)
@@ -250,7 +254,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def plain_bytes(self, num_rows: int, length: int) -> int:
         """Returns the bytes of keys and values that the stock layer would hold for `num_rows` rows
         of `length` positions; 0 if this layer has no blocks yet."""
-        blocks = self.group.group_memory.storage.layers.get(self.index)
+        blocks = self.blocks
         if blocks is None:
             return 0
         window = self.group.spec.window
@@ -353,7 +357,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         # handles are dropped, since a deep copy would gather stale ones
         self.num_positions, self.packed_handles = length, {}
         self.graph_states = None
-        blocks = self.group.group_memory.storage.layers.get(self.index)
+        blocks = self.blocks
         if length and blocks is not None:
             self.lazy_initialization(blocks.keys, blocks.values)
 

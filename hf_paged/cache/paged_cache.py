@@ -191,6 +191,11 @@ class PagedCache(DynamicCache):
         return False
 
     @property
+    def paged_layers(self) -> list[PagedLayer]:
+        """The layers whose keys and values are in blocks."""
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
     def is_empty(self) -> bool:
         """Whether no layer group of the cache holds tokens."""
         return not any(group.length for group in self.groups.values())
@@ -241,8 +246,8 @@ class PagedCache(DynamicCache):
             self.rows.sequences = rows
             for group in self.groups.values():
                 group.set_rows(paddings, group.length if length is None else length)
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer) and length is not None:
+        if length is not None:
+            for layer in self.paged_layers:
                 layer.take(length)
 
     def set_packed_steps(
@@ -257,8 +262,8 @@ class PagedCache(DynamicCache):
         for group, step in zip(self.groups.values(), steps):
             group.packed_step = step
         if None in steps:
-            for layer in self.layers:
-                for handle in itertools.chain(*getattr(layer, "packed_handles", {}).values()):
+            for layer in self.paged_layers:
+                for handle in itertools.chain(*layer.packed_handles.values()):
                     handle.bind(None, None, None, None)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
@@ -305,10 +310,8 @@ class PagedCache(DynamicCache):
     def reset(self) -> None:
         """Frees all blocks and empties the cache, which can then be reused."""
         super().reset()
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                # an empty layer has not missed any operation
-                layer.num_operations = self.rows.num_operations
+        for layer in self.paged_layers:  # empty ones, which have not missed any operation
+            layer.num_operations = self.rows.num_operations
 
     def detach(self) -> None:
         """Detaches all cached tensors from the autograd graph, as for truncated backpropagation
@@ -337,10 +340,9 @@ class PagedCache(DynamicCache):
         if num_rows is None:
             num_rows = len(self.rows.sequences)
         num_bytes = 0
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                layer_length = layer.num_positions if length is None else length
-                num_bytes += layer.plain_bytes(num_rows, layer_length)
+        for layer in self.paged_layers:
+            layer_length = layer.num_positions if length is None else length
+            num_bytes += layer.plain_bytes(num_rows, layer_length)
         return num_bytes
 
     def plot_memory(self, ax: Any = None) -> Any:

@@ -21,7 +21,6 @@ from ..attention.observers import attention_observer
 from ..batching import request
 from ..batching.decoding.vocabulary import MEDIA_WORDS
 from ..batching.execution.prompts import Prompts, empty_blocks, is_plain_value, uncommon_names
-from ..cache.layers import PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_index import MARSHAL_VERSION
 from ..forks import lazy_property
@@ -327,8 +326,7 @@ class MediaPrompts(Prompts):
             logits, _ = next_logits(
                 model, self.input_ids, inputs, is_first_step=True, num_cached=num_skipped
             )
-        layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
-        counts = [layer.num_positions for layer in layers if layer.num_positions]
+        counts = [layer.num_positions for layer in cache.paged_layers if layer.num_positions]
         for count in counts:
             if count != self.length:
                 raise ValueError(

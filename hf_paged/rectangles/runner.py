@@ -21,7 +21,6 @@ from ..attention.masks import Columns, PagedMask, unpadded_columns
 from ..attention.observers import attention_observer
 from ..batching.execution.runner import LogitsPart, Runner, WholePrompts, concat_in_order
 from ..cache.block_manager import BlockManager
-from ..cache.layers import PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import SequenceBlocks
 from ..interrupts import setting
@@ -409,9 +408,8 @@ def _note_step(cache: PagedCache, length: int) -> None:
     including padding."""
     for group in cache.groups.values():
         group.set_rows(group.paddings, length)
-    for layer in cache.layers:
-        if isinstance(layer, PagedLayer):
-            layer.num_positions = length
+    for layer in cache.paged_layers:
+        layer.num_positions = length
 
 
 @dataclasses.dataclass(eq=False)

@@ -42,7 +42,7 @@ _thread_contexts = _Contexts()
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")  # those that hf_paged supports
-_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+_owners = weakref.WeakSet[Any]()
 
 
 def register_for_cleanup(owner: Any) -> None:

@@ -51,7 +51,7 @@ class BlockManager:
         self.tier: Tier | None = None  # stores blocks that the prefix cache evicts (`set_tier`)
         self._sequences = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # live ones
         # owners of blocks with other content (adapter weights); each has a `recover` method
-        self.other_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.other_owners = weakref.WeakSet[Any]()
         states = [index for index, group in enumerate(groups) if group.holds_states]
         self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
         # index of the first group of states that is not empty; `None` if there is none

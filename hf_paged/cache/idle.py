@@ -26,7 +26,7 @@ _MAX_WAIT = 3600.0  # seconds; less than the longest wait that any system suppor
 _lock = forks.rlock()
 _condition = threading.Condition(_lock)
 # the `time.monotonic` at which to free each pool
-_deadlines: weakref.WeakKeyDictionary[PagedMemory, float] = weakref.WeakKeyDictionary()
+_deadlines = weakref.WeakKeyDictionary[PagedMemory, float]()
 _is_running = False  # whether the thread exists, or is starting; it runs while there are deadlines
 
 

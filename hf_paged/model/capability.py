@@ -45,9 +45,7 @@ _RULED_OUT, _PENDING, _DONE = range(3)
 # computes: for example an activation function. (`_code_key` adds a replaced `forward` separately.)
 _KEYED_TYPES = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
-_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
-    weakref.WeakKeyDictionary()
-)
+_verdicts = weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]]()
 
 Verdicts = dict[Hashable, Any]
 """By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that

@@ -102,11 +102,9 @@ def route_of(
 # reentrant, since signal handlers and finalizers run at any moment, and may look up or free models
 _lock = forks.rlock()
 # Weak keys instead of attributes, so that copies and checkpoints of a model leave its pool out.
-_memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = (
-    weakref.WeakKeyDictionary()
-)
-_routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
-_warned: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
+_memories = weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]]()
+_routes = weakref.WeakKeyDictionary[PreTrainedModel, Route]()
+_warned = weakref.WeakKeyDictionary[PreTrainedModel, set[str]]()
 if hasattr(os, "register_at_fork"):
     # a child process starts without pools: other threads may have been changing them at the fork
     os.register_at_fork(after_in_child=lambda: _memories.clear())

@@ -169,11 +169,12 @@ class KVBlocks:
         heads, key_dim = keys.shape[1::2]
         value_heads, value_dim = values.shape[1::2]
         dtypes = (keys.dtype, values.dtype)
+        code_format = None
         if kv_dtype is None:
-            stored_dtypes = list(_attention_dtypes(*dtypes))
+            key_dtype, value_dtype = _attention_dtypes(*dtypes)
         else:
-            stored_dtypes = [quantized.DTYPES[kv_dtype]] * 2
-        key_dtype, value_dtype = stored_dtypes
+            key_dtype = value_dtype = quantized.DTYPES[kv_dtype]
+            code_format = (block_size, key_dtype)
         are_alike = (heads, key_dtype) == (value_heads, value_dtype)
         # heads and dim of each tensor
         if are_alike and key_dim == value_dim:
@@ -182,20 +183,14 @@ class KVBlocks:
             sizes = [(heads, key_dim + value_dim)]
         else:
             sizes = [(heads, key_dim), (value_heads, value_dim)]
-        code_format = None
-        shapes: list[tuple[int, ...]] = []
-        for num_heads, dim in sizes:
-            if kv_dtype is None:
-                shapes.append((num_blocks, num_heads, block_size, dim))
-            else:
+        data = []
+        for (num_heads, dim), dtype in zip(sizes, (key_dtype, value_dtype)):
+            tile_shape: tuple[int, ...] = (block_size, dim)
+            if kv_dtype is not None:
                 quantized.check_alignment(block_size, dim)
-                shapes.append((num_blocks, num_heads, quantized.tile_bytes(block_size, dim)))
-        if kv_dtype is not None:
-            code_format = (block_size, key_dtype)
-            stored_dtypes = [torch.uint8] * 2
-        tensors = zip(shapes, stored_dtypes)
-        data = tuple(_empty(shape, dtype, keys.device) for shape, dtype in tensors)
-        return cls.view(data, heads, key_dim, dtypes, code_format)
+                tile_shape, dtype = (quantized.tile_bytes(block_size, dim),), torch.uint8
+            data.append(_empty((num_blocks, num_heads, *tile_shape), dtype, keys.device))
+        return cls.view(tuple(data), heads, key_dim, dtypes, code_format)
 
     @classmethod
     def view(

@@ -133,12 +133,28 @@ class GroupMemory:
             pool.shrink()
             if not pool.num_blocks:
                 self.storage.layers.clear()
-        memory.evict_to_fit(num_blocks, self)
+        self._evict_to_fit(num_blocks)
         num_missing = num_blocks - pool.num_free
         if num_missing > 0:
             num_missing -= self._num_evictable(num_missing)
         if num_missing > 0:
             self._grow(num_blocks, num_missing)
+
+    def _evict_to_fit(self, num_needed: int) -> None:
+        """Evicts cached blocks, those of this group first, until `num_needed` more used blocks fit
+        in `num_blocks`. Raises `OutOfBlocksError` if used blocks leave too little space."""
+        memory = self.memory
+        total = memory.config.num_blocks
+        if total is None or not self.spec.is_counted:
+            return
+        num_used = memory.num_used
+        if num_needed > total - num_used:
+            raise self._over_limit_error(num_needed, total - num_used, total)
+        excess = num_used + memory.num_cached + num_needed - total
+        for group in (self, *memory.groups.values()):
+            if excess <= 0:
+                return
+            excess -= group.pool.evict(excess)
 
     def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
         """Allocates `num_blocks` blocks with refcount 1, and returns their ids. `after`: as in
@@ -230,16 +246,25 @@ class GroupMemory:
             return True
         return cached_bytes <= free_bytes(torch.device("cpu"))
 
-    def _over_limit_error(self, needed: int, num_available: int) -> OutOfBlocksError:
-        config = self.memory.config
-        if budget.limit(self.memory) is not None:
-            return OutOfBlocksError(
-                f"needs {needed} {_blocks_text(self.block_size)}, but only {num_available} are"
-                f" available: {_budget_text()}"
-            )
-        option = f"`memory_fraction` ({config.memory_fraction})"
-        total = num_available + self.pool.num_used
-        return over_limit_error(needed, self.block_size, num_available, total, option)
+    def _over_limit_error(
+        self, needed: int, num_available: int, total: int | None = None
+    ) -> OutOfBlocksError:
+        """Returns the error of a call that needs more blocks than are available. `total`:
+        `num_blocks`, if that is the limit; else the limit is one in bytes."""
+        blocks = f"blocks of {self.block_size} tokens"
+        if self.holds_states:
+            blocks = "slots for states"
+        start = f"needs {needed} {blocks}, but only {num_available}"
+        option = "`num_blocks`"
+        if total is None:
+            if budget.limit(self.memory) is not None:
+                return OutOfBlocksError(f"{start} are available: {_budget_text()}")
+            option = f"`memory_fraction` ({self.memory.config.memory_fraction})"
+            total = num_available + self.pool.num_used
+        return OutOfBlocksError(
+            f"{start} of {total} are free: raise {option} in `cache_config`, or lower the batch"
+            " size, the prompt length or `max_new_tokens`"
+        )
 
     def _allocate(self, needed_text: str, allocate: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the result of a method of the storage. Raises `OutOfBlocksError` in place of the
@@ -340,26 +365,6 @@ class GroupMemory:
             if self in manager.groups:
                 abandoned = [rows for owner, rows, _ in list(memory.abandoned) if owner is manager]
                 yield from manager.tables(manager.groups.index(self), *abandoned)
-
-
-def over_limit_error(
-    needed: int,
-    block_size: int,
-    free: int,
-    total: int,
-    option: str,
-) -> OutOfBlocksError:
-    """Returns the error of a call that needs more blocks than the `free` ones of the `total` that
-    `option` allows."""
-    return OutOfBlocksError(
-        f"needs {needed} {_blocks_text(block_size)}, but only {free} of {total} are free: raise"
-        f" {option} in `cache_config`, or lower the batch size, the prompt length or"
-        " `max_new_tokens`"
-    )
-
-
-def _blocks_text(block_size: int) -> str:
-    return "slots for states" if block_size == UNBOUNDED else f"blocks of {block_size} tokens"
 
 
 def _budget_text() -> str:

@@ -26,7 +26,7 @@ from .block_manager import BlockManager
 from .block_pool import OutOfBlocksError
 from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_ENDED_WITHOUT_HIT, BlockSizes
 from .free_memory import free_bytes_of_all, trim
-from .group_memory import GroupMemory, over_limit_error
+from .group_memory import GroupMemory
 from .groups import GroupSpec
 from .handles import Handles
 from .kv_blocks import LayerKV
@@ -284,22 +284,6 @@ class PagedMemory:
         if budget.limit(self) is None or not block_bytes:
             return 0
         return budget.bytes_of_others(self) // block_bytes
-
-    def evict_to_fit(self, num_needed: int, group: GroupMemory) -> None:
-        """Evicts cached blocks, those of `group` first, until `num_needed` more used blocks fit in
-        `num_blocks`. Raises `OutOfBlocksError` if used blocks leave too little space."""
-        total = self.config.num_blocks
-        num_used = self.num_used
-        if total is None or not group.spec.is_counted:
-            return
-        free = total - num_used
-        if num_needed > free:
-            raise over_limit_error(num_needed, group.block_size, free, total, "`num_blocks`")
-        excess = num_used + self.num_cached + num_needed - total
-        for evicted_group in (group, *self.groups.values()):
-            if excess <= 0:
-                return
-            excess -= evicted_group.pool.evict(excess)
 
     def _max_bytes(self, if_unused: bool = False) -> int | None:
         """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without

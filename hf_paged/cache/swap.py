@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -88,8 +87,7 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
     return host.copy_(blocks)
 
 
-@dataclass(frozen=True, eq=False)
-class SwappedSequence:
+class SwappedSequence(NamedTuple):
     """The host copies of a swapped-out sequence's blocks."""
 
     host_blocks: list[HostBlocks]  # per group, shared by all sequences of the request

@@ -58,10 +58,8 @@ def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
         layers = group.storage.layers.items()
         copies = ((index, HostLayer.copy_of(layer, block_ids)) for index, layer in layers)
         return HostBlocks(copies)
-    if not block_ids:
-        return HostBlocks({})
     storage: Any = group.storage
-    return HostBlocks({0: storage.copy_out(block_ids)})
+    return HostBlocks({0: storage.copy_out(block_ids)} if block_ids else {})
 
 
 @mirrored

@@ -470,11 +470,10 @@ def uninstall() -> None:
     with _lock:
         for (owner, name), (_, wrapper) in _installed.items():
             if getattr(owner, name) is not wrapper:
-                message = (
+                raise RuntimeError(
                     f"`{owner.__name__}.{name}` was replaced after hf_paged was installed: undo"
                     " that first"
                 )
-                raise RuntimeError(message)
         _is_paged_by_default = False
         forget_import(_PEFT, _add_to_peft)
         if any(owner is ContinuousMixin for owner, _ in _installed):

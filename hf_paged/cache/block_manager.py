@@ -147,13 +147,11 @@ class BlockManager:
         `trim` does; pass `num_committed` if `truncate` may go back to that many tokens. With
         `can_skip`, an empty sequence gets blocks only for new tokens that later queries see."""
         tables = blocks.tables
-        if can_skip and not any(table.block_ids for table in tables):
-            length = 0
+        can_skip = can_skip and not any(table.block_ids for table in tables)
+        if can_skip:
             for table in tables:
                 table.free()  # an earlier call may have skipped blocks before it ran out of blocks
-        else:
-            length = tables[0].num_tokens
-            can_skip = False
+        length = tables[0].num_tokens
         if not length:
             blocks.epoch = self.epochs.current
         end = length + num_tokens

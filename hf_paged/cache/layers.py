@@ -95,7 +95,14 @@ class PagedLayer(cache_utils.DynamicLayer):
             return own_attention.row_tensors(step, blocks, (keys.dtype, values.dtype))
         if context_len == 0:
             return self._new_handles(step, blocks, signature, keys, values)
-        return self._cached_handles(step, blocks, is_decode=keys.shape[2] == 1)
+        is_decode = keys.shape[2] == 1
+        if self.should_gather and is_decode:
+            return read_pair(step, blocks)
+        track = self.group.rows.handles.add
+        reader = self if is_decode else None
+        cached_keys = track(PagedTensor(step, blocks, False))
+        cached_values = track(PagedTensor(step, blocks, True, reader=reader))
+        return cached_keys, cached_values
 
     def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raises `ValueError` or `RuntimeError` if `update` must not store these K/V."""
@@ -182,21 +189,6 @@ class PagedLayer(cache_utils.DynamicLayer):
         if is_packed:
             self.packed_handles = {signature: handles}
         return handles
-
-    def _cached_handles(
-        self,
-        step: StepMetadata,
-        blocks: KVBlocks,
-        is_decode: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns handles to all visible K/V; in a decode, dense tensors if `should_gather`."""
-        if self.should_gather and is_decode:
-            return read_pair(step, blocks)
-        track = self.group.rows.handles.add
-        reader = self if is_decode else None
-        cached_keys = track(PagedTensor(step, blocks, False))
-        cached_values = track(PagedTensor(step, blocks, True, reader=reader))
-        return cached_keys, cached_values
 
     @property
     def blocks(self) -> KVBlocks | None:

@@ -41,7 +41,8 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     """Computes `attend` for rows with equally many queries."""
     step = call.step
     if call.fresh is not None and call.is_plain and step.is_first_prefill:
-        return _attend_fresh(call, *call.fresh)
+        query, key, value = (_by_row(states, step) for states in (call.query, *call.fresh))
+        return _sdpa(call, query, key, value, query.dtype, is_causal=True).flatten(0, 1)
     blocks = call.blocks
     kv_heads = blocks.values.shape[1]
     placed = None
@@ -89,11 +90,6 @@ def _by_row(states: Tensor, step: StepMetadata) -> Tensor:
     """Views `(T, heads, dim)` of rows with equally many queries as `(n, heads, query_len, dim)`."""
     assert step.query_len is not None
     return states.unflatten(0, (step.num_rows, step.query_len)).transpose(1, 2)
-
-
-def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
-    query, key, value = (_by_row(x, call.step) for x in (call.query, *fresh))
-    return _sdpa(call, query, key, value, query.dtype, is_causal=True).flatten(0, 1)
 
 
 def _sdpa(

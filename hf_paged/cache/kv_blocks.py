@@ -170,11 +170,14 @@ class KVBlocks:
         value_heads, value_dim = values.shape[1::2]
         dtypes = (keys.dtype, values.dtype)
         code_format = None
-        if kv_dtype is None:
-            key_dtype, value_dtype = _attention_dtypes(*dtypes)
-        else:
+        key_dtype, value_dtype = dtypes
+        if kv_dtype is not None:
             key_dtype = value_dtype = quantized.DTYPES[kv_dtype]
             code_format = (block_size, key_dtype)
+        elif key_dtype is torch.float32 and value_dtype in (torch.bfloat16, torch.float16):
+            # under autocast, rotated keys stay in float32 beside values in half precision, and
+            # attention rounds both to half precision
+            key_dtype = value_dtype
         are_alike = (heads, key_dtype) == (value_heads, value_dtype)
         # heads and dim of each tensor
         if are_alike and key_dim == value_dim:
@@ -248,15 +251,6 @@ class LayerKV(NamedTuple):
     spec: GroupSpec
     layer_index: int
     formats: tuple[KVFormat, ...]
-
-
-def _attention_dtypes(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes in which attention reads K and V. Under autocast, rotated keys stay in
-    float32 beside values in half precision, and attention rounds both to half precision."""
-    is_half = values in (torch.bfloat16, torch.float16)
-    if keys is torch.float32 and is_half:
-        return values, values
-    return keys, values
 
 
 def _tiles(

@@ -81,18 +81,15 @@ class Capability:
         with step_lock(model):  # steps of other threads may add hooks for adapters to the model
             self._keeps_code_key = True
             try:
-                return self._choose_layout()
+                verdict = self.verdict(packed_check, "packed")
+                if isinstance(verdict, Layout):
+                    return verdict
+                rectangles: RectanglesRoom | None = room_if_installed("rectangles")
+                if rectangles is None:
+                    return Layout(verdict)
+                return rectangles.choose_layout(self, verdict)
             finally:
                 self._keeps_code_key, self._last_code_key = False, None
-
-    def _choose_layout(self) -> Layout:
-        verdict = self.verdict(packed_check, "packed")
-        if isinstance(verdict, Layout):
-            return verdict
-        rectangles: RectanglesRoom | None = room_if_installed("rectangles")
-        if rectangles is None:
-            return Layout(verdict)
-        return rectangles.choose_layout(self, verdict)
 
     def reason_against_invariance(self) -> str | None:
         """Why a model that runs packed cannot be served with `batch_invariant`; `None` if it can.

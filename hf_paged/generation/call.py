@@ -55,11 +55,7 @@ def first_rows(value: Any, repeats: int) -> Any:
         are_equal = groups == groups[:, :1]
         if not bool(are_equal.all()):
             return None
-
-    def first(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[::repeats].contiguous()
-
-    return map_tensors(first, value)
+    return map_tensors(lambda tensor: tensor[::repeats].contiguous(), value)
 
 
 class Call:

@@ -257,13 +257,9 @@ def _parts_are_equal(a: Any, b: Any) -> bool:
 
 def copy_value(value: Any) -> Any:
     """Copies a tensor, or a container and the tensors in it; returns any other value as it is."""
-
-    def copy_part(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return part.detach().clone()
-        return part
-
-    return _map_elements(copy_part, value)
+    return _map_elements(
+        lambda part: part.detach().clone() if isinstance(part, Tensor) else part, value
+    )
 
 
 def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:

@@ -292,8 +292,7 @@ def _keys_and_values(call: AttentionCall, part: Part, placed: PlacedRows | None)
     for index, (tensor, units) in enumerate(zip(stored, part.units)):
         out = None
         if uses_scratch:
-            shape = (units.indices.numel(), units.shape[1])
-            out = _scratch_view(index, shape, tensor.dtype)
+            out = _scratch_view(index, (len(units.indices), units.shape[1]), tensor.dtype)
         states = units.read(tensor, out).view(rows, kv_heads, -1, tensor.shape[3])
         pieces.append(states[:, :, visible])
     half = len(pieces) // 2

@@ -101,8 +101,7 @@ def _generate(generate: Invocation) -> Any:
 
 @guarded
 def _run(generate: Invocation, is_requested: bool) -> Any:
-    call = Call(generate.model)
-    call.has_custom_loop = callable(generate.kwargs.get("custom_generate"))
+    call = Call(generate.model, callable(generate.kwargs.get("custom_generate")))
     if is_requested:
         call.reason = f"{type(generate.model).__name__} prepares its cache itself"
         call.remedy = "Use a model that generates as transformers does"

@@ -301,7 +301,7 @@ class BlockManager:
             table.check_truncate(num_tokens)
         for table in blocks.tables:
             table.truncate(num_tokens)
-        blocks.capacity = min(blocks.capacity, num_tokens)
+        blocks.limit_capacity(num_tokens)
         if blocks.num_registered * self.node_size > num_tokens:
             blocks.node, blocks.num_registered = None, 0
 
@@ -310,7 +310,7 @@ class BlockManager:
         if not blocks.tables:
             return self.new()
         tables = tuple(table.fork() for table in blocks.tables)
-        blocks.capacity = min(blocks.capacity, tables[0].num_tokens)  # both now share the tail
+        blocks.limit_capacity(tables[0].num_tokens)  # both now share the tail
         child = SequenceBlocks(
             tables, blocks.epoch, blocks.node, blocks.num_registered, blocks.capacity
         )

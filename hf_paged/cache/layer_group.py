@@ -215,7 +215,7 @@ class LayerGroup:
             self._block_tables = None
         if self.rows.is_borrowed:
             for blocks in self.rows.sequences:
-                blocks.capacity = 0  # their owner has counted fewer tokens
+                blocks.limit_capacity()  # their owner has counted fewer tokens
         self.length = max(self.length, length)
         self.memory.note_progress()
 

@@ -4,19 +4,39 @@ a forward. `attention/switch.py` chooses the modules."""
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from .switches import NOTHING, Switches, Switching
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Attributes whose functions a call of the module runs: two of torch's, and accelerate's
 # `_old_forward`, which holds the function that accelerate's hook wraps.
 FUNCTION_ATTRIBUTES = ("forward", "_compiled_call_impl", "_old_forward")
 _ORIGINAL = "_torchdynamo_orig_callable"
 _UNSET: Any = object()
+
+
+def untraced(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorates a function that Dynamo must not trace. The wrapper of `torch.compiler.disable` does
+    the same, but slows every call."""
+    disabled = torch.compiler.disable(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_dynamo_compiling():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def uncompiled(function: Any) -> Any:
@@ -38,11 +58,11 @@ def uncompiled(function: Any) -> Any:
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether a call of the module runs compiled code, apart from its submodules."""
-    attributes = vars(module)
-    functions = [attributes[name] for name in FUNCTION_ATTRIBUTES if name in attributes]
+    own_functions = map(vars(module).get, FUNCTION_ATTRIBUTES)
     # the class of a traced module has no `forward`
-    functions.append(getattr(type(module), "forward", None))
-    return any(hasattr(function, _ORIGINAL) for function in functions)
+    class_forward = getattr(type(module), "forward", None)
+    functions = (*own_functions, class_forward)
+    return any(map(hasattr, functions, itertools.repeat(_ORIGINAL)))
 
 
 def is_switched(module: nn.Module) -> bool:

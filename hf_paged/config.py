@@ -131,11 +131,11 @@ def _with_environment_defaults(cls: type) -> type:
     _check_names(CONFIG_VARIABLE, defaults, cls.__annotations__)
     with _naming_variable():
         for name, value in defaults.items():
-            if isinstance(value, (list, dict)) and name not in _NESTED_TYPES:
+            if name in _NESTED_TYPES:
+                value = _NESTED_TYPES[name].coerce(value)
+            elif isinstance(value, (list, dict)):
                 raise ValueError(f"`{name}` is {shown(value)}: it must be a single value")
-            setattr(
-                cls, name, _NESTED_TYPES[name].coerce(value) if name in _NESTED_TYPES else value
-            )
+            setattr(cls, name, value)
     return cls
 
 

@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-_locks: weakref.WeakSet[Any] = weakref.WeakSet()
-_child_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
-_fork_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+_locks = weakref.WeakSet[Any]()
+_child_listeners = weakref.WeakSet[Any]()
+_fork_listeners = weakref.WeakSet[Any]()
 
 
 def lock() -> threading.Lock:

@@ -17,6 +17,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from contextvars import ContextVar
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -41,7 +42,7 @@ _thread_contexts = _Contexts()
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
 _AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")  # those that hf_paged supports
-_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+_owners = weakref.WeakSet[Any]()
 
 
 def register_for_cleanup(owner: Any) -> None:
@@ -89,6 +90,16 @@ def restoring(
         return _Restoring(generator_function, args, kwargs)
 
     return make
+
+
+@restoring
+def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """A context in which a context variable has this value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T]:

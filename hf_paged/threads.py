@@ -130,7 +130,7 @@ def attempt(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
             pass  # this thread does not hold it
 
 
-_step_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+_step_locks = weakref.WeakKeyDictionary[nn.Module, threading.RLock]()
 
 
 def step_lock(model: nn.Module, main_model: nn.Module | None = None) -> threading.RLock:

@@ -7,22 +7,12 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from .interrupts import restoring
+from .interrupts import restoring, setting
 
 setup_seconds: ContextVar[dict[str, float] | None] = ContextVar(
     "hf_paged_setup_seconds", default=None
 )
 """Seconds by part, to which `timed` adds; `None`: `timed` measures nothing."""
-
-
-@restoring
-def counting(seconds: dict[str, float]) -> Iterator[None]:
-    """A context in which `timed` adds to `seconds`, by part."""
-    token = setup_seconds.set(seconds)
-    try:
-        yield
-    finally:
-        setup_seconds.reset(token)
 
 
 @restoring
@@ -37,7 +27,7 @@ def timed(part: str) -> Iterator[None]:
     start = time.perf_counter()
     inner_seconds = dict[str, float]()
     try:
-        with counting(inner_seconds):
+        with setting(setup_seconds, inner_seconds):
             yield
     finally:
         duration = time.perf_counter() - start - sum(inner_seconds.values())

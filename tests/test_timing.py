@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM
 
 import hf_paged
 from hf_paged import timing
+from hf_paged.interrupts import setting
 from tests.support import models
 from tests.support.rooms import records_on_cpu
 
@@ -22,7 +23,7 @@ def test_parts_within_parts_are_counted_once(monkeypatch: pytest.MonkeyPatch) ->
     seconds: dict[str, float] = {}
     with timing.timed("before"):
         pass
-    with timing.counting(seconds), pytest.raises(KeyError):
+    with setting(timing.setup_seconds, seconds), pytest.raises(KeyError):
         with timing.timed("outer"):  # from 0 to 5
             for _ in range(2):
                 with timing.timed("inner"):  # from 1 to 2, from 3 to 4
@@ -39,10 +40,10 @@ def test_threads_that_share_seconds_keep_their_own_durations(
     seconds: dict[str, float] = {}
 
     def step() -> None:
-        with timing.counting(seconds), timing.timed("record"):  # from 1 to 2
+        with setting(timing.setup_seconds, seconds), timing.timed("record"):  # from 1 to 2
             pass
 
-    with timing.counting(seconds), timing.timed("self_check"):  # from 0 to 3
+    with setting(timing.setup_seconds, seconds), timing.timed("self_check"):  # from 0 to 3
         thread = threading.Thread(target=step)
         thread.start()
         thread.join()

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from ..batching.execution.inputs import Bounds
 from ..batching.execution.runner import concat_in_order
-from ..interrupts import restoring
+from ..interrupts import restoring, setting
 from ..kernels.lora import Deltas, LoraWeights, RecordedDeltas, can_record
 from ..plan import StepPlan
 from ..seams import ForwardContext
@@ -146,13 +146,8 @@ class RecordedMix:
     deltas: dict[nn.Module, RecordedDeltas] | None
     tables: Any = None  # with fixed ranges: the tensors that the step reads, to keep them alive
 
-    @restoring
-    def reading(self) -> Iterator[None]:
-        reset_token = recorded_deltas.set(self.deltas)
-        try:
-            yield
-        finally:
-            recorded_deltas.reset(reset_token)
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        return setting(recorded_deltas, self.deltas)
 
 
 def _weights_of(adapters: Iterable[Adapter]) -> dict[nn.Module, list[tuple[int, LoraWeights]]]:

@@ -13,8 +13,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from .. import compat
-from ..cache.handles import LatentTensor, LazyTensor, PagedTensor
+from ..cache.handles import LatentTensor, LazyTensor, PagedTensor, ReadOnlyTensor
 from ..cache.kv_blocks import KVBlocks
+from ..compiled import untraced
 from ..step import NotCapturable, NotPackable, StepMetadata
 from . import backends, switch
 from .backends.reference import AttentionCall, paired_blocks
@@ -76,11 +77,12 @@ def paged_mask(**arguments: Any) -> Tensor | None:
     return mask
 
 
+@untraced
 def paged_attention(
     module: nn.Module,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    key: Any,
+    value: Any,
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -96,19 +98,7 @@ def paged_attention(
     `NotCapturable` if a recorded step needs the host, and `ValueError` if the mask shows padding
     that was not stored.
     """
-    # checked here, since the wrapper of `torch.compiler.disable` costs time in every layer
-    function = _untraced if torch.compiler.is_dynamo_compiling() else _paged_attention
-    return function(module, query, key, value, attention_mask, **kwargs)
-
-
-def _paged_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    mask: Tensor | None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
+    mask = attention_mask
     # queries, blocks and a function to apply to the output, if the call can run in place
     in_place: Any = None
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
@@ -146,9 +136,6 @@ def _paged_attention(
 
 def _dense(x: Any) -> Any:
     return x.dense() if isinstance(x, LazyTensor) else x
-
-
-_untraced = torch.compiler.disable(_paged_attention)
 
 
 def _attend_packed_step(
@@ -310,4 +297,4 @@ def sdpa_on_handles(
     )
 
 
-PagedTensor.functions[F.scaled_dot_product_attention] = sdpa_on_handles
+ReadOnlyTensor.functions[F.scaled_dot_product_attention] = sdpa_on_handles

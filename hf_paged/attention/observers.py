@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 
 from torch import Tensor
-
-from ..interrupts import restoring
 
 Observer = Callable[[tuple[int, int, int], Tensor | None, bool], None]
 """Called in every call of our attention function outside packed steps, with the numbers of rows,
 queries and keys, the mask, and whether attention without a mask is causal."""
 
 attention_observer: ContextVar[Observer | None] = ContextVar("attention_observer", default=None)
-
-
-@restoring
-def observing_attention(observer: Observer) -> Iterator[None]:
-    """A context in which `observer` is the `attention_observer`."""
-    token = attention_observer.set(observer)
-    try:
-        yield
-    finally:
-        attention_observer.reset(token)

@@ -115,12 +115,12 @@ def have_latents(modules: Iterable[nn.Module]) -> bool:
 def compiled_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Returns the compiled modules that may update a cache. Dynamo cannot trace the update, and
     would compile the code around it in many pieces."""
-    compiled = []
-    for module in modules:
-        has_compiled_code = is_compiled(module) or is_switched(module)
-        if has_compiled_code and any(map(_updates_cache, map(type, module.modules()))):
-            compiled.append(module)
-    return compiled
+    return [
+        module
+        for module in modules
+        if (is_compiled(module) or is_switched(module))
+        and any(map(_updates_cache, map(type, module.modules())))
+    ]
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:

@@ -24,12 +24,12 @@ from ..cache.idle import begin_use, end_use
 from ..cache.waits import Shortage
 from ..config import PagedConfig
 from ..forks import lazy_property
-from ..interrupts import guarded, is_interrupt, register_for_cleanup, restoring
+from ..interrupts import guarded, is_interrupt, register_for_cleanup, restoring, setting
 from ..model.sharding import lead
 from ..model.wrappers import adapters_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
-from ..timing import counting, setup_seconds
+from ..timing import setup_seconds
 from .arguments import RequestOptions, as_list, checked_options, num_requested_tokens
 from .engine_loop import EngineLoop
 from .execution.executor import StableSpan
@@ -126,7 +126,7 @@ class EngineCore(EngineLoop):
         the request's id."""
         state: RequestState | None = None
         try:
-            with self.lock, counting(self.setup_seconds):
+            with self.lock, setting(setup_seconds, self.setup_seconds):
                 if self.cancelled:
                     self.settle()
                 if self.loop is None:
@@ -390,7 +390,7 @@ class EngineCore(EngineLoop):
         num_slowdowns = len(loop.executor.slowed_by)
         is_outermost = self._stepping_thread_id != threading.get_ident()
         self._stepping_thread_id = threading.get_ident()
-        # cheaper than a `counting` context in every step
+        # cheaper than a context in every step
         reset_token = setup_seconds.set(self.setup_seconds)
         try:
             self._end_unsupported()

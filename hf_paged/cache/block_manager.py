@@ -3,6 +3,9 @@ blocks of cached prefixes. Holds no tensors; the scheduler decides which request
 
 from __future__ import annotations
 
+import itertools
+import operator
+import sys
 import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -32,14 +35,14 @@ class BlockManager:
         # records lengths; stored, since `memory` may be collected before the sequences end
         self._length_recorder = memory.sizes
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
-        self._block_sizes = [group.block_size for group in groups]
-        sizes = [size for size in self._block_sizes if size < UNBOUNDED] or [memory.block_size]
+        block_sizes = [group.block_size for group in groups]
+        sizes = [size for size in block_sizes if size < UNBOUNDED] or [memory.block_size]
         # cached prefixes end at multiples of this size, where blocks of all groups end, since sizes
         # are powers of two
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
         # nodes per block, by group
-        ratios = [1 if size == UNBOUNDED else size // self.node_size for size in self._block_sizes]
+        ratios = [1 if size == UNBOUNDED else size // self.node_size for size in block_sizes]
         pools = [group.pool for group in groups]
         specs = [group.spec for group in groups]
         windows = [spec.prefix_window for spec in specs]
@@ -48,7 +51,7 @@ class BlockManager:
         self.tier: Tier | None = None  # stores blocks that the prefix cache evicts (`set_tier`)
         self._sequences = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # live ones
         # owners of blocks with other content (adapter weights); each has a `recover` method
-        self.other_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.other_owners = weakref.WeakSet[Any]()
         states = [index for index, group in enumerate(groups) if group.holds_states]
         self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
         # index of the first group of states that is not empty; `None` if there is none
@@ -100,12 +103,10 @@ class BlockManager:
         blocks: SequenceBlocks = NO_BLOCKS,
     ) -> list[int]:
         """Returns each group's `GroupSpec.num_spanned` for a sequence that holds `blocks`."""
-        counts = [len(table.block_ids) for table in blocks.tables]
-        if not counts:
-            counts = [0] * len(self.groups)
-        groups = zip(self.groups, counts, self._block_sizes)
+        counts = [len(table.block_ids) for table in blocks.tables] or [0] * len(self.groups)
         return [
-            group.spec.num_spanned(first, end, chunk, count, size) for group, count, size in groups
+            group.spec.num_spanned(first, end, chunk, count, group.block_size)
+            for group, count in zip(self.groups, counts)
         ]
 
     def can_take(self, needs: Sequence[int], reserve: int = 0) -> bool:
@@ -118,22 +119,18 @@ class BlockManager:
         if len(self.groups) == 1:
             return True
         allocated_ids = self.take(needs)  # groups compete for memory: only trying can tell
-        if allocated_ids is None:
-            return False
-        for group, block_ids in zip(self.groups, allocated_ids):
-            group.pool.release(block_ids)
-        return True
+        self._release(allocated_ids or [])
+        return allocated_ids is not None
 
-    def tables(self, index: int, others: Iterable[SequenceBlocks] = ()) -> Iterator[BlockTable]:
+    def tables(self, index: int, *others: Iterable[SequenceBlocks]) -> Iterator[BlockTable]:
         """Yields the group's tables of all live sequences, and of `others`."""
         # copied, since garbage collection may remove sequences during the iteration
-        sequences = dict.fromkeys([*self._sequences, *others])
+        sequences = dict.fromkeys([*self._sequences, *itertools.chain(*others)])
         return (blocks.tables[index] for blocks in sequences)
 
     def new(self) -> SequenceBlocks:
         """Returns the blocks of a new sequence: empty tables."""
-        groups = zip(self.groups, self._block_sizes)
-        tables = tuple(BlockTable(group.pool, size) for group, size in groups)
+        tables = tuple(BlockTable(group.pool, group.block_size) for group in self.groups)
         blocks = SequenceBlocks(tables, self.epochs.current)
         self._sequences[blocks] = None
         return blocks
@@ -143,20 +140,18 @@ class BlockManager:
         blocks: SequenceBlocks,
         num_tokens: int,
         can_skip: bool = False,
-        num_committed: int | None = None,
+        num_committed: int = sys.maxsize,
     ) -> bool:
         """Extends the sequence by `num_tokens` tokens and allocates their slots. Returns `False`,
         with the sequence not extended, if too few blocks are free. First frees window blocks, as
         `trim` does; pass `num_committed` if `truncate` may go back to that many tokens. With
         `can_skip`, an empty sequence gets blocks only for new tokens that later queries see."""
         tables = blocks.tables
-        if can_skip and not any(table.block_ids for table in tables):
-            length = 0
+        can_skip = can_skip and not any(table.block_ids for table in tables)
+        if can_skip:
             for table in tables:
                 table.free()  # an earlier call may have skipped blocks before it ran out of blocks
-        else:
-            length = tables[0].num_tokens
-            can_skip = False
+        length = tables[0].num_tokens
         if not length:
             blocks.epoch = self.epochs.current
         end = length + num_tokens
@@ -164,13 +159,12 @@ class BlockManager:
             for group, table in zip(self.groups, tables):
                 table.skip(group.spec.first_visible(end))
         self.trim(blocks, num_committed)
-        needs = [table.num_needed(end - table.num_tokens) for table in tables]
-        allocated_ids = self.take(needs, tables)
-        if allocated_ids is None and self._unregister_state(blocks):
+        allocated_ids = None
+        while allocated_ids is None:
             needs = [table.num_needed(end - table.num_tokens) for table in tables]
             allocated_ids = self.take(needs, tables)
-        if allocated_ids is None:
-            return False
+            if allocated_ids is None and not self._unregister_state(blocks):
+                return False
         for table, copies, new_ids in zip(tables, self._copies, allocated_ids):
             unused_ids = new_ids[table.num_needed(end - table.num_tokens) :]
             if unused_ids:  # `take` dropped this sequence's snapshot, so its slot needs no copy
@@ -216,11 +210,9 @@ class BlockManager:
         )
         num_needed = sum(map(BlockTable.num_new_blocks, tables, counts))
         for block_id, num_writers in writers.items():
-            if group.pool.is_kept(block_id):
-                num_needed += num_writers
-            else:
-                # the last holder writes in place, unless the prefix cache keeps the block
-                num_needed += min(num_writers, group.pool.refcount(block_id) - 1)
+            # the last holder writes in place, unless the prefix cache keeps the block
+            num_others = group.pool.refcount(block_id) - 1 + group.pool.is_kept(block_id)
+            num_needed += min(num_writers, num_others)
         if num_needed:
             group.ensure_free(num_needed)
         if writers:
@@ -238,16 +230,14 @@ class BlockManager:
             table.append(count)
         return num_needed > 0
 
-    def trim(self, blocks: SequenceBlocks, num_committed: int | None = None) -> None:
+    def trim(self, blocks: SequenceBlocks, num_committed: int = sys.maxsize) -> None:
         """Frees window blocks that no later query sees; with `num_committed`, only those that no
         query after the first `num_committed` tokens sees. Must not be called between the scheduling
         of tokens and their computation."""
         if not self.has_windows:
             return
         for group, table in zip(self.groups, blocks.tables):
-            num_tokens = table.num_tokens
-            if num_committed is not None:
-                num_tokens = min(num_tokens, num_committed)
+            num_tokens = min(table.num_tokens, num_committed)
             table.drop_before(group.spec.first_visible(num_tokens))
 
     def take(
@@ -279,14 +269,17 @@ class BlockManager:
                 else:
                     allocated_ids.append(group.take(needed, after))
         except BaseException as error:
-            for group, block_ids in zip(self.groups, allocated_ids):
-                group.pool.release(block_ids)
+            self._release(allocated_ids)
             if not isinstance(error, OutOfBlocksError):  # such as a `MemoryError`
                 raise
             # a copy without the traceback, whose frames may keep tensors alive
             self.take_error = OutOfBlocksError(str(error))
             return None
         return allocated_ids
+
+    def _release(self, allocated_ids: list[list[int]]) -> None:
+        for group, block_ids in zip(self.groups, allocated_ids):
+            group.pool.release(block_ids)
 
     def _unregister_state(self, blocks: SequenceBlocks) -> bool:
         """Drops the snapshot that the prefix cache keeps in the sequence's state slot, so that the
@@ -295,15 +288,11 @@ class BlockManager:
         if self._state_group is None:
             return False
         table = blocks.tables[self._state_group]
-        if not table.block_ids:
-            return False
-        slot = table.block_ids[0]
-        if table.pool.refcount(slot) > 1:
-            return False
-        is_kept = table.pool.is_kept(slot)
-        if is_kept:
-            table.pool.invalidate(slot)
-        return is_kept
+        for slot in table.block_ids:
+            if table.pool.refcount(slot) == 1 and table.pool.is_kept(slot):
+                table.pool.invalidate(slot)
+                return True
+        return False
 
     def truncate(self, blocks: SequenceBlocks, num_tokens: int) -> None:
         """Removes all tokens from `num_tokens` on; restores no states. Raises `ValueError`, and
@@ -312,7 +301,7 @@ class BlockManager:
             table.check_truncate(num_tokens)
         for table in blocks.tables:
             table.truncate(num_tokens)
-        blocks.capacity = min(blocks.capacity, num_tokens)
+        blocks.limit_capacity(num_tokens)
         if blocks.num_registered * self.node_size > num_tokens:
             blocks.node, blocks.num_registered = None, 0
 
@@ -321,7 +310,7 @@ class BlockManager:
         if not blocks.tables:
             return self.new()
         tables = tuple(table.fork() for table in blocks.tables)
-        blocks.capacity = min(blocks.capacity, tables[0].num_tokens)  # both now share the tail
+        blocks.limit_capacity(tables[0].num_tokens)  # both now share the tail
         child = SequenceBlocks(
             tables, blocks.epoch, blocks.node, blocks.num_registered, blocks.capacity
         )
@@ -393,10 +382,7 @@ class BlockManager:
             needed_nodes = self.index.needed_nodes(group_index, num_nodes)
             block_ids = (path[index].block_ids[group_index] for index in needed_nodes)
             cached_ids = [block_id for block_id in block_ids if block_id is not None]
-            if table.block_size == UNBOUNDED:
-                table.attach(cached_ids, 0, num_tokens)
-            else:
-                table.attach(cached_ids, needed_nodes.start * size // table.block_size)
+            table.attach(cached_ids, needed_nodes.start * size // table.block_size, num_tokens)
         blocks.node, blocks.num_registered = path[-1], num_nodes
         blocks.epoch = min(node.epoch for node in path)
         blocks.capacity = num_tokens
@@ -451,9 +437,9 @@ class BlockManager:
         if blocks.epoch < self.epochs.first_valid:  # as `Epochs.is_outdated`
             return
         is_stop = num_tokens == num_nodes * size and num_tokens in blocks.stops
-        should_register_state = self._state_group is not None and is_stop
+        state_group = self._state_group if is_stop else None
         has_only_states = len(self.groups) == (self._state_group is not None)
-        if not should_register_state and has_only_states:
+        if state_group is None and has_only_states:
             return
         node = blocks.node
         first = blocks.num_registered
@@ -464,15 +450,9 @@ class BlockManager:
         for index in range(first, num_nodes):
             end = (index + 1) * size
             tokens = tuple(token_ids[end - size : end])
-            block_ids: list[int | None] = []
-            for table in blocks.tables:
-                if end % table.block_size == 0:
-                    block_ids.append(table.full_block(end // table.block_size - 1))
-                else:
-                    block_ids.append(None)
-            is_last = index + 1 == num_nodes
-            if self._state_group is not None and should_register_state and is_last:
-                (block_ids[self._state_group],) = blocks.tables[self._state_group].block_ids
+            block_ids = list(map(operator.methodcaller("block_ending_at", end), blocks.tables))
+            if state_group is not None and index + 1 == num_nodes:
+                (block_ids[state_group],) = blocks.tables[state_group].block_ids
             node = self.index.add(node, tokens, block_ids, blocks.epoch)
         blocks.node, blocks.num_registered = node, num_nodes
 

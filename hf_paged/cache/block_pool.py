@@ -194,10 +194,7 @@ class BlockPool:
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
-            block_id, _ = self._cached.popitem(last=False)
-            on_evict = self._kept.pop(block_id)
-            self._free[block_id] = None
-            on_evict(block_id)
+            self.invalidate(next(iter(self._cached)))
         return num_cached - len(self._cached)
 
     def recount(self, tables: Iterable[Sequence[int]]) -> None:
@@ -208,12 +205,8 @@ class BlockPool:
             num_holders = Counter(block_id for table in tables for block_id in table)
             self._refcounts = [num_holders[block_id] for block_id in range(self.num_blocks)]
             self.num_shared = sum(refcount > 1 for refcount in self._refcounts)
-            unused = dict.fromkeys(
-                block_id for block_id in range(self.num_blocks) if not num_holders[block_id]
-            )
-            self._free = OrderedDict.fromkeys(
-                block_id for block_id in unused if block_id not in self._kept
-            )
+            unused = set(range(self.num_blocks)).difference(num_holders)
+            self._free = OrderedDict.fromkeys(sorted(unused.difference(self._kept)))
             lru_order = [*self._cached, *self._kept]
             self._cached = OrderedDict.fromkeys(
                 block_id for block_id in lru_order if block_id in unused and block_id in self._kept
@@ -303,12 +296,13 @@ class BlockTable:
         block_id = self.block_ids[index]
         return block_id if self.pool.is_read_only(block_id) else None
 
-    def full_block(self, index: int) -> int | None:
-        """Returns the block of tokens `[index * block_size, (index + 1) * block_size)`; `None` if
-        it has been dropped."""
-        if index < self.num_dropped:
+    def block_ending_at(self, end: int) -> int | None:
+        """Returns the block whose last token is token `end - 1`; `None` if there is none, or if it
+        has been dropped."""
+        num_blocks, rest = divmod(end, self.block_size)
+        if rest or num_blocks <= self.num_dropped:
             return None
-        return self.block_ids[index - self.num_dropped]
+        return self.block_ids[num_blocks - 1 - self.num_dropped]
 
     def read_only_blocks(self, first: int, end: int) -> list[int]:
         """Returns those blocks of tokens `[first, end)` that must not be written to, since they are

@@ -67,10 +67,12 @@ def share(memory: Any) -> int | None:
     """Returns the maximum number of bytes that this pool may hold: the budget less the bytes of all
     other pools that are in use; `None` without a budget for it."""
     total = limit(memory)  # read once: another thread may change it
-    if total is None:
-        return None
-    other_pools = _other_pools(memory)
-    return total - sum(pool.charged_bytes for pool in other_pools if pool.is_used)
+    return None if total is None else total - bytes_of_others(memory)
+
+
+def bytes_of_others(memory: Any) -> int:
+    """Returns the bytes of all other pools that are in use."""
+    return sum(pool.charged_bytes for pool in _other_pools(memory) if pool.is_used)
 
 
 def charge(memory: Any, more_bytes: int = 0) -> bool:
@@ -86,11 +88,6 @@ def charge(memory: Any, more_bytes: int = 0) -> bool:
             return False
         memory.charged_bytes = needed_bytes
         return True
-
-
-def update_charge(memory: Any) -> None:
-    """Charges this pool, whose lock the caller holds, for its current bytes."""
-    memory.charged_bytes = memory.occupied_bytes
 
 
 def num_uncharged_bytes() -> int | None:

@@ -4,7 +4,6 @@ that `cache.memory` sets."""
 from __future__ import annotations
 
 import functools
-import itertools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -62,7 +61,8 @@ class GroupMemory:
             self.block_size = UNBOUNDED
             self.storage = states
         else:
-            self.block_size = memory.block_size_of(spec)
+            sizes = memory.sizes
+            self.block_size = int(memory.config.block_size) if sizes is None else sizes.of(spec)
             weak_memory = self.memory
             self.storage = memory.make_storage(
                 memory.config, spec, self.block_size, lambda: weak_memory.gather_handles()
@@ -107,18 +107,6 @@ class GroupMemory:
         """Whether the layers hold only part of a cached block's content."""
         return self._is_adding_layer or not self.storage.layers
 
-    def expect(self, block_bytes: int) -> None:
-        """Sets the expected bytes of a block over all layers to `block_bytes`, if that is more.
-        Raises `OutOfBlocksError` if the pool then exceeds the budget."""
-        expected_bytes = max(block_bytes, self._expected_bytes)
-        self._expected_bytes, self._is_short = expected_bytes, False
-        if not budget.charge(self.memory):
-            self._is_short = True
-            raise OutOfBlocksError(
-                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens"
-                f" ({self.block_bytes:,} bytes each): {_budget_text()}"
-            )
-
     def has_free(self, num_blocks: int) -> bool:
         """Whether `num_blocks` blocks are free and no limit has to be checked: `ensure_free` would
         do nothing."""
@@ -145,12 +133,28 @@ class GroupMemory:
             pool.shrink()
             if not pool.num_blocks:
                 self.storage.layers.clear()
-        memory.evict_to_fit(num_blocks, self)
+        self._evict_to_fit(num_blocks)
         num_missing = num_blocks - pool.num_free
         if num_missing > 0:
             num_missing -= self._num_evictable(num_missing)
         if num_missing > 0:
             self._grow(num_blocks, num_missing)
+
+    def _evict_to_fit(self, num_needed: int) -> None:
+        """Evicts cached blocks, those of this group first, until `num_needed` more used blocks fit
+        in `num_blocks`. Raises `OutOfBlocksError` if used blocks leave too little space."""
+        memory = self.memory
+        total = memory.config.num_blocks
+        if total is None or not self.spec.is_counted:
+            return
+        num_used = memory.num_used
+        if num_needed > total - num_used:
+            raise self._over_limit_error(num_needed, total - num_used, total)
+        excess = num_used + memory.num_cached + num_needed - total
+        for group in (self, *memory.groups.values()):
+            if excess <= 0:
+                return
+            excess -= group.pool.evict(excess)
 
     def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
         """Allocates `num_blocks` blocks with refcount 1, and returns their ids. `after`: as in
@@ -172,15 +176,14 @@ class GroupMemory:
         has_limit = self._has_limit
         has_memory = pool.num_blocks + num_missing <= self.storage.num_rows
         if self.holds_states:
-            should_keep_all = has_limit or num_cached < KEPT_STATES
+            num_kept = num_cached if has_limit or num_cached < KEPT_STATES else 0
+        elif has_limit:
+            num_kept = num_cached if has_memory or self.storage.is_elastic else 0
+        elif self.memory.keeps_cached and has_memory and self._has_spare_memory:
+            num_kept = CACHED_RATIO * pool.peak_used
         else:
-            should_keep_all = has_limit and (has_memory or self.storage.is_elastic)
-        if should_keep_all:
-            return 0
-        should_keep_some = self.memory.keeps_cached and has_memory and not has_limit
-        if should_keep_some and not self.holds_states and self._has_spare_memory:
-            return max(0, num_cached - CACHED_RATIO * pool.peak_used)
-        return num_cached
+            num_kept = 0
+        return max(0, num_cached - num_kept)
 
     def _growth_step(self, growth_limit: int) -> int:
         """Returns the minimum number of blocks to add, if at most `growth_limit` may be added."""
@@ -232,7 +235,7 @@ class GroupMemory:
             self._allocate(f"{num_added} more blocks", storage.grow, num_blocks, max_blocks)
             pool.grow(num_added)
         finally:
-            budget.update_charge(memory)
+            memory.update_charge()
 
     @property
     def _has_spare_memory(self) -> bool:
@@ -243,16 +246,25 @@ class GroupMemory:
             return True
         return cached_bytes <= free_bytes(torch.device("cpu"))
 
-    def _over_limit_error(self, needed: int, num_available: int) -> OutOfBlocksError:
-        config = self.memory.config
-        if budget.limit(self.memory) is not None:
-            return OutOfBlocksError(
-                f"needs {needed} {_blocks_text(self.block_size)}, but only {num_available} are"
-                f" available: {_budget_text()}"
-            )
-        option = f"`memory_fraction` ({config.memory_fraction})"
-        total = num_available + self.pool.num_used
-        return over_limit_error(needed, self.block_size, num_available, total, option)
+    def _over_limit_error(
+        self, needed: int, num_available: int, total: int | None = None
+    ) -> OutOfBlocksError:
+        """Returns the error of a call that needs more blocks than are available. `total`:
+        `num_blocks`, if that is the limit; else the limit is one in bytes."""
+        blocks = f"blocks of {self.block_size} tokens"
+        if self.holds_states:
+            blocks = "slots for states"
+        start = f"needs {needed} {blocks}, but only {num_available}"
+        option = "`num_blocks`"
+        if total is None:
+            if budget.limit(self.memory) is not None:
+                return OutOfBlocksError(f"{start} are available: {_budget_text()}")
+            option = f"`memory_fraction` ({self.memory.config.memory_fraction})"
+            total = num_available + self.pool.num_used
+        return OutOfBlocksError(
+            f"{start} of {total} are free: raise {option} in `cache_config`, or lower the batch"
+            " size, the prompt length or `max_new_tokens`"
+        )
 
     def _allocate(self, needed_text: str, allocate: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the result of a method of the storage. Raises `OutOfBlocksError` in place of the
@@ -303,15 +315,21 @@ class GroupMemory:
             self.pool.evict(self.pool.num_cached)
         finally:
             self._is_adding_layer = False
-        self._expected_bytes = 0
-        self.expect(num_layers * self.storage.outline(keys, values).block_bytes)
+        expected_bytes = num_layers * self.storage.outline(keys, values).block_bytes
+        self._expected_bytes, self._is_short = expected_bytes, False
+        is_charged = budget.charge(self.memory)
         self._is_short = True
+        if not is_charged:
+            raise OutOfBlocksError(
+                f"needs {self.pool.num_blocks:,} blocks of {self.block_size} tokens"
+                f" ({self.block_bytes:,} bytes each): {_budget_text()}"
+            )
         if not commits_when_touched(keys.device):
             budget.release_idle(self.memory)
         needed_text = f"{self.pool.num_blocks} blocks"
         layer = self._allocate(needed_text, self.storage.make, index, keys, values)
         self._is_short = False
-        budget.update_charge(self.memory)
+        self.memory.update_charge()
         return layer
 
     def _promote(
@@ -329,7 +347,7 @@ class GroupMemory:
             needed_text = f"{self.pool.num_blocks} blocks"
             return self._allocate(needed_text, self.storage.promote, index, keys, values)
         finally:
-            budget.update_charge(memory)
+            memory.update_charge()
 
     @mirrored
     def release(self) -> None:
@@ -345,29 +363,8 @@ class GroupMemory:
         references to them (and that of the group to `memory`, its own)."""
         for manager in memory.managers.values():
             if self in manager.groups:
-                parts = [rows for owner, rows, _ in list(memory.abandoned) if owner is manager]
-                abandoned = itertools.chain.from_iterable(parts)
-                yield from manager.tables(manager.groups.index(self), abandoned)
-
-
-def over_limit_error(
-    needed: int,
-    block_size: int,
-    free: int,
-    total: int,
-    option: str,
-) -> OutOfBlocksError:
-    """Returns the error of a call that needs more blocks than the `free` ones of the `total` that
-    `option` allows."""
-    return OutOfBlocksError(
-        f"needs {needed} {_blocks_text(block_size)}, but only {free} of {total} are free: raise"
-        f" {option} in `cache_config`, or lower the batch size, the prompt length or"
-        " `max_new_tokens`"
-    )
-
-
-def _blocks_text(block_size: int) -> str:
-    return "slots for states" if block_size == UNBOUNDED else f"blocks of {block_size} tokens"
+                abandoned = [rows for owner, rows, _ in list(memory.abandoned) if owner is manager]
+                yield from manager.tables(manager.groups.index(self), *abandoned)
 
 
 def _budget_text() -> str:

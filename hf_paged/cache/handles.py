@@ -68,7 +68,7 @@ class ReadOnlyTensor(LazyTensor):
     would change only a copy."""
 
     has_read_only_views = True
-    # our replacements for torch functions called with these tensors, by function
+    # our replacements for torch functions called with these tensors, by function; set by attention
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
 
     def refuse_write(self) -> None:
@@ -158,7 +158,6 @@ class PagedTensor(ReadOnlyTensor):
     function reads `blocks` through `step`. Any other operation gets the tensor of `dense` or, for
     packed rows `(1, heads, num_tokens, dim)`, raises [`NotPackable`]."""
 
-    functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}  # set by attention
     step: StepMetadata
     layer: KVBlocks
     blocks: Tensor
@@ -195,14 +194,16 @@ class PagedTensor(ReadOnlyTensor):
             dtype = layer.dtypes[is_value]
         device = blocks.device
         self = make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
-        self.step = step
-        self.layer = layer
-        self.blocks = blocks
-        self.fresh = fresh
+        self.bind(step, layer, blocks, fresh)
         self.reader = reader
         self.has_read_only_views = has_read_only_views
         self._dense = None
         return self
+
+    def bind(self, step: Any, layer: Any, blocks: Any, fresh: Tensor | None) -> None:
+        """Makes this the handle of another step with K/V like these. Between packed steps all are
+        `None`: handles are reused, but must keep no tensors alive that the storage may replace."""
+        self.step, self.layer, self.blocks, self.fresh = step, layer, blocks, fresh
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises

@@ -26,13 +26,13 @@ _MAX_WAIT = 3600.0  # seconds; less than the longest wait that any system suppor
 _lock = forks.rlock()
 _condition = threading.Condition(_lock)
 # the `time.monotonic` at which to free each pool
-_deadlines: weakref.WeakKeyDictionary[PagedMemory, float] = weakref.WeakKeyDictionary()
+_deadlines = weakref.WeakKeyDictionary[PagedMemory, float]()
 _is_running = False  # whether the thread exists, or is starting; it runs while there are deadlines
 
 
 def begin_use(memory: PagedMemory) -> None:
     """Marks the pool as in use by a call, or by an engine with unfinished requests."""
-    memory.last_used = time.monotonic()
+    memory.note_use()
     with _lock:
         _deadlines.pop(memory, None)
 
@@ -41,7 +41,7 @@ def end_use(memory: PagedMemory) -> None:
     """Marks the end of a call, or of an engine's last request. Unless the pool is used again, it is
     freed after `idle_release_seconds` (0: at once; `None`: only under `hf_paged.budget`), but not
     while a caller's cache holds blocks."""
-    memory.last_used = time.monotonic()
+    memory.note_use()
     seconds = memory.config.idle_release_seconds
     # the clocks of several processes differ: an engine's first process frees the pools of all, and
     # the pools of `generate` over several processes are not freed

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -51,17 +51,14 @@ class KVBlocks:
         self.quantized_dtype = self.keys.dtype if is_quantized else None
         # whether keys and values are quantized side by side, with one scale for both
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
-        # `store_signature` of the last stored K/V: such K/V fit these blocks
-        self.store_signature: StoreSignature | None = None
-        # the prepared call of the C++ kernel, reused while tensors have the same layouts
-        self.attention: cpp_attention.Attention | None = None
-        self._store: Store | None = None
+        # the function that stored the last K/V, by their `store_signature`: such K/V fit these
+        # blocks
+        self.stores: dict[StoreSignature, Store] = {}
+        # the prepared call of the C++ kernel, by what it requires of later calls
+        self.kernels: dict[Hashable, cpp_attention.Attention] = {}
         # attributes, not properties, since each growth of a pool sums them over all layers
         self.num_blocks = self.keys.shape[0]
-        self.block_bytes = 0
-        for tensor in self.data:
-            if tensor.shape[0]:
-                self.block_bytes += tensor[0].numel() * tensor.element_size()
+        self.block_bytes = sum(tensor[0].nbytes for tensor in self.data if len(tensor))
         # whether blocks take no memory until first used
         self.is_elastic = commits_when_touched(self.keys.device)
 
@@ -80,12 +77,9 @@ class KVBlocks:
     def is_exact(self) -> bool:
         """Whether blocks hold K/V of `dtypes` without rounding, being neither quantized nor of a
         narrower dtype."""
-        if self.quantized_dtype is not None:
-            return False
-        for stored, dtype in self.pair:
-            if torch.promote_types(stored.dtype, dtype) != stored.dtype:
-                return False
-        return True
+        return self.quantized_dtype is None and all(
+            torch.promote_types(stored.dtype, dtype) == stored.dtype for stored, dtype in self.pair
+        )
 
     @property
     def tiles(self) -> tuple[Tensor, ...]:
@@ -110,12 +104,11 @@ class KVBlocks:
             blocks = self.latents
             keys = torch.cat((keys, values), dim=3)
             values = keys
-        if signature != self.store_signature or self._store is None:
+        store = self.stores.get(signature)
+        if store is None:
             store = choose_store(keys, values, blocks.keys, blocks.values, slots)
-            self.store_signature = None  # an interrupt may come between these lines
-            self._store = store
-            self.store_signature = signature
-        self._store(keys, values, slots)
+            self.stores = {signature: store}
+        store(keys, values, slots)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
         """Whether K/V `(batch, heads, n, dim)` have these blocks' heads, dims, device and
@@ -176,11 +169,15 @@ class KVBlocks:
         heads, key_dim = keys.shape[1::2]
         value_heads, value_dim = values.shape[1::2]
         dtypes = (keys.dtype, values.dtype)
-        if kv_dtype is None:
-            stored_dtypes = list(_attention_dtypes(*dtypes))
-        else:
-            stored_dtypes = [quantized.DTYPES[kv_dtype]] * 2
-        key_dtype, value_dtype = stored_dtypes
+        code_format = None
+        key_dtype, value_dtype = dtypes
+        if kv_dtype is not None:
+            key_dtype = value_dtype = quantized.DTYPES[kv_dtype]
+            code_format = (block_size, key_dtype)
+        elif key_dtype is torch.float32 and value_dtype in (torch.bfloat16, torch.float16):
+            # under autocast, rotated keys stay in float32 beside values in half precision, and
+            # attention rounds both to half precision
+            key_dtype = value_dtype
         are_alike = (heads, key_dtype) == (value_heads, value_dtype)
         # heads and dim of each tensor
         if are_alike and key_dim == value_dim:
@@ -189,20 +186,14 @@ class KVBlocks:
             sizes = [(heads, key_dim + value_dim)]
         else:
             sizes = [(heads, key_dim), (value_heads, value_dim)]
-        code_format = None
-        shapes: list[tuple[int, ...]] = []
-        for num_heads, dim in sizes:
-            if kv_dtype is None:
-                shapes.append((num_blocks, num_heads, block_size, dim))
-            else:
+        data = []
+        for (num_heads, dim), dtype in zip(sizes, (key_dtype, value_dtype)):
+            tile_shape: tuple[int, ...] = (block_size, dim)
+            if kv_dtype is not None:
                 quantized.check_alignment(block_size, dim)
-                shapes.append((num_blocks, num_heads, quantized.tile_bytes(block_size, dim)))
-        if kv_dtype is not None:
-            code_format = (block_size, key_dtype)
-            stored_dtypes = [torch.uint8] * 2
-        tensors = zip(shapes, stored_dtypes)
-        data = tuple(_empty(shape, dtype, keys.device) for shape, dtype in tensors)
-        return cls.view(data, heads, key_dim, dtypes, code_format)
+                tile_shape, dtype = (quantized.tile_bytes(block_size, dim),), torch.uint8
+            data.append(_empty((num_blocks, num_heads, *tile_shape), dtype, keys.device))
+        return cls.view(tuple(data), heads, key_dim, dtypes, code_format)
 
     @classmethod
     def view(
@@ -262,15 +253,6 @@ class LayerKV(NamedTuple):
     formats: tuple[KVFormat, ...]
 
 
-def _attention_dtypes(keys: torch.dtype, values: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Returns the dtypes in which attention reads K and V. Under autocast, rotated keys stay in
-    float32 beside values in half precision, and attention rounds both to half precision."""
-    is_half = values in (torch.bfloat16, torch.float16)
-    if keys is torch.float32 and is_half:
-        return values, values
-    return keys, values
-
-
 def _tiles(
     data: tuple[Tensor, ...], code_format: tuple[int, torch.dtype] | None
 ) -> tuple[Tensor, ...]:
@@ -289,17 +271,13 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.empty(shape, dtype=dtype, device=device)
 
 
-def empty_states(formats: Iterable[KVFormat], device: torch.device | str) -> tuple[Tensor, Tensor]:
+def empty_states(formats: Iterable[KVFormat], device: torch.device | str) -> list[Tensor]:
     """Returns empty keys and values `(0, heads, 0, dim)` of these formats."""
-    keys, values = (
+    return [
         torch.empty(0, heads, 0, dim, dtype=dtype, device=device) for heads, dim, dtype in formats
-    )
-    return keys, values
+    ]
 
 
 def sizes_of(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
     """Returns the heads, dim and device of keys and of values."""
-    return [
-        (keys.shape[1], keys.shape[3], keys.device),
-        (values.shape[1], values.shape[3], values.device),
-    ]
+    return [(states.shape[1], states.shape[3], states.device) for states in (keys, values)]

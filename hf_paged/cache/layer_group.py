@@ -50,8 +50,8 @@ class LayerGroup:
         """Called after the tables have changed: the rows now hold `length` logical positions each,
         including `paddings`, their leading positions that are not stored. Drops cached steps."""
         self.paddings, self.length = paddings, length
-        self._step: StepMetadata | None = None
-        self._view: StepMetadata | None = None
+        # steps made since then, by their length and number of queries
+        self._steps: dict[tuple[int, int], StepMetadata] = {}
         self._block_tables: Tensor | None = None  # `None`: out of date
 
     @property
@@ -130,26 +130,19 @@ class LayerGroup:
             # are set
             self.rows.sequences, self.paddings, self.expected_paddings = sequences, paddings, None
         length = context_len + query_len
-        step = self._step
-        if (
-            step is not None
-            and step.query_len == query_len
-            and step.columns
-            and step.columns.stop == length
-        ):
+        step = self._steps.get((length, query_len))
+        if step is not None:
             return step
-        tables = self.tables
-        rows = zip(tables, self.paddings)
+        rows = zip(self.tables, self.paddings)
         have_slots = (padding + table.num_tokens >= length for table, padding in rows)
         follows_last_step = self.rows.is_borrowed and context_len == self.length
         if follows_last_step and all(have_slots):
             # the tables' owner has already allocated blocks and copied shared ones
             self.length, self._block_tables = length, None
         else:
-            self._make_writable(tables, context_len, length)
-        self._view = None
-        self._step = self._make_step(length, query_len, device)
-        return self._step
+            self._make_writable(context_len, length)
+        self._steps.clear()
+        return self._make_step(length, query_len, device)
 
     @guarded
     def undo_first_step(self, length: int) -> None:
@@ -171,19 +164,23 @@ class LayerGroup:
                     group.clear((paddings, length))
 
     @guarded
-    def _make_writable(
-        self,
-        tables: list[BlockTable],
-        context_len: int,
-        length: int,
-    ) -> None:
+    def _make_writable(self, context_len: int, length: int) -> None:
         """Makes logical positions `[context_len, length)` writable; another layer of the group may
         already have stored some of them. Borrowed tables lack blocks only for tokens that the
-        model's own code adds."""
+        model's own code adds. Raises `ValueError` if the layer cannot catch up with that layer."""
+        if context_len < self.length:
+            if context_len == 0 and any(self.paddings):
+                raise ValueError(
+                    f"a layer starts with {length} tokens while another layer of its group holds"
+                    f" {self.length}, including {list(self.paddings)} tokens of padding (one number"
+                    " per row), which are not stored: pass rows without padding"
+                )
+            # a first prefill attends only to its new K/V
+            self._check_window(context_len or length)
+        tables = self.tables
         ranges = [
             (max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings
         ]
-        self._check_extend(context_len, length)
         with self.memory.changing():
             self._extend(tables, ranges, context_len, length)
         self.group_memory.pool.check_writable(
@@ -191,19 +188,6 @@ class LayerGroup:
             for table, tokens in zip(tables, ranges)
             for block_id in table.read_only_blocks(*tokens)
         )
-
-    def _check_extend(self, context_len: int, length: int) -> None:
-        """Raises `ValueError` if another layer of the group holds more positions, and the updated
-        layer cannot catch up."""
-        if context_len >= self.length:
-            return
-        if context_len == 0 and any(self.paddings):
-            raise ValueError(
-                f"a layer starts with {length} tokens while another layer of its group holds"
-                f" {self.length}, including {list(self.paddings)} tokens of padding (one number per"
-                " row), which are not stored: pass rows without padding"
-            )
-        self._check_window(context_len or length)  # a first prefill attends only to its new K/V
 
     def _extend(
         self,
@@ -218,7 +202,7 @@ class LayerGroup:
         if drops_past and window is not None:
             is_first_prefill = context_len == 0 and not self.length and not self.rows.is_borrowed
             first_visible = self.spec.first_visible(length)
-            self._drop_outside_window(tables, context_len)
+            self._drop_outside_window(context_len)
             if is_first_prefill and length >= window:
                 # a first prefill attends only to its new K/V, so it stores none that will be
                 # outside the window
@@ -231,7 +215,7 @@ class LayerGroup:
             self._block_tables = None
         if self.rows.is_borrowed:
             for blocks in self.rows.sequences:
-                blocks.capacity = 0  # their owner has counted fewer tokens
+                blocks.limit_capacity()  # their owner has counted fewer tokens
         self.length = max(self.length, length)
         self.memory.note_progress()
 
@@ -255,10 +239,10 @@ class LayerGroup:
         )
         return max(freed_before, default=0)
 
-    def _drop_outside_window(self, tables: list[BlockTable], length: int) -> None:
+    def _drop_outside_window(self, length: int) -> None:
         """Frees the blocks that no query after the first `length` positions sees."""
-        for table, padding in zip(tables, self.paddings):
-            first_visible = self.spec.first_visible(length)
+        first_visible = self.spec.first_visible(length)
+        for table, padding in zip(self.tables, self.paddings):
             first_token = max(0, first_visible - padding)
             first_block = first_token // table.block_size
             if first_block > table.num_dropped and table.block_ids:
@@ -297,7 +281,7 @@ class LayerGroup:
             first_column = min(first_column, self._freed_before)
         block_tables = self._block_tables.to(device)
         slot_tensor = _tensor(slots, torch.long, len(tables), query_len)
-        return StepMetadata.rectangle(
+        step = self._steps[length, query_len] = StepMetadata.rectangle(
             block_tables,
             seq_lens,
             size,
@@ -308,22 +292,14 @@ class LayerGroup:
             origins=tuple(origins),
             counters=self.rows.counters,
         )
+        return step
 
     def view(self, length: int, device: torch.device) -> StepMetadata:
         """Returns a step without queries over the first `length` logical positions. Raises
         `ValueError` if visible ones were freed."""
-        view = self._view
-        if (
-            view is None
-            or view.columns is None
-            or view.columns.stop != length
-            or self.length != length
-        ):
-            if length < self.length:
-                self._check_window(length)
-            view = self._make_step(length, 0, device)
-            self._view = view
-        return view
+        if length < self.length:
+            self._check_window(length)
+        return self._steps.get((length, 0)) or self._make_step(length, 0, device)
 
     def check_crop(self, length: int) -> None:
         """Raises `ValueError` if the new end lies in freed blocks."""
@@ -332,14 +308,13 @@ class LayerGroup:
 
     def crop(self, length: int) -> None:
         """Removes logical positions from `length` on, then frees blocks outside the window."""
-        tables = self.tables
         paddings: tuple[int, ...] = ()
         if length:
             paddings = tuple(min(padding, length) for padding in self.paddings)
-        for table, padding in zip(tables, self.paddings):
+        for table, padding in zip(self.tables, self.paddings):
             table.truncate(max(0, length - padding))
         self.set_rows(paddings, min(self.length, length))
-        self._drop_outside_window(tables, self.length)
+        self._drop_outside_window(self.length)
 
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:

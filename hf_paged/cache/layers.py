@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from transformers import cache_utils
 
+from ..compiled import untraced
 from ..rooms import GradientsRoom, OwnAttentionRoom, room
 from ..step import NotPackable, StepMetadata
 from .block_pool import OutOfBlocksError
@@ -47,13 +48,13 @@ class PagedLayer(cache_utils.DynamicLayer):
         # whether the model's own code has read a handle to values in a decode: from then on,
         # `update` returns dense tensors in decodes
         self.should_gather = False
-        # handles returned in the last packed step
-        self.packed_handles: tuple[PagedTensor, PagedTensor] | None = None
-        self._packed_signature: StoreSignature | None = None
+        # handles returned in the last packed step, by the signature of its K/V
+        self.packed_handles: dict[StoreSignature, tuple[PagedTensor, PagedTensor]] = {}
         self.graph_states: Any = None  # `GraphStates` of the room `gradients`
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
+    @untraced
     def update(
         self,
         key_states: Tensor,
@@ -68,12 +69,6 @@ class PagedLayer(cache_utils.DynamicLayer):
         fit; `NotPackable` for another shape than the packed step's; and `RuntimeError` for K/V that
         a function transform traces (`torch.func`, forward-mode differentiation), or if the layer
         missed an operation (`_check_current`)."""
-        if torch.compiler.is_dynamo_compiling():
-            # checked here, because the wrapper of `torch.compiler.disable` slows every call
-            return self._update_untraced(key_states, value_states)
-        return self._update(key_states, value_states)
-
-    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         self._check_states(key_states, value_states)
         needs_grad = torch.is_grad_enabled() and (
             key_states.requires_grad or value_states.requires_grad
@@ -100,7 +95,14 @@ class PagedLayer(cache_utils.DynamicLayer):
             return own_attention.row_tensors(step, blocks, (keys.dtype, values.dtype))
         if context_len == 0:
             return self._new_handles(step, blocks, signature, keys, values)
-        return self._cached_handles(step, blocks, is_decode=keys.shape[2] == 1)
+        is_decode = keys.shape[2] == 1
+        if self.should_gather and is_decode:
+            return read_pair(step, blocks)
+        track = self.group.rows.handles.add
+        reader = self if is_decode else None
+        cached_keys = track(PagedTensor(step, blocks, False))
+        cached_values = track(PagedTensor(step, blocks, True, reader=reader))
+        return cached_keys, cached_values
 
     def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
         """Raises `ValueError` or `RuntimeError` if `update` must not store these K/V."""
@@ -139,8 +141,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         while True:
             try:
                 with group.memory.lock:
-                    old_blocks = group.group_memory.storage.layers.get(self.index)
-                    if old_blocks is None or old_blocks.store_signature != signature:
+                    old_blocks = self.blocks
+                    if old_blocks is None or signature not in old_blocks.stores:
                         num_new_tables = group.num_new_tables(context_len)
                         group.group_memory.layer(
                             self.index,
@@ -177,38 +179,21 @@ class PagedLayer(cache_utils.DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Returns handles to the new K/V of a layer's first tokens, or of a packed step. A packed
         step reuses the handles of the last one if K/V have an equal signature."""
-        handles = self.packed_handles
         is_packed = step.columns is None
-        if is_packed and handles is not None and self._packed_signature == signature:
+        if is_packed and signature in self.packed_handles:
+            handles = self.packed_handles[signature]
             for handle, fresh, (stored, _) in zip(handles, (keys, values), blocks.pair):
-                handle.step = step
-                handle.layer = blocks
-                handle.blocks = stored
-                handle.fresh = fresh
+                handle.bind(step, blocks, stored, fresh)
             return handles
         handles = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
         if is_packed:
-            self.packed_handles = None  # an interrupt may come between these lines
-            self._packed_signature = signature
-            self.packed_handles = handles
+            self.packed_handles = {signature: handles}
         return handles
 
-    def _cached_handles(
-        self,
-        step: StepMetadata,
-        blocks: KVBlocks,
-        is_decode: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Returns handles to all visible K/V; in a decode, dense tensors if `should_gather`."""
-        if self.should_gather and is_decode:
-            return read_pair(step, blocks)
-        track = self.group.rows.handles.add
-        reader = self if is_decode else None
-        cached_keys = track(PagedTensor(step, blocks, False))
-        cached_values = track(PagedTensor(step, blocks, True, reader=reader))
-        return cached_keys, cached_values
-
-    _update_untraced = torch.compiler.disable(_update)
+    @property
+    def blocks(self) -> KVBlocks | None:
+        """The layer's keys and values in blocks; `None` until it is allocated."""
+        return self.group.group_memory.storage.layers.get(self.index)
 
     @property
     def _is_in_graph(self) -> bool:
@@ -228,10 +213,9 @@ class PagedLayer(cache_utils.DynamicLayer):
     def _visible_states(is_value: bool) -> property:
         def get(self: PagedLayer) -> Tensor | None:
             self._check_current()
-            layers = self.group.group_memory.storage.layers
-            if not self.num_positions or self.index not in layers:
+            blocks = self.blocks
+            if not self.num_positions or blocks is None:
                 return None
-            blocks = layers[self.index]
             device = blocks.keys.device
             view = self.group.view(self.num_positions, device)
             step = view.on(device)
@@ -262,7 +246,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     def plain_bytes(self, num_rows: int, length: int) -> int:
         """Returns the bytes of keys and values that the stock layer would hold for `num_rows` rows
         of `length` positions; 0 if this layer has no blocks yet."""
-        blocks = self.group.group_memory.storage.layers.get(self.index)
+        blocks = self.blocks
         if blocks is None:
             return 0
         window = self.group.spec.window
@@ -363,9 +347,9 @@ class PagedLayer(cache_utils.DynamicLayer):
     def take(self, length: int) -> None:
         """Called after the cache has taken over rows of `length` positions each."""
         # handles are dropped, since a deep copy would gather stale ones
-        self.num_positions, self.packed_handles = length, None
+        self.num_positions, self.packed_handles = length, {}
         self.graph_states = None
-        blocks = self.group.group_memory.storage.layers.get(self.index)
+        blocks = self.blocks
         if length and blocks is not None:
             self.lazy_initialization(blocks.keys, blocks.values)
 

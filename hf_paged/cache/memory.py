@@ -26,7 +26,7 @@ from .block_manager import BlockManager
 from .block_pool import OutOfBlocksError
 from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_ENDED_WITHOUT_HIT, BlockSizes
 from .free_memory import free_bytes_of_all, trim
-from .group_memory import GroupMemory, over_limit_error
+from .group_memory import GroupMemory
 from .groups import GroupSpec
 from .handles import Handles
 from .kv_blocks import LayerKV
@@ -86,13 +86,13 @@ class PagedMemory:
         self._released_peak_bytes = 0
         # since the last reset: blocks copied by copy-on-write, and maximum of blocks in use at once
         self.num_copied = self.peak_blocks = 0
-        self._peak_used: dict[GroupSpec, int] = {}
+        self._peak_used: dict[GroupMemory, int] = {}
         self.waste = 0.0  # share of the slots of used blocks that held no token at the peak
         self._calls = weakref.WeakSet[Any]()  # running `generate` calls
         self._lone_call: Hashable = None  # the running call, unless another has overlapped it
         # maximum of blocks in use at once since `begin_call`: in total, and by group at that moment
         self._call_blocks = 0
-        self._call_used = dict[GroupSpec, int]()
+        self._call_used: dict[GroupMemory, int] = {}
         self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
         self.handles: dict[int, Handles] = {}  # of each cache, by the `id` of its `CacheRows`
         self.is_recovery_due = False  # `recover` has begun but not finished
@@ -101,7 +101,7 @@ class PagedMemory:
         self.holders: list[Holder] = []  # calls that hold blocks; only appended to and removed from
         # grows with every step of any call, by one or more: waiting calls see that others progress
         self.progress_count = 0
-        self.last_used = time.monotonic()  # when a call or an engine last used it
+        self.note_use()
         if is_bounded:
             budget.join(self)
 
@@ -111,12 +111,6 @@ class PagedMemory:
     def __reduce__(self) -> tuple[Any, ...]:
         # the rows of a cache pickle the content of their blocks
         return PagedMemory, (self.config, True, self.sizes, False, self.make_storage)
-
-    def block_size_of(self, spec: GroupSpec) -> int:
-        """Returns the tokens per block of a group of keys and values."""
-        if self.sizes is not None:
-            return self.sizes.of(spec)
-        return int(self.config.block_size)
 
     @property
     def block_size(self) -> int:
@@ -286,28 +280,10 @@ class PagedMemory:
     @property
     def num_held_by_others(self) -> int:
         """Additional blocks that `hf_paged.budget` would allow if no other pool were in use."""
-        total = budget.limit(self)
         block_bytes = _least_block_bytes(self.groups.values())
-        if total is None or not block_bytes:
+        if budget.limit(self) is None or not block_bytes:
             return 0
-        share = budget.share(self) or 0
-        return max(0, total - share) // block_bytes
-
-    def evict_to_fit(self, num_needed: int, group: GroupMemory) -> None:
-        """Evicts cached blocks, those of `group` first, until `num_needed` more used blocks fit in
-        `num_blocks`. Raises `OutOfBlocksError` if used blocks leave too little space."""
-        total = self.config.num_blocks
-        num_used = self.num_used
-        if total is None or not group.spec.is_counted:
-            return
-        free = total - num_used
-        if num_needed > free:
-            raise over_limit_error(num_needed, group.block_size, free, total, "`num_blocks`")
-        excess = num_used + self.num_cached + num_needed - total
-        for evicted_group in (group, *self.groups.values()):
-            if excess <= 0:
-                return
-            excess -= evicted_group.pool.evict(excess)
+        return budget.bytes_of_others(self) // block_bytes
 
     def _max_bytes(self, if_unused: bool = False) -> int | None:
         """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without
@@ -328,9 +304,7 @@ class PagedMemory:
     def growth_limit(self, group: GroupMemory) -> int:
         """Returns how many blocks `group` may add; `sys.maxsize` if no limit in bytes applies."""
         block_bytes = group.block_bytes
-        if not block_bytes:
-            return sys.maxsize
-        max_bytes = self._max_bytes()
+        max_bytes = self._max_bytes() if block_bytes else None
         if max_bytes is None:
             return sys.maxsize
         num_allowed = (max_bytes - self.occupied_bytes) // block_bytes
@@ -353,12 +327,14 @@ class PagedMemory:
         no table holds a block. Returns whether it freed any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
-        groups = [group for group in self.groups.values() if group is not excluded]
-        unused = [group for group in groups if not group.pool.num_used and group.occupied_bytes]
-        if not unused:
-            return False
-        self._release(unused)
-        return True
+        unused = [
+            group
+            for group in self.groups.values()
+            if group is not excluded and not group.pool.num_used and group.occupied_bytes
+        ]
+        if unused:
+            self._release(unused)
+        return bool(unused)
 
     def _release(self, groups: Iterable[GroupMemory]) -> None:
         """Frees the memory of these groups, and that of recorded steps."""
@@ -367,7 +343,15 @@ class PagedMemory:
             group.release()
         for recorder in self.recorders.values():
             recorder.release()
-        budget.update_charge(self)
+        self.update_charge()
+
+    def update_charge(self) -> None:
+        """Charges `hf_paged.budget` for the current bytes. Called with the lock held."""
+        self.charged_bytes = self.occupied_bytes
+
+    def note_use(self) -> None:
+        """Called when a call or an engine begins or ends to use the memory."""
+        self.last_used = time.monotonic()
 
     def drop_recorders(self) -> None:
         """Drops the recorders. Called when no engine or model will run steps on this memory any
@@ -390,9 +374,10 @@ class PagedMemory:
             self._calls.discard(call)
             if plain_bytes is None or not is_lone:
                 return
-            counts = ((self.groups[spec], count) for spec, count in self._call_used.items())
             self.call_bytes = sum(
-                count * group.block_bytes for group, count in counts if not group.holds_states
+                count * group.block_bytes
+                for group, count in self._call_used.items()
+                if not group.holds_states
             )
             self.plain_bytes = plain_bytes
             # if groups' blocks differ in size, fewer blocks than at this peak may take more bytes
@@ -405,12 +390,9 @@ class PagedMemory:
         num_used = self.num_used
         if num_used > self._call_blocks:
             self._call_blocks = num_used
-            self._call_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
-        if num_used < self.peak_blocks or not num_used:
-            return
-        self.peak_blocks = num_used
-        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
-        self.waste = share_of_unused_slots(self.groups.values())
+            self._call_used = {group: group.pool.num_used for group in self.groups.values()}
+        if num_used and num_used >= self.peak_blocks:
+            self._set_peak(num_used)
 
     def release(self) -> bool:
         """Frees all memory (on a device: to PyTorch's allocator) and cached blocks, unless a table
@@ -436,15 +418,17 @@ class PagedMemory:
     def peak_bytes(self) -> int:
         """The maximum number of bytes of blocks in use at once, since the last reset."""
         counts = self._peak_used.items()
-        layer_bytes = sum(count * self.groups[spec].storage.block_bytes for spec, count in counts)
+        layer_bytes = sum(count * group.storage.block_bytes for group, count in counts)
         return max(layer_bytes, self._released_peak_bytes)
 
     def reset_peak(self) -> None:
         """Restarts the peaks from the current use, and the count of copied blocks from 0."""
-        self._released_peak_bytes = 0
-        self.num_copied = 0
-        self.peak_blocks = self.num_used
-        self._peak_used = {spec: group.pool.num_used for spec, group in self.groups.items()}
+        self._released_peak_bytes = self.num_copied = 0
+        self._set_peak(self.num_used)
+
+    def _set_peak(self, num_used: int) -> None:
+        self.peak_blocks = num_used
+        self._peak_used = {group: group.pool.num_used for group in self.groups.values()}
         self.waste = share_of_unused_slots(self.groups.values())
 
     def stats(self) -> MemoryStats:

@@ -4,6 +4,8 @@ implements `update`."""
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -111,8 +113,7 @@ class PagedCache(DynamicCache):
                 f"`paged_config` is {paged_config!r}, but `memory` was made with {memory.config!r}:"
                 " pass one of the two"
             )
-        stock = DynamicCache(config=config)
-        self._setup(memory, kind, stock.layers, stock.layer_class_to_replicate is not None)
+        self._setup(DynamicCache(config=config), memory, kind)
 
     @classmethod
     def from_empty(
@@ -123,33 +124,23 @@ class PagedCache(DynamicCache):
         owner_counters: ReadCounters | None = None,
         cross: PagedCache | None = None,
     ) -> PagedCache:
-        """Returns a paged cache with the layers of an empty `DynamicCache`, and `cross` as its
-        cross-attention cache. `owner_counters`: the read counters of the rows' owner; with them,
-        the cache borrows the rows passed to `take` and owns none."""
+        """Returns a paged cache with the layers of an empty `DynamicCache` (paged layers of which
+        may hold tokens), and `cross` as its cross-attention cache. `owner_counters`: the read
+        counters of the rows' owner; with them, the cache borrows the rows passed to `take` and owns
+        none."""
         paged = cls.__new__(cls)
-        can_grow = cache.layer_class_to_replicate is not None
-        paged._setup(memory, kind, cache.layers, can_grow, owner_counters, cross)
+        paged._setup(cache, memory, kind, owner_counters, cross)
         return paged
 
     def empty_twin(
-        self,
-        memory: PagedMemory,
-        owner_counters: ReadCounters | None = None,
-        kind: str | None = None,
+        self, memory: PagedMemory, owner_counters: ReadCounters | None = None
     ) -> PagedCache:
         """Returns an empty cache on `memory` with the layers of this one (of which only paged ones
         may hold tokens); `owner_counters` as in `from_empty`."""
-        layers = []
-        for layer in self.layers:
-            if not isinstance(layer, PagedLayer):
-                layer = copy.deepcopy(layer)
-            layers.append(layer)
         cross = self.cross
         if cross is not None:
             cross = cross.empty_twin(memory, owner_counters)
-        twin = PagedCache.__new__(PagedCache)
-        twin._setup(memory, kind or self.kind, layers, self._can_grow, owner_counters, cross)
-        return twin
+        return PagedCache.from_empty(self, memory, self.kind, owner_counters, cross)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(value, "__self__", None) is self:
@@ -158,17 +149,16 @@ class PagedCache(DynamicCache):
 
     def _setup(
         self,
+        empty: DynamicCache,
         memory: PagedMemory,
         kind: str,
-        stock_layers: Sequence[Any],
-        can_grow: bool,
         owner_counters: ReadCounters | None = None,
         cross: PagedCache | None = None,
     ) -> None:
         self.memory, self.kind, self.cross = memory, kind, cross
         self.counters = ReadCounters() if owner_counters is None else owner_counters
-        specs = [spec_of(layer, kind) for layer in stock_layers]
-        if can_grow:
+        specs = [spec_of(layer, kind) for layer in empty.layers]
+        if empty.layer_class_to_replicate is not None:
             distinct_specs = dict.fromkeys([GroupSpec(kind)])
         else:
             distinct_specs = dict.fromkeys(filter(None, specs))
@@ -176,30 +166,34 @@ class PagedCache(DynamicCache):
         self.rows = CacheRows(memory, distinct_specs, self.counters, is_borrowed)
         self.groups = {spec: LayerGroup(self.rows, spec) for spec in distinct_specs}
         layers = []
-        for index, (layer, spec) in enumerate(zip(stock_layers, specs)):
+        for index, (layer, spec) in enumerate(zip(empty.layers, specs)):
             group = None if spec is None else self.groups[spec]
             layers.append(paged_layer(layer, group, index))
         Cache.__init__(self, layers=layers)
-        self._can_grow = can_grow
+        self.layer_class_to_replicate = empty.layer_class_to_replicate
 
     @property
     def layer_class_to_replicate(self) -> Any:
         """A function that makes the next layer, if there is no configuration; otherwise `None`."""
-        return self._make_next_layer if self._can_grow else None
+        if not self._can_grow:
+            return None
+        group = next(iter(self.groups.values()))
+        return functools.partial(PagedLayer, group, len(self.layers))
 
     @layer_class_to_replicate.setter
     def layer_class_to_replicate(self, value: Any) -> None:
         self._can_grow = value is not None
-
-    def _make_next_layer(self) -> PagedLayer:
-        group = next(iter(self.groups.values()))
-        return PagedLayer(group, len(self.layers))
 
     @property
     def is_compileable(self) -> bool:
         """`False`, since block tables are on the host. transformers would compile a cache that has
         only Mamba states."""
         return False
+
+    @property
+    def paged_layers(self) -> list[PagedLayer]:
+        """The layers whose keys and values are in blocks."""
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     @property
     def is_empty(self) -> bool:
@@ -252,8 +246,8 @@ class PagedCache(DynamicCache):
             self.rows.sequences = rows
             for group in self.groups.values():
                 group.set_rows(paddings, group.length if length is None else length)
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer) and length is not None:
+        if length is not None:
+            for layer in self.paged_layers:
                 layer.take(length)
 
     def set_packed_steps(
@@ -268,10 +262,9 @@ class PagedCache(DynamicCache):
         for group, step in zip(self.groups.values(), steps):
             group.packed_step = step
         if None in steps:
-            for layer in self.layers:
-                # handles are reused, but must not keep tensors alive that the storage may replace
-                for handle in getattr(layer, "packed_handles", None) or ():
-                    handle.step = handle.fresh = handle.layer = handle.blocks = None
+            for layer in self.paged_layers:
+                for handle in itertools.chain(*layer.packed_handles.values()):
+                    handle.bind(None, None, None, None)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """Returns the number of logical positions so far, including padding. In a packed forward,
@@ -317,10 +310,8 @@ class PagedCache(DynamicCache):
     def reset(self) -> None:
         """Frees all blocks and empties the cache, which can then be reused."""
         super().reset()
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                # an empty layer has not missed any operation
-                layer.num_operations = self.rows.num_operations
+        for layer in self.paged_layers:  # empty ones, which have not missed any operation
+            layer.num_operations = self.rows.num_operations
 
     def detach(self) -> None:
         """Detaches all cached tensors from the autograd graph, as for truncated backpropagation
@@ -349,10 +340,9 @@ class PagedCache(DynamicCache):
         if num_rows is None:
             num_rows = len(self.rows.sequences)
         num_bytes = 0
-        for layer in self.layers:
-            if isinstance(layer, PagedLayer):
-                layer_length = layer.num_positions if length is None else length
-                num_bytes += layer.plain_bytes(num_rows, layer_length)
+        for layer in self.paged_layers:
+            layer_length = layer.num_positions if length is None else length
+            num_bytes += layer.plain_bytes(num_rows, layer_length)
         return num_bytes
 
     def plot_memory(self, ax: Any = None) -> Any:

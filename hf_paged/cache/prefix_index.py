@@ -160,9 +160,7 @@ class PrefixIndex:
         while not node.digest and node.parent is not None and node.parent is not node:
             path.append(node)
             node = node.parent
-        digest = node.digest
-        if not digest and node.parent is node:
-            digest = namespace_digest(node.namespace)
+        digest = namespace_digest(node.namespace) if node.parent is node else node.digest
         for descendant in reversed(path):
             digest = descendant.digest = _next_digest(digest, descendant.tokens)
         return digest

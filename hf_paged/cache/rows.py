@@ -41,9 +41,7 @@ class CacheRows:
         self.num_operations = num_operations
         self.sequences = list(sequences)
         # weak, since the groups refer to their rows: a cycle would delay `__del__`
-        self.groups: weakref.WeakValueDictionary[GroupSpec, LayerGroup] = (
-            weakref.WeakValueDictionary()
-        )
+        self.groups = weakref.WeakValueDictionary[GroupSpec, LayerGroup]()
         # gathered before their blocks change or are freed
         self.handles = memory.handles[id(self)] = Handles()
 

@@ -36,6 +36,10 @@ class SequenceBlocks(_WithWeakRefs):
         """Forgets `node`, `num_registered` and `capacity`. The prefix index keeps its nodes."""
         self.node, self.num_registered, self.capacity = None, 0, 0
 
+    def limit_capacity(self, num_tokens: int = 0) -> None:
+        """Called when blocks from token `num_tokens` on are removed, shared or used by others."""
+        self.capacity = min(self.capacity, num_tokens)
+
     def __del__(self) -> None:
         # an exception may have dropped a sequence that holds blocks, or interrupted `__init__`
         # before it set `tables`

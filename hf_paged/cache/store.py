@@ -60,19 +60,17 @@ def choose_store(
         if has_equal_heads and are_supported:
             write = _store_triton
     elif has_equal_heads and cpp.is_available():
-        dtypes = (keys.dtype, values.dtype)
-        stored_dtypes = (key_blocks.dtype, value_blocks.dtype)
-        if quantized.is_quantized(key_blocks):  # the kernel itself quantizes K/V
-            stored_dtypes = dtypes
+        key_dtype = keys.dtype
+        value_dtype = values.dtype
+        if not quantized.is_quantized(key_blocks):  # else the kernel itself quantizes K/V
+            key_dtype = key_blocks.dtype
+            value_dtype = value_blocks.dtype
         with contextlib.suppress(TypeError):  # if the kernel does not support such tensors
-            stored_keys = keys.to(stored_dtypes[0])
-            stored_values = values.to(stored_dtypes[1])
             store: Store = cpp_attention.Store(
-                stored_keys, stored_values, key_blocks, value_blocks, slots
+                keys.to(key_dtype), values.to(value_dtype), key_blocks, value_blocks, slots
             )
-            if dtypes == stored_dtypes:
+            if (keys.dtype, values.dtype) == (key_dtype, value_dtype):
                 return store
-            key_dtype, value_dtype = stored_dtypes
             return lambda keys, values, slots: store(
                 keys.to(key_dtype), values.to(value_dtype), slots
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -59,10 +58,8 @@ def copy_out(group: GroupMemory, block_ids: list[int]) -> HostBlocks:
         layers = group.storage.layers.items()
         copies = ((index, HostLayer.copy_of(layer, block_ids)) for index, layer in layers)
         return HostBlocks(copies)
-    if not block_ids:
-        return HostBlocks({})
     storage: Any = group.storage
-    return HostBlocks({0: storage.copy_out(block_ids)})
+    return HostBlocks({0: storage.copy_out(block_ids)} if block_ids else {})
 
 
 @mirrored
@@ -88,8 +85,7 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
     return host.copy_(blocks)
 
 
-@dataclass(frozen=True, eq=False)
-class SwappedSequence:
+class SwappedSequence(NamedTuple):
     """The host copies of a swapped-out sequence's blocks."""
 
     host_blocks: list[HostBlocks]  # per group, shared by all sequences of the request

@@ -75,7 +75,7 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     if cache not in call.built_caches or not all(part.is_empty for part in parts):
         return None
     crosses = [part for part in parts[1:] if isinstance(part, PagedCache)]
-    cache.cross = crosses[0].empty_twin(cache.memory, kind="cross") if crosses else None
+    cache.cross = crosses[0].empty_twin(cache.memory) if crosses else None
     batch = BatchCall(call, loop, cache, adapter_names)
     reason = batch.reason_against()
     if loop.arguments.get("synced_gpus"):
@@ -191,10 +191,9 @@ class BatchCall(Candidate):
             prompt = row // repeats
             shift = 0
             if prompts is not None:
+                request.set_inputs(prompts, prompt, keys)
                 shift = prompts.position_shift(prompt, layout.unsupported_reason is not None)
             request.limit_positions(layout.max_positions, shift)
-            if prompts is not None:
-                request.set_inputs(prompts, prompt, keys)
             rows += [(request, index) for index in range(repeats)]
         return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
 

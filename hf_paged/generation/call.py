@@ -56,11 +56,7 @@ def first_rows(value: Any, repeats: int) -> Any:
         are_equal = groups == groups[:, :1]
         if not bool(are_equal.all()):
             return None
-
-    def first(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[::repeats].contiguous()
-
-    return map_tensors(first, value)
+    return map_tensors(lambda tensor: tensor[::repeats].contiguous(), value)
 
 
 running_calls = set[Any]()  # of all models, in all threads
@@ -70,8 +66,10 @@ class Call:
     """One `generate` call: its caches, its route, and its switches, which are undone when it
     ends."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, has_custom_loop: bool = False) -> None:
+        """`has_custom_loop`: whether `custom_generate` is a function."""
         self.model = model
+        self.has_custom_loop = has_custom_loop
         self.stack = contextlib.ExitStack()
         # closed after the caches are dropped: holds the claim on blocks
         self.claim_stack = contextlib.ExitStack()
@@ -82,7 +80,6 @@ class Call:
         self.repeats = 1  # number of rows per prompt
         # token ids and inputs before they are expanded to rows
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None
-        self.has_custom_loop = False  # whether `custom_generate` is a function
         self.has_swapped_images = False  # whether the expansion gave rows the images of other rows
         self.route_name = "plain"
         self.reason = "cache_implementation is not 'paged'"

@@ -101,8 +101,7 @@ def _generate(generate: Invocation) -> Any:
 
 @guarded
 def _run(generate: Invocation, is_requested: bool) -> Any:
-    call = Call(generate.model)
-    call.has_custom_loop = callable(generate.kwargs.get("custom_generate"))
+    call = Call(generate.model, callable(generate.kwargs.get("custom_generate")))
     if is_requested:
         call.reason = f"{type(generate.model).__name__} prepares its cache itself"
         call.remedy = "Use a model that generates as transformers does"
@@ -470,11 +469,10 @@ def uninstall() -> None:
     with _lock:
         for (owner, name), (_, wrapper) in _installed.items():
             if getattr(owner, name) is not wrapper:
-                message = (
+                raise RuntimeError(
                     f"`{owner.__name__}.{name}` was replaced after hf_paged was installed: undo"
                     " that first"
                 )
-                raise RuntimeError(message)
         _is_paged_by_default = False
         forget_import(_PEFT, _add_to_peft)
         if any(owner is ContinuousMixin for owner, _ in _installed):

@@ -17,14 +17,14 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import compat
-from ..attention.observers import observing_attention
+from ..attention.observers import attention_observer
 from ..batching import request
 from ..batching.decoding.vocabulary import MEDIA_WORDS
 from ..batching.execution.prompts import Prompts, empty_blocks, is_plain_value, uncommon_names
-from ..cache.layers import PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_index import MARSHAL_VERSION
 from ..forks import lazy_property
+from ..interrupts import setting
 from ..model.own_loop import next_logits, padding_mask
 from ..model.structure import is_stock
 from ..model.trial import stock_cache
@@ -322,12 +322,11 @@ class MediaPrompts(Prompts):
         blocks, paddings = self.rows(sequences, empty_blocks(cache))
         cache.take(blocks, tuple(paddings), num_skipped)
         inputs = {**self.model_kwargs, compat.cache_name(model): cache}
-        with observing_attention(observer):
+        with setting(attention_observer, observer):
             logits, _ = next_logits(
                 model, self.input_ids, inputs, is_first_step=True, num_cached=num_skipped
             )
-        layers = (layer for layer in cache.layers if isinstance(layer, PagedLayer))
-        counts = [layer.num_positions for layer in layers if layer.num_positions]
+        counts = [layer.num_positions for layer in cache.paged_layers if layer.num_positions]
         for count in counts:
             if count != self.length:
                 raise ValueError(

@@ -4,6 +4,7 @@ comparing forwards (`checks`). There is no list of model names."""
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Hashable
@@ -44,9 +45,7 @@ _RULED_OUT, _PENDING, _DONE = range(3)
 # computes: for example an activation function. (`_code_key` adds a replaced `forward` separately.)
 _KEYED_TYPES = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
-_verdicts: weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]] = (
-    weakref.WeakKeyDictionary()
-)
+_verdicts = weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]]()
 
 Verdicts = dict[Hashable, Any]
 """By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that
@@ -82,18 +81,15 @@ class Capability:
         with step_lock(model):  # steps of other threads may add hooks for adapters to the model
             self._keeps_code_key = True
             try:
-                return self._choose_layout()
+                verdict = self.verdict(packed_check, "packed")
+                if isinstance(verdict, Layout):
+                    return verdict
+                rectangles: RectanglesRoom | None = room_if_installed("rectangles")
+                if rectangles is None:
+                    return Layout(verdict)
+                return rectangles.choose_layout(self, verdict)
             finally:
                 self._keeps_code_key, self._last_code_key = False, None
-
-    def _choose_layout(self) -> Layout:
-        verdict = self.verdict(packed_check, "packed")
-        if isinstance(verdict, Layout):
-            return verdict
-        rectangles: RectanglesRoom | None = room_if_installed("rectangles")
-        if rectangles is None:
-            return Layout(verdict)
-        return rectangles.choose_layout(self, verdict)
 
     def reason_against_invariance(self) -> str | None:
         """Why a model that runs packed cannot be served with `batch_invariant`; `None` if it can.
@@ -236,14 +232,14 @@ def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
         attributes += (replaced_forward(module), *hooks_of(module))
         shapes += [tensor.shape for tensor in tensors_of_module(module)]
     bases = dict.fromkeys(base for kind, _ in module_types for base in kind.__mro__)
-    members = (member for base in bases for member in vars(base).values())
-    functions = tuple(member for member in members if isinstance(member, types.FunctionType))
+    members = itertools.chain.from_iterable(vars(base).values() for base in bases)
+    functions = [member for member in members if isinstance(member, types.FunctionType)]
     configs = switchable_configs(modules)
     device = compute_device(model)
     return (
         module_types,
         tuple(map(code_of, attributes)),
-        functions,
+        tuple(functions),
         tuple(map(model_attention, configs)),
         tuple(shapes),
         (model.dtype, autocast_dtype(device), product_precision(device)),

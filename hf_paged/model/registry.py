@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -101,11 +102,9 @@ def route_of(
 # reentrant, since signal handlers and finalizers run at any moment, and may look up or free models
 _lock = forks.rlock()
 # Weak keys instead of attributes, so that copies and checkpoints of a model leave its pool out.
-_memories: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]] = (
-    weakref.WeakKeyDictionary()
-)
-_routes: weakref.WeakKeyDictionary[PreTrainedModel, Route] = weakref.WeakKeyDictionary()
-_warned: weakref.WeakKeyDictionary[PreTrainedModel, set[str]] = weakref.WeakKeyDictionary()
+_memories = weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]]()
+_routes = weakref.WeakKeyDictionary[PreTrainedModel, Route]()
+_warned = weakref.WeakKeyDictionary[PreTrainedModel, set[str]]()
 if hasattr(os, "register_at_fork"):
     # a child process starts without pools: other threads may have been changing them at the fork
     os.register_at_fork(after_in_child=lambda: _memories.clear())
@@ -170,16 +169,10 @@ def memory_for(
     return memory
 
 
-def _memory_options(config: PagedConfig) -> tuple[Any, ...]:
-    """The options that a memory keeps as long as it exists."""
-    return (
-        config.block_size,
-        config.num_blocks,
-        config.memory_fraction,
-        config.kv_dtype,
-        config.batch_invariant,
-        config.storage,
-    )
+# the options that a memory keeps as long as it exists
+_memory_options = operator.attrgetter(
+    "block_size", "num_blocks", "memory_fraction", "kv_dtype", "batch_invariant", "storage"
+)
 
 
 def check_options(model: PreTrainedModel, caches: Iterable[Any], options: Any) -> None:
@@ -253,8 +246,7 @@ def free(model: Any) -> None:
     if isinstance(getattr(model, "memory", None), PagedMemory):
         return model.free()  # an engine has its own pool
     with _lock:
-        owners = [module for module in _modules(model) if module in _memories]
-        memories = [_memories.pop(module)[1] for module in owners]
+        memories = [_memories.pop(module)[1] for module in _modules(model) if module in _memories]
     for memory in memories:
         memory.evict_cached()
         memory.drop_recorders()

@@ -257,13 +257,9 @@ def _parts_are_equal(a: Any, b: Any) -> bool:
 
 def copy_value(value: Any) -> Any:
     """Copies a tensor, or a container and the tensors in it; returns any other value as it is."""
-
-    def copy_part(part: Any) -> Any:
-        if isinstance(part, Tensor):
-            return part.detach().clone()
-        return part
-
-    return _map_elements(copy_part, value)
+    return _map_elements(
+        lambda part: part.detach().clone() if isinstance(part, Tensor) else part, value
+    )
 
 
 def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
@@ -279,7 +275,7 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
         if is_interrupt(error):
             raise
     if result is value or type(result) is not type(value):
-        result = _plain_copy(value)
+        result = next(kind for kind in CONTAINERS if isinstance(value, kind))(value)
     # calls methods of the base class, since those of a user's class may refuse changes
     if isinstance(value, dict):
         dict.update(result, zip(value, map(function, value.values())))
@@ -294,12 +290,6 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
         deque.clear(result)
         deque.extend(result, elements)
     return result
-
-
-def _plain_copy(value: Any) -> Any:
-    """Copies a container of a user's class to one of the base class."""
-    (kind, *_) = (kind for kind in CONTAINERS if isinstance(value, kind))
-    return kind(value)
 
 
 def alter_value(value: Any) -> Any:

@@ -18,12 +18,12 @@ from transformers.utils import ModelOutput
 
 from .. import compat
 from ..attention.masks import Columns, PagedMask, unpadded_columns
-from ..attention.observers import observing_attention
+from ..attention.observers import attention_observer
 from ..batching.execution.runner import LogitsPart, Runner, WholePrompts, concat_in_order
 from ..cache.block_manager import BlockManager
-from ..cache.layers import PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import SequenceBlocks
+from ..interrupts import setting
 from ..model.forwards import compute_device
 from ..model.own_loop import (
     cache_parts,
@@ -222,7 +222,7 @@ class RectangleRunner(Runner):
         inputs by those of the next step; returns logits as `_forward` does."""
         self.num_forwards += 1
         observer = self._encoder_observer(rectangle)
-        observing = NOTHING if observer is None else observing_attention(observer)
+        observing = NOTHING if observer is None else setting(attention_observer, observer)
         if num_logits > 1 and "logits_to_keep" in prepared:  # prepared for the last token alone
             prepared["logits_to_keep"] = num_logits
         with self.product_context, observing:
@@ -408,9 +408,8 @@ def _note_step(cache: PagedCache, length: int) -> None:
     including padding."""
     for group in cache.groups.values():
         group.set_rows(group.paddings, length)
-    for layer in cache.layers:
-        if isinstance(layer, PagedLayer):
-            layer.num_positions = length
+    for layer in cache.paged_layers:
+        layer.num_positions = length
 
 
 @dataclasses.dataclass(eq=False)

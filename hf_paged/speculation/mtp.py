@@ -112,7 +112,7 @@ class HiddenStates:
             # `num_layers` is 1, so that the bytes of other layers are not estimated from this one
             group.group_memory.layer(layer.index, keys, values, 1, group.num_new_tables(0))
         layer.update(keys, values)
-        layer.packed_handles = None
+        layer.packed_handles.clear()
 
     def read(self, spans: Iterable[tuple[SequenceBlocks, int, int]]) -> Tensor:
         """Returns the hidden states of tokens `[first, end)` of each sequence, concatenated:

@@ -149,7 +149,7 @@ def _cache_of_one_kind(
     layers = []
     for layer in cache.layers:
         if isinstance(layer, PagedLayer):
-            blocks = layer.group.group_memory.storage.layers.get(layer.index)
+            blocks = layer.blocks
             layer_class = HybridStepLayer if isinstance(layer, LinearAttentionLayer) else StepLayer
             layer = layer_class(
                 blocks, step_by_group[layer.group], length, layer.is_sliding, reads_keys

@@ -124,7 +124,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
     def forget() -> None:
         for layer in runner.cache.layers:  # cached handles refer to blocks on one device
             if hasattr(layer, "packed_handles"):
-                layer.packed_handles = None
+                layer.packed_handles.clear()
 
     of_latents: list[tuple[Any, str, Any]] = []
     if (latent := room_if_installed("latent")) is not None:
@@ -148,7 +148,7 @@ def _without_kernels(runner: PackedRunner, move: Any) -> Any:
                 for index, each in group.group_memory.storage.layers.items()
             }
             for each in blocks.values():
-                each.store_signature = ()
+                each.stores[()] = lambda *arguments: None
             stack.enter_context(mock.patch.object(group.group_memory.storage, "layers", blocks))
         forget()
         try:

@@ -152,12 +152,10 @@ def attend_prepared(call: AttentionCall) -> Tensor | None:
     """Computes `attend` by the kernel that the last call on these blocks prepared, so that fewer
     checks suffice. Returns `None` if no call prepared one, if that call's signature differs from
     this call's, or if this call may need a gradient or `gather`."""
-    kernel = call.blocks.attention
+    kernel = call.blocks.kernels.get(_signature(call))
     if kernel is None or torch.is_grad_enabled():
         return None
     if _is_long(call) or not _supports_bias(call.bias):
-        return None
-    if kernel.signature != _signature(call):
         return None
     return kernel(call.query, call.step, call.sinks, call.bias)
 
@@ -179,19 +177,17 @@ def _signature(call: AttentionCall) -> tuple[object, ...]:
 def _kernel(call: AttentionCall) -> Attention:
     """Returns the call's `Attention`, which the blocks keep for the next call. Raises the
     constructor's errors, among them `TypeError` if the kernel does not support the tensors."""
-    query = call.query
     blocks = call.blocks
-    kernel = blocks.attention
     signature = _signature(call)
-    if kernel is None or kernel.signature != signature:
+    kernel = blocks.kernels.get(signature)
+    if kernel is None:
         kernel = Attention(
-            query,
+            call.query,
             blocks.keys,
             blocks.values,
             scale=call.scale,
             softcap=call.softcap,
             sinks=call.sinks,
         )
-        kernel.signature = signature
-        blocks.attention = kernel
+        blocks.kernels = {signature: kernel}
     return kernel

@@ -41,7 +41,8 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     """Computes `attend` for rows with equally many queries."""
     step = call.step
     if call.fresh is not None and call.is_plain and step.is_first_prefill:
-        return _attend_fresh(call, *call.fresh)
+        query, key, value = (_by_row(states, step) for states in (call.query, *call.fresh))
+        return _sdpa(call, query, key, value, query.dtype, is_causal=True).flatten(0, 1)
     blocks = call.blocks
     kv_heads = blocks.values.shape[1]
     placed = None
@@ -89,11 +90,6 @@ def _by_row(states: Tensor, step: StepMetadata) -> Tensor:
     """Views `(T, heads, dim)` of rows with equally many queries as `(n, heads, query_len, dim)`."""
     assert step.query_len is not None
     return states.unflatten(0, (step.num_rows, step.query_len)).transpose(1, 2)
-
-
-def _attend_fresh(call: AttentionCall, *fresh: Tensor) -> Tensor:
-    query, key, value = (_by_row(x, call.step) for x in (call.query, *fresh))
-    return _sdpa(call, query, key, value, query.dtype, is_causal=True).flatten(0, 1)
 
 
 def _sdpa(
@@ -296,8 +292,7 @@ def _keys_and_values(call: AttentionCall, part: Part, placed: PlacedRows | None)
     for index, (tensor, units) in enumerate(zip(stored, part.units)):
         out = None
         if uses_scratch:
-            shape = (units.indices.numel(), units.shape[1])
-            out = _scratch_view(index, shape, tensor.dtype)
+            out = _scratch_view(index, (len(units.indices), units.shape[1]), tensor.dtype)
         states = units.read(tensor, out).view(rows, kv_heads, -1, tensor.shape[3])
         pieces.append(states[:, :, visible])
     half = len(pieces) // 2

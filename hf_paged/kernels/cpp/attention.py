@@ -118,8 +118,6 @@ class Attention:
     strides. The constructor checks and packs the layer's arguments. An object holds the addresses
     of the blocks, not the tensors, so the blocks must outlive it."""
 
-    signature: tuple[object, ...]  # set by the caller, to compare with later calls
-
     def __init__(
         self,
         query: Tensor,

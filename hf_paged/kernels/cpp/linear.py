@@ -3,6 +3,7 @@ of 8 bits, computed by `linear.cpp`. `tape` decides when to use this kernel."""
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -114,7 +115,7 @@ def pack(
         torch.get_num_threads(),
         len(pieces),
     )
-    packed_pieces = b"".join(PIECE.pack(*piece) for piece in pieces)
+    packed_pieces = b"".join(itertools.starmap(PIECE.pack, pieces))
     num_unused = MAX_PIECES - len(pieces)
     padding = bytes(PIECE.size * num_unused)
     return packed + packed_pieces + padding
@@ -163,12 +164,15 @@ def linear(
     num_rows, depth = x.shape
     width = weight.shape[0]
     code_format = None
+    code_addresses = 0, 0
     if has_codes:
-        code_format = CodeFormat() if scales is None else _format(weight, scales, zeros)
+        code_format = CodeFormat()
+        if scales is not None:
+            code_format = _format(weight, scales, zeros)
+            code_addresses = 0 if zeros is None else zeros.data_ptr(), scales.data_ptr()
     out = x.new_empty(num_rows, width)
     bias_address = 0 if bias is None else bias.data_ptr()
     strides = stored.stride(0), out.stride(0)
-    code_addresses = (0 if y is None else y.data_ptr() for y in (zeros, scales))
     piece = weight.data_ptr(), bias_address, out.data_ptr(), width, *strides, *code_addresses
     x_fields = x.data_ptr(), x.dtype, num_rows, depth, x.stride(0)
     if path is None:

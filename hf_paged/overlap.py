@@ -27,7 +27,7 @@ from .batching.loop import StepLoop
 from .cache.block_pool import OutOfBlocksError
 from .cache.memory import PagedMemory, autocast_dtype
 from .cache.waits import Shortage
-from .generation.call import running_calls
+from .generation.call import starting_calls
 from .generation.candidate import Candidate
 from .interrupts import num_modes, restoring
 from .model.forwards import compute_device
@@ -75,8 +75,9 @@ class SharedLoop(CallLoop):
     streamers may be slow. A step waits for them briefly, except for those that were late the last
     time; before it computes prompts, also for calls that have just started."""
 
-    def __init__(self, loop: StepLoop) -> None:
+    def __init__(self, loop: StepLoop, is_private: bool) -> None:
         super().__init__(loop)
+        self._is_private = is_private  # whether no other call can join
         self.users = set[object]()  # one object per open `call_loop` context
         self._lock = forks.rlock()
         self._callers: dict[Generation, Caller] = {}
@@ -96,6 +97,9 @@ class SharedLoop(CallLoop):
     def _add(self, generation: Generation) -> None:
         with self._lock:
             self.loop.add(generation)
+            thread_id = threading.get_ident()
+            joined = [call for call in list(starting_calls) if call.thread == thread_id]
+            starting_calls.difference_update(joined)
             wake = threading.Condition(self._lock)
             self._callers[generation] = Caller(generation, wake)
 
@@ -175,13 +179,15 @@ class SharedLoop(CallLoop):
         `generate` of the same model since the last step began: one step for all prompts takes less
         time than several."""
         callers = list(self._callers.values())
+        if self._is_private or self._shortage is not None:
+            return False
         if all(caller.has_committed or caller.sampling_since is not None for caller in callers):
             return False
         threads = {caller.thread_id for caller in callers}
         model = self.loop.executor.model
         return any(
             call.model is model and call.started_at > self._last_start
-            for call in list(running_calls)
+            for call in list(starting_calls)
             if call.thread not in threads
         )
 
@@ -344,7 +350,7 @@ _loops: weakref.WeakKeyDictionary[PagedMemory, dict[Hashable, SharedLoop]] = (
     weakref.WeakKeyDictionary()
 )
 if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist in the child
-    os.register_at_fork(after_in_child=lambda: _loops.clear())
+    os.register_at_fork(after_in_child=lambda: (_loops.clear(), starting_calls.clear()))
 
 
 @restoring
@@ -381,7 +387,7 @@ def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[Sh
             if is_stepping or step_lock(call.model)._is_owned():  # type: ignore[attr-defined]
                 key, shared = user, None
             if shared is None:
-                shared = loops[key] = SharedLoop(make_loop())
+                shared = loops[key] = SharedLoop(make_loop(), is_private=key is user)
             if shared not in memory.holders:
                 memory.holders.append(shared)
             shared.users.add(user)

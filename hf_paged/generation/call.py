@@ -59,7 +59,8 @@ def first_rows(value: Any, repeats: int) -> Any:
     return map_tensors(lambda tensor: tensor[::repeats].contiguous(), value)
 
 
-running_calls = set[Any]()  # of all models, in all threads
+# calls of all threads that may still join the loop of other calls
+starting_calls = set[Any]()
 
 
 class Call:
@@ -107,7 +108,8 @@ class Call:
         plain_bytes = None
         self.thread, self.started_at = threading.get_ident(), time.perf_counter()
         register_for_cleanup(self)
-        running_calls.add(self)
+        if capturing.get() is None:
+            starting_calls.add(self)
         try:
             with self.stack:
                 for variable, value in variables.items():
@@ -136,7 +138,7 @@ class Call:
                 cache.discard()
             raise
         finally:
-            running_calls.discard(self)
+            starting_calls.discard(self)
             self.stack.close()  # a no-op, unless an interrupt prevented its end above
             route = route_of(
                 self.route_name,
@@ -158,7 +160,7 @@ class Call:
 
     def clean_up_after_error(self) -> None:
         if self.thread == threading.get_ident():
-            running_calls.discard(self)
+            starting_calls.discard(self)
             for cache in self.built_caches:
                 cache.discard()
 

@@ -43,7 +43,7 @@ from ..switches import NOTHING
 from ..threads import step_lock
 from ..topics import Topic
 from .batch_call import batch_of
-from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt
+from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt, starting_calls
 from .invocation import Invocation, Method, method_of, wrapper_of
 
 PAGED_IMPLEMENTATIONS = ("paged", NAME)  # values of `cache_implementation` for a paged cache
@@ -212,6 +212,8 @@ def _prepare_cache(prepare: Invocation) -> Any:
                 check_options(model, caches, generation_config.cache_config)
         elif config is not None:
             call.reason, call.remedy = _why_not_paged(model, is_passed, arguments)
+        if not call.built_caches:
+            starting_calls.discard(call)
         if config is not None and config.batch_invariant and not call.built_caches:
             raise batch_invariant_error(model, call.reason)
     return result
@@ -326,6 +328,7 @@ def _decode(decode: Invocation) -> Any:
                 criteria = arguments["stopping_criteria"]
                 decode.kwargs["stopping_criteria"] = ObservedCriteria(criteria, streamer)
             call.claim_blocks(arguments)
+        starting_calls.discard(call)
         return decode.run()
 
 

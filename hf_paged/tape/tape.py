@@ -21,6 +21,7 @@ from .record import recording
 
 _ENTRY = struct.Struct("2Q")  # struct TapeEntry
 _TAPE = struct.Struct("QqQq")  # struct TapeCall
+_SHARED = ("attention", "linear")  # kernels that usually divide their work among threads
 _WITH_OUT = frozenset({"aten::mm", "aten::addmm", "aten::bmm"})  # can write to an `out` tensor
 
 
@@ -88,7 +89,9 @@ class Tape:
             packed_entries += _ENTRY.pack(address_of(name), self._store(packed))
         entries_address = self._store(packed_entries)
         failed_address = ctypes.addressof(self._failed_index)
-        call = _TAPE.pack(entries_address, len(calls), failed_address, torch.get_num_threads())
+        num_shared = sum(name in _SHARED for name, _ in calls)
+        num_threads = torch.get_num_threads() if num_shared > 1 else 1
+        call = _TAPE.pack(entries_address, len(calls), failed_address, num_threads)
         function = kernel("tape")
 
         def run() -> None:

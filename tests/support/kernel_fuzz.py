@@ -332,7 +332,8 @@ def pick(draws: Draws) -> None:
 def tape(draws: Draws) -> None:
     """Products, lookups and lists in one recording."""
     one, dtype = draws.one, draws.one(*FLOATS)
-    rows, depth, width = one(1, 2, 5, 17), one(*DIMS[3:]), one(*DIMS[3:])
+    # the widest are divided among threads
+    rows, depth, width = one(1, 2, 5, 17), one(*DIMS[3:], 600), one(*DIMS[3:], 900)
     gate, up = nn.Linear(depth, width).to(dtype), nn.Linear(depth, width, bias=False).to(dtype)
     x, y = draws.tensor(1, rows, depth, dtype=dtype), draws.tensor(width, dtype=dtype)
     operation = one(*OPERATIONS)

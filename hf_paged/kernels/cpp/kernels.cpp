@@ -17,9 +17,6 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
 
 #include "team.cpp"
 #include "draw.cpp"

@@ -308,7 +308,7 @@ extern "C" int hf_paged_tape(const TapeCall* call) {
         return 0;
     };
     if (call->threads < 2 || call->count < 2) return run();
-    Team team;
+    Team team(call->threads);
     int error = 0;
 #pragma omp parallel num_threads((int)call->threads)
     {

@@ -4,24 +4,30 @@
 // more OpenMP threads than processors, which is so as soon as two threads of Python have used some: OpenMP then lets the
 // threads of a region sleep at once where it ends, and wakes them where the next one begins.
 
+#if defined(_OPENMP)
+extern "C" int omp_get_thread_num(void);
+#endif
+
 namespace {
 
-constexpr int64_t kPartsPerThread = 4;
+constexpr int64_t kPartsPerThread = 4, kNumbersPerPart = 8;
 
 // Threads that compute the parts of one piece of work after another. A thread takes the next part when it is free, so
-// that one that other programs keep from running delays the others by one part at most.
+// that one that other programs keep from running delays a piece of work by one part at most.
 class Team {
-    std::atomic<int64_t> left{0};  // parts that no thread has taken; negative: the team's work has ended
-    std::atomic<int64_t> unfinished{0};
+    alignas(64) std::atomic<int64_t> left{0};  // parts that no thread has taken; negative: the team's work has ended
+    alignas(64) std::atomic<int64_t> unfinished{0};
     // of the work in progress; read by threads that have taken a part, for which its leader waits
-    void (*compute)(const void* work, int64_t part, int64_t thread) = nullptr;
+    alignas(64) void (*compute)(const void* work, int64_t part, int64_t thread) = nullptr;
     const void* work = nullptr;
 
     static void rest(int64_t tries) {
-        constexpr int64_t kSpins = 2000;  // takes longer than short entries, in which one thread works
+        constexpr int64_t kSpins = 2000;  // longer than most entries in which one thread works
         if (tries > kSpins) std::this_thread::yield();
 #if defined(__x86_64__)
         else _mm_pause();
+#elif defined(__aarch64__)
+        else asm volatile("isb");
 #endif
     }
 
@@ -38,6 +44,9 @@ class Team {
   public:
     // The team of the tape that this thread runs, which it leads; null outside of tapes.
     static inline thread_local Team* current = nullptr;
+    const int64_t size;  // at least the number of its threads
+
+    explicit Team(int64_t threads) : size(threads) {}
 
     void lead(int64_t parts, void (*function)(const void*, int64_t, int64_t), const void* argument) {
         compute = function, work = argument;
@@ -69,7 +78,7 @@ template <class Body> void split(int64_t parts, int64_t threads, const Body& bod
         for (int64_t part = parts - 1; part >= 0; --part) body(part, 0);
         return;
     }
-    if (Team::current) {
+    if (Team::current && Team::current->size <= threads) {
         const auto compute = [](const void* work, int64_t part, int64_t thread) { (*(const Body*)work)(part, thread); };
         Team::current->lead(parts, compute, &body);
         return;
@@ -78,9 +87,10 @@ template <class Body> void split(int64_t parts, int64_t threads, const Body& bod
     for (int64_t part = parts - 1; part >= 0; --part) body(part, thread_number());
 }
 
-// As above, but calls body(low, high, thread) for ranges of `count` numbers: few for each thread.
+// As above, but calls body(low, high, thread) for ranges of `count` numbers: one to four for each thread.
 template <class Body> void split_range(int64_t count, int64_t threads, const Body& body) {
-    const int64_t parts = threads < 2 ? 1 : std::min(count, kPartsPerThread * threads);
+    const int64_t most = std::clamp(count / kNumbersPerPart, threads, kPartsPerThread * threads);
+    const int64_t parts = threads < 2 ? 1 : std::min(count, most);
     split(parts, threads, [&](int64_t part, int64_t thread) {
         body(count * part / parts, count * (part + 1) / parts, thread);
     });

@@ -67,6 +67,11 @@ def hardware(data: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def dtype_of(data: Mapping[str, Any]) -> str:
+    """The dtype of a run's weights."""
+    return "bfloat16" if "bfloat16)" in data["title"].partition(". ")[0] else "float32"
+
+
 def headline() -> str:
     """The six rows of README, and those that are lost."""
     data = report.result(WHOLE)
@@ -76,14 +81,18 @@ def headline() -> str:
             "one call of `generate`": TITLE_OF[one.name],
             "plain's time / paged": one.speed.text(2),
             "paged memory / plain's": f"{one.share:.0%}",
-            "fastest other engine": one.engine or "none has it",
+            "fastest other engine": one.engine or "not measured",
             "its time / paged": one.over_engine.text(2) if one.over_engine else "",
         }
         for one in workloads
     ]
+    repeated = (
+        f"python -m benchmarks.generate --device cpu --no-peers --only W6 --dtype {dtype_of(data)}"
+    )
     said = f"""Above 1, the paged call is faster. {losses(workloads)} {in_other_dtype()} Medians over turns with their 95% intervals, or their
-        range below {paired.FEWEST} turns. `{data["command"]}`: {hardware(data)}. Memory: peak bytes of keys and
-        values."""
+        range below {paired.FEWEST} turns; plain at its fastest batch size. `{data["command"]}`: {hardware(data)}. Memory: peak bytes of keys and
+        values. `{repeated}` repeats a row (`W1` to `W6`) beside plain alone, in the environment of
+        [the benchmarks](benchmarks/README.md); `--peers`, as above, installs the other engines and adds them."""
     return f"{report.markdown(rows)}\n\n{flow(said)}"
 
 
@@ -98,17 +107,20 @@ def in_other_dtype() -> str:
         for workload in WORKLOADS
     ]
     speeds = [tables.ratio_of(plain, ours) for plain, ours in pairs if plain and ours]
-    dtype = "bfloat16" if "bfloat16" in hardware(data) else "float32"
-    facts = data["facts"]
+    if not speeds:
+        return ""
+    dtype, facts = dtype_of(data), data["facts"]
     without = dtype == "bfloat16" and facts["bf16"] == "no instructions"
     why = ", for which this processor has no instructions" if without else ""
     return f"In {dtype}{why}, plain's time is {span(speeds)} times ours."
 
 
 def losses(workloads: Iterable[Beside]) -> str:
-    """Returns the sentence that says in which workloads the paged call is behind."""
-    slower, larger, behind = [], [], []
+    """Returns the sentence that says in which workloads the paged call is behind, and in which no
+    other engine was measured."""
+    slower, larger, behind, alone = [], [], [], []
     for one in workloads:
+        alone += [] if one.engine else [one.name]
         slower += [one.name] if one.speed.value < 1 else []
         larger += [one.name] if one.share > 1 else []
         if one.over_engine is not None and one.over_engine.value < 1:
@@ -118,7 +130,8 @@ def losses(workloads: Iterable[Beside]) -> str:
     parts = [f"slower than plain `generate` in {', '.join(slower)}"] if slower else []
     parts += [f"more memory than plain `generate` in {', '.join(larger)}"] if larger else []
     parts += [f"slower than another engine in {', '.join(behind)}"] if behind else []
-    return f"**Where it loses**: {'; '.join(parts)}." if parts else "It loses nowhere."
+    said = f"**Where it loses**: {'; '.join(parts)}." if parts else "It loses nowhere."
+    return f"{said} No other engine was measured in {', '.join(alone)}." if alone else said
 
 
 def ratios(name: str, base: str, system: str) -> dict[str, paired.Estimate]:
@@ -194,7 +207,7 @@ def overview() -> str:
     least, most = (end(workloads, key=lambda one: one.share) for end in (min, max))
     first = f"""On {hardware(data)}, plain `generate` takes {span(one.speed for one in workloads)} times as long as a
         paged call, whose keys and values take {least.share:.0%} ({least.name}) to
-        {most.share:.0%} ({most.name}) of its memory."""
+        {most.share:.0%} ({most.name}) of its memory; plain runs at its fastest batch size, W9's calls one after another."""
     said = [flow(first), losses(workloads)]
     for stage, base, system, sentence in SENTENCES:
         if mine := ratios(stage, base, system):

@@ -43,6 +43,8 @@ def rows_of(data: Data, case: str) -> dict[str, Data]:
     [
         ('{"facts": {', "not JSON: Expecting property name"),
         (b"\xff\xfe", "not JSON: "),
+        ('{"rows": [NaN]}', "not JSON: NaN is not a number"),
+        ('{"rows": [-Infinity]}', "not JSON: -Infinity is not a number"),
         ("[]", "a list, not an object of JSON"),
         ("null", "a NoneType, not an object of JSON"),
         ("{}", "no entry 'facts' beside these: none"),
@@ -75,7 +77,7 @@ def test_a_damaged_file_is_named(
         (lambda data: data["facts"].pop("date"), "no entry 'date'"),
         (lambda data: data.pop("title"), "no entry 'title'"),
         (lambda data: data.update(rows={}), "'rows' is {}, not a list"),
-        (lambda data: data["rows"].clear(), "failed: "),
+        (lambda data: data["rows"].clear(), "has not both plain's and our times of W2"),
         (lambda data: data["rows"][0].update(seconds=["fast"]), "failed: TypeError: "),
         (lambda data: data["rows"][0]["figures"].pop("K/V, MiB"), "no entry 'K/V, MiB'"),
     ],
@@ -118,6 +120,54 @@ def test_a_mark_that_is_missing_is_named_with_its_page(
     assert readme.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "ROADMAP.md: failed: FileNotFoundError" in line
+
+
+def test_pages_are_written_all_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a page that cannot be rendered nor one that cannot be written leaves a traceback."""
+    first, last = tmp_path / "first.md", tmp_path / "last.md"
+    old = "<!-- a:begin -->\n<!-- a:end -->"
+    for page in (first, last):
+        page.write_text(old)
+    pages: Any = {first: {"a": lambda: "new"}, last: {"a": lambda: [][0]}}
+    monkeypatch.setattr(readme, "SECTIONS", pages)
+    assert readme.main([]) == 2
+    assert "last.md, section a: failed: IndexError" in capsys.readouterr().err
+    assert first.read_text() == old
+    pages[last]["a"] = lambda: "new"
+    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
+    assert readme.main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("first.md: failed: PermissionError: no")
+
+
+def test_pictures_are_not_drawn_where_nothing_shall_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(readme, "draw", lambda: pytest.fail("pictures were drawn"))
+    for other in ("--check", "--fresh"):
+        with pytest.raises(SystemExit) as caught:
+            readme.main(["--pictures", other])
+        assert caught.value.code == 2 and "not allowed with --check" in capsys.readouterr().err
+
+
+def test_pages_tell_apart_an_engine_that_was_not_measured(change: Change) -> None:
+    def edit(data: Data) -> None:
+        for name in overview.TITLES.values():
+            rows_of(data, "W5")[name].update(seconds=[], problem="not installed")
+
+    change(overview.WHOLE, edit)
+    table, _, text = overview.headline().partition("\n\n")
+    (row,) = [line for line in table.splitlines() if line.startswith("| W5 ")]
+    assert row.endswith("| not measured |  |")
+    assert "No other engine was measured in W5." in text
+    assert "No other engine was measured in W5." in overview.overview()
+
+
+def test_a_stage_without_a_case_says_nothing(change: Change) -> None:
+    change(overview.FILES["other_dtype"], lambda data: data["rows"].clear())
+    assert overview.in_other_dtype() == "" and "In bfloat16" not in overview.headline()
 
 
 def test_a_benchmark_does_not_add_to_a_damaged_file(

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks import report, tables
+from benchmarks.peers import TITLES
 from benchmarks.sections import overview
 
 BEST = "the fastest other engine"
@@ -99,7 +100,9 @@ def measured(target: Target) -> Iterator[Measured]:
         rows, case = report.result(name)["rows"], row["case"]
         is_best = target.other == BEST
         other = (
-            overview.fastest(rows, case) if is_best else tables.base_of(rows, case, target.other)
+            overview.fastest(rows, case, TITLES.values())
+            if is_best
+            else tables.base_of(rows, case, target.other)
         )
         if other is not None:
             yield Measured(1 / tables.ratio_of(other, row).value, case, other["system"])

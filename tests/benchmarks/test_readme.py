@@ -234,6 +234,25 @@ def test_every_target_of_the_roadmap_is_measured_and_shown() -> None:
         assert target.lever
 
 
+def test_plain_counts_at_its_fastest_setting(change: Change) -> None:
+    """Threads that each call plain `generate` may outrun one call after another."""
+
+    def edit(data: Data) -> None:
+        rows = rows_of(data, "W9")
+        for name, seconds, held in (("plain", 4.0, 1.0), ("plain in threads", 3.0, 8.0)):
+            rows[name] |= {"seconds": [seconds] * 4}
+            rows[name]["figures"] |= {"K/V, MiB": held}
+        rows["ours"] |= {"seconds": [2.0] * 4}
+        rows["ours"]["figures"] |= {"K/V, MiB": 4.0}
+
+    change(overview.WHOLE, edit)
+    (w9,) = [
+        one for one in overview.beside(report.result(overview.WHOLE)["rows"]) if one.name == "W9"
+    ]
+    assert (w9.speed.value, w9.share) == (1.5, 0.5)
+    assert f"| {overview.ALL['W9'].title} | 3 | 2 |" in readme.engines_section()
+
+
 def test_models_other_than_the_pages_are_named() -> None:
     """The first page and the roadmap begin with the model of the whole calls."""
     model = re.compile(r"(?:llama|qwen)[\d.]*-[\d.]+[mb]")

@@ -238,12 +238,14 @@ def overview() -> str:
 
 
 def missing() -> str:
-    """Stages of the last run that failed."""
+    """Stages that the last run failed in, or has not run."""
     if not report.exists(whole_run.NAME):
         return "These figures are of several runs, before `python -m benchmarks.all`."
     run = report.result(whole_run.NAME)
-    failed = [f"{one['name']} ({one['reason']})" for one in run["stages"] if one["reason"]]
-    said = f"`{run['command']}`, {len(run['stages'])} stages"
+    reasons = {one["name"]: one["reason"] for one in run["stages"]}
+    names = [stage.name for stage in whole_run.STAGES if reasons.get(stage.name, "not run")]
+    failed = [f"{name} ({reasons.get(name, 'not run')})" for name in names]
+    said = f"`{run['command']}`, {len(whole_run.STAGES)} stages"
     if "repeated" in run:
         said += f", some of them by `{run['repeated']}`"
     return f"{said}; not complete: {'; '.join(failed)}." if failed else f"{said}, all complete."

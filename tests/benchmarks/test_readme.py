@@ -166,6 +166,12 @@ def test_pages_tell_apart_an_engine_that_was_not_measured(change: Change) -> Non
     assert "No other engine was measured in W5." in overview.overview()
 
 
+def test_stages_that_did_not_run_are_not_called_complete(change: Change) -> None:
+    assert overview.missing().endswith(f", {len(overview.FILES)} stages, all complete.")
+    change("all", lambda data: data["stages"].pop())
+    assert overview.missing().endswith(" stages; not complete: invariant (not run).")
+
+
 def test_a_stage_without_a_case_says_nothing(change: Change) -> None:
     change(overview.FILES["other_dtype"], lambda data: data["rows"].clear())
     assert overview.in_other_dtype() == "" and "In bfloat16" not in overview.headline()

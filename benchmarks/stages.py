@@ -186,6 +186,8 @@ def alone(folder: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             sys.exit(f"another run writes to {folder}")
+        except OSError:
+            pass  # a file system without locks
         yield
     finally:
         os.close(lock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import signal
@@ -185,6 +186,8 @@ def test_two_runs_do_not_write_to_one_folder(
         pytest.raises(SystemExit, match="another run writes to "),
     ):
         run(tmp_path, stage(works))
+    run(tmp_path, stage(works), minutes=0.01)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
     run(tmp_path, stage(works), minutes=0.01)
 
 

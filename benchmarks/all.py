@@ -102,8 +102,8 @@ def options_of(args: argparse.Namespace) -> stages.Options:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; the exit status is 1 if a stage failed, 2 if there is a list of stages that
-    cannot be read, 130 after Ctrl-C."""
+    """The command line; the exit status is 1 if a stage failed or another run writes to the
+    folder, 2 if there is a list of stages that cannot be read, 130 after Ctrl-C."""
     args = parse(argv)
     chosen = [stage for stage in STAGES if stage.name in args.only]
     try:

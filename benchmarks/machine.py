@@ -82,7 +82,9 @@ def git(*arguments: str) -> str | None:
 
 def output_of(*command: str) -> str | None:
     """What a command prints; `None` if it fails or does not exist."""
-    options = dict(cwd=checkout(), capture_output=True, text=True)
+    # a copy without git may lie in another project's checkout
+    own = {**os.environ, "GIT_CEILING_DIRECTORIES": str(checkout().parent)}
+    options = dict(cwd=checkout(), env=own, capture_output=True, text=True)
     try:
         found = subprocess.run(command, **options, timeout=10)
     except (OSError, subprocess.SubprocessError):

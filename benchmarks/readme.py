@@ -5,8 +5,8 @@ between their marks.
 
 With `--pictures` it draws the results' pictures again, from the same files. No figure in the text
 is written by hand: `tests/test_truth.py` renders it again and compares. It fails if files of
-`benchmarks.all` are of several revisions, with `--fresh` also if these are older than the code that
-they measure, as `.ci/release` asks.
+`benchmarks.all` are of several revisions or machines, or of a quick run; with `--fresh`, which
+writes nothing either, also if they are older than the code that they measure, as `.ci/release` asks.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def gain_section() -> str:
     """Section of README.md: two numbers, with the model and the hardware."""
     data = result(WHOLE)
     workloads = {one.name: one for one in overview.beside(data["rows"])}
-    row = workloads["W2"]
+    if (row := workloads.get("W2")) is None:
+        raise report.Damaged(f"{WHOLE}.json: has not both plain's and our times of W2")
     return flow(
         f"""For {WORKLOADS["W2"].title}, a paged call is **{row.speed.value:.1f} times as fast** as plain `generate`, and
         its keys and values take **{row.share:.0%} of the memory**: {overview.hardware(data)}."""
@@ -92,7 +93,8 @@ def engines_section() -> str:
     for name in [name for name in ALL if tables.base_of(data["rows"], name, "ours")]:
         line = {"call": ALL[name].title}
         for system, title in titles.items():
-            row = tables.base_of(data["rows"], name, system)
+            settings = overview.PLAIN if system == "plain" else [system]
+            row = overview.fastest(data["rows"], name, settings)
             line[title] = f"{statistics.median(row['seconds']):.3g}" if row else "not measured"
         rows.append(line)
     settings_of: dict[str, dict[str, None]] = {}  # by system; in some, calls differ
@@ -101,7 +103,9 @@ def engines_section() -> str:
             settings_of.setdefault(row["system"], {})[said] = None
     settings = [f"{name} {' or '.join(found)}" for name, found in settings_of.items()]
     how = "; ".join(settings) or "the engines ran at their defaults, from their packages"
-    said = f"Seconds, less is better: {overview.hardware(data)}. Settings: {how}."
+    said = (
+        f"Seconds, less is better; {overview.AT_BEST}: {overview.hardware(data)}. Settings: {how}."
+    )
     return f"{report.markdown(rows, {key: key for key in rows[0]})}\n\n{flow(said)}"
 
 
@@ -215,16 +219,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; the exit status is 2 if a file is damaged."""
     options = {
         "--check": runner.flag("write nothing; fail if a file is not what it should be"),
-        "--fresh": runner.flag("fail if kernels or the engine changed after the figures"),
+        "--fresh": runner.flag(
+            "--check, and fail if kernels or the engine changed since the figures"
+        ),
         "--pictures": runner.flag("draw the pictures in benchmarks/results instead"),
     }
-    arguments = runner.parser_of(__doc__, options).parse_args(argv)
+    parser = runner.parser_of(__doc__, options)
+    arguments = parser.parse_args(argv)
+    if arguments.pictures and (arguments.check or arguments.fresh):
+        parser.error(
+            "argument --pictures: not allowed with --check or --fresh, which write nothing"
+        )
     try:
         if arguments.pictures:
             return draw()
         with report.reading("revisions"):
             reasons = revisions.stale() if arguments.fresh else revisions.mixed()
-        status = 0 if arguments.fresh else rendered(arguments.check)
+        status = rendered(arguments.check or arguments.fresh)
     except report.Damaged as error:
         print(error, file=sys.stderr)
         return 2
@@ -243,15 +254,16 @@ def draw() -> int:
 def rendered(check: bool) -> int:
     """Renders the pages; with `check`, 1 if one differs from its file."""
     status = 0
-    for path in SECTIONS:
-        text, name = render(path), os.path.relpath(path)
+    for path, text in {path: render(path) for path in SECTIONS}.items():  # all, or none
+        name = os.path.relpath(path)
         if text == path.read_text():
             print(f"{name}: as the results say")
         elif check:
             print(f"{name}: differs from the results; run python -m benchmarks.readme")
             status = 1
         else:
-            path.write_text(text)
+            with report.reading(name):
+                path.write_text(text)
             print(f"{name}: rendered from the results")
     return status
 

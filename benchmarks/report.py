@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Row = Mapping[str, Any]
 
@@ -130,6 +130,10 @@ def reading(what: str) -> Iterator[None]:
         _OPENED.reset(token)
 
 
+def _not_finite(said: str) -> NoReturn:
+    raise ValueError(f"{said} is not a number")
+
+
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The content of a JSON file of the runner: `command`, `facts`, `rows`, or `runs` of these.
     Raises `Damaged` if it is not that."""
@@ -138,7 +142,11 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     if opened is not None:
         opened[name] = None
     try:
-        data = json.loads(path.read_text(), object_pairs_hook=lambda pairs: Entries(path, pairs))
+        data = json.loads(
+            path.read_text(),
+            object_pairs_hook=lambda pairs: Entries(path, pairs),
+            parse_constant=_not_finite,
+        )
     except Damaged:
         raise
     except OSError as error:

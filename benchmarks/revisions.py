@@ -1,4 +1,4 @@
-"""Whether the files of `benchmarks.all` are of one revision, and of the code as it stands."""
+"""Whether the files of `benchmarks.all` are one run, and of the code as it stands."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from benchmarks.all import NAME, STAGES
 
 COMPUTES = ("hf_paged/kernels", "hf_paged/attention", "hf_paged/batching")
 """Folders whose changes make figures old."""
+OF_ONE = {"revision": ("revision",), "machine": ("cpu", "cores", "threads")}
+"""Facts that all files have in common."""
+NO_COMMIT = "not committed, a shallow clone, or no git"
 
 
 def mixed() -> list[str]:
-    """Why the list of stages and the files of the stages are not of one revision."""
+    """Why the list of stages and the files of the stages are not one run."""
     if not report.exists(NAME):
         return []
     reasons = [
@@ -20,23 +23,26 @@ def mixed() -> list[str]:
         for entry in report.result(NAME)["stages"]
         if not (entry["reason"] or report.exists(entry["file"]))
     ]
-    names: dict[str, list[str]] = {}
-    for (revision, _), files in by_revision().items():
-        names.setdefault(revision, []).extend(files)
-    if len(names) > 1:
-        parts = [f"{', '.join(files)} of revision {revision}" for revision, files in names.items()]
-        reasons.append(f"files of benchmarks.all are of several revisions: {'; '.join(parts)}")
-    return reasons
+    for what, keys in OF_ONE.items():
+        if len(names := files_by(*keys)) > 1:
+            parts = [f"{', '.join(files)} of {what} {', '.join(of)}" for of, files in names.items()]
+            reasons.append(f"files of benchmarks.all are of several {what}s: {'; '.join(parts)}")
+    quick = [name for name in files() if "--quick" in report.result(name).get("command", "")]
+    return reasons + [f"{name}.json is of a quick run, which says nothing" for name in quick]
 
 
-def by_revision() -> dict[tuple[str, str], list[str]]:
-    """The names of the list's file and the stages' files, by revision and state of the work tree;
-    the list's come first."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name in [NAME, *(stage.file for stage in STAGES if report.exists(stage.file))]:
+def files() -> list[str]:
+    """The names of the list's file and the stages' files; the list's comes first."""
+    return [NAME, *(stage.file for stage in STAGES if report.exists(stage.file))]
+
+
+def files_by(*keys: str) -> dict[tuple[str, ...], list[str]]:
+    """The files by these facts."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for name in files():
         facts = report.result(name)["facts"]
-        state = facts["revision"], facts.get("tree", "not recorded")
-        found.setdefault(state, []).append(f"{name}.json")
+        values = tuple(str(facts.get(key, f"{key} not recorded")) for key in keys)
+        found.setdefault(values, []).append(f"{name}.json")
     return found
 
 
@@ -50,13 +56,13 @@ def stale() -> list[str]:
             reasons.append(f"{NAME}.json has no stage {stage.name}")
         elif reason := entries[stage.name]["reason"]:
             reasons.append(f"stage {stage.name}: {reason}")
-    for (revision, tree), names in by_revision().items():
+    for (revision, tree), names in files_by("revision", "tree").items():
         said = f"{', '.join(names)} of revision {revision}"
         if tree != report.CLEAN or revision.endswith("+"):
-            reasons.append(f"{said}: the work tree had changes ({tree})")
+            reasons.append(f"{said}: not of a clean work tree ({tree})")
         changed = changed_files(revision.removesuffix("+"))
         if changed is None:
-            reasons.append(f"{said}: it is not committed")
+            reasons.append(f"{said}: git has no such commit here ({NO_COMMIT})")
         elif changed:
             reasons.append(f"{said}: changed since: {', '.join(changed)}")
     return reasons

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shlex
@@ -169,19 +170,39 @@ def ended_by_signals() -> Iterator[None]:
 def run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, Any]]:
     """Runs the stages; returns their entries, which are also in the JSON file of this name, with
     the machine's facts. Stages of an earlier run of the same revision stay in that file until they
-    are repeated. Raises `report.Damaged`, before a stage runs, if that file is not such a list."""
-    with ended_by_signals():
+    are repeated. Before a stage runs, raises `report.Damaged` if that file is not such a list, and
+    ends the process if another run writes to the folder."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    with ended_by_signals(), alone(options.out):
         return _run(stages, options, name)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Within it, no other run writes to the folder; the lock ends with the process."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            sys.exit(f"another run writes to {folder}")
+        except OSError:
+            pass  # a file system without locks
+        yield
+    finally:
+        os.close(lock)
 
 
 def _run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str, Any]]:
     end = time.monotonic() + 60 * options.minutes
     own: dict[str, Any] = {"command": report.command_line(), "facts": machine.facts()}
     path = options.out / f"{name}.json"
-    earlier = report.read(path) if path.exists() else None
     others: dict[str, dict[str, Any]] = {}
-    if earlier and earlier["facts"]["revision"] == own["facts"]["revision"]:
-        others = {entry["name"]: entry for entry in earlier["stages"]}
+    with report.reading("the list of stages"):
+        earlier = report.read(path) if path.exists() else None
+        if earlier and earlier["facts"]["revision"] == own["facts"]["revision"]:
+            others = {entry["name"]: entry for entry in earlier["stages"]}
+    print(report.machine_of(own["facts"]), file=sys.stderr, flush=True)
     entries = list[dict[str, Any]]()
     running: list[Running] = []
 
@@ -203,7 +224,6 @@ def _run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str,
         said = f"{entry['name']}: {entry['seconds']:.0f} s {entry['reason']}"
         print(said.strip(), file=sys.stderr, flush=True)
 
-    options.out.mkdir(parents=True, exist_ok=True)
     try:
         for stage in stages:
             while stage.is_timed and running:

@@ -19,7 +19,7 @@ from benchmarks.paper.__main__ import TABLES
 from benchmarks.paper.rows import FULL, TINY
 from benchmarks.paper.schedulers import PUBLISHED_RATIOS
 from benchmarks.sections import overview
-from benchmarks.workloads import WORKLOADS
+from benchmarks.workloads import ALL, WORKLOADS
 from hf_paged import PagedConfig
 from tests.support.rooms import needs_all_rooms
 
@@ -194,12 +194,35 @@ def test_the_six_rows_say_where_they_are_lost():
     said = overview.losses([first, second])
     assert "slower than plain `generate` in W6; more memory than plain `generate` in W6" in said
     assert "slower than another engine in W1 (vLLM, 2.00 times its time)" in said
-    assert overview.losses([first._replace(over_engine=None)]) == "It loses nowhere."
+    assert said.endswith(". No other engine was measured in W6.")
+    won = first._replace(over_engine=first.speed)
+    assert overview.losses([won]) == "It loses nowhere."
     (data, shown) = report.result(readme.WHOLE), overview.headline()
     rows = [one for one in overview.beside(data["rows"]) if one.name in WORKLOADS]
     assert len(rows) == 6
     for one in rows:
         assert one.speed.text(2) in shown and f"{one.share:.0%}" in shown
+
+
+def test_the_readme_says_beside_which_engines_it_is_behind():
+    """Sentences of "When to use it, and when not", which are written by hand."""
+    rows = report.result(readme.WHOLE)["rows"]
+
+    def ahead(title: str) -> set[str]:
+        pairs = {name: [tables.base_of(rows, name, one) for one in (title, "ours")] for name in ALL}
+        return {
+            name
+            for name, (theirs, ours) in pairs.items()
+            if theirs and ours and tables.ratio_of(theirs, ours).high < 1
+        }
+
+    said = report.flow((ROOT / "README.md").read_text())
+    openvino, vllm, llama = map(ahead, ("OpenVINO GenAI", "vLLM", "llama.cpp"))
+    assert "OpenVINO GenAI** on CPUs: faster in most calls that we compared" in said
+    assert "except beams and a long prompt." in said
+    assert len(openvino) > len(ALL) / 2 and not openvino & {"W5", "W10"}
+    assert "vLLM was level or slower, except with threads." in said and vllm == {"W9"}
+    assert "and is often faster with a single prompt" in said and "W6" in llama
 
 
 def test_what_is_missed_or_worse_is_shown():
@@ -255,6 +278,10 @@ def test_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
     monkeypatch.setattr(
         machine, "__file__", str(Path(tmp_path.anchor) / "benchmarks" / "machine.py")
     )
+    assert machine.tree() == machine.revision() == "unknown"
+    inner = tmp_path / "copy" / "benchmarks"  # without git, in the checkout of another project
+    inner.mkdir(parents=True)
+    monkeypatch.setattr(machine, "__file__", str(inner / "machine.py"))
     assert machine.tree() == machine.revision() == "unknown"
 
 

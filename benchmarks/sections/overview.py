@@ -15,6 +15,8 @@ from benchmarks.workloads import ALL, WORKLOADS
 
 FILES = {stage.name: stage.file for stage in whole_run.STAGES}
 WHOLE = FILES["whole"]
+PLAIN = "plain", "plain in threads"  # the second of W9
+AT_BEST = "of plain's settings (batch size, threads) the fastest counts"
 TITLE_OF = {name: f"{name} ({workload.title})" for name, workload in ALL.items()}
 
 
@@ -38,20 +40,20 @@ class Beside(NamedTuple):
 def beside(rows: list[Data]) -> Iterator[Beside]:
     """Yields the workloads W1 to W10 that were run, in order."""
     for name in ALL:
-        plain, ours = (tables.base_of(rows, name, system) for system in ("plain", "ours"))
+        plain, ours = fastest(rows, name, PLAIN), tables.base_of(rows, name, "ours")
         if plain is None or ours is None:
             continue
         share = ours["figures"]["K/V, MiB"] / plain["figures"]["K/V, MiB"]
         workload = Beside(name, tables.ratio_of(plain, ours), share)
-        if best := fastest(rows, name):
+        if best := fastest(rows, name, TITLES.values()):
             ratio = tables.ratio_of(best, ours)
             workload = workload._replace(engine=best["system"], over_engine=ratio)
         yield workload
 
 
-def fastest(rows: list[Data], case: str) -> Data | None:
-    """The row of the fastest other engine; `None` if none ran."""
-    ran = [row for title in TITLES.values() if (row := tables.base_of(rows, case, title))]
+def fastest(rows: list[Data], case: str, systems: Iterable[str]) -> Data | None:
+    """The row of the fastest of these systems; `None` if none ran."""
+    ran = [row for system in systems if (row := tables.base_of(rows, case, system))]
     return min(ran, key=lambda row: statistics.median(row["seconds"]), default=None)
 
 
@@ -67,6 +69,11 @@ def hardware(data: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
+def dtype_of(data: Mapping[str, Any]) -> str:
+    """The dtype of a run's weights."""
+    return "bfloat16" if "bfloat16)" in data["title"].partition(". ")[0] else "float32"
+
+
 def headline() -> str:
     """The six rows of README, and those that are lost."""
     data = report.result(WHOLE)
@@ -76,14 +83,18 @@ def headline() -> str:
             "one call of `generate`": TITLE_OF[one.name],
             "plain's time / paged": one.speed.text(2),
             "paged memory / plain's": f"{one.share:.0%}",
-            "fastest other engine": one.engine or "none has it",
+            "fastest other engine": one.engine or "not measured",
             "its time / paged": one.over_engine.text(2) if one.over_engine else "",
         }
         for one in workloads
     ]
+    repeated = (
+        f"python -m benchmarks.generate --device cpu --no-peers --only W6 --dtype {dtype_of(data)}"
+    )
     said = f"""Above 1, the paged call is faster. {losses(workloads)} {in_other_dtype()} Medians over turns with their 95% intervals, or their
-        range below {paired.FEWEST} turns. `{data["command"]}`: {hardware(data)}. Memory: peak bytes of keys and
-        values."""
+        range below {paired.FEWEST} turns; {AT_BEST}. `{data["command"]}`: {hardware(data)}. Memory: peak bytes of keys and
+        values. `{repeated}` repeats a row (`W1` to `W6`) beside plain alone, in the environment of
+        [the benchmarks](benchmarks/README.md); `--peers`, as above, installs the other engines and adds them."""
     return f"{report.markdown(rows)}\n\n{flow(said)}"
 
 
@@ -98,17 +109,20 @@ def in_other_dtype() -> str:
         for workload in WORKLOADS
     ]
     speeds = [tables.ratio_of(plain, ours) for plain, ours in pairs if plain and ours]
-    dtype = "bfloat16" if "bfloat16" in hardware(data) else "float32"
-    facts = data["facts"]
+    if not speeds:
+        return ""
+    dtype, facts = dtype_of(data), data["facts"]
     without = dtype == "bfloat16" and facts["bf16"] == "no instructions"
     why = ", for which this processor has no instructions" if without else ""
     return f"In {dtype}{why}, plain's time is {span(speeds)} times ours."
 
 
 def losses(workloads: Iterable[Beside]) -> str:
-    """Returns the sentence that says in which workloads the paged call is behind."""
-    slower, larger, behind = [], [], []
+    """Returns the sentence that says in which workloads the paged call is behind, and in which no
+    other engine was measured."""
+    slower, larger, behind, alone = [], [], [], []
     for one in workloads:
+        alone += [] if one.engine else [one.name]
         slower += [one.name] if one.speed.value < 1 else []
         larger += [one.name] if one.share > 1 else []
         if one.over_engine is not None and one.over_engine.value < 1:
@@ -118,7 +132,8 @@ def losses(workloads: Iterable[Beside]) -> str:
     parts = [f"slower than plain `generate` in {', '.join(slower)}"] if slower else []
     parts += [f"more memory than plain `generate` in {', '.join(larger)}"] if larger else []
     parts += [f"slower than another engine in {', '.join(behind)}"] if behind else []
-    return f"**Where it loses**: {'; '.join(parts)}." if parts else "It loses nowhere."
+    said = f"**Where it loses**: {'; '.join(parts)}." if parts else "It loses nowhere."
+    return f"{said} No other engine was measured in {', '.join(alone)}." if alone else said
 
 
 def ratios(name: str, base: str, system: str) -> dict[str, paired.Estimate]:
@@ -144,12 +159,17 @@ def span(estimates: Iterable[paired.Estimate]) -> str:
 TIMES = "{} times as long"
 BELOW = "where it is below 1, plain is faster"
 SENTENCES = (
-    ("rollouts", "plain", "paged", f"Rollouts of TRL's GRPO take {TIMES} with plain `generate`."),
+    (
+        "rollouts",
+        "plain",
+        "paged",
+        f"Rollouts of TRL's GRPO with `llama-24m` take {TIMES} with plain `generate`.",
+    ),
     (
         "trainer",
         "plain",
         "paged",
-        f"`Seq2SeqTrainer`'s evaluations take {TIMES} with plain `generate`.",
+        f"`Seq2SeqTrainer`'s evaluations of T5-small and `llama-24m` take {TIMES} with plain `generate`.",
     ),
     (
         "encoders",
@@ -163,14 +183,24 @@ SENTENCES = (
         "generate",
         f"Other architectures, hybrids among them, take {TIMES} with plain ({{}} cases).",
     ),
-    ("speculation", "off", "n-grams", f"Edits of a text take {TIMES} without drafts by n-grams."),
+    (
+        "speculation",
+        "off",
+        "n-grams",
+        f"Edits of a text by a tiny model take {TIMES} without drafts by n-grams.",
+    ),
     (
         "adapters",
         "one adapter a forward",
         "together",
         f"Rows over several adapters take {TIMES} if each adapter has its own forward.",
     ),
-    ("tiers", "computed", "disk", f"The first token takes {TIMES} if its prompt is not on disk."),
+    (
+        "tiers",
+        "computed",
+        "disk",
+        f"The first token of `qwen2.5-0.5b` takes {TIMES} if its prompt is not on disk.",
+    ),
 )
 """By stage: the system that is the base, ours, and what its time over ours is called."""
 
@@ -194,7 +224,7 @@ def overview() -> str:
     least, most = (end(workloads, key=lambda one: one.share) for end in (min, max))
     first = f"""On {hardware(data)}, plain `generate` takes {span(one.speed for one in workloads)} times as long as a
         paged call, whose keys and values take {least.share:.0%} ({least.name}) to
-        {most.share:.0%} ({most.name}) of its memory."""
+        {most.share:.0%} ({most.name}) of its memory; {AT_BEST}."""
     said = [flow(first), losses(workloads)]
     for stage, base, system, sentence in SENTENCES:
         if mine := ratios(stage, base, system):
@@ -208,12 +238,14 @@ def overview() -> str:
 
 
 def missing() -> str:
-    """Stages of the last run that failed."""
+    """Stages that the last run failed in, or has not run."""
     if not report.exists(whole_run.NAME):
         return "These figures are of several runs, before `python -m benchmarks.all`."
     run = report.result(whole_run.NAME)
-    failed = [f"{one['name']} ({one['reason']})" for one in run["stages"] if one["reason"]]
-    said = f"`{run['command']}`, {len(run['stages'])} stages"
+    reasons = {one["name"]: one["reason"] for one in run["stages"]}
+    names = [stage.name for stage in whole_run.STAGES if reasons.get(stage.name, "not run")]
+    failed = [f"{name} ({reasons.get(name, 'not run')})" for name in names]
+    said = f"`{run['command']}`, {len(whole_run.STAGES)} stages"
     if "repeated" in run:
         said += f", some of them by `{run['repeated']}`"
     return f"{said}; not complete: {'; '.join(failed)}." if failed else f"{said}, all complete."

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks import report, tables
+from benchmarks.peers import TITLES
 from benchmarks.sections import overview
 
 BEST = "the fastest other engine"
@@ -24,6 +25,7 @@ CHECKS = "prompts, and checks of weights that change between calls"
 DRAFTS = "drafts for the rows that gain alone: a step of 32 rows is bound by products"
 CALLS, ENGINE, PAGED = ("generate", "plain"), ("engine", "plain"), ("paged", "plain")
 NAMES = {"plain": "plain `generate`", "off": "the same without drafts"}  # of systems
+TRAINER = "`Seq2SeqTrainer`'s evaluation, T5-small and `llama-24m`"
 TINY, ADAPTERS = ".*, tiny, .*", "32 rows over 8 adapters"
 
 
@@ -64,11 +66,19 @@ TARGETS = (
     Target("hybrids", ".*", 0.95, PYTHON, *CALLS, "hybrids and other architectures"),
     Target("encoders", TINY, 1.1, SHORT, *ENGINE, "tiny encoder-decoders on a `PagedEngine`"),
     Target("hybrids", TINY, 1.1, SHORT, *ENGINE, "tiny hybrids and others on a `PagedEngine`"),
-    Target("trainer", ".*", 1.0, CHECKS, *PAGED, "`Seq2SeqTrainer`'s evaluation"),
+    Target("trainer", ".*", 1.0, CHECKS, *PAGED, TRAINER),
     Target("rollouts", ".*", 1 / 2.2, CHECKS, *PAGED, "rollouts of TRL's GRPO, `llama-24m`"),
     Target("adapters", ".*", 1 / 3, MIXED, "together", "one adapter a forward", ADAPTERS),
     Target("adapters", ".*", 1 / 0.7, MIXED, "together", "one adapter", ADAPTERS),
-    Target("speculation", "W7.*", 0.75, DRAFTS, "n-grams", "off", "32 rows with drafts (W7)"),
+    Target(
+        "speculation",
+        "W7.*",
+        0.75,
+        DRAFTS,
+        "n-grams",
+        "off",
+        "32 rows of a tiny model with drafts (W7)",
+    ),
 )
 
 
@@ -90,7 +100,9 @@ def measured(target: Target) -> Iterator[Measured]:
         rows, case = report.result(name)["rows"], row["case"]
         is_best = target.other == BEST
         other = (
-            overview.fastest(rows, case) if is_best else tables.base_of(rows, case, target.other)
+            overview.fastest(rows, case, TITLES.values())
+            if is_best
+            else tables.base_of(rows, case, target.other)
         )
         if other is not None:
             yield Measured(1 / tables.ratio_of(other, row).value, case, other["system"])
@@ -116,7 +128,7 @@ def missed() -> str:
         row = {"call": title, "beside": other, "at most": f"{target.most:.2f}"}
         rows.append(row | {"measured": said, "what would move it most": report.flow(target.lever)})
     data = report.result(overview.WHOLE)
-    text = f"""Our time over that of another system, by medians; where a row names no model:
+    text = f"""Our time over that of another system, by medians; where a row names neither models nor architectures:
         {overview.hardware(data)} ([all figures](docs/benchmarks.md)). Of {len(TARGETS)} targets
         {len(met)} are met: {"; ".join(met) or "none"}. These are missed, or not measured:"""
     return f"{report.flow(text)}\n\n{report.markdown(rows, right=('at most',))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -43,6 +44,8 @@ def rows_of(data: Data, case: str) -> dict[str, Data]:
     [
         ('{"facts": {', "not JSON: Expecting property name"),
         (b"\xff\xfe", "not JSON: "),
+        ('{"rows": [NaN]}', "not JSON: NaN is not a number"),
+        ('{"rows": [-Infinity]}', "not JSON: -Infinity is not a number"),
         ("[]", "a list, not an object of JSON"),
         ("null", "a NoneType, not an object of JSON"),
         ("{}", "no entry 'facts' beside these: none"),
@@ -75,7 +78,7 @@ def test_a_damaged_file_is_named(
         (lambda data: data["facts"].pop("date"), "no entry 'date'"),
         (lambda data: data.pop("title"), "no entry 'title'"),
         (lambda data: data.update(rows={}), "'rows' is {}, not a list"),
-        (lambda data: data["rows"].clear(), "failed: "),
+        (lambda data: data["rows"].clear(), "has not both plain's and our times of W2"),
         (lambda data: data["rows"][0].update(seconds=["fast"]), "failed: TypeError: "),
         (lambda data: data["rows"][0]["figures"].pop("K/V, MiB"), "no entry 'K/V, MiB'"),
     ],
@@ -118,6 +121,60 @@ def test_a_mark_that_is_missing_is_named_with_its_page(
     assert readme.main([]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "ROADMAP.md: failed: FileNotFoundError" in line
+
+
+def test_pages_are_written_all_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither a page that cannot be rendered nor one that cannot be written leaves a traceback."""
+    first, last = tmp_path / "first.md", tmp_path / "last.md"
+    old = "<!-- a:begin -->\n<!-- a:end -->"
+    for page in (first, last):
+        page.write_text(old)
+    pages: Any = {first: {"a": lambda: "new"}, last: {"a": lambda: [][0]}}
+    monkeypatch.setattr(readme, "SECTIONS", pages)
+    assert readme.main([]) == 2
+    assert "last.md, section a: failed: IndexError" in capsys.readouterr().err
+    assert first.read_text() == old
+    pages[last]["a"] = lambda: "new"
+    monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
+    assert readme.main([]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("first.md: failed: PermissionError: no")
+
+
+def test_pictures_are_not_drawn_where_nothing_shall_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(readme, "draw", lambda: pytest.fail("pictures were drawn"))
+    for other in ("--check", "--fresh"):
+        with pytest.raises(SystemExit) as caught:
+            readme.main(["--pictures", other])
+        assert caught.value.code == 2 and "not allowed with --check" in capsys.readouterr().err
+
+
+def test_pages_tell_apart_an_engine_that_was_not_measured(change: Change) -> None:
+    def edit(data: Data) -> None:
+        for name in overview.TITLES.values():
+            rows_of(data, "W5")[name].update(seconds=[], problem="not installed")
+
+    change(overview.WHOLE, edit)
+    table, _, text = overview.headline().partition("\n\n")
+    (row,) = [line for line in table.splitlines() if line.startswith("| W5 ")]
+    assert row.endswith("| not measured |  |")
+    assert "No other engine was measured in W5." in text
+    assert "No other engine was measured in W5." in overview.overview()
+
+
+def test_stages_that_did_not_run_are_not_called_complete(change: Change) -> None:
+    assert overview.missing().endswith(f", {len(overview.FILES)} stages, all complete.")
+    change("all", lambda data: data["stages"].pop())
+    assert overview.missing().endswith(" stages; not complete: invariant (not run).")
+
+
+def test_a_stage_without_a_case_says_nothing(change: Change) -> None:
+    change(overview.FILES["other_dtype"], lambda data: data["rows"].clear())
+    assert overview.in_other_dtype() == "" and "In bfloat16" not in overview.headline()
 
 
 def test_a_benchmark_does_not_add_to_a_damaged_file(
@@ -183,12 +240,41 @@ def test_every_target_of_the_roadmap_is_measured_and_shown() -> None:
         assert target.lever
 
 
+def test_plain_counts_at_its_fastest_setting(change: Change) -> None:
+    """Threads that each call plain `generate` may outrun one call after another."""
+
+    def edit(data: Data) -> None:
+        rows = rows_of(data, "W9")
+        for name, seconds, held in (("plain", 4.0, 1.0), ("plain in threads", 3.0, 8.0)):
+            rows[name] |= {"seconds": [seconds] * 4}
+            rows[name]["figures"] |= {"K/V, MiB": held}
+        rows["ours"] |= {"seconds": [2.0] * 4}
+        rows["ours"]["figures"] |= {"K/V, MiB": 4.0}
+
+    change(overview.WHOLE, edit)
+    (w9,) = [
+        one for one in overview.beside(report.result(overview.WHOLE)["rows"]) if one.name == "W9"
+    ]
+    assert (w9.speed.value, w9.share) == (1.5, 0.5)
+    assert f"| {overview.ALL['W9'].title} | 3 | 2 |" in readme.engines_section()
+
+
+def test_models_other_than_the_pages_are_named() -> None:
+    """The first page and the roadmap begin with the model of the whole calls."""
+    model = re.compile(r"(?:llama|qwen)[\d.]*-[\d.]+[mb]")
+    (own,) = model.findall(report.result(overview.WHOLE)["title"])
+    said = [(stage, ".*", sentence) for stage, _, _, sentence in overview.SENTENCES]
+    said += [(one.stage, one.cases, one.title) for one in targets.TARGETS]
+    for stage, cases, sentence in said:
+        data = report.result(overview.FILES[stage])
+        meant = [row["case"] for row in data["rows"] if re.fullmatch(cases, row["case"])]
+        models = set(model.findall(" ".join([data.get("title", ""), *meant])))
+        assert set(model.findall(sentence)) == models - {own}, sentence
+
+
 def test_a_stage_that_did_not_run_is_not_a_target_that_is_met(change: Change) -> None:
     (report.RESULTS / f"{overview.FILES['trainer']}.json").unlink()
-    assert (
-        "| `Seq2SeqTrainer`'s evaluation | plain `generate` | 1.00 | not measured |"
-        in targets.missed()
-    )
+    assert f"| {targets.TRAINER} | plain `generate` | 1.00 | not measured |" in targets.missed()
 
 
 def test_the_first_page_says_where_an_engine_is_slower(change: Change) -> None:

@@ -27,14 +27,21 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Write:
     monkeypatch.setattr(readme, "SECTIONS", {})
 
     def write(
-        revision: str, *names: str, tree: str = "clean", without: str = "", reason: str = ""
+        revision: str,
+        *names: str,
+        tree: str = "clean",
+        threads: int = 2,
+        command: str = "",
+        without: str = "",
+        reason: str = "",
     ) -> None:
         entries = [
             {"name": stage.name, "file": stage.file, "reason": reason}
             for stage in STAGES
             if stage.name != without
         ]
-        content = {"facts": {"revision": revision, "tree": tree}, "stages": entries}
+        facts = {"revision": revision, "tree": tree, "cpu": "A", "cores": 2, "threads": threads}
+        content = {"command": command, "facts": facts, "stages": entries}
         for name in names or ("all", *FILES):
             (results / f"{name}.json").write_text(json.dumps(content))
 
@@ -68,6 +75,33 @@ def test_a_mix_of_revisions_is_refused(write: Write, capsys: pytest.CaptureFixtu
     (report.RESULTS / "lora-cpu.json").unlink()
     (line,) = said(capsys, "--check", 1)
     assert line == "all.json lists the stage adapters as complete; lora-cpu.json is missing"
+
+
+def test_a_mix_of_machines_and_a_quick_run_are_refused(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write("0123456")
+    write("0123456", "lora-cpu", threads=1)
+    write("0123456", "tiers-cpu", command="python -m benchmarks.tiers --quick")
+    machines, quick = said(capsys, "--check", 1)
+    assert machines.startswith("files of benchmarks.all are of several machines: all.json, ")
+    assert machines.endswith("of machine A, 2, 2; lora-cpu.json of machine A, 2, 1")
+    assert quick == "tiers-cpu.json is of a quick run, which says nothing"
+    assert {machines, quick} <= set(said(capsys, "--fresh", 1))
+
+
+def test_a_page_that_is_not_rendered_is_not_released(
+    write: Write,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- a:begin -->\nold\n<!-- a:end -->")
+    monkeypatch.setattr(readme, "SECTIONS", {page: {"a": lambda: "new"}})
+    monkeypatch.setattr(revisions, "stale", lambda: [])
+    (line,) = said(capsys, "--fresh", 1)
+    assert "page.md: differs from the results" in line and "old" in page.read_text()
 
 
 @pytest.mark.parametrize("revision", ["HEAD", "main", "unknown", "", "012345", "0123456++"])
@@ -126,10 +160,10 @@ def test_figures_older_than_a_kernel_are_not_released(
     write(last, "lora-cpu", tree="changed: step.py")
     (line,) = said(capsys, "--fresh", 1)
     assert line == (
-        f"lora-cpu.json of revision {last}: the work tree had changes (changed: step.py)"
+        f"lora-cpu.json of revision {last}: not of a clean work tree (changed: step.py)"
     )
     write(f"{last}+", "lora-cpu")
-    assert "the work tree had changes" in said(capsys, "--fresh", 1)[-1]
+    assert "not of a clean work tree" in said(capsys, "--fresh", 1)[-1]
     write(last)
     (report.RESULTS / "lora-cpu.json").unlink()
     assert "lora-cpu.json is missing" in said(capsys, "--fresh", 1)[0]
@@ -139,7 +173,9 @@ def test_figures_older_than_a_kernel_are_not_released(
     assert f"stage {STAGES[0].name}: ended after 9 s" in said(capsys, "--fresh", 1)
     write("0123456789abcdef")
     (line,) = said(capsys, "--fresh", 1)
-    assert line.endswith(" of revision 0123456789abcdef: it is not committed")
+    assert line.endswith(
+        ": git has no such commit here (not committed, a shallow clone, or no git)"
+    )
 
 
 def test_code_is_compared_without_what_does_not_run() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import json
 import os
 import signal
 import threading
@@ -119,7 +121,8 @@ def test_a_signal_ends_the_stages_and_keeps_their_results(
     with pytest.raises(SystemExit) as caught:
         whole_run.main(["--out", str(tmp_path)])
     assert caught.value.code == 128 + number
-    first, last = capsys.readouterr().err.splitlines()
+    about, first, last = capsys.readouterr().err.splitlines()
+    assert ", revision 0123456" in about and f", {machine.cores()} cores, " in about
     assert first.startswith("works: ")
     assert last.startswith(f"interrupted by {signal.Signals(number).name}: ")
     ends(report.read(path)["rows"][1]["child"])
@@ -163,10 +166,29 @@ def test_a_folder_that_cannot_be_written_is_an_error_before_a_stage_runs(
             whole_run.main(["--out", str(path)])
         last = capsys.readouterr().err.splitlines()[-1]
         assert caught.value.code == 2 and f"argument --out: cannot write to {path}: " in last
-    (tmp_path / "all.json").write_text("{")
-    assert whole_run.main(["--out", str(tmp_path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "all.json: not JSON: " in line
+    facts = {"revision": machine.revision()}
+    for content, said in (
+        ("{", "not JSON: "),
+        (json.dumps({"facts": facts, "stages": ["whole"]}), "failed: TypeError: "),
+    ):
+        (tmp_path / "all.json").write_text(content)
+        assert whole_run.main(["--out", str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"all.json: {said}" in line
+
+
+def test_two_runs_do_not_write_to_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stages, "Running", lambda *_: pytest.fail("a stage was started"))
+    with (
+        stages.alone(tmp_path),
+        pytest.raises(SystemExit, match="another run writes to "),
+    ):
+        run(tmp_path, stage(works))
+    run(tmp_path, stage(works), minutes=0.01)
+    monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError("no locks")))
+    run(tmp_path, stage(works), minutes=0.01)
 
 
 @pytest.mark.slow

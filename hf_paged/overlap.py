@@ -350,7 +350,8 @@ _loops: weakref.WeakKeyDictionary[PagedMemory, dict[Hashable, SharedLoop]] = (
     weakref.WeakKeyDictionary()
 )
 if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist in the child
-    os.register_at_fork(after_in_child=lambda: (_loops.clear(), starting_calls.clear()))
+    os.register_at_fork(after_in_child=lambda: _loops.clear())
+    os.register_at_fork(after_in_child=starting_calls.clear)
 
 
 @restoring

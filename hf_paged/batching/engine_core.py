@@ -247,7 +247,7 @@ class EngineCore(EngineLoop):
     def _end_orphaned(self) -> None:
         """Ends requests whose loop is gone, because `free` was interrupted or called during a
         step."""
-        self.cancelled.extend(self.requests.values())
+        self.cancelled.extend(reversed(self.requests.values()))  # they end last one first
         self._end_cancelled()
 
     def settle(self) -> None:

@@ -106,7 +106,7 @@ def make_loop(
         preemption,
         max_tokens,
         max_num_seqs,
-        max_chunk_tokens(model, config) if is_packed else UNLIMITED,
+        max_chunk_tokens(model, config) if is_packed else None,
         rope=runner.rope if isinstance(runner, PackedRunner) else None,
         timeline=timeline or RequestListener(),
         drafter=drafter,
@@ -120,11 +120,12 @@ def make_loop(
     return StepLoop(executor, memory, block_manager, scheduler, drafter)
 
 
-def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int:
-    """Returns how many prompt tokens a step that also decodes may compute, at most."""
-    if config.max_chunk_tokens is not None:
-        return config.max_chunk_tokens
-    return CPU_CHUNK_TOKENS if compute_device(model).type == "cpu" else UNLIMITED
+def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
+    """Returns how many prompt tokens a step that also decodes may compute; `None`: as many as
+    `max_num_batched_tokens` leaves after the decodes."""
+    if config.max_chunk_tokens is None and compute_device(model).type == "cpu":
+        return CPU_CHUNK_TOKENS
+    return config.max_chunk_tokens
 
 
 def choose_layout(

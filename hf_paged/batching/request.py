@@ -72,12 +72,13 @@ class Sequence:
         """Gives the sequence empty tables, with nothing computed. Does not free earlier blocks."""
         self.blocks, self.num_computed_tokens = block_manager.new(), 0
 
-    def append_draft(self, block_manager: BlockManager, limit: int) -> bool:
-        """Shortens the draft to `limit` tokens, and allocates slots for the last token and the
-        draft. If too few blocks are free, drops the draft, since drafts must not preempt requests.
-        Returns whether a draft is left; if not, allocates nothing."""
+    def append_draft(self, block_manager: BlockManager, limit: int) -> int:
+        """Shortens the draft to `limit` tokens, allocates slots for the last token and the draft,
+        and returns the draft's length. If too few blocks are free, drops the draft, since drafts
+        must not preempt requests. Without a draft, allocates nothing and returns 0."""
         del self.draft[max(0, limit) :]
-        if self.draft:
+        num_draft_tokens = len(self.draft)
+        if num_draft_tokens:
             block_manager.register(
                 self.blocks,
                 self.keys,
@@ -87,12 +88,12 @@ class Sequence:
             before_draft = NO_BLOCKS
             if block_manager.has_states:
                 before_draft = block_manager.fork(self.blocks)
-            if block_manager.append(self.blocks, 1 + len(self.draft)):
+            if block_manager.append(self.blocks, 1 + num_draft_tokens):
                 self.before_draft = before_draft
-                return True
+                return num_draft_tokens
             block_manager.free(before_draft)
         self.draft = []
-        return False
+        return 0
 
     def commit_draft(self, block_manager: BlockManager, num_accepted: int = 0) -> None:
         """Keeps the K and V of the first `num_accepted` draft tokens, and drops the other draft

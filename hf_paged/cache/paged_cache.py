@@ -168,6 +168,8 @@ class PagedCache(DynamicCache):
         layers = []
         for index, (layer, spec) in enumerate(zip(empty.layers, specs)):
             group = None if spec is None else self.groups[spec]
+            if group is None and isinstance(empty, PagedCache):
+                layer = copy.deepcopy(layer)
             layers.append(paged_layer(layer, group, index))
         Cache.__init__(self, layers=layers)
         self.layer_class_to_replicate = empty.layer_class_to_replicate

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from typing import Any
 
@@ -34,9 +33,9 @@ def spec_of(layer: Any, kind: str) -> GroupSpec | None:
 def paged_layer(layer: Any, group: LayerGroup | None, index: int) -> Any:
     """Returns a new paged layer in place of `layer`, the stock or paged layer `index` of a cache.
     `group` has the layer's spec (`spec_of`). Without a group (Mamba states, a model's own
-    compressed layers), returns a copy of `layer`."""
+    compressed layers), returns `layer`."""
     if group is None:
-        return copy.deepcopy(layer)
+        return layer
     stock = type(layer)
     paged: Any = _STAND_INS.get(stock, stock)
     if paged is PagedHybridLayer:

@@ -183,7 +183,7 @@ class Speculator:
             # all memory at once: growing would copy the blocks, and require new graphs
             cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         max_tokens = self._scheduler.max_num_batched_tokens
-        max_tokens = min(max_tokens, max_chunk_tokens(self.model, config))
+        max_tokens = min(max_tokens, max_chunk_tokens(self.model, config) or max_tokens)
         return Assistant(
             model, cache, blocks_and_runner, self._scheduler, max_tokens, layout.max_positions
         )

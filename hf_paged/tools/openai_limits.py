@@ -114,8 +114,10 @@ def set_max_new_tokens(model: Any, config: Any, num_prompt_tokens: int) -> None:
     nothing limits the length. Raises `RefusedError` if the prompt leaves no room for a token."""
     effective = EffectiveOptions(model, config)
     config.max_new_tokens = effective.max_new_tokens
-    max_length = effective.max_length or find_max_positions(model)
-    if config.max_new_tokens is not None or max_length is None:
+    max_length = effective.max_length
+    if max_length is None:
+        max_length = find_max_positions(model)
+    if config.max_new_tokens is not None or not isinstance(max_length, int):
         return
     if model.config.is_encoder_decoder:
         num_prompt_tokens = 1  # the decoder's start token

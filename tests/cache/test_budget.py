@@ -267,7 +267,7 @@ def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
 def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
     memory, end = PagedMemory(hf_paged.PagedConfig()), time.monotonic() + 0.5
     group = memory.group(FULL_ATTENTION)
-    group.expect(BLOCK)
+    group._expected_bytes = BLOCK
 
     def look() -> None:
         memory.growth_limit(group)

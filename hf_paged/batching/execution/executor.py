@@ -83,7 +83,8 @@ class Executor:
         # Two contexts around each step: the first runs compiled layers without compiled code, and
         # the second sets the attention of configs to `"hf_paged"`. `None`: not made yet.
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
-        self._num_handled_changes = 0  # `guard.num_changes` at the last `forget_model`
+        # `guard.num_changes` at the last `forget_model`; -1 if that was interrupted
+        self._num_handled_changes = 0
         # whether the model's state must be read before the next decodes or the next `commit`
         self._is_state_due = False
         # the model's state when it was last read; `None` if there is none that still applies
@@ -176,7 +177,8 @@ class Executor:
         """Drops what was derived from the model, except a state on which the guard relies
         (`is_watched`). No step is replayed until the model's state is read again, if it is needed,
         and the configs to switch are collected again."""
-        self._num_handled_changes, self._switches = self.guard.num_changes, None
+        num_changes = self.guard.num_changes
+        self._num_handled_changes, self._switches = -1, None
         needs_state = self.runner.recorder is not None or self.guard.is_on
         self._is_state_due = self.allows_replays and needs_state
         if not self.guard.is_watched:
@@ -186,6 +188,7 @@ class Executor:
         if self.adapters.instance is not None:
             self.adapters.instance.forget_model()
         self.runner.begin(None)
+        self._num_handled_changes = num_changes  # last, so that an interrupted call is repeated
 
     def clear_run_ahead(self) -> None:
         """Drops the step launched ahead, if there is one."""

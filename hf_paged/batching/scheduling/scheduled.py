@@ -1,5 +1,5 @@
-"""The sequences that a step has scheduled so far, and the numbers of their tokens. Plain Python: no
-tensors, no policy."""
+"""The sequences that a step has scheduled so far, and the tokens that it may still schedule. Plain
+Python: no tensors, no policy."""
 
 from __future__ import annotations
 
@@ -9,37 +9,34 @@ from ...plan import StepPlan
 from ..request import Request, Sequence
 
 
+@dataclass(slots=True)
+class Budget:
+    """The numbers of tokens that a step may still schedule for running requests."""
+
+    num_tokens: int  # in all
+    num_chunk_tokens: int  # in chunks beside decodes
+    num_draft_tokens: int  # in drafts
+    # tokens reserved for decodes that are not scheduled yet; negative until the step's first chunk,
+    # for which `Scheduler._chunk_limit` counts these decodes
+    num_reserved: int = -1
+
+
 @dataclass
 class Scheduled:
     """The sequences scheduled so far, from which `plan` makes the step's plan."""
 
-    # sequences that compute their last token and their draft
-    decodes: list[Sequence] = field(default_factory=list)
+    decodes: list[Sequence] = field(default_factory=list)  # one token of each
+    has_partial_decodes: bool = False  # whether some of `decodes` have further tokens to compute
+    # sequences with a draft, each with its number of tokens: the last token and the draft
+    drafted: list[tuple[Sequence, int]] = field(default_factory=list)
     # chunks of a prefill or recompute, each with its number of tokens
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    num_draft_tokens: int = 0  # in `decodes`
-    num_chunk_tokens: int = 0  # in `chunks`
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Whether any token is scheduled."""
-        return bool(self.decodes or self.chunks)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.decodes) + self.num_draft_tokens + self.num_chunk_tokens
-
-    def add_decode(self, sequence: Sequence) -> int:
-        """Adds a decode, and returns its number of tokens."""
-        self.decodes.append(sequence)
-        self.num_draft_tokens += len(sequence.draft)
-        return 1 + len(sequence.draft)
-
-    def add_chunk(self, sequence: Sequence, count: int) -> None:
-        # chunks of one token come first, where kernels compute them as decodes
-        self.chunks.insert(len(self.chunks) if count > 1 else 0, (sequence, count))
-        self.num_chunk_tokens += count
+        return bool(self.decodes or self.drafted or self.chunks)
 
     def shares_forward(self, request: Request) -> bool:
         """Whether the request's prompt belongs to the same `Prompts` as all chunks scheduled so
@@ -54,26 +51,27 @@ class Scheduled:
         return True
 
     def plan(self) -> StepPlan:
-        """Returns the step's plan: decodes, then chunks."""
+        """Returns the step's plan: decodes, sequences with drafts, then chunks."""
         sequences = self.decodes
         counts = [1] * len(sequences)
-        if self.num_draft_tokens:
-            counts = [1 + len(sequence.draft) for sequence in sequences]
         num_logits = counts
-        if self.chunks:
-            sequences = sequences + [sequence for sequence, _ in self.chunks]
-            num_logits = num_logits + [
-                int(count == sequence.num_to_compute) for sequence, count in self.chunks
-            ]
-            counts = counts + [count for _, count in self.chunks]
+        if self.has_partial_decodes:
+            num_logits = [int(sequence.num_to_compute == 1) for sequence in sequences]
+        other_rows = [*self.drafted, *self.chunks]
+        if other_rows:
+            sequences = sequences + [sequence for sequence, _ in other_rows]
+            counts = counts + [count for _, count in other_rows]
+            num_logits = num_logits + [count for _, count in self.drafted]
+            for sequence, count in self.chunks:
+                num_logits.append(int(count == sequence.num_to_compute))
         return StepPlan(
             sequences,
             [sequence.num_computed_tokens for sequence in sequences],
             counts,
             num_logits,
-            num_decodes=len(self.decodes),
+            num_decodes=len(self.decodes) + len(self.drafted),
             has_chunks=bool(self.chunks),
-            has_drafts=bool(self.num_draft_tokens),
+            has_drafts=bool(self.drafted),
             has_inputs=bool([row for row in sequences if row.request.inputs is not None]),
             admitted=self.admitted,
             preempted=self.preempted,

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -16,7 +15,7 @@ from ...seams import Adapters, Drafter
 from ..request import Request, RequestListener, Rope, Sequence, Status
 from .preemption import Preemption
 from .queue import RequestQueue
-from .scheduled import Scheduled
+from .scheduled import Budget, Scheduled
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ class Scheduler:
     # maximum number of running sequences; exceeded only by a request that runs alone, and by
     # `_admit_past_row_limit`
     max_num_seqs: int
-    # prefill tokens in a step that also decodes (whole prompts may exceed it)
-    max_chunk_tokens: int = sys.maxsize
+    # prefill tokens in a step that also decodes (whole prompts may exceed it); `None`: no limit
+    max_chunk_tokens: int | None = None
     watermark: float = 0.01  # fraction of all blocks that admission keeps free for running requests
     rope: Rope | None = None  # rotary factors, if they depend on the sequence's length
     # told when requests wait, run and end
@@ -115,9 +114,9 @@ class Scheduler:
                     self._preempt(request, may_swap=False)
                     # the preemption was not for blocks, so this step may admit the request again
                     scheduled.preempted.pop()
-        self._continue_running()
+        num_tokens_left = self._continue_running()
         if self.queue.waiting and not scheduled.preempted:
-            self._admit()
+            self._admit(num_tokens_left)
         if self.queue.waiting and not scheduled:
             self._admit_past_row_limit()
 
@@ -128,7 +127,7 @@ class Scheduler:
         free. Raises `OutOfBlocksError` if the waiting request still does not fit."""
         has_released = False
         while (first := self.queue.first_waiting) is not None:
-            self._admit(ignores_row_limit=True)
+            self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
             if self._scheduled:
                 return
             self.timeline.record_waiting(first)  # `_admit` may have freed its swapped blocks
@@ -147,10 +146,15 @@ class Scheduler:
             else:
                 raise self.queue.out_of_blocks(first) from self.blocks.take_error
 
-    def _continue_running(self) -> None:
-        """Schedules tokens of running requests."""
-        decodes = self._scheduled.decodes
-        num_tokens_left = self.max_num_batched_tokens
+    def _continue_running(self) -> int:
+        """Schedules tokens of running requests; returns how many tokens new admissions may add."""
+        scheduled = self._scheduled
+        decodes = scheduled.decodes
+        max_tokens = self.max_num_batched_tokens
+        max_chunk_tokens = self.max_chunk_tokens
+        if max_chunk_tokens is None:
+            max_chunk_tokens = max_tokens
+        budget = Budget(max_tokens, max_chunk_tokens, max_tokens - self.queue.num_rows)
         allowed = self.queue.allowed
         for request in self.queue.running:  # the body removes only later ones, or returns
             if allowed is not None and request not in allowed:
@@ -163,42 +167,55 @@ class Scheduler:
                 blocks = sequence.blocks
                 is_decode = num_to_compute == 1 and not sequence.draft
                 # fast path: the tail block has a free slot and is not shared
-                if is_decode and num_tokens <= blocks.capacity and num_tokens_left > 0:
+                if is_decode and num_tokens <= blocks.capacity and budget.num_tokens > 0:
                     for table in blocks.tables:
                         table.num_tokens = num_tokens
                     decodes.append(sequence)
-                    num_tokens_left -= 1
+                    budget.num_tokens -= 1
+                    budget.num_reserved -= 1
                     continue
-                num_tokens_left -= self._continue_row(
-                    request, sequence, num_to_compute, num_tokens_left
-                )
-                if request.status is not Status.RUNNING:  # it was preempted
-                    return
+                if not self._continue_row(request, sequence, num_to_compute, budget):
+                    return budget.num_tokens
+        if decodes or scheduled.drafted:
+            return min(budget.num_tokens, budget.num_chunk_tokens)
+        return budget.num_tokens
 
     def _continue_row(
-        self, request: Request, sequence: Sequence, num_to_compute: int, limit: int
-    ) -> int:
-        """Schedules up to `limit` tokens of a running sequence that is not on the fast path of
-        `_continue_running`, and returns their number."""
-        scheduled = self._scheduled
-        if num_to_compute > 1:
-            limit = self._chunk_limit(request, limit)
-        elif sequence.draft and limit > 0:
-            # so that every other running row can decode
-            num_left = self.max_num_batched_tokens - self.queue.num_rows
-            if sequence.append_draft(self.blocks, num_left - scheduled.num_draft_tokens):
-                return scheduled.add_decode(sequence)
-        return self._schedule_tokens(request, sequence, limit)
+        self, request: Request, sequence: Sequence, num_to_compute: int, budget: Budget
+    ) -> bool:
+        """Schedules tokens of a running sequence that is not on the fast path of
+        `_continue_running`. Returns whether later sequences may get tokens."""
+        if num_to_compute == 1:
+            if budget.num_tokens <= 0:
+                return False
+            budget.num_reserved -= 1
+            if sequence.draft:
+                num_drafted = sequence.append_draft(self.blocks, budget.num_draft_tokens)
+                if num_drafted:
+                    self._scheduled.drafted.append((sequence, 1 + num_drafted))
+                    budget.num_tokens -= 1 + num_drafted
+                    budget.num_draft_tokens -= num_drafted
+                    return True
+            limit = budget.num_tokens
+        else:
+            limit = self._chunk_limit(request, budget)
+        count = self._schedule_tokens(request, sequence, limit)
+        budget.num_tokens -= count
+        if count > 1:
+            budget.num_chunk_tokens -= count
+        return request.status is Status.RUNNING
 
-    def _chunk_limit(self, request: Request, limit: int) -> int:
-        """Returns the maximum number of tokens of a running request's next chunk, at most
-        `limit`."""
+    def _chunk_limit(self, request: Request, budget: Budget) -> int:
+        """Returns the maximum number of tokens of a running request's next chunk."""
         scheduled = self._scheduled
-        open_rows = (row for running in self.queue.running for row in running.open_sequences)
-        num_decodes = sum(row.num_to_compute == 1 for row in open_rows)
-        if num_decodes:
-            limit -= num_decodes - len(scheduled.decodes)  # decodes that are not scheduled yet
-            limit = min(limit, self.max_chunk_tokens - scheduled.num_chunk_tokens)
+        num_scheduled = len(scheduled.decodes) + len(scheduled.drafted)
+        if budget.num_reserved < 0:
+            open_rows = (row for running in self.queue.running for row in running.open_sequences)
+            num_decodes = sum(row.num_to_compute == 1 for row in open_rows)
+            budget.num_reserved = num_decodes - num_scheduled
+        limit = budget.num_tokens
+        if num_scheduled or budget.num_reserved:
+            limit = min(budget.num_tokens - budget.num_reserved, budget.num_chunk_tokens)
         first = self.queue.first_waiting
         if first is not None and first.sort_key < request.sort_key:
             # leaves half of the tokens to a waiting request that sorts before this one
@@ -213,7 +230,7 @@ class Scheduler:
         free, frees the drafter's blocks, preempts later requests, shrinks the chunk if layers have
         windows, then preempts `request` if none of its rows is scheduled; without `may_preempt`,
         preempts nothing."""
-        num_to_compute = count = sequence.num_to_compute
+        count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
             count = min(count, request.num_before_fork(sequence, self.blocks))
@@ -235,10 +252,12 @@ class Scheduler:
             return 0
         if request.num_shared_tokens:  # keeps the row off the fast path, which does not fork
             sequence.blocks.capacity = num_computed + count
-        if num_to_compute > 1 or is_whole:
+        if count > 1 or is_whole:
             self._add_chunk(request, sequence, count, is_unchunked)
-            return count
-        return self._scheduled.add_decode(sequence)
+        else:
+            self._scheduled.has_partial_decodes |= sequence.num_to_compute > 1
+            self._scheduled.decodes.append(sequence)
+        return count
 
     def _append(
         self,
@@ -294,7 +313,7 @@ class Scheduler:
             # later requests may share the blocks already in this step, since each layer stores all
             # K and V before attention
             self.blocks.register(blocks, sequence.keys, end, request.namespace)
-        self._scheduled.add_chunk(sequence, count)
+        self._scheduled.chunks.append((sequence, count))
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Allocates a slot for the next token of each sequence, if the next step will consist of
@@ -319,22 +338,16 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, ignores_row_limit: bool = False) -> None:
+    def _admit(self, num_tokens_left: int, ignores_row_limit: bool = False) -> None:
         """Admits waiting requests while tokens, rows and blocks last; with `ignores_row_limit`, the
         first one may exceed the limit on rows. Postpones requests that can soon reuse a prefix that
         a scheduled request is computing (`Preemption.awaited_prefixes`)."""
-        scheduled = self._scheduled
-        max_tokens = self.max_num_batched_tokens
-        if scheduled.decodes:
-            num_decoded = scheduled.num_tokens - scheduled.num_chunk_tokens
-            max_tokens = min(max_tokens, num_decoded + self.max_chunk_tokens)
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
                 continue
-            can_exceed_budget = scheduled.chunks and scheduled.shares_forward(request)
-            num_tokens = scheduled.num_tokens
-            if num_tokens >= max_tokens and not can_exceed_budget:
+            can_exceed_budget = self._scheduled.chunks and self._scheduled.shares_forward(request)
+            if num_tokens_left <= 0 and not can_exceed_budget:
                 return
             is_alone = not self.queue.running
             num_rows = self.queue.num_rows + num_postponed_rows + request.num_open_rows
@@ -359,14 +372,17 @@ class Scheduler:
                     self._blocked_request = request
                     return
             self.queue.start(request)
+            num_tokens_before = num_tokens_left
             for sequence in request.open_sequences:
-                limit = max_tokens - scheduled.num_tokens
-                self._schedule_tokens(request, sequence, limit, may_preempt=False)
-            if scheduled.num_tokens == num_tokens:  # nothing fits: tokens or blocks ran out
+                if sequence.num_to_compute:
+                    num_tokens_left -= self._schedule_tokens(
+                        request, sequence, num_tokens_left, may_preempt=False
+                    )
+            if num_tokens_left == num_tokens_before:  # nothing fits: tokens or blocks ran out
                 # blocks that it shares may be computed only in this step
                 self._requeue(request, may_swap=was_swapped)
                 return
-            scheduled.admitted.append(request)
+            self._scheduled.admitted.append(request)
             ignores_row_limit = False
 
     def _preempt(self, request: Request, may_swap: bool = True) -> None:

@@ -14,8 +14,8 @@ BEST = "the fastest other engine"
 PROMPTS = "prompts and mixed steps through kernels of our own for many rows"
 WEIGHTS = """steps of few rows, which read the weights slower than the memory allows; huge pages
     (`MADV_COLLAPSE`) help"""
-THREADS = """prompts that share a forward: calls wait for the model's lock while a step runs, so that
-    eight prompts take several steps"""
+THREADS = """prompts that share a forward, and steps as fast as those of one thread, as the code
+    after revision bf2fe4f3 has them ([changes](CHANGELOG.md)); then the products of prompts"""
 PRODUCTS, MIXED = "products of many rows", "products of adapters in float32"
 CODES = """recorded steps that read the codes in place, as the code after revision bf2fe4f3 does
     ([changes](CHANGELOG.md)); then the speed of these products"""

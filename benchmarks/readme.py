@@ -101,7 +101,7 @@ def engines_section() -> str:
     for row in data["rows"]:
         if row["seconds"] and (said := row["figures"].get("settings")):
             settings_of.setdefault(row["system"], {})[said] = None
-    settings = [f"{name} {' or '.join(found)}" for name, found in settings_of.items()]
+    settings = [f"{name} {' or '.join(texts)}" for name, texts in settings_of.items()]
     how = "; ".join(settings) or "the engines ran at their defaults, from their packages"
     said = (
         f"Seconds, less is better; {overview.AT_BEST}: {overview.hardware(data)}. Settings: {how}."

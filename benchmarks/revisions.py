@@ -38,12 +38,12 @@ def files() -> list[str]:
 
 def files_by(*keys: str) -> dict[tuple[str, ...], list[str]]:
     """The files by these facts."""
-    found: dict[tuple[str, ...], list[str]] = {}
+    names_by_values: dict[tuple[str, ...], list[str]] = {}
     for name in files():
         facts = report.result(name)["facts"]
         values = tuple(str(facts.get(key, f"{key} not recorded")) for key in keys)
-        found.setdefault(values, []).append(f"{name}.json")
-    return found
+        names_by_values.setdefault(values, []).append(f"{name}.json")
+    return names_by_values
 
 
 def stale() -> list[str]:

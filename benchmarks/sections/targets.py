@@ -114,17 +114,17 @@ def missed() -> str:
     for target in TARGETS:
         title = target.title or overview.TITLE_OF[target.cases]
         other = NAMES.get(target.other, target.other)
-        found = sorted(measured(target), reverse=True)
-        over = [one for one in found if one.share > target.most]
-        if found and not over:
-            met.append(f"{title} beside {other} ({found[0].share:.2f})")
+        cases = sorted(measured(target), reverse=True)
+        over = [one for one in cases if one.share > target.most]
+        if cases and not over:
+            met.append(f"{title} beside {other} ({cases[0].share:.2f})")
             continue
         said = f"{over[0].share:.2f}" if over else "not measured"
         if over and target.other == BEST:
             said += f" ({over[0].other})"
-        if len(found) > 1:
+        if len(cases) > 1:
             parts = [f"{one.share:.2f} ({one.case})" for one in over]
-            said = f"above in {len(over)} of {len(found)} cases: {'; '.join(parts)}"
+            said = f"above in {len(over)} of {len(cases)} cases: {'; '.join(parts)}"
         row = {"call": title, "beside": other, "at most": f"{target.most:.2f}"}
         rows.append(row | {"measured": said, "what would move it most": report.flow(target.lever)})
     data = report.result(overview.WHOLE)

@@ -244,3 +244,26 @@ def test_batch_invariance_is_refused_rather_than_lost() -> None:
     with pytest.raises(RuntimeError, match="the attention mask is a dense tensor"):
         model.generate(**inputs, **GREEDY, cache_implementation="paged", cache_config=config)
     hf_paged.check_integrity(model)
+
+
+def test_a_model_change_whose_handling_is_interrupted_is_handled_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = PagedEngine(models.build("llama"), PagedConfig(block_size=models.BLOCK_SIZE))
+    engine.add_request(prompts(9)[0], GREEDY)
+    engine.step()
+    executor = engine._core.loop.executor
+    begin, interrupts = executor.runner.begin, [KeyboardInterrupt()]
+
+    def begin_later(*arguments: Any) -> None:
+        if interrupts:
+            raise interrupts.pop()
+        begin(*arguments)
+
+    monkeypatch.setattr(executor.runner, "begin", begin_later)
+    executor.guard.num_changes += 1
+    with pytest.raises(KeyboardInterrupt):
+        executor.handle_model_change()
+    num_embeddings, executor.num_embeddings = executor.num_embeddings, 0
+    executor.handle_model_change()
+    assert executor.num_embeddings == num_embeddings

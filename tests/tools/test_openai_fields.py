@@ -221,9 +221,12 @@ def test_a_request_without_max_new_tokens_gets_the_engines_limit(
     assert config.max_new_tokens == expected
 
 
-def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused() -> None:
-    config = GenerationConfig(max_length=10)
-    with pytest.raises(RefusedError, match=r"has 10 tokens, and prompt and answer .* at most 10:"):
+@pytest.mark.parametrize("max_length", [10, 0])
+def test_a_prompt_that_leaves_no_room_for_an_answer_is_refused(max_length: int) -> None:
+    config = GenerationConfig()
+    config.max_length = max_length
+    message = rf"has 10 tokens, and prompt and answer .* at most {max_length}:"
+    with pytest.raises(RefusedError, match=message):
         set_max_new_tokens(models.get("llama"), config, num_prompt_tokens=10)
 
 

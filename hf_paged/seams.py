@@ -196,17 +196,19 @@ class Recorder(Protocol):
         belong to the recording until it runs other rows. `checked_as`: the kind of step that one
         check covers; `None`: only steps whose forward reads keys are checked."""
 
-    def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def check(self, results: Iterable[tuple[Tensor, Tensor]], reason: str | None = None) -> None:
         """Compares pairs of results, each `(rows, ...)`: of the model's own forward and of the last
-        replay. If any differ by more than rounding, steps of the replay's kind run eagerly."""
+        replay. If any differ by more than rounding, or if there is a `reason` against replays,
+        steps of the replay's kind run eagerly."""
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> Any:
         """Returns an object with methods that the room `rectangles` calls for decode steps of the
         model, whose empty cache is `cache`: `begin(state)`, as in `Runner`; `run(rectangle,
         prepared)`, which replays a step with these model inputs and, unless `check` must follow,
         changes the states, and returns logits `(rows, vocab_size)`, or `None` if no recording
-        serves the step; and `check(rectangle, replayed, expected)`, which compares the logits and
-        states of that replay with those of the model's own forward, as `check` does."""
+        serves the step; and `check(rectangle, replayed, expected, inputs)`, which compares the
+        logits and states of that replay with those of the model's own forward, as `check` does,
+        and the next step's inputs with those that follow from its last `inputs`."""
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context for a step: its work on the device follows that of the previous step, even

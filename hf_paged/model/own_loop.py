@@ -76,6 +76,11 @@ def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, A
     return updated
 
 
+def cache_output(cache: Any) -> ModelOutput:
+    """Returns the outputs of a forward of which only the cache is known."""
+    return ModelOutput({compat.OUTPUT_CACHE: cache})
+
+
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Returns an input of a model with `function` applied to all tensors in it."""
     if isinstance(value, Tensor):

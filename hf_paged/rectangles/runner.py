@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.utils import ModelOutput
 
 from .. import compat
 from ..attention.masks import Columns, PagedMask, unpadded_columns
@@ -26,6 +25,7 @@ from ..cache.sequence_blocks import SequenceBlocks
 from ..interrupts import setting
 from ..model.forwards import compute_device
 from ..model.own_loop import (
+    cache_output,
     cache_parts,
     first_inputs,
     next_inputs,
@@ -254,14 +254,14 @@ class RectangleRunner(Runner):
             return None
         assert self.recorder is not None
         if not self.recorder.is_checked:
+            inputs = dict(rectangle.inputs)
             logits = self._compute(rectangle, prepared)
-            recorder.check(rectangle, replayed, logits)
+            recorder.check(rectangle, replayed, logits, inputs)
             return logits
         self.num_captured_steps += 1
         cache, *_ = cache_parts(rectangle.cache)
         _note_step(cache, rectangle.width)
-        outputs = ModelOutput({compat.OUTPUT_CACHE: rectangle.cache})
-        rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
+        rectangle.inputs = next_inputs(self.model, cache_output(rectangle.cache), rectangle.inputs)
         return replayed
 
     def _continue(self, plan: StepPlan) -> Tensor:

@@ -65,10 +65,15 @@ class Checks:
             self.copied_states = rows.state_layers
         return self.copied_states
 
-    def compare(self, results: Iterable[tuple[Tensor, Tensor]], dtype: torch.dtype | None) -> None:
+    def compare(
+        self,
+        results: Iterable[tuple[Tensor, Tensor]],
+        dtype: torch.dtype | None,
+        reason: str | None = None,
+    ) -> None:
         """Ends a check: compares pairs of results `(rows, ...)` from the model's own forward and
         from the replay, and refuses the kind if a pair differs by more than rounding in its dtype
-        or in `dtype`."""
+        or in `dtype`, or if there is a `reason` against it."""
         assert self.pending is not None
         kind, widths, lengths = self.pending
         self.begin_step(kind)
@@ -77,11 +82,9 @@ class Checks:
             pair = expected.flatten(1), replayed.flatten(1)
             difference = difference or significant_difference(*pair, (expected.dtype, dtype))
         if difference is not None:
+            reason = f"their results differ by {difference} from those of the model's own forward"
+        if reason is not None:
             self._refused.add(kind)
-            logger.info(
-                "steps of one kind are not replayed: their results differ by %s from those of the"
-                " model's own forward",
-                difference,
-            )
+            logger.info("steps of one kind are not replayed: %s", reason)
         min_lengths = self._min_lengths.setdefault((kind, widths), lengths)
         min_lengths[:] = map(min, min_lengths, lengths)

@@ -238,9 +238,9 @@ class StepGraphs:
                 self._forward = self._context = None
                 self._states = ()
 
-    def check(self, results: Iterable[tuple[Tensor, Tensor]]) -> None:
+    def check(self, results: Iterable[tuple[Tensor, Tensor]], reason: str | None = None) -> None:
         """As in `Recorder`."""
-        self.checks.compare(results, getattr(self._model(), "dtype", None))
+        self.checks.compare(results, getattr(self._model(), "dtype", None), reason)
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> Any:
         """As `Recorder.rectangles`. Needs the room `rectangles`, which calls this method."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
@@ -19,12 +21,13 @@ from .. import compat
 from ..attention.masks import unpadded_columns
 from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..cache.paged_cache import PagedCache
-from ..model.own_loop import cache_parts
+from ..model.own_loop import cache_output, cache_parts, next_inputs
 from ..model.state import ModelState
 from ..rectangles.states import state_layers, state_tensors
 from ..seams import ForwardContext
 from ..step import StepMetadata
 from .length import Length
+from .recorders import log_unrecorded
 from .step_cache import step_cache, store_states
 
 if TYPE_CHECKING:
@@ -62,7 +65,7 @@ class RectangleReplays:
         self._width = self._num_axes = 0
         self._is_padded = False
         self._constants: Hashable = None
-        self._zero_token_types: list[str] = []
+        self._token_types: dict[str, int] = {}
         self._row_masking: list[tuple[bool, bool]] = []
 
     def begin(self, state: ModelState | None) -> None:
@@ -72,7 +75,11 @@ class RectangleReplays:
         if state is None:
             return
         update = inspect.getattr_static(model, compat.UPDATE_INPUTS)
-        self._uses_stock_update = update is vars(GenerationMixin)[compat.UPDATE_INPUTS]
+        self._has_own_update = update is not vars(GenerationMixin)[compat.UPDATE_INPUTS]
+        # a user's method may do more than return inputs, and must see each step
+        self._may_replay = not self._has_own_update or _is_of_transformers(update)
+        if not self._may_replay:
+            log_unrecorded(f"it overrides `{compat.UPDATE_INPUTS}`", logging.INFO)
         self._forward_parameters = _parameters(model)
         self._cache_name = compat.cache_name(model)
         self._recorder.begin(state)
@@ -80,21 +87,21 @@ class RectangleReplays:
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
         """Replays a step with the model inputs `prepared`; returns
         logits `(rows, vocab_size)`, or `None` if no recording serves the step."""
-        if self._state is None or not self._uses_stock_update:
+        if self._state is None or not self._may_replay:
             return None
         recorder = self._recorder
         if recorder.unsupported_reason is not None or not self._state.is_in_place():
             return None
         if rectangle.width - 1 not in recorder.lengths:
             return None
-        self._zero_token_types = _zero_token_types(prepared)
+        self._token_types = _token_types(prepared)
         tokens = self._pack(rectangle, prepared)
         if tokens is None:
             return None
         self._width = rectangle.width
         self._is_padded = any(rectangle.paddings)
         self._num_axes = len(tokens.axes or ())
-        self._constants = _constants(prepared), tuple(self._zero_token_types)
+        self._constants = _constants(prepared), tuple(self._token_types.items())
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
         self._prepared = prepared
@@ -112,10 +119,14 @@ class RectangleReplays:
         finally:
             self._prepared = {}
 
-    def check(self, rectangle: Rectangle, replayed: Tensor, expected: Tensor) -> None:
+    def check(
+        self, rectangle: Rectangle, replayed: Tensor, expected: Tensor, inputs: dict[str, Any]
+    ) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the
         last replay with those of the model's own forward, separately for rows with different values
-        of `_masking_of_rows`. If any differ, steps of this kind are no longer replayed."""
+        of `_masking_of_rows`. `inputs`: those of the rectangle before the step. If any differ, or
+        if the inputs of the next step need other outputs of the forward than its cache, steps of
+        this kind are no longer replayed."""
         results = [(expected, replayed)]
         copied = state_tensors(self._recorder.checks.copied_states)
         results += zip(state_tensors(rectangle.state_layers), copied)
@@ -126,7 +137,21 @@ class RectangleReplays:
                 (expected_result[rows], replayed_result[rows])
                 for expected_result, replayed_result in results
             ]
-        self._recorder.check(pairs)
+        reason = None
+        if self._has_own_update and not self._can_update(rectangle, inputs):
+            reason = f"its `{compat.UPDATE_INPUTS}` reads outputs of the forward"
+        self._recorder.check(pairs, reason)
+
+    def _can_update(self, rectangle: Rectangle, inputs: dict[str, Any]) -> bool:
+        """Whether the model's override makes the next step's inputs, those of `rectangle`, of its
+        last `inputs` without outputs of a forward."""
+        try:
+            updated = next_inputs(self._model, cache_output(rectangle.cache), inputs)
+        except (AttributeError, LookupError, TypeError):
+            return False
+        leaves, spec = tree_flatten(updated)
+        expected, expected_spec = tree_flatten(rectangle.inputs)
+        return spec == expected_spec and all(map(_is_equal, leaves, expected))
 
     def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | None:
         """Returns the step as packed tokens; `None` if it cannot be recorded."""
@@ -197,7 +222,7 @@ class RectangleReplays:
         if any(rectangle.paddings) and self._mask_name not in prepared:
             return False
         replaced = {self._ids_name, self._cache_name, "encoder_outputs"}
-        replaced.update(self._zero_token_types)
+        replaced.update(self._token_types)
         if self._cross_groups:
             replaced.add("attention_mask")  # checked by `_visible_encoder_lengths`
         inputs = [(name, value) for name, value in prepared.items() if name not in replaced]
@@ -266,8 +291,8 @@ class RectangleReplays:
         """Returns the model's arguments, except its cache and the masks of `_masks`."""
         num_rows = token_ids.shape[1]
         arguments = dict(self._prepared)
-        for name in self._zero_token_types:
-            arguments[name] = token_ids.new_zeros(num_rows, 1)
+        for name, token_type in self._token_types.items():
+            arguments[name] = token_ids.new_full((num_rows, 1), token_type)
         arguments[self._ids_name] = token_ids.view(num_rows, 1)
         if not column_steps:
             arguments.pop(self._mask_name, None)
@@ -343,6 +368,16 @@ def _position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list
     return axes
 
 
+def _is_of_transformers(method: Any) -> bool:
+    return str(getattr(method, "__module__", "")).startswith("transformers.")
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and torch.equal(a, b)
+    return a is b or (isinstance(a, (bool, int, float, str)) and a == b)
+
+
 def _stored_columns(step: StepMetadata) -> Tensor:
     """Returns a mask `(n, columns)` int64: 1 for columns that a row has stored, 0 for others."""
     assert step.columns is not None and step.lengths is not None
@@ -353,15 +388,15 @@ def _stored_columns(step: StepMetadata) -> Tensor:
     return ((positions >= 0) & (positions < lengths.seq_lens[:, None])).long()
 
 
-def _zero_token_types(prepared: dict[str, Any]) -> list[str]:
-    """Returns the names of the token-type inputs that are 0 for every row's new token."""
-    names = []
+def _token_types(prepared: dict[str, Any]) -> dict[str, int]:
+    """Returns the token-type inputs that are equal for every row's new token, with their values."""
+    types = {}
     for name, value in prepared.items():
         if name.endswith("token_type_ids") and isinstance(value, Tensor):
             is_column = value.dim() == 2 and value.shape[1] == 1
-            if is_column and value.dtype is torch.int64 and not bool(value.any()):
-                names.append(name)
-    return names
+            if is_column and value.dtype is torch.int64 and bool((value == value[0]).all()):
+                types[name] = int(value[0])
+    return types
 
 
 def _constants(prepared: dict[str, Any]) -> Hashable:

@@ -14,20 +14,10 @@ from tests.support.collected import Collected, lost
 from tests.support.tools import ROOT
 
 # What a machine has that runs the package and its tests; `.ci/collect` installs no more.
-REQUIRED = {
-    "accelerate",
-    "hypothesis",
-    "numpy",
-    "psutil",
-    "pytest",
-    "safetensors",
-    "torch",
-    "transformers",
-    "triton",
-}
+REQUIRED = "accelerate hypothesis numpy psutil pytest safetensors torch transformers triton".split()
 # required by these
-REQUIRED |= {"_pytest", "filelock", "huggingface_hub", "packaging", "tokenizers", "tqdm"}
-REQUIRED |= {"benchmarks", "hf_paged", "tests", *sys.stdlib_module_names}
+REQUIRED += "_pytest filelock huggingface_hub packaging tokenizers tqdm".split()
+REQUIRED += ["benchmarks", "hf_paged", "tests", *sys.stdlib_module_names]
 
 
 def optional_imports(path: Path) -> Iterator[str]:
@@ -50,10 +40,7 @@ def optional_imports(path: Path) -> Iterator[str]:
 
 @pytest.mark.slow
 def test_modules_import_optional_packages_only_if_they_are_there() -> None:
-    wrong = {
-        str(path.relative_to(ROOT)): [*optional_imports(path)]
-        for path in (ROOT / "tests").rglob("*.py")
-    }
+    wrong = {path: [*optional_imports(path)] for path in (ROOT / "tests").rglob("*.py")}
     assert {path: names for path, names in wrong.items() if names} == {}
 
 

@@ -132,7 +132,7 @@ VALUES: dict[str, Callable[[], Any]] = {
     "the budget is 0…bytes, at least 1": lambda: hf_paged.budget(0),
     # -- requests
     "['a', 'b']…2 prompts…`engine.generate(prompts)`": lambda: add(["a", "b"]),
-    "…2 prompts…`engine.generate(prompts)`": lambda: add([[5, 6], [7]]),
+    "2 prompts…`engine.generate(prompts)`": lambda: add([[5, 6], [7]]),
     "the prompt is text…`tokenizer=`…token ids": lambda: add("hello"),
     "the prompt is empty…at least one token id": lambda: add([]),
     "token id 1000000 is outside the vocabulary…from 0 to 127": lambda: add([5, 10**6]),

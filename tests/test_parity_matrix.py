@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -107,19 +108,17 @@ class Run:
 
 
 @functools.cache
-def greedy_tokens(name: str) -> torch.Tensor:
+def greedy_tokens(name: str) -> list[list[int]]:
     """Plain greedy output for the standard prompt, without the prompt, `[3, NEW_TOKENS]`."""
-    output = models.get(name).generate(
-        **models.prompt(name), do_sample=False, max_new_tokens=NEW_TOKENS
-    )
-    return output[:, -NEW_TOKENS:]
+    run = Run(name, paged=False, model=models.get(name))
+    return run.generate(run.prompt(), do_sample=False)[:, -NEW_TOKENS:].tolist()
 
 
 @functools.cache
 def end_tokens(name: str) -> tuple[int, int]:
     """Two EOS ids at which the rows of the standard prompt end at different lengths under
     greedy."""
-    tokens = greedy_tokens(name).tolist()
+    tokens = greedy_tokens(name)
 
     def length(row: list[int], ends: tuple[int, int]) -> int:
         return next((step for step, token in enumerate(row) if token in ends), NEW_TOKENS)
@@ -312,7 +311,7 @@ def length_of_nine_more(run: Run) -> int:
 def stops(run: Run) -> list[str]:
     """A token of the first row's text, and a string that starts and ends inside two tokens of the
     second row's."""
-    first, second, _ = greedy_tokens(run.name).tolist()
+    first, second, _ = greedy_tokens(run.name)
     decode = models.tokenizer().decode
     return [decode(first[2:3]), decode(second[3:5])[1:]]
 
@@ -565,13 +564,14 @@ def cache_operations(run: Run) -> Any:
 
 
 BIAS = [[[17], -4.0], [[40, 41], 5.0], [[8], 3.0]]
+DRAW = {"do_sample": True}
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition_penalty": {"repetition_penalty": 1.8},
     "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
     "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.5},
     "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 2},
-    "min_new_tokens": {"min_new_tokens": 8, "eos_token_id": FREQUENT_ENDS},
-    "min_length": {"min_length": 18, "eos_token_id": FREQUENT_ENDS},
+    "min_new_tokens": {"min_new_tokens": 8, **ENDS},
+    "min_length": {"min_length": 18, **ENDS},
     "bad_words_ids": {"bad_words_ids": [[10], [42], [18, 42], [99], [83]]},
     "forced_bos_token_id": {"forced_bos_token_id": 33},
     "forced_eos_token_id": {"forced_eos_token_id": 50},
@@ -583,34 +583,22 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     },
     "sequence_bias": {"sequence_bias": BIAS},
     "remove_invalid_values": {"remove_invalid_values": True},
-    "temperature": {"do_sample": True, "temperature": 0.6},
-    "top_k": {"do_sample": True, "top_k": 5},
-    "top_p": {"do_sample": True, "top_p": 0.7, "top_k": 0},
-    "typical_p": {"do_sample": True, "typical_p": 0.6},
-    "min_p": {"do_sample": True, "min_p": 0.1},
-    "top_h": {"do_sample": True, "top_h": 0.5},
-    "epsilon_cutoff": {"do_sample": True, "epsilon_cutoff": 0.02},
-    "eta_cutoff": {"do_sample": True, "eta_cutoff": 0.02},
-    "renormalize_logits": {"renormalize_logits": True, "do_sample": True, "top_k": 7, **DICT},
+    "temperature": {**DRAW, "temperature": 0.6},
+    "top_k": {**DRAW, "top_k": 5},
+    "top_p": {**DRAW, "top_p": 0.7, "top_k": 0},
+    "typical_p": {**DRAW, "typical_p": 0.6},
+    "min_p": {**DRAW, "min_p": 0.1},
+    "top_h": {**DRAW, "top_h": 0.5},
+    "epsilon_cutoff": {**DRAW, "epsilon_cutoff": 0.02},
+    "eta_cutoff": {**DRAW, "eta_cutoff": 0.02},
+    "renormalize_logits": {"renormalize_logits": True, **DRAW, "top_k": 7, **DICT},
     "processors_together": {
-        "do_sample": True,
-        "num_return_sequences": 2,
-        "temperature": 0.8,
-        "top_k": 30,
-        "top_p": 0.95,
-        "repetition_penalty": 1.2,
-        "no_repeat_ngram_size": 3,
-        "min_new_tokens": 4,
-        "eos_token_id": FREQUENT_ENDS,
+        **dict(**DRAW, **ENDS, num_return_sequences=2, temperature=0.8, top_k=30, top_p=0.95),
+        **dict(repetition_penalty=1.2, no_repeat_ngram_size=3, min_new_tokens=4),
     },
     "processors_beams": {
-        "num_beams": 3,
-        "repetition_penalty": 1.3,
-        "no_repeat_ngram_size": 2,
-        "min_new_tokens": 5,
-        "bad_words_ids": [[10], [18, 42]],
-        "renormalize_logits": True,
-        "eos_token_id": FREQUENT_ENDS,
+        **dict(**ENDS, num_beams=3, repetition_penalty=1.3, no_repeat_ngram_size=2),
+        **dict(min_new_tokens=5, bad_words_ids=[[10], [18, 42]], renormalize_logits=True),
     },
 }
 
@@ -637,23 +625,15 @@ REFUSED = {
     ("whisper", "assistant_model_padded"),  # ValueError: a decoder prompt with an assistant
     # AttributeError: Whisper loses rows when it splits its segments
     ("whisper", "left_padding_return_sequences"),
-    ("t5", "guidance_scale"),  # ValueError: the unconditional forward gets no encoder input
-    ("t5", "guidance_scale_negative_prompt"),
-    ("whisper", "guidance_scale"),  # ValueError: the unconditional forward gets tokens for audio
-    ("whisper", "guidance_scale_negative_prompt"),
-    ("t5", "inputs_embeds_and_ids"),  # ValueError: one of the two
-    ("bart", "inputs_embeds_and_ids"),
-    ("whisper", "prefill_chunk_size"),  # TypeError: Whisper's encoder input is passed twice
-    ("whisper", "prefill_chunk_size_beams"),
+    # ValueError: the unconditional forward gets no encoder input, or tokens for audio
+    *itertools.product(("t5", "whisper"), ("guidance_scale", "guidance_scale_negative_prompt")),
+    *itertools.product(("t5", "bart"), ("inputs_embeds_and_ids",)),  # ValueError: one of the two
+    # TypeError: Whisper's encoder input is passed twice
+    *itertools.product(("whisper",), ("prefill_chunk_size", "prefill_chunk_size_beams")),
     # RuntimeError: Whisper counts a prompt shorter than its cache
     ("whisper", "passed_cache_continues"),
-    ("qwen3_next", "prompt_lookup"),  # ValueError: no assisted generation with states
-    ("qwen3_next", "prompt_lookup_sample"),
-    ("qwen3_next", "assistant_model"),
-    ("qwen3_next", "assistant_model_sample"),
-    ("qwen3_next", "assistant_model_padded"),
-    ("qwen3_next", "streamer_assistant"),
-    ("qwen3_next", "dict_assistant"),
+    # ValueError: no assisted generation with states
+    *(("qwen3_next", cell) for cell in OPTIONS if "assistant" in cell or "lookup" in cell),
 }
 
 
@@ -661,12 +641,8 @@ def fails_in_older_versions(name: str, cell: str, refusal: Refusal) -> bool:
     """Before 5.23, plain fails when it rolls back its sliding-window cache (seen on 5.17)."""
     old = version.parse(transformers.__version__) < version.parse("5.23")
     rolled_back = "assistant" in cell or cell == "cache_operations"
-    return (
-        old
-        and name in models.SLIDING
-        and rolled_back
-        and "must match the size of tensor" in refusal.message
-    )
+    is_rollback = name in models.SLIDING and rolled_back
+    return old and is_rollback and "must match the size of tensor" in refusal.message
 
 
 # ------------------------------------------------------------------------------------- comparison

@@ -25,15 +25,11 @@ def test_cases_are_slow_by_patterns(
 
 
 def test_an_eighth_of_slow_tests_is_kept() -> None:
-    grid = [
-        f"tests/virtual/test_pages.py::test_cell[{row}-{column}]"
-        for row in range(8)
-        for column in range(4)
-    ]
+    name = "tests/virtual/test_pages.py::test_cell"
+    grid = [f"{name}[{row}-{column}]" for row in range(8) for column in range(4)]
     left = slow.left_to_full(grid)
     assert left < {*grid} and len(left) == 28
-    assert len({name[-2] for name in {*grid} - left}) > 1, (
-        "an order of the grid's own would leave columns out"
-    )
+    # an order of the grid's own would leave columns out
+    assert len({name[-2] for name in {*grid} - left}) > 1
     alone = [f"tests/test_load.py::test_{number}" for number in range(800)]
     assert 80 <= len({*alone} - slow.left_to_full(alone)) <= 120

@@ -102,61 +102,37 @@ def played(mix: Mix, change: Callable[[Any], object] | None, patch: pytest.Monke
     return "\n".join(threads.run_mix(mix, threads.Observer()))
 
 
-def wrong_token(outcome: Any) -> None:
-    outcome.tokens[1, -1] += 1
-
-
-def wrong_score(outcome: Any) -> None:
-    outcome.shown[3][1][0, 7] += 0.01
-
-
-def wrong_text(outcome: Any) -> None:
-    outcome.told.pop()
-
-
-def inference(outcome: Any) -> None:
+def in_inference_mode(outcome: Any) -> None:
     with torch.inference_mode():
         outcome.tokens = outcome.tokens.clone()
 
 
-def raises(outcome: Any) -> None:
-    outcome.error = KeyError("not asked for")
-
-
-def interrupts(outcome: Any) -> None:
-    outcome.error = KeyboardInterrupt()
-
-
-def out_of_blocks(outcome: Any) -> None:
-    outcome.error = hf_paged.OutOfBlocksError("without a budget")
-
-
-def changes_the_model(outcome: Any) -> None:
-    get_model("llama").train()
-
-
-def leaves_a_loop(outcome: Any) -> None:
+def leave_a_loop(outcome: Any) -> None:
     for memory in list(_loops):
         _loops[memory]["left"] = None  # type: ignore[assignment]
 
 
-WRONGS: dict[Callable[[Any], None], str] = {
-    wrong_token: "plain's tokens",
-    wrong_score: "scores 1.0e-02 from plain's in step 3",
-    wrong_text: "the streamer was told",
-    inference: "an inference tensor",
-    raises: "plain gave tokens, paged:\nKeyError",
-    interrupts: "interrupted by another's signal",
-    out_of_blocks: "no call kept the blocks",
-    changes_the_model: "the model was",
-    leaves_a_loop: "loops are left",
+def ends_with(error: BaseException) -> Callable[[Any], object]:
+    return lambda outcome: setattr(outcome, "error", error)
+
+
+WRONGS: dict[str, Callable[[Any], object]] = {
+    "plain's tokens": lambda outcome: outcome.tokens[1, -1].add_(1),
+    "scores 1.0e-02 from plain's in step 3": lambda outcome: outcome.shown[3][1][0, 7].add_(0.01),
+    "the streamer was told": lambda outcome: outcome.told.pop(),
+    "an inference tensor": in_inference_mode,
+    "plain gave tokens, paged:\nKeyError": ends_with(KeyError("not asked for")),
+    "interrupted by another's signal": ends_with(KeyboardInterrupt()),
+    "no call kept the blocks": ends_with(hf_paged.OutOfBlocksError("without a budget")),
+    "the model was": lambda outcome: get_model("llama").train(),
+    "loops are left": leave_a_loop,
 }
 
 
-@pytest.mark.parametrize("wrong", WRONGS, ids=lambda function: function.__name__)
-def test_a_wrong_outcome_is_caught(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("said", WRONGS)
+def test_a_wrong_outcome_is_caught(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        assert WRONGS[wrong] in played(MIX, wrong, monkeypatch)
+        assert said in played(MIX, WRONGS[said], monkeypatch)
     finally:
         get_model("llama").eval()
         _loops.clear()

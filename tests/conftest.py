@@ -143,11 +143,9 @@ def _noting_missing_rooms(names: list[str]) -> Iterator[None]:
             names.append(name)
         return message
 
-    rooms.missing = noted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rooms, "missing", noted)
         yield
-    finally:
-        rooms.missing = missing
 
 
 @pytest.fixture
@@ -156,21 +154,14 @@ def sigint() -> Iterator[None]:
     SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, (
-        "the handler was not put back"
-    )
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 @pytest.fixture
-def full_precision() -> Iterator[None]:
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products and convolutions of float32 numbers on a GPU use float32, not TF32."""
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = [backend.allow_tf32 for backend in backends]
-    for backend in backends:
-        backend.allow_tf32 = False
-    yield
-    for backend, allowed in zip(backends, before):
-        backend.allow_tf32 = allowed
+    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
+        monkeypatch.setattr(backend, "allow_tf32", False)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

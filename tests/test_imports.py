@@ -1,5 +1,5 @@
-"""Imports between the packages of hf_paged point downward, modules have no import cycles, and a class
-name means one thing."""
+"""Imports between the packages of hf_paged point downward, modules have no import cycles, and a
+class name means one thing."""
 
 from __future__ import annotations
 

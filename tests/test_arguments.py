@@ -47,9 +47,6 @@ def test_priorities_as_far_apart_as_they_may_be() -> None:
     assert ended == sorted(ended)
 
 
-# -- mappings ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("form", ["lists", "pt", "np", "padded lists"])
 def test_what_a_tokenizer_returns_is_its_ids_without_padding(form: str) -> None:
     tokenizer, texts = models.tokenizer(), ["the cat sat on the mat", "a", "one two"]
@@ -119,9 +116,6 @@ def test_mappings_that_are_no_prompts() -> None:
             results = engine.generate(batch, GREEDY)
             assert len(results) == 2
             assert all("pass token ids" in str(result.error) for result in results)
-
-
-# -- results -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf")])

@@ -42,9 +42,18 @@ def test_a_version_that_lacks_a_name_is_told_of_it(
 def test_what_a_newer_version_passes_beside_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     model, seen = models.get("llama"), []
 
-    def newer(self, config, kwargs, mode, batch_size, max_cache_length, layout, device=None):
+    def newer(
+        self,
+        generation_config,
+        model_kwargs,
+        mode,
+        batch_size,
+        max_cache_length,
+        layout,
+        device=None,
+    ):
         seen.append((layout, device))
-        own(self, config, kwargs, mode, batch_size, max_cache_length)
+        own(self, generation_config, model_kwargs, mode, batch_size, max_cache_length)
 
     config, inputs = GenerationConfig(cache_implementation="paged"), {}
     hf_paged.uninstall()

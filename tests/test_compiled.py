@@ -213,9 +213,6 @@ def test_a_compiled_assistant() -> None:
     assert num_frames() == 0
 
 
-# ------------------------------------------------------------------------------- what is switched
-
-
 def attributes(model: nn.Module) -> list[dict[str, Any]]:
     names = "forward", "_compiled_call_impl"
     return [{name: vars(x)[name] for name in names if name in vars(x)} for x in model.modules()]

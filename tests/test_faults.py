@@ -311,8 +311,6 @@ def test_bad_cache_config_is_refused_before_anything_happens(door: str) -> None:
     assert hf_paged.memory_stats(model) == hf_paged.MemoryStats() and not forwards
 
 
-# ------------------------------------------------------------------------------------- the budget
-
 BUDGET_MODES = {
     "greedy": GREEDY,
     "samples": {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 30},
@@ -390,8 +388,6 @@ def test_block_size_and_budget_may_change_between_calls() -> None:
         paged = {"cache_implementation": "paged", "cache_config": config}
         assert_paged_is_plain(model, inputs, GREEDY, paged)
 
-
-# --------------------------------------------------------------------------------------- refusals
 
 # Plain refuses these; paged must refuse with the same type.
 PLAIN_REFUSES: dict[str, dict[str, Any]] = {
@@ -490,9 +486,6 @@ def test_the_first_error_is_the_one_seen_and_nothing_is_gathered_for_it(
     with pytest.raises(RuntimeError, match="attention ran out of memory"):
         model.generate(**models.prompt("llama"), **models.PAGED, max_new_tokens=9)
     assert_pool_empty(model)
-
-
-# -------------------------------------------------------------------- past the table of positions
 
 
 # tests/batching/test_engine_faults.py has an engine meet the table of each

@@ -130,9 +130,6 @@ def test_interrupts_at_random(attack: Any, seed: int) -> None:
     assert not attack(36, seed=seed, report=told.append), "\n".join(told)
 
 
-# --------------------------------------------------------------------- places of earlier failures
-
-
 def test_an_interrupt_of_a_requests_own_code_ends_that_request_alone(engine: PagedEngine) -> None:
     prompts, results = ([5, 6, 7], [8, 9], [10]), dict[str, Any]()
     expected = engine.generate(prompts, GREEDY)
@@ -530,9 +527,6 @@ def test_an_error_of_a_handler_is_raised_where_tokens_of_several_kinds_are_broug
     run_all(engine, results)
     assert results["greedy"].token_ids == expected[0].token_ids
     assert "TimedOut" in str(results["sampled"].error)
-
-
-# ------------------------------------------------------------------------------------------- locks
 
 
 def nodes() -> Iterator[tuple[str, ast.AST]]:

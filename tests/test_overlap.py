@@ -776,9 +776,6 @@ def test_a_child_process_goes_on_with_the_call_that_forked(model: Any) -> None:
     assert_clean(model)
 
 
-# -- calls that do not fit together --------------------------------------------------------------
-
-
 WAYS = {
     "engine": {},
     "rows that ended keep their blocks": KEPT,

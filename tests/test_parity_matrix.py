@@ -53,8 +53,6 @@ SEED = 1
 # float32 logits have a standard deviation of about 3; reordered sums differ by about 1e-5
 TOLERANCE = 2e-4
 
-# ----------------------------------------------------------------------------------------- one run
-
 
 @dataclasses.dataclass
 class Refusal:
@@ -138,7 +136,6 @@ def end_tokens(name: str) -> tuple[int, int]:
 # before the limit.
 FREQUENT_ENDS = list(range(20, 36))
 
-# ----------------------------------------------------------------------------------------- options
 
 ALL = (*models.NAMES, *models.HYBRID)
 Option = Callable[[Run], Any]
@@ -645,9 +642,6 @@ def fails_in_older_versions(name: str, cell: str, refusal: Refusal) -> bool:
     return old and is_rollback and "must match the size of tensor" in refusal.message
 
 
-# ------------------------------------------------------------------------------------- comparison
-
-
 def outcome(function: Option, run: Run) -> Any:
     """The option's result with the final RNG state, or its exception."""
     torch.manual_seed(SEED)
@@ -790,8 +784,6 @@ def test_attention_reads_the_blocks_in_place(name: str) -> None:
     route = hf_paged.last_route(model)
     assert route.in_place and route.road != "plain", route
 
-
-# -------------------------------------------------------------------------------- the entry points
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

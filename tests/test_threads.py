@@ -58,8 +58,6 @@ def test_all_kinds_are_drawn_among_200_mixes() -> None:
         assert sum(call.options["do_sample"] for own in mix.calls for call in own) <= 1
 
 
-# ------------------------------------------------------------------------------- errors to detect
-
 GREEDY = Call(
     owner="0/0",
     texts=((0, 9), (1, 5)),

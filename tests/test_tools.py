@@ -19,7 +19,6 @@ from tests.support import alone, full, mutants, slow, tools
 from tests.support.collected import Collected, lost
 from tests.support.tools import ROOT
 
-# -- `.ci/full` continues after a failed part and reports the failure in its result ---------------
 
 PASSES = [
     sys.executable,
@@ -60,9 +59,6 @@ def test_the_parts_are_files_and_modules_that_exist() -> None:
     assert len(programs) == 9
     for name in programs:
         assert (full.ROOT / f"{name.replace('.', '/')}.py").exists()
-
-
-# -- `tests.support.alone` counts tests that passed without rooms, and fails if they are too few --
 
 
 @pytest.mark.parametrize(
@@ -130,8 +126,6 @@ def test_a_test_that_pretends_that_rooms_are_missing_can_fail(
     assert names == [name for name in ROOMS if not is_installed(name)]
 
 
-# -- tests for a GPU are not lost where optional packages are missing -----------------------------
-
 # What a machine has that runs the package and its tests; `.ci/collect` installs no more.
 REQUIRED = "accelerate hypothesis numpy psutil pytest safetensors torch transformers triton".split()
 # required by these
@@ -169,8 +163,6 @@ def test_a_test_is_lost_unless_its_module_is_skipped() -> None:
     assert lost(here, there) == ["tests/a.py::test_x[1]"] and lost(here, here) == []
 
 
-# -- what mutants change, and that a changed line is the one that tests reach ---------------------
-
 PATH = ROOT / "hf_paged" / "cache" / "block_pool.py"
 
 
@@ -205,9 +197,6 @@ def test_each_site_is_one_change_of_a_line_that_a_test_reaches() -> None:
         ast.parse("\n".join(new))
         differing = [n for n, lines in enumerate(zip(old, new), 1) if lines[0] != lines[1]]
         assert differing == [number] and len(old) == len(new)
-
-
-# -- tests that a plain run leaves out are those that the files mark ------------------------------
 
 
 @pytest.mark.parametrize(

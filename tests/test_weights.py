@@ -98,9 +98,6 @@ class Watch:
         return tokens
 
 
-# --------------------------------------------------------------------------------------- training
-
-
 def train_step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     ids = models.token_ids(2, 16, seed=50 + seed)
     model(input_ids=ids, labels=ids).loss.backward()
@@ -158,9 +155,6 @@ def test_dropout_in_train_mode_leaves_nothing_to_serve() -> None:
         result = engine.generate([prompt], GREEDY)[0]
     assert noisy.token_ids != expected, "dropout changes nothing: the test is void"
     assert result.token_ids == expected and result.num_prefix_hit_tokens == 0
-
-
-# -------------------------------------------------------------------------- writes to the weights
 
 
 def value_projection(model: PreTrainedModel) -> torch.nn.Parameter:
@@ -221,9 +215,6 @@ def test_recorded_steps_see_every_write(write: Callable[[PreTrainedModel], None]
     for _ in range(2):
         assert torch.equal(model.generate(**INPUTS, **options, **models.PAGED), after)
     assert not torch.equal(before, after), "the write changes nothing: the test is void"
-
-
-# --------------------------------------------------------------------------------------- adapters
 
 
 def lora_model() -> Any:

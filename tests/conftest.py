@@ -158,10 +158,15 @@ def sigint() -> Iterator[None]:
 
 
 @pytest.fixture
-def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def full_precision() -> Iterator[None]:
     """Products and convolutions of float32 numbers on a GPU use float32, not TF32."""
-    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):
-        monkeypatch.setattr(backend, "allow_tf32", False)
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [backend.allow_tf32 for backend in backends]
+    for backend in backends:
+        backend.allow_tf32 = False
+    yield
+    for backend, allowed in zip(backends, before):
+        backend.allow_tf32 = allowed
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -84,7 +84,7 @@ TIERS = "`prefix_tiers` has no option `path`. The options are disk_path, disk_by
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        *(("memory_fraction", x, FRACTION) for x in (0, -0.5, 1.5, float("nan"), True, "0.5")),
+        *(("memory_fraction", x, FRACTION) for x in (0, -0.5, 1.01, float("nan"), True, "0.5")),
         *(("idle_release_seconds", x, SECONDS) for x in (-1, -0.5, float("nan"), float("inf"))),
         *(("idle_release_seconds", x, SECONDS) for x in (True, "60")),
         ("prefix_caching", 1, "`prefix_caching` is 1"),

@@ -19,7 +19,6 @@ from tests.support import alone, full, mutants, slow, tools
 from tests.support.collected import Collected, lost
 from tests.support.tools import ROOT
 
-
 PASSES = [
     sys.executable,
     "-c",

@@ -34,6 +34,7 @@ OPTIONS = {"max_new_tokens": 3, "do_sample": False}
 IDS = torch.tensor([[5, 6, 7]])
 PAGED = {"cache_implementation": "paged"}
 STREAMER = TextStreamer(models.tokenizer())
+FOLDER = str(Path(__file__).parent)
 
 
 @functools.cache
@@ -65,32 +66,129 @@ def add(prompt: Any = (5, 6, 7), config: Any = OPTIONS, **options: Any) -> Any:
     return engine().add_request(prompt, config, **options)
 
 
-def configured(**options: Any) -> Any:
-    return add(config={**OPTIONS, **options})
-
-
-def same(*calls: Callable[[], Any]) -> None:
-    """Raises the one error of all calls."""
-    errors = []
-    for call in calls:
-        with pytest.raises(ValueError) as caught:
-            call()
-        errors.append(caught.value)
-    assert len(set(map(str, errors))) == 1
-    raise errors[0]
-
-
 SEEDS = "it must be None or a whole number from -9223372036854775808 to 18446744073709551615"
 PRIORITIES = "it must be a whole number from -2147483647 to 2147483647 (lower runs earlier)"
 TOKEN_IDS = "pass token ids, one list of whole numbers for each request"
 ONE_EACH = "pass whole numbers of shape (length,) or (1, length), one request for each prompt"
 DTYPES = "token ids must be torch.int64 or torch.int32"
+TOKENS = "it must be a whole number (tokens)"
 COUNT = "it must be a whole number of at least 1"
 METHODS = "it must have the methods `put` and `end`"
+CALLABLE = "holds 5 at index 0: it must be callable"
 
-# What an error says, whole or in parts between "…", and the call that raises it.
-VALUES: dict[str, Callable[[], Any]] = {
-    # -- making an engine
+# What an error says, whole or in parts between "…", and what is passed.
+PROMPTS: dict[str, Any] = {
+    "['a', 'b']…2 prompts…`engine.generate(prompts)`": ["a", "b"],
+    "2 prompts…`engine.generate(prompts)`": [[5, 6], [7]],
+    "the prompt is text…`tokenizer=`…token ids": "hello",
+    "the prompt is empty…at least one token id": [],
+    "token id 1000000 is outside the vocabulary…from 0 to 127": [5, 10**6],
+    "the prompt is b'hello'…decode it": b"hello",
+    f"the prompt is a torch.float32 tensor of shape (2,): {ONE_EACH}": torch.tensor([5.0, 6.0]),
+    f"the prompt is [5.0, 6.0]: {TOKEN_IDS}": [5.0, 6.0],
+    f"the prompt is [True, True]: {TOKEN_IDS}": torch.tensor([True, True]),
+    f"the prompt is a torch.int64 tensor of shape (0, 20): {ONE_EACH}": torch.zeros(0, 20).long(),
+}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "is 'greedy'…`GenerationConfig` or a dict": {"config": "greedy"},
+    "adapter 'french' does not exist…the model has none…no such folder": {"adapter": "french"},
+    "tests' has no adapter_config.json…pass the folder that contains it": {"adapter": FOLDER},
+    "`adapter` is ['a']: it must be None or an adapter's name or folder": {"adapter": ["a"]},
+    "`schema` constrains text…`tokenizer=`": {"schema": {"type": "object"}},
+    f"`num_beams` is 2.0: {COUNT}": {"config": GenerationConfig(num_beams=2.0)},
+    "`assistant_model` is 'gpt2'…a model": {"assistant_model": "gpt2"},
+    "`assistant_tokenizer` goes with an `assistant_model`…leave both out": {
+        "assistant_tokenizer": models.tokenizer()
+    },
+    f"`seed` is 1180591620717411303424: {SEEDS}": {"seed": 2**70},
+    f"`seed` is -9223372036854775809: {SEEDS}": {"seed": -(2**63) - 1},
+    f"`seed` is 1.5: {SEEDS}": {"seed": 1.5},
+    f"`seed` is True: {SEEDS}": {"seed": True},
+    "`request_id` is ['a']: it must be hashable, a string for instance": {"request_id": ["a"]},
+    f"`priority` is 100000000000000000...0000000000000000000: {PRIORITIES}": {"priority": 10**400},
+    f"`priority` is …: {PRIORITIES}": {"priority": 10**5000},  # without digits
+    f"`streamer` is 5: {METHODS}": {"streamer": 5},
+    "`streamer` is of type TextStreamer, which takes one row, and there are 3: ask for one sequence"
+    " per request": {
+        "config": {"do_sample": True, "num_return_sequences": 3},
+        "streamer": STREAMER,
+    },
+    f"`logits_processor` {CALLABLE}": {"logits_processor": [5]},
+    f"`stopping_criteria` {CALLABLE}": {"stopping_criteria": [5]},
+}
+GENERATION: dict[str, dict[str, Any]] = {
+    "no option `max_new_token`…did you mean `max_new_tokens`?": {"max_new_token": 3},
+    "no option `num_blocks`…the engine's config…PagedConfig(num_blocks=...)": {"num_blocks": 3},
+    "no option `seed`…the argument `seed=`": {"seed": 3},
+    "`GenerationConfig` has no option `max_tokens`: did you mean `max_new_tokens`?": {
+        "max_tokens": 3
+    },
+    "`stop_strings` is ['a']…`tokenizer=`": {"stop_strings": ["a"]},
+    "`num_return_sequences` (3)…`num_beams` (2)": {"num_beams": 2, "num_return_sequences": 3},
+    "`num_beams` is 0…at least 1": {"num_beams": 0},
+    f"`num_beams` is True: {COUNT}": {"num_beams": True},
+    f"`num_beams` is 2.0: {COUNT}": {"num_beams": 2.0},
+    f"`max_new_tokens` is '3': {TOKENS}": {"max_new_tokens": "3"},
+}
+TWO_ROWS = IDS.repeat(2, 1)
+CALLS: dict[str, dict[str, Any]] = {
+    "is 'Paged'…did you mean 'paged'?": {"cache_implementation": "Paged"},
+    "is 'hf-paged'…did you mean 'hf_paged'?": {"cache_implementation": "hf-paged"},
+    "`cache_config` has no option `num_block`…did you mean `num_blocks`?": {
+        "cache_config": {"num_block": 3}
+    },
+    '`cache_config` is 4096…{"num_blocks": 4096}': {"cache_config": 4096},
+    "`input_ids` are 'hello'…**tokenizer(texts": {"ids": "hello"},
+    "`input_ids` are [[5, 6]]…pass a tensor": {"ids": [[5, 6]]},
+    "`inputs` is a mapping…`model.generate(**inputs, ...)`": {
+        "ids": models.tokenizer()(["hello"], return_tensors="pt")
+    },
+    "the shape (3,)…(rows, length)": {"ids": IDS[0]},
+    "the shape (1, 0)…at least one token": {"ids": IDS[:, :0]},
+    "`input_ids` have the shape (0, 20): it must be (rows, length), with at least one row": {
+        "ids": torch.zeros(0, 20, dtype=torch.long)
+    },
+    f"`input_ids` are torch.float32: {DTYPES}": {"ids": IDS.float()},
+    f"`input_ids` are torch.bool: {DTYPES}": {"ids": IDS.bool()},
+    "(1, 5)…(1, 3)…as the tokenizer returned them": {"attention_mask": torch.ones(1, 5).long()},
+    "`generation_config` is {…`GenerationConfig`, or the options as keyword arguments": {
+        "generation_config": OPTIONS
+    },
+    "takes one row…there are 2…pass a list of streamers": {"ids": TWO_ROWS, "streamer": STREAMER},
+    "`streamer` is of type TextIteratorStreamer, which takes one row, and there are 3: pass a list"
+    " of streamers, one per row": {
+        **{"do_sample": True, "num_return_sequences": 3},
+        "streamer": TextIteratorStreamer(models.tokenizer()),
+    },
+    f"`streamer` is 5: {METHODS}": {"ids": TWO_ROWS, "streamer": [STREAMER, 5]},
+    f"`num_beams` is 2.0: {COUNT}": {"generation_config": GenerationConfig(num_beams=2.0)},
+    f"`max_new_tokens` is '3': {TOKENS}": {"max_new_tokens": "3"},
+    f"`logits_processor` {CALLABLE}": {"logits_processor": [5]},
+    f"`stopping_criteria` {CALLABLE}": {"stopping_criteria": [5]},
+    "The following `model_kwargs` are not used by the model: ['max_tokens'] (note: typos in the"
+    " generate arguments will also show up in this list)": {"max_tokens": 3},
+    "`assistant_model` is 'gpt2'…must be None or a model": {"assistant_model": "gpt2"},
+    "`past_key_values` is 'paged'…`PagedCache(model.config)`…`cache_config`": {
+        "past_key_values": "paged"
+    },
+    "`past_key_values` is PagedConfig…options go into `cache_config`": {
+        "past_key_values": PagedConfig()
+    },
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "`storage` has no option `page_byte`…`page_bytes`": {"storage": {"page_byte": 4096}},
+    "`storage` has no option `background` any more…remove it": {
+        "storage": {"blocks_ahead": 1, "background": True}
+    },
+    "`block_size` is 'big'…'auto'": {"block_size": "big"},
+    "`kv_dtype` is torch.int8…'int8', 'fp8_e4m3', 'fp8_e5m2'": {"kv_dtype": torch.int8},
+    "`storage` is 'virtal'…'blocks', 'virtual' or a `VirtualStorage`": {"storage": "virtal"},
+    "`num_blocks` is 9…`block_size` 'auto'…`memory_fraction` or `hf_paged.budget`": {
+        "block_size": "auto",
+        "num_blocks": 9,
+    },
+}
+OTHER_VALUES: dict[str, Callable[[], Any]] = {
     "`config` is of type …`PagedEngine(model, tokenizer=tokenizer)`": lambda: made(
         models.tokenizer()
     ),
@@ -108,156 +206,19 @@ VALUES: dict[str, Callable[[], Any]] = {
     "`tokenizer` is Llama…pass a": lambda: made(tokenizer=model()),
     "`config` is 'paged'…`PagedConfig` or a dict…{\"num_blocks\": 4096}": lambda: made("paged"),
     "`config` is GenerationConfig…`PagedConfig`": lambda: made(GenerationConfig()),
-    "on the meta device…`from_pretrained`": lambda: PagedEngine(meta()),
-    "`name_or_path` is Llama…`PagedEngine(model)`": lambda: PagedEngine.from_pretrained(model()),
-    # -- configs
     "`config` has no option `num_block`…did you mean `num_blocks`?": lambda: made({"num_block": 3}),
-    "`storage` has no option `page_byte`…`page_bytes`": lambda: PagedConfig(
-        storage={"page_byte": 4096}
-    ),
-    "`storage` has no option `background` any more…remove it": lambda: PagedConfig(
-        storage={"blocks_ahead": 1, "background": True}
-    ),
-    "`block_size` is 'big'…'auto'": lambda: PagedConfig(block_size="big"),
-    "`kv_dtype` is torch.int8…'int8', 'fp8_e4m3', 'fp8_e5m2'": lambda: PagedConfig(
-        kv_dtype=torch.int8
-    ),
-    "`storage` is 'virtal'…'blocks', 'virtual' or a `VirtualStorage`": lambda: PagedConfig(
-        storage="virtal"
-    ),
-    "`num_blocks` is 9…`block_size` 'auto'…`memory_fraction` or `hf_paged.budget`": (
-        lambda: PagedConfig(block_size="auto", num_blocks=9)
-    ),
+    "on the meta device…`from_pretrained`": lambda: PagedEngine(meta()),
+    "on the meta device…`from_pretrained`…": lambda: meta().generate(IDS, **PAGED),
+    "`name_or_path` is Llama…`PagedEngine(model)`": lambda: PagedEngine.from_pretrained(model()),
     "the budget is '8GB'…8 << 30": lambda: hf_paged.budget("8GB"),
     "the budget is 0…bytes, at least 1": lambda: hf_paged.budget(0),
-    # -- requests
-    "['a', 'b']…2 prompts…`engine.generate(prompts)`": lambda: add(["a", "b"]),
-    "2 prompts…`engine.generate(prompts)`": lambda: add([[5, 6], [7]]),
-    "the prompt is text…`tokenizer=`…token ids": lambda: add("hello"),
-    "the prompt is empty…at least one token id": lambda: add([]),
-    "token id 1000000 is outside the vocabulary…from 0 to 127": lambda: add([5, 10**6]),
-    "the prompt is b'hello'…decode it": lambda: add(b"hello"),
-    f"the prompt is a torch.float32 tensor of shape (2,): {ONE_EACH}": lambda: add(
-        torch.tensor([5.0, 6.0])
-    ),
-    f"the prompt is [5.0, 6.0]: {TOKEN_IDS}": lambda: add([5.0, 6.0]),
-    f"the prompt is [True, True]: {TOKEN_IDS}": lambda: add(torch.tensor([True, True])),
-    f"the prompt is a torch.int64 tensor of shape (0, 20): {ONE_EACH}": lambda: add(
-        torch.zeros(0, 20, dtype=torch.long)
-    ),
-    "no option `max_new_token`…did you mean `max_new_tokens`?": lambda: configured(max_new_token=3),
-    "no option `num_blocks`…the engine's config…PagedConfig(num_blocks=...)": lambda: configured(
-        num_blocks=3
-    ),
-    "no option `seed`…the argument `seed=`": lambda: configured(seed=3),
-    "`GenerationConfig` has no option `max_tokens`: did you mean `max_new_tokens`?": (
-        lambda: configured(max_tokens=3)
-    ),
-    "is 'greedy'…`GenerationConfig` or a dict": lambda: add(config="greedy"),
-    "adapter 'french' does not exist…the model has none…no such folder": lambda: add(
-        adapter="french"
-    ),
-    "tests' has no adapter_config.json…pass the folder that contains it": lambda: add(
-        adapter=str(Path(__file__).parent)
-    ),
-    "`adapter` is ['a']: it must be None or an adapter's name or folder": lambda: add(
-        adapter=["a"]
-    ),
-    "`stop_strings` is ['a']…`tokenizer=`": lambda: configured(stop_strings=["a"]),
-    "`schema` constrains text…`tokenizer=`": lambda: add(schema={"type": "object"}),
-    "`num_return_sequences` (3)…`num_beams` (2)": lambda: add(
-        config={"num_beams": 2, "num_return_sequences": 3}
-    ),
-    "`num_beams` is 0…at least 1": lambda: configured(num_beams=0),
-    f"`num_beams` is True: {COUNT}": lambda: configured(num_beams=True),
-    f"`num_beams` is 2.0: {COUNT}": lambda: same(
-        lambda: configured(num_beams=2.0),
-        lambda: add(config=GenerationConfig(num_beams=2.0)),
-        lambda: generate(num_beams=2.0),
-        lambda: generate(generation_config=GenerationConfig(num_beams=2.0)),
-    ),
-    "`max_new_tokens` is '3': it must be a whole number (tokens)": lambda: same(
-        lambda: configured(max_new_tokens="3"), lambda: generate(max_new_tokens="3")
-    ),
-    "`assistant_model` is 'gpt2'…a model": lambda: add(assistant_model="gpt2"),
-    "`assistant_tokenizer` goes with an `assistant_model`…leave both out": lambda: add(
-        assistant_tokenizer=models.tokenizer()
-    ),
-    f"`seed` is 1180591620717411303424: {SEEDS}": lambda: add(seed=2**70),
-    f"`seed` is -9223372036854775809: {SEEDS}": lambda: add(seed=-(2**63) - 1),
-    f"`seed` is 1.5: {SEEDS}": lambda: add(seed=1.5),
-    f"`seed` is True: {SEEDS}": lambda: add(seed=True),
-    "`request_id` is ['a']: it must be hashable, a string for instance": lambda: add(
-        request_id=["a"]
-    ),
-    f"`priority` is 100000000000000000...0000000000000000000: {PRIORITIES}": lambda: add(
-        priority=10**400
-    ),
-    # without digits
-    f"`priority` is …: {PRIORITIES}": lambda: add(priority=10**5000),
-    f"`streamer` is 5: {METHODS}": lambda: same(
-        lambda: add(streamer=5),
-        lambda: generate(streamer=5),
-        lambda: generate(IDS.repeat(2, 1), streamer=[STREAMER, 5]),
-    ),
-    "`streamer` is of type TextStreamer, which takes one row, and there are 3: ask for one sequence"
-    " per request": lambda: add(
-        config={"do_sample": True, "num_return_sequences": 3}, streamer=STREAMER
-    ),
-    "`logits_processor` holds 5 at index 0: it must be callable": lambda: same(
-        lambda: add(logits_processor=[5]), lambda: generate(logits_processor=[5])
-    ),
-    "`stopping_criteria` holds 5 at index 0: it must be callable": lambda: same(
-        lambda: add(stopping_criteria=[5]), lambda: generate(stopping_criteria=[5])
-    ),
     "the id 'lost'…unfinished ids: none": lambda: engine().cancel("lost"),
     "[5, 6, 7] is one prompt…a list": lambda: engine().generate([5, 6, 7], OPTIONS),
     "`prompts` is None…pass a list": lambda: engine().generate(None),
     "3 generation configs…2 prompts…pass one": lambda: engine().generate([[5], [6]], [OPTIONS] * 3),
     "`model` is 'gpt2'…pass a model": lambda: hf_paged.memory_stats("gpt2"),
-    # -- generate
-    "is 'Paged'…did you mean 'paged'?": lambda: generate(cache_implementation="Paged"),
-    "is 'hf-paged'…did you mean 'hf_paged'?": lambda: generate(cache_implementation="hf-paged"),
-    "`cache_config` has no option `num_block`…did you mean `num_blocks`?": lambda: generate(
-        cache_config={"num_block": 3}
-    ),
-    '`cache_config` is 4096…{"num_blocks": 4096}': lambda: generate(cache_config=4096),
-    "`input_ids` are 'hello'…**tokenizer(texts": lambda: generate("hello"),
-    "`input_ids` are [[5, 6]]…pass a tensor": lambda: generate([[5, 6]]),
-    "`inputs` is a mapping…`model.generate(**inputs, ...)`": lambda: generate(
-        models.tokenizer()(["hello"], return_tensors="pt")
-    ),
-    "the shape (3,)…(rows, length)": lambda: generate(IDS[0]),
-    "the shape (1, 0)…at least one token": lambda: generate(IDS[:, :0]),
-    "`input_ids` have the shape (0, 20): it must be (rows, length), with at least one row": (
-        lambda: generate(torch.zeros(0, 20, dtype=torch.long))
-    ),
-    f"`input_ids` are torch.float32: {DTYPES}": lambda: generate(IDS.float()),
-    f"`input_ids` are torch.bool: {DTYPES}": lambda: generate(IDS.bool()),
-    "(1, 5)…(1, 3)…as the tokenizer returned them": lambda: generate(
-        attention_mask=torch.ones(1, 5, dtype=torch.long)
-    ),
-    "`generation_config` is {…`GenerationConfig`, or the options as keyword arguments": (
-        lambda: generate(generation_config=OPTIONS)
-    ),
-    "takes one row…there are 2…pass a list of streamers": lambda: generate(
-        IDS.repeat(2, 1), streamer=STREAMER
-    ),
-    "`streamer` is of type TextIteratorStreamer, which takes one row, and there are 3: pass a list"
-    " of streamers, one per row": lambda: generate(
-        do_sample=True, num_return_sequences=3, streamer=TextIteratorStreamer(models.tokenizer())
-    ),
-    "The following `model_kwargs` are not used by the model: ['max_tokens'] (note: typos in"
-    " the generate arguments will also show up in this list)": lambda: generate(max_tokens=3),
-    "`assistant_model` is 'gpt2'…must be None or a model": lambda: generate(assistant_model="gpt2"),
-    "on the meta device…`from_pretrained`…": lambda: meta().generate(IDS, **PAGED),
-    "`past_key_values` is 'paged'…`PagedCache(model.config)`…`cache_config`": lambda: generate(
-        past_key_values="paged"
-    ),
-    "`past_key_values` is PagedConfig…options go into `cache_config`": lambda: generate(
-        past_key_values=PagedConfig()
-    ),
-    # -- caches
+    f"`streamer` is 5: {METHODS}": lambda: generate(streamer=5),
+    f"`num_beams` is 2.0: {COUNT}": lambda: generate(num_beams=2.0),
     "`config` is Llama…`PagedCache(model.config)`": lambda: PagedCache(model()),
     "`continuous_batching` has no option `num_block`…`num_blocks`": lambda: hf_paged.install(
         {"num_block": 3}
@@ -307,8 +268,16 @@ TYPES: dict[str, Callable[[], Any]] = {
     ),
 }
 
+VALUES: list[tuple[str, Callable[[], Any]]] = [
+    *OTHER_VALUES.items(),
+    *((said, functools.partial(PagedConfig, **options)) for said, options in CONFIGS.items()),
+    *((said, functools.partial(add, prompt)) for said, prompt in PROMPTS.items()),
+    *((said, functools.partial(add, **given)) for said, given in REQUESTS.items()),
+    *((said, functools.partial(add, config=config)) for said, config in GENERATION.items()),
+    *((said, functools.partial(generate, **given)) for said, given in CALLS.items()),
+]
 MISTAKES = [
-    *((ValueError, *row) for row in VALUES.items()),
+    *((ValueError, *row) for row in VALUES),
     *((TypeError, *row) for row in TYPES.items()),
     (
         FileNotFoundError,

@@ -146,26 +146,30 @@ def test_tokens_and_frames_in_bfloat16(wrap: Callable[[Any], Any]) -> None:
     assert num_frames() == 0
 
 
-@pytest.mark.parametrize("name", ["t5", "gpt2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def test_other_architectures(name: str) -> None:
-    plain, model, inputs = models.get(name), forward(models.build(name)), models.prompt(name)
-    options = {**OPTIONS, "max_new_tokens": 8}
-    expected = plain.generate(**inputs, **options)
-    assert_same_tokens(expected, model.generate(**inputs, **options, **models.PAGED), name)
-    assert num_frames() == 0
-
-
-@pytest.mark.parametrize("what", ["attention weights", "a hook"])
-def test_under_the_models_own_loop(what: str) -> None:
-    model, options = forward(models.build("llama")), {"return_dict_in_generate": True}
-    if what == "a hook":
+@pytest.mark.parametrize(
+    ("name", "options", "road"),
+    [
+        ("t5", {}, "engine"),
+        ("gpt2", {}, "engine"),
+        pytest.param("qwen3_next", {}, "engine", marks=pytest.mark.slow),
+        ("llama", {"output_attentions": True, "return_dict_in_generate": True}, "hf_loop"),
+        ("llama", {"has_hook": True}, "hf_loop"),
+        ("llama", {"has_assistant": True}, "engine"),
+    ],
+)
+def test_other_architectures_and_routes(name: str, options: dict[str, Any], road: str) -> None:
+    model, inputs = forward(models.build(name)), models.prompt(name)
+    options = {**OPTIONS, "max_new_tokens": 8, **options}
+    if options.pop("has_hook", False):
         model.register_forward_hook(lambda *arguments: None)
-    else:
-        options["output_attentions"] = True
-    found = generate(model, **options, **models.PAGED)
-    assert_same_tokens(generate(models.get("llama")), found["sequences"], what)
+    if options.pop("has_assistant", False):
+        inputs = models.prompt(name, 1)
+        options["assistant_model"] = forward(models.build(name, num_hidden_layers=1))
+    expected = models.get(name).generate(**inputs, **OPTIONS | {"max_new_tokens": 8})
+    found = model.generate(**inputs, **options, **models.PAGED)
+    assert_same_tokens(expected, getattr(found, "sequences", found), name)
     route = hf_paged.last_route(model)
-    assert route is not None and route.road == "hf_loop"
+    assert route is not None and route.road == road
     assert num_frames() == 0
 
 
@@ -203,14 +207,6 @@ def test_generate_called_by_a_compiled_function() -> None:
     found = compile_(lambda: model.generate(**inputs, **OPTIONS, **models.PAGED))()
     assert_same_tokens(expected, found, "compiled")
     assert num_frames() < 40  # those of the function, and of the code up to the engine
-
-
-def test_a_compiled_assistant() -> None:
-    model, assistant = models.build("llama"), forward(models.build("llama", num_hidden_layers=1))
-    expected = model.generate(PROMPT, **OPTIONS)
-    found = model.generate(PROMPT, **OPTIONS, assistant_model=assistant, **models.PAGED)
-    assert_same_tokens(expected, found, "assisted")
-    assert num_frames() == 0
 
 
 def attributes(model: nn.Module) -> list[dict[str, Any]]:

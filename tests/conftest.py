@@ -143,11 +143,9 @@ def _noting_missing_rooms(names: list[str]) -> Iterator[None]:
             names.append(name)
         return message
 
-    rooms.missing = noted
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rooms, "missing", noted)
         yield
-    finally:
-        rooms.missing = missing
 
 
 @pytest.fixture
@@ -156,9 +154,7 @@ def sigint() -> Iterator[None]:
     SIGINT."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler, (
-        "the handler was not put back"
-    )
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 @pytest.fixture

@@ -10,87 +10,31 @@ from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import takes_media
 from tests.support.architectures import TEXT, check, list_architectures
 
-FAST = [
-    "Gemma3nForCausalLM",  # layers that share another layer's keys
-    "GPTNeoForCausalLM",  # local attention in the model's own code
-    "BloomForCausalLM",  # alibi
-    "DeepseekV3ForCausalLM",  # latent attention
-    "DeepseekV32ForCausalLM",  # indexed attention
-    "Llama4ForCausalLM",  # chunked attention
-    "MambaForCausalLM",  # no keys at all
-    "FalconH1ForCausalLM",  # Mamba and attention in one layer
-    "Qwen3NextForCausalLM",  # linear and full attention
-    "Lfm2ForCausalLM",  # convolution and attention
-    "RecurrentGemmaForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration",  # rope with three axes; images and videos
-    "Gemma3ForConditionalGeneration",  # tokens of an image see one another
-    "MllamaForConditionalGeneration",  # images in cross-attention
-]
-SLOW = [
-    "LlamaForCausalLM",
-    "Qwen3ForCausalLM",
-    "MistralForCausalLM",  # every layer slides
-    "Gemma2ForCausalLM",  # softcap, sliding and full layers
-    "Gemma3ForCausalLM",
-    "GptOssForCausalLM",  # attention sinks
-    "Phi3ForCausalLM",
+# by what is special
+NAMES = {
+    "full attention": "Llama Qwen3 Phi3 GPTJ GPTNeoX OPT Glm4 StableLm Olmo2 Starcoder2 Granite"
+    " Nemotron Cohere2",
+    "experts": "Mixtral Qwen3Moe",
+    "sliding, chunked or local attention, softcaps, sinks": "Mistral Gemma2 Gemma3 GptOss Llama4"
+    " GPTNeo",
+    "keys of another layer, one key head, alibi": "Gemma3n Falcon Bloom Mpt",
+    "latent and indexed attention": "DeepseekV2 DeepseekV3 DeepseekV32",
+    "states": "Mamba FalconH1 Jamba Qwen3Next Lfm2 RecurrentGemma",
+}
+SEQ2SEQ = "T5 Bart Pegasus MBart M2M100 Blenderbot Whisper"
+MEDIA = (
+    "Llava LlavaNext PaliGemma Idefics3 InternVL Qwen2_5_VL Qwen3VL Qwen3_5 Gemma3 Gemma4 Mllama"
+    " Qwen2_5OmniThinker Florence2 Voxtral"
+)
+CLASSES = [
     "GPT2LMHeadModel",
-    "GPTJForCausalLM",
-    "GPTNeoXForCausalLM",
-    "OPTForCausalLM",
-    "MptForCausalLM",  # alibi
-    "FalconForCausalLM",  # one key head
-    "MixtralForCausalLM",
-    "Qwen3MoeForCausalLM",
-    "DeepseekV2ForCausalLM",  # latent attention
-    "Cohere2ForCausalLM",
-    "Glm4ForCausalLM",
-    "StableLmForCausalLM",
-    "Olmo2ForCausalLM",
-    "Starcoder2ForCausalLM",
-    "GraniteForCausalLM",
-    "NemotronForCausalLM",
-    "JambaForCausalLM",  # Mamba and attention layers
-    "T5ForConditionalGeneration",  # relative position bias
-    "BartForConditionalGeneration",
-    "PegasusForConditionalGeneration",
-    "MBartForConditionalGeneration",
-    "M2M100ForConditionalGeneration",
-    "BlenderbotForConditionalGeneration",
-    "WhisperForConditionalGeneration",
-    "LlavaForConditionalGeneration",
-    "LlavaNextForConditionalGeneration",  # tiles
-    "PaliGemmaForConditionalGeneration",  # a prompt that sees all of itself
-    "Idefics3ForConditionalGeneration",
-    "InternVLForConditionalGeneration",
-    "Qwen3VLForConditionalGeneration",  # features of images in several layers
-    "Qwen3_5ForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",  # images, videos, sound
-    "Qwen2_5OmniThinkerForConditionalGeneration",
-    "Florence2ForConditionalGeneration",
-    "VoxtralForConditionalGeneration",
+    *(f"{name}ForCausalLM" for names in NAMES.values() for name in names.split()),
+    *(f"{name}ForConditionalGeneration" for name in f"{SEQ2SEQ} {MEDIA}".split()),
 ]
 
 
-@pytest.mark.slow_cases(
-    "BloomForCausalLM",
-    "DeepseekV32ForCausalLM",
-    "DeepseekV3ForCausalLM",
-    "FalconH1ForCausalLM",
-    "GPTNeoForCausalLM",
-    "Gemma3ForConditionalGeneration",
-    "Gemma3nForCausalLM",
-    "Lfm2ForCausalLM",
-    "Llama4ForCausalLM",
-    "MambaForCausalLM",
-    "MllamaForConditionalGeneration",
-    "Qwen2_5_VLForConditionalGeneration",
-    "Qwen3NextForCausalLM",
-    "RecurrentGemmaForCausalLM",
-)
-@pytest.mark.parametrize(
-    "name", [*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CLASSES)
 def test_paged_equals_plain(name: str) -> None:
     if name not in list_architectures():
         pytest.skip("not in this version of transformers")

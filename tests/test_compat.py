@@ -17,9 +17,8 @@ from hf_paged import compat
 from tests.support import models
 
 PACKAGE = Path(compat.__file__).parent
-NAMES = set(
-    re.findall(r'"(_[a-z][a-z_]+|ALL_CACHE_IMPLEMENTATIONS)"', Path(compat.__file__).read_text())
-)
+NAME = re.compile(r'"(_[a-z][a-z_]+|ALL_CACHE_IMPLEMENTATIONS)"')
+NAMES = set(NAME.findall(Path(compat.__file__).read_text()))
 
 
 @pytest.mark.parametrize(
@@ -35,10 +34,8 @@ def test_a_version_that_lacks_a_name_is_told_of_it(
     owner: object, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(owner, name)
-    with pytest.raises(
-        ImportError,
-        match=rf"^transformers [\d.]+\S* has no \S*\.{name}, which hf_paged uses: install",
-    ):
+    message = rf"^transformers [\d.]+\S* has no \S*\.{name}, which hf_paged uses: install"
+    with pytest.raises(ImportError, match=message):
         runpy.run_module(compat.__name__)
 
 
@@ -79,12 +76,8 @@ def test_no_other_module_names_them() -> None:
         if path.samefile(compat.__file__):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "value", None)
-            own = (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id == "self"
-            )
-            assert own or not isinstance(name, str) or name not in NAMES, (
-                f"{path}:{node.lineno}: {name}"
-            )
+            is_attribute = isinstance(node, ast.Attribute)
+            name = node.attr if is_attribute else getattr(node, "value", None)
+            own = is_attribute and ast.unparse(node.value) == "self"
+            place = f"{path}:{getattr(node, 'lineno', 0)}: {name}"
+            assert own or not isinstance(name, str) or name not in NAMES, place

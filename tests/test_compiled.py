@@ -12,7 +12,6 @@ import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from transformers import LogitsProcessor, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import hf_paged
@@ -61,6 +60,10 @@ def generate(model: Any, **options: Any) -> Tensor:
     return tokens
 
 
+def lone(model: Any) -> list[int]:
+    return model.generate(PROMPT, **OPTIONS)[0, PROMPT.shape[1] :].tolist()
+
+
 def engine_tokens(model: Any) -> list[int]:
     with PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
         result = engine.generate(PROMPT.tolist(), OPTIONS)[0]
@@ -68,86 +71,72 @@ def engine_tokens(model: Any) -> list[int]:
     return result.sequences[0].token_ids
 
 
-def _wrapper(model: PreTrainedModel) -> Any:
-    return compile_(model)
+def compiled(*names: str, **options: Any) -> Callable[[Any], Any]:
+    """Replaces attributes of a model by what `torch.compile` makes of them."""
+
+    def wrap(model: Any) -> Any:
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            module = model.get_submodule(owner)
+            given = {"backend": "eager", **options}
+            setattr(module, leaf, torch.compile(getattr(module, leaf), **given))
+        return model
+
+    return wrap
 
 
-def _forward(model: PreTrainedModel) -> Any:
-    model.forward = compile_(model.forward)
-    return model
-
-
-def _whole_graph(model: PreTrainedModel) -> Any:
-    model.forward = compile_(model.forward, fullgraph=True)
-    return model
-
-
-def _inductor(model: PreTrainedModel) -> Any:
-    model.forward = torch.compile(model.forward)
-    return model
-
-
-def _in_place(model: PreTrainedModel) -> Any:
+def in_place(model: Any) -> Any:
     model.compile(backend="eager")
     return model
 
 
-def _decoder(model: Any) -> Any:
-    model.model = compile_(model.model)
-    return model
-
-
-def _layer(model: Any) -> Any:
-    model.model.layers[0] = compile_(model.model.layers[0])
-    return model
-
-
-def _layer_forward(model: Any) -> Any:
-    layer = model.model.layers[0]
-    layer.forward = compile_(layer.forward)
-    return model
-
-
-def _layers_in_place(model: Any) -> Any:
+def layers_in_place(model: Any) -> Any:
     for layer in model.model.layers:
         layer.compile(backend="eager")
     return model
 
 
-def _everything(model: Any) -> Any:
-    return _in_place(_forward(_layers_in_place(_layer_forward(_decoder(model)))))
+forward = compiled("forward")
+layer_forward = compiled("model.layers.0.forward")
 
 
-def _attention(model: Any) -> Any:
-    attention = model.model.layers[1].self_attn
-    attention.forward = compile_(attention.forward)
-    return model
+def everything(model: Any) -> Any:
+    return in_place(forward(layers_in_place(layer_forward(compiled("model")(model)))))
 
 
-SLOW = [
-    pytest.param(wrap, marks=pytest.mark.slow)
-    for wrap in (_whole_graph, _decoder, _layer, _layers_in_place)
-]
-WRAPS = [_wrapper, _forward, _in_place, _layer_forward, _attention, _everything, *SLOW]
-
-
-@pytest.mark.slow_cases(but=["_decoder", "_layer", "_layers_in_place", "_whole_graph"])
-@pytest.mark.parametrize("wrap", WRAPS)
-def test_tokens_and_frames_in_float32(wrap: Callable[[Any], Any]) -> None:
-    plain, model = models.build("llama"), wrap(models.build("llama"))
-    for mode, options in MODES.items():
-        found = generate(model, **options, **models.PAGED)
-        assert_same_tokens(generate(plain, **options), found, mode)
-        route = hf_paged.last_route(getattr(model, "_orig_mod", model))
-        assert route is not None
-        assert route.reason.startswith("packed"), route.reason
-    assert engine_tokens(model) == plain.generate(PROMPT, **OPTIONS)[0, PROMPT.shape[1] :].tolist()
-    assert num_frames() == 0
-    assert_used_pool(getattr(model, "_orig_mod", model))
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "wrapper": compile_,
+    "forward": forward,
+    "whole graph": compiled("forward", fullgraph=True),
+    "in place": in_place,
+    "decoder": compiled("model"),
+    "layer": compiled("model.layers.0"),
+    "layer's forward": layer_forward,
+    "layers in place": layers_in_place,
+    "attention": compiled("model.layers.1.self_attn.forward"),
+    "everything": everything,
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [_forward, _inductor, _in_place, _layer_forward, _everything])
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_tokens_and_frames_in_float32(wrap: Callable[[Any], Any]) -> None:
+    plain, model = models.get("llama"), wrap(models.build("llama"))
+    inner = getattr(model, "_orig_mod", model)
+    for mode, options in MODES.items():
+        found = generate(model, **options, **models.PAGED)
+        assert_same_tokens(generate(plain, **options), found, mode)
+        route = hf_paged.last_route(inner)
+        assert route is not None and route.reason.startswith("packed"), route
+    assert engine_tokens(model) == lone(plain)
+    assert num_frames() == 0
+    assert_used_pool(inner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "wrap", [forward, compiled("forward", backend="inductor"), in_place, layer_forward, everything]
+)
 def test_tokens_and_frames_in_bfloat16(wrap: Callable[[Any], Any]) -> None:
     """The same kernels run as in a model that is not compiled, so rounding is the same, too."""
     plain, model = models.build("llama").bfloat16(), wrap(models.build("llama").bfloat16())
@@ -157,29 +146,30 @@ def test_tokens_and_frames_in_bfloat16(wrap: Callable[[Any], Any]) -> None:
     assert num_frames() == 0
 
 
-@pytest.mark.parametrize("name", ["t5", "gpt2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
-def test_other_architectures(name: str) -> None:
-    plain, model = models.build(name), _forward(models.build(name))
-    inputs = models.prompt(name)
-    options = {**OPTIONS, "max_new_tokens": 8}
-    expected = plain.generate(**inputs, **options)
-    assert_same_tokens(expected, model.generate(**inputs, **options, **models.PAGED), name)
-    assert num_frames() == 0
-
-
-@pytest.mark.parametrize("what", ["attention weights", "a hook"])
-def test_under_the_models_own_loop(what: str) -> None:
-    plain, model = models.build("llama"), _forward(models.build("llama"))
-    options: dict[str, Any] = {}
-    if what == "a hook":
+@pytest.mark.parametrize(
+    ("name", "options", "road"),
+    [
+        ("t5", {}, "engine"),
+        ("gpt2", {}, "engine"),
+        pytest.param("qwen3_next", {}, "engine", marks=pytest.mark.slow),
+        ("llama", {"output_attentions": True, "return_dict_in_generate": True}, "hf_loop"),
+        ("llama", {"has_hook": True}, "hf_loop"),
+        ("llama", {"has_assistant": True}, "engine"),
+    ],
+)
+def test_other_architectures_and_routes(name: str, options: dict[str, Any], road: str) -> None:
+    model, inputs = forward(models.build(name)), models.prompt(name)
+    options = {**OPTIONS, "max_new_tokens": 8, **options}
+    if options.pop("has_hook", False):
         model.register_forward_hook(lambda *arguments: None)
-    else:
-        options = {"output_attentions": True, "return_dict_in_generate": True}
-    found = generate(model, **options, **models.PAGED)
-    assert_same_tokens(generate(plain), found["sequences"] if options else found, what)
+    if options.pop("has_assistant", False):
+        inputs = models.prompt(name, 1)
+        options["assistant_model"] = forward(models.build(name, num_hidden_layers=1))
+    expected = models.get(name).generate(**inputs, **OPTIONS | {"max_new_tokens": 8})
+    found = model.generate(**inputs, **options, **models.PAGED)
+    assert_same_tokens(expected, getattr(found, "sequences", found), name)
     route = hf_paged.last_route(model)
-    assert route is not None
-    assert route.road == "hf_loop"
+    assert route is not None and route.road == road
     assert num_frames() == 0
 
 
@@ -201,7 +191,7 @@ def test_parts_without_a_cache_stay_compiled(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_plain_calls_run_compiled_code_again() -> None:
-    model = _forward(models.build("llama", num_hidden_layers=1))
+    model = forward(models.build("llama", num_hidden_layers=1))
     options = {"max_new_tokens": 2}
     expected = generate(model, **options, **models.PAGED)
     assert num_frames() == 0
@@ -211,24 +201,12 @@ def test_plain_calls_run_compiled_code_again() -> None:
 
 @pytest.mark.slow
 def test_generate_called_by_a_compiled_function() -> None:
-    model = models.build("llama")
+    model, inputs = models.build("llama"), models.padded_prompt("llama")
     expected = generate(model)
     num_frames()
-    inputs = models.padded_prompt("llama")
-    compiled = compile_(lambda: model.generate(**inputs, **OPTIONS, **models.PAGED))
-    assert_same_tokens(expected, compiled(), "compiled")
+    found = compile_(lambda: model.generate(**inputs, **OPTIONS, **models.PAGED))()
+    assert_same_tokens(expected, found, "compiled")
     assert num_frames() < 40  # those of the function, and of the code up to the engine
-
-
-def test_a_compiled_assistant() -> None:
-    model, assistant = models.build("llama"), _forward(models.build("llama", num_hidden_layers=1))
-    expected = model.generate(PROMPT, **OPTIONS)
-    found = model.generate(PROMPT, **OPTIONS, assistant_model=assistant, **models.PAGED)
-    assert_same_tokens(expected, found, "assisted")
-    assert num_frames() == 0
-
-
-# ------------------------------------------------------------------------------- what is switched
 
 
 def attributes(model: nn.Module) -> list[dict[str, Any]]:
@@ -237,7 +215,7 @@ def attributes(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def test_attributes_are_put_back() -> None:
-    model = _everything(models.build("llama"))
+    model = everything(models.build("llama"))
     before = attributes(model)
     layers = compiled_modules(model.modules())
     with running_eagerly(layers):
@@ -256,30 +234,26 @@ def test_a_forward_compiled_on_the_class(monkeypatch: pytest.MonkeyPatch) -> Non
     assert num_frames() == 0
     assert not any(attributes(model))
     monkeypatch.undo()
-    assert_same_tokens(generate(models.build("llama")), found, "paged")
+    assert_same_tokens(generate(models.get("llama")), found, "paged")
 
 
 def test_a_forward_that_a_caller_sets_meanwhile_stays() -> None:
-    model = _forward(models.build("llama"))
+    model, own = forward(models.build("llama")), []
 
-    class Replaces(LogitsProcessor):
-        forward: Any = None
+    def replaces(input_ids: Tensor, scores: Tensor) -> Tensor:
+        if not own:
+            model.forward = functools.partial(uncompiled(model.forward))
+            own.append(model.forward)
+        return scores
 
-        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-            if self.forward is None:
-                own = uncompiled(model.forward)
-                self.forward = model.forward = functools.partial(own)
-            return scores
-
-    processor = Replaces()
-    generate(model, logits_processor=[processor], **models.PAGED)
-    assert model.forward is processor.forward
+    generate(model, logits_processor=[replaces], **models.PAGED)
+    assert model.forward is own[0]
 
 
 @pytest.mark.parametrize("is_there", [False, True], ids=["added", "removed"])
 def test_a_hook_of_accelerate_that_comes_or_goes_meanwhile(is_there: bool) -> None:
-    model: Any = _forward(models.build("llama"))
-    forward = model.forward
+    model: Any = forward(models.build("llama"))
+    own = model.forward
     if is_there:
         add_hook_to_module(model, ModelHook())
     with running_eagerly(compiled_modules(model.modules())):
@@ -288,14 +262,13 @@ def test_a_hook_of_accelerate_that_comes_or_goes_meanwhile(is_there: bool) -> No
         else:
             add_hook_to_module(model, ModelHook())
         assert not is_compiled(model)
-    assert (model.forward if is_there else model._old_forward) is forward
+    assert (model.forward if is_there else model._old_forward) is own
 
 
 @pytest.mark.slow
 def test_overlapping_calls() -> None:
-    model = _everything(models.build("llama"))
-    before, expected = attributes(model), generate(models.build("llama"))
-    lone = models.build("llama").generate(PROMPT, **OPTIONS)[0, PROMPT.shape[1] :].tolist()
+    model, plain = everything(models.build("llama")), models.get("llama")
+    before, expected, alone = attributes(model), generate(plain), lone(plain)
 
     def call(number: int) -> None:
         for _ in range(3):
@@ -303,7 +276,7 @@ def test_overlapping_calls() -> None:
                 found = model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
                 assert_same_tokens(expected, found, "a call")
             else:
-                assert engine_tokens(model) == lone
+                assert engine_tokens(model) == alone
 
     in_threads(*(functools.partial(call, number) for number in range(3)))
     assert attributes(model) == before
@@ -313,8 +286,8 @@ def test_overlapping_calls() -> None:
 @needs_fingerprints
 def test_a_model_is_the_same_compiled_or_not() -> None:
     """So cached prefixes stay, and no check runs again."""
-    plain, model = models.build("llama"), _in_place(_forward(_layer_forward(models.build("llama"))))
-    expected = fingerprint(plain)
+    model = in_place(forward(layer_forward(models.build("llama"))))
+    expected = fingerprint(models.build("llama"))
     assert fingerprint(model) == expected
     with running_eagerly(compiled_modules(model.modules())):
         assert fingerprint(model) == expected
@@ -326,14 +299,13 @@ def test_a_model_is_the_same_compiled_or_not() -> None:
 
 def test_wrappers_of_compiled_functions_are_not_unwrapped() -> None:
     """A library may cast the outputs of the compiled forward, as accelerate does."""
-    compiled = compile_(models.build("llama").forward)
+    own, module = compile_(models.get("llama").forward), nn.Module()
 
-    @functools.wraps(compiled)
+    @functools.wraps(own)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return compiled(*args, **kwargs)
+        return own(*args, **kwargs)
 
-    module = nn.Module()
     module.forward = wrapper
     assert uncompiled(wrapper) is wrapper
-    assert uncompiled(compiled) is not compiled
+    assert uncompiled(own) is not own
     assert is_compiled(module), "its products are left to PyTorch"

@@ -15,14 +15,15 @@ from hypothesis import strategies as st
 
 from hf_paged import PagedConfig, PrefixTiers, VirtualStorage, config
 
+COUNTS = st.none() | st.integers(1, 10**9)
 VALID: dict[str, st.SearchStrategy[Any]] = {
     "block_size": st.sampled_from([4, 8, 16, 32, 64, 128, 256, "auto"]),
-    "num_blocks": st.none() | st.integers(1, 10**9),
+    "num_blocks": COUNTS,
     "memory_fraction": st.none() | st.floats(0, 1, exclude_min=True),
     "prefix_caching": st.booleans(),
     "kv_dtype": st.sampled_from([None, "int8", "fp8_e4m3", "fp8_e5m2"]),
     "max_num_batched_tokens": st.integers(1, 10**9),
-    "max_chunk_tokens": st.none() | st.integers(1, 10**9),
+    "max_chunk_tokens": COUNTS,
     "max_num_seqs": st.integers(1, 10**9),
     "preemption": st.sampled_from(["auto", "recompute", "swap"]),
     "capture": st.booleans(),
@@ -35,12 +36,6 @@ VALID: dict[str, st.SearchStrategy[Any]] = {
     "storage": st.just("blocks")
     | st.builds(VirtualStorage, st.none() | st.just(1 << 16), st.booleans(), st.integers(1)),
 }
-
-
-def test_every_knob_is_drawn() -> None:
-    assert list(VALID) == [field.name for field in dataclasses.fields(PagedConfig)]
-
-
 OPTIONS = st.fixed_dictionaries({}, optional=VALID).filter(
     lambda options: (
         (options.get("prefix_caching", True) or options.get("prefix_tiers") is None)
@@ -48,6 +43,10 @@ OPTIONS = st.fixed_dictionaries({}, optional=VALID).filter(
         and (options.get("block_size") != "auto" or options.get("num_blocks") is None)
     )
 )
+
+
+def test_every_knob_is_drawn() -> None:
+    assert list(VALID) == [field.name for field in dataclasses.fields(PagedConfig)]
 
 
 @pytest.mark.slow
@@ -77,71 +76,62 @@ def test_counts_are_positive(name: str, value: Any) -> None:
         PagedConfig(**{name: value})
 
 
-@pytest.mark.parametrize("value", [0, -0.5, 1.5, float("nan"), True, "0.5"])
-def test_a_fraction_is_above_0_and_at_most_1(value: Any) -> None:
-    with pytest.raises(ValueError, match=r"`memory_fraction` is .*above 0 and at most 1"):
-        PagedConfig(memory_fraction=value)
+FRACTION = "`memory_fraction` is .*above 0 and at most 1"
+SECONDS = "`idle_release_seconds` is .*None or a finite number of at least 0"
+TIERS = "`prefix_tiers` has no option `path`. The options are disk_path, disk_bytes, host_bytes"
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "value", "message"),
     [
-        ("prefix_caching", 1),
-        ("capture", None),
-        ("preemption", "never"),
-        ("cache_salt", ""),
-        ("kv_dtype", "int4"),
+        *(("memory_fraction", x, FRACTION) for x in (0, -0.5, 1.01, float("nan"), True, "0.5")),
+        *(("idle_release_seconds", x, SECONDS) for x in (-1, -0.5, float("nan"), float("inf"))),
+        *(("idle_release_seconds", x, SECONDS) for x in (True, "60")),
+        ("prefix_caching", 1, "`prefix_caching` is 1"),
+        ("capture", None, "`capture` is None"),
+        ("preemption", "never", "`preemption` is 'never'"),
+        ("cache_salt", "", "`cache_salt` is ''"),
+        ("kv_dtype", "int4", "`kv_dtype` is 'int4'"),
+        ("prefix_tiers", {"path": "folder"}, TIERS),
+        ("prefix_tiers", 7, "`prefix_tiers` is 7: it must be None, a folder's path or a `PrefixT"),
+        ("prefix_tiers", "", "`disk_path` is ''"),
+        ("prefix_tiers", {"disk_bytes": -1}, "`disk_bytes` is -1: .*at least 0"),
+        ("prefix_tiers", {"host_bytes": 0.5}, "`host_bytes` is 0.5"),
     ],
 )
-def test_other_bad_values_are_named(name: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"`{name}` is {value!r}"):
+def test_bad_values_are_named(name: str, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         PagedConfig(**{name: value})
 
 
 def test_unknown_keys_and_other_types_are_named() -> None:
-    with pytest.raises(
-        ValueError, match="`cache_config` has no option `blocksize`: did you mean `block_size`"
-    ):
-        PagedConfig.coerce({"blocksize": 8})
-    for name in ("max_new_tokens", "num_beams"):
-        with pytest.raises(
-            ValueError,
-            match=f"no option `{name}`: `{name}` is an argument of `generate`. The options",
-        ):
+    named = {
+        "blocksize": "`cache_config` has no option `blocksize`: did you mean `block_size`",
+        "max_new_tokens": "no option `max_new_tokens`: `max_new_tokens` is an argument of `generat",
+        "num_beams": "no option `num_beams`: `num_beams` is an argument of `generate`. The options",
+    }
+    for name, message in named.items():
+        with pytest.raises(ValueError, match=message):
             PagedConfig.coerce({name: 8})
     with pytest.raises(ValueError, match="`cache_config` is 16: it must be None"):
         PagedConfig.coerce(16)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"`prefix_tiers` is .*None with `prefix_caching=False`"):
+        PagedConfig(prefix_caching=False, prefix_tiers="folder")
     assert PagedConfig.coerce(None) == PagedConfig()
-
-
-def test_does_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         PagedConfig().block_size = 8  # type: ignore[misc]
 
 
 def test_numbers_of_numpy_can_be_saved() -> None:
     made = PagedConfig(block_size=np.int64(32), memory_fraction=np.float32(0.5))
-    assert (
-        json.loads(json.dumps(made.to_dict()))
-        == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()
-    )
-
-
-@pytest.mark.parametrize("value", [-1, -0.5, float("nan"), float("inf"), True, "60"])
-def test_idle_seconds_are_finite_and_not_negative(value: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r"`idle_release_seconds` is .*None or a finite number of at least 0"
-    ):
-        PagedConfig(idle_release_seconds=value)
+    saved = json.loads(json.dumps(made.to_dict()))
+    assert saved == PagedConfig(block_size=32, memory_fraction=0.5).to_dict()
 
 
 def test_tiers_are_given_as_a_folder_or_as_a_dict() -> None:
-    tiers = PrefixTiers("folder", disk_bytes=1 << 30)
+    tiers, given = PrefixTiers("folder", 1 << 30), {"disk_path": "folder", "disk_bytes": 1 << 30}
     assert PagedConfig(prefix_tiers="folder").prefix_tiers == PrefixTiers("folder")
-    assert (
-        PagedConfig(prefix_tiers={"disk_path": "folder", "disk_bytes": 1 << 30}).prefix_tiers
-        == tiers
-    )
+    assert PagedConfig(prefix_tiers=given).prefix_tiers == tiers
     saved = json.loads(json.dumps(PagedConfig(prefix_tiers=tiers).to_dict()))
     assert PagedConfig(**saved).prefix_tiers == tiers
 
@@ -149,11 +139,7 @@ def test_tiers_are_given_as_a_folder_or_as_a_dict() -> None:
 @pytest.mark.parametrize(
     ("cls", "name", "values"),
     [
-        (
-            PagedConfig,
-            "prefix_tiers",
-            ["folder", Path("folder"), {"disk_path": "folder"}, PrefixTiers("folder"), None],
-        ),
+        (PagedConfig, "prefix_tiers", ["f", Path("f"), {"disk_path": "f"}, PrefixTiers("f"), None]),
         (PagedConfig, "storage", ["virtual", {"blocks_ahead": 2}, VirtualStorage()]),
         (PrefixTiers, "disk_path", ["folder", Path("folder"), None]),
     ],
@@ -167,46 +153,14 @@ def test_annotations_admit_what_the_constructor_takes(
         assert isinstance(value, types)
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (
-            {"path": "folder"},
-            (
-                "`prefix_tiers` has no option `path`. The options are disk_path, disk_bytes,"
-                " host_bytes"
-            ),
-        ),
-        (7, "`prefix_tiers` is 7: it must be None, a folder's path or a `PrefixTiers`"),
-        ("", "`disk_path` is ''"),
-        ({"disk_bytes": -1}, "`disk_bytes` is -1: .*at least 0"),
-        ({"host_bytes": 0.5}, "`host_bytes` is 0.5"),
-    ],
-)
-def test_bad_tiers_are_named(value: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        PagedConfig(prefix_tiers=value)
-
-
-def test_tiers_need_the_prefix_cache() -> None:
-    with pytest.raises(ValueError, match=r"`prefix_tiers` is .*None with `prefix_caching=False`"):
-        PagedConfig(prefix_caching=False, prefix_tiers="folder")
-
-
-@pytest.mark.parametrize("name", ["block_size", "kv_dtype", "storage", "prefix_tiers"])
-def test_a_list_in_the_environment_is_refused_by_name(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(config.CONFIG_VARIABLE, json.dumps({name: [1]}))
-    with pytest.raises(
-        ValueError,
-        match=rf"{config.CONFIG_VARIABLE} sets invalid defaults: `{name}` is \[1\]: it must be ",
-    ):
-        runpy.run_path(config.__file__)
-
-
-@pytest.mark.parametrize("value", ['"folder"', '{"disk_path": "folder"}'])
-def test_tiers_are_set_by_the_environment(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(config.CONFIG_VARIABLE, f'{{"prefix_tiers": {value}}}')
-    made = runpy.run_path(config.__file__)["PagedConfig"]()
-    assert made.prefix_tiers.disk_path == "folder" and hash(made)
+def test_defaults_are_set_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list is refused by name."""
+    for name in ("block_size", "kv_dtype", "storage", "prefix_tiers"):
+        monkeypatch.setenv(config.CONFIG_VARIABLE, json.dumps({name: [1]}))
+        message = rf"{config.CONFIG_VARIABLE} sets invalid defaults: `{name}` is \[1\]: it must be "
+        with pytest.raises(ValueError, match=message):
+            runpy.run_path(config.__file__)
+    for value in ("folder", {"disk_path": "folder"}):
+        monkeypatch.setenv(config.CONFIG_VARIABLE, json.dumps({"prefix_tiers": value}))
+        made = runpy.run_path(config.__file__)["PagedConfig"]()
+        assert made.prefix_tiers.disk_path == "folder" and hash(made)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from transformers.generation import BaseStreamer
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
 from tests.support.checks import assert_same_tokens
-from tests.support.engine_helpers import build_diff_llama
+from tests.support.engine_helpers import lone_run
 
 # its tensors have no data: none of ours may be on it
 DEFAULT = "meta"
@@ -27,7 +27,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "diff_llama"])
 def test_a_call_under_another_default_device(name: str, mode: str) -> None:
-    model = build_diff_llama() if name == "diff_llama" else models.build(name)
+    model = models.build(name)
     inputs, found = models.padded_prompt("llama", (60, 3, 33, 9)), []
     for options in ({}, models.PAGED, models.PAGED):
         # the second finds cached blocks, where there are any
@@ -40,36 +40,20 @@ def test_a_call_under_another_default_device(name: str, mode: str) -> None:
     assert route.road == "engine" and ("packed forwards" in route.reason) == (name == "llama")
 
 
-class Devices(BaseStreamer):
-    def __init__(self) -> None:
-        self.seen: list[str] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.seen.append(value.device.type)
-
-    def end(self) -> None:
-        pass
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 @pytest.mark.parametrize("name", ["llama", "diff_llama"])
 def test_an_engine_under_another_default_device(name: str, preemption: str) -> None:
-    model, streamer = build_diff_llama() if name == "diff_llama" else models.build(name), Devices()
+    model, streamer = models.build(name), mock.Mock()
     prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in (30, 9, 22)]
+    config = PagedConfig(block_size=8, num_blocks=11, preemption=preemption)
     options = {**MODES["greedy"], "max_new_tokens": 20}
-    expected = [
-        model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-        for prompt in prompts
-    ]
-    with (
-        torch.device(DEFAULT),
-        PagedEngine(model, PagedConfig(block_size=8, num_blocks=11, preemption=preemption)) as e,
-    ):
+    expected = [lone_run(model, prompt, options)[0] for prompt in prompts]
+    with torch.device(DEFAULT), PagedEngine(model, config) as e:
         results = e.generate(prompts, options, return_logprobs=True)
         assert e.stats().num_preemptions
         e.generate(prompts[:1], options, streamer=streamer)
         sampled = e.generate(prompts[:1], {**options, "do_sample": True}, seed=3)
     assert [result.error for result in (*results, *sampled)] == [None] * 4
     assert [result.token_ids for result in results] == expected
-    assert set(streamer.seen) == {"cpu"}
+    assert {call.args[0].device.type for call in streamer.put.call_args_list} == {"cpu"}

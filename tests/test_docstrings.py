@@ -37,11 +37,8 @@ def misplaced(docstring: str) -> list[str]:
     """Items that do not begin a line, and lines that begin none and are not indented."""
     found = []
     for section in sections(docstring):
-        found += [
-            line
-            for line in section
-            if line and not line.startswith("    ") and not BEGINS.match(line)
-        ]
+        lines = [line for line in section if line and not line.startswith("    ")]
+        found += [line for line in lines if not BEGINS.match(line)]
         text = "\n".join(section)
         for item in TYPED.finditer(text):
             before = text[text.rfind("\n", 0, item.start()) + 1 : item.start()]

@@ -38,10 +38,8 @@ EXPECTED = {
         r"paged: [\d,]+ KiB at most \([1-4]\d%\)",
         r"\n  [.c1-9+]*[89+][.c1-9+]*\n",  # the block map has blocks that 8 beams hold
         r"\(plain -\d+\.\d+\): \w+",
-        (
-            r"equal to plain generate: generate yes, 8 beams yes, 4 samples yes, greedy yes, 3"
-            r" beams yes, scores yes"
-        ),
+        r"equal to plain generate: generate yes, 8 beams yes, 4 samples yes, greedy yes, 3 beams"
+        r" yes, scores yes",
     ],
     "chats.py": [
         r"its first token had \d+\.\d%; the best were .*%, .*%, .*%",
@@ -53,17 +51,13 @@ EXPECTED = {
         r"road: engine\nat most [0-9.]+ MiB",
         r"equal to plain generate: rollouts yes, losses yes\n",
     ],
-    "pictures.py": [
-        r"memory\.png: [1-9]\d kB\ntimeline\.png: [1-9]\d kB\n",
-    ],
+    "pictures.py": [r"memory\.png: [1-9]\d kB\ntimeline\.png: [1-9]\d kB\n"],
     "quickstart.py": [
         r"greedy, 4 ragged prompts .* yes\n",
         r"8 samples of one prompt .* yes\n",
         r"6 beams of one prompt .* yes\n",
-        (
-            r"\nThe paged cache gave the same tokens in [\d.]+ s instead of [\d.]+ s, and .* in"
-            r" \d+% of the memory\.\n$"
-        ),
+        r"\nThe paged cache gave the same tokens in [\d.]+ s instead of [\d.]+ s, and .* in \d+% of"
+        r" the memory\.\n$",
     ],
     "streaming.py": [
         r"(?s)\(length\).*\(length\).*\(length\).*\(length\)",
@@ -89,14 +83,26 @@ def environment(tmp_path: Path) -> dict[str, str]:
     }
 
 
-def outputs(notebook: Any) -> list[Any]:
-    return [output for cell in notebook.cells for output in cell.get("outputs", [])]
+def assert_runs(script: str, expected: list[str], tmp_path: Path, *launcher: str) -> None:
+    run = subprocess.run(
+        [sys.executable, *launcher, str(Path("examples") / script), "--quick"],
+        cwd=ROOT,
+        env=environment(tmp_path),
+        capture_output=True,
+        encoding="utf-8",
+        timeout=TIME_LIMIT,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    for pattern in expected:
+        assert re.search(pattern, run.stdout), f"{pattern!r} is not in:\n{run.stdout}"
 
 
-def assert_shows(cells: list[Any]) -> None:
-    """The block map and the timeline, each once, and the engine itself."""
+def assert_shows(notebook: Any) -> None:
+    """The block map and the timeline, each once, and the engine itself; no error."""
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert not [output for output in outputs if output.output_type == "error"]
     for kind, count in ((PNG, 2), ("text/html", 1)):
-        assert len([output for output in cells if kind in output.get("data", {})]) == count
+        assert len([output for output in outputs if kind in output.get("data", {})]) == count
 
 
 def test_words_of_the_learned_topics_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,64 +112,33 @@ def test_words_of_the_learned_topics_are_tokens(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv(name, value)
     monkeypatch.syspath_prepend(str(EXAMPLES))
     tiny_model = importlib.import_module("tiny_model")
-    words = re.findall(
-        r" [A-Za-z]{3,}", " ".join(tiny_model.MANUAL[name] for name in tiny_model.LEARNED)
-    )
+    text = " ".join(tiny_model.MANUAL[name] for name in tiny_model.LEARNED)
+    words = re.findall(r" [A-Za-z]{3,}", text)
     split = [ids for ids in tiny_model.train_tokenizer()(words)["input_ids"] if len(ids) > 1]
     assert len(words) > 1000 and len(split) < len(words) / 500
 
 
 def test_every_script_is_run() -> None:
-    scripts = {
-        path.name
-        for path in EXAMPLES.glob("*.py")
-        if "__main__" in path.read_text(encoding="utf-8")
-    }
+    paths = EXAMPLES.glob("*.py")
+    scripts = {path.name for path in paths if "__main__" in path.read_text(encoding="utf-8")}
     assert scripts == set(EXPECTED) | ELSEWHERE
 
 
-@pytest.mark.slow_cases("quickstart.py")
-@pytest.mark.parametrize(
-    "script",
-    [
-        script if script == "quickstart.py" else pytest.param(script, marks=pytest.mark.slow)
-        for script in sorted(EXPECTED)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("script", EXPECTED)
 def test_script(script: str, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, str(Path("examples") / script), "--quick"],
-        cwd=ROOT,
-        env=environment(tmp_path),
-        capture_output=True,
-        encoding="utf-8",
-        timeout=TIME_LIMIT,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    for pattern in EXPECTED[script]:
-        assert re.search(pattern, run.stdout), f"{pattern!r} is not in:\n{run.stdout}"
+    assert_runs(script, EXPECTED[script], tmp_path)
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path: Path) -> None:
+def test_two_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate's launcher, without GPUs: each process serves a part, and the results are in
     prompt order."""
-    run = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-        + [str(Path("examples") / "accelerate_batch.py"), "--quick"],
-        cwd=ROOT,
-        env={**environment(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=TIME_LIMIT,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    for pattern in [
-        r"process 0: 7 prompts",
-        r"process 1: 6 prompts",
-        *EXPECTED["accelerate_batch.py"][1:],
-    ]:
-        assert re.search(pattern, run.stdout), f"{pattern!r} is not in:\n{run.stdout}"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    launcher = "-m accelerate.commands.launch --multi_gpu --num_processes 2".split()
+    parts = [r"process 0: 7 prompts", r"process 1: 6 prompts"]
+    expected = [*parts, *EXPECTED["accelerate_batch.py"][1:]]
+    assert_runs("accelerate_batch.py", expected, tmp_path, *launcher)
 
 
 @pytest.mark.slow
@@ -172,25 +147,17 @@ def test_notebook_runs(tmp_path: Path) -> None:
     nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
     shutil.copy(EXAMPLES / "tiny_model.py", tmp_path)
     notebook = nbformat.read(NOTEBOOK, as_version=4)
-    [parameters] = [
-        cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])
-    ]
+    tagged = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    (parameters,) = tagged
     assert parameters.source.count("QUICK = False") == 1
     parameters.source = parameters.source.replace("QUICK = False", "QUICK = True")
     for cell in notebook.cells:
         if cell.cell_type == "code":
             cell.outputs, cell.execution_count = [], None
-
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout=TIME_LIMIT,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
-    )
-    client.execute(env=environment(tmp_path))
-    ran = outputs(notebook)
-    assert not [output for output in ran if output.output_type == "error"]
-    assert_shows(ran)
+    place = {"metadata": {"path": str(tmp_path)}}
+    options = {"timeout": TIME_LIMIT, "kernel_name": "python3", "resources": place}
+    nbclient.NotebookClient(notebook, **options).execute(env=environment(tmp_path))
+    assert_shows(notebook)
 
 
 def test_notebook_is_committed_with_its_outputs() -> None:
@@ -199,8 +166,5 @@ def test_notebook_is_committed_with_its_outputs() -> None:
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
-    kept = outputs(notebook)
-    assert not [
-        output for output in kept if output.output_type == "error" or output.get("name") == "stderr"
-    ]
-    assert_shows(kept)
+    assert not [x for cell in cells for x in cell.outputs if x.get("name") == "stderr"]
+    assert_shows(notebook)

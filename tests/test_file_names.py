@@ -18,13 +18,8 @@ NAMES = re.compile(rf"{PATH}|\btest_\w+\.py\b")
 NO_FILES = {
     "benchmarks/peers/NAME.txt",  # a pattern
     "tests/generation/test_continuous_batching.py",  # transformers' own
-    *(
-        "tests/a.py",
-        "tests/b.py",
-        "tests/virtual/test_pages.py",
-        "test_other.py",
-        "test_some.py",
-    ),  # of tests that make it up
+    # of tests that make it up
+    *("tests/a.py", "tests/b.py", "tests/virtual/test_pages.py", "test_other.py", "test_some.py"),
 }
 
 

@@ -90,31 +90,23 @@ def test_a_lock_that_does_not_ask_for_it_stays_held(elsewhere: Callable[[Any], N
     assert holds_in_child(lambda: not lock.acquire(blocking=False))
 
 
-def test_what_is_gone_is_not_told() -> None:
-    told = []
+def test_listeners_are_told_while_they_live_and_if_another_raises(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[bool] = []
 
     class Told(Survivor):
         def after_fork(self, freed: set[Any]) -> None:
-            told.append(self)
-
-    survivor = Told()
-    forks.notify_in_child(survivor)
-    assert holds_in_child(lambda: len(told) == 1)
-    del survivor
-    assert holds_in_child(lambda: not told)
-
-
-def test_a_listener_that_raises_keeps_no_other_from_being_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Fails(Survivor):
-        def after_fork(self, freed: set[Any]) -> None:
+            told.append(True)
             raise ValueError("on purpose")
 
-    survivor = Survivor()
-    monkeypatch.setattr(forks, "_child_listeners", [Fails(), survivor])
-    assert holds_in_child(lambda: survivor.freed is not None)
+    first, survivor = Told(), Survivor()
+    forks.notify_in_child(first)
+    forks.notify_in_child(survivor)
+    assert holds_in_child(lambda: told == [True] and survivor.freed is not None)
     assert holds_in_child(lambda: "`after_fork` failed" in caplog.text)
+    del first
+    assert holds_in_child(lambda: not told)
 
 
 class Waits:

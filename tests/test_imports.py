@@ -1,9 +1,11 @@
-"""Imports between the packages of hf_paged point downward, and modules have no import cycles."""
+"""Imports between the packages of hf_paged point downward, modules have no import cycles, and a
+class name means one thing."""
 
 from __future__ import annotations
 
 import ast
 import functools
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,44 +20,17 @@ PACKAGES = ("rooms", "generation", "batching", "model", "attention", "cache", "k
 above the core, which imports none of them."""
 
 # What is not in a folder of its package's name. The first that fits a module's name counts.
+BASE = (
+    "after_import compat compiled config forks interrupts plan rooms seams step switches threads"
+    " timing topics"
+)
 PLACES = {
-    "": "rooms",  # the package's door
-    "__main__": "rooms",  # commands
-    "inspect": "rooms",
-    **dict.fromkeys(ROOMS, "rooms"),
-    **dict.fromkeys(
-        (
-            "after_import",
-            "compat",
-            "compiled",
-            "config",
-            "forks",
-            "interrupts",
-            "plan",
-            "rooms",
-            "seams",
-            "step",
-            "switches",
-            "threads",
-            "timing",
-            "topics",
-        ),
-        "base",
-    ),
+    **dict.fromkeys(("", "__main__", "inspect", *ROOMS), "rooms"),
+    **dict.fromkeys(BASE.split(), "base"),
 }
 
-NEIGHBOURS: dict[str, set[str]] = {
-    "tape": {"rectangles"},
-    "tools": {"grammar", "native"},
-}
+NEIGHBOURS = {"tape": {"rectangles"}, "tools": {"grammar", "native"}}
 """The rooms that a room may import beside the core."""
-
-VIOLATIONS: dict[tuple[str, str], str] = {}
-"""Imports from below to above that remain, with the reason of each."""
-
-
-CIRCLES: dict[str, str] = {}
-"""Modules that import themselves by way of others, with the reason of each."""
 
 
 def module_name(path: Path) -> str:
@@ -82,18 +57,14 @@ def imports(module: str) -> set[str]:
     found: set[str] = set()
     for node in _running_nodes(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [
-                alias.name for alias in node.names if alias.name.partition(".")[0] == "hf_paged"
-            ]
-            found.update(name.partition(".")[2] for name in names)
+            names = [alias.name.partition(".") for alias in node.names]
+            found.update(name for root, _, name in names if root == "hf_paged")
         elif isinstance(node, ast.ImportFrom):
+            root, _, base = (node.module or "").partition(".")
             if node.level:
-                base = ".".join(
-                    [*package[: len(package) + 1 - node.level], *filter(None, [node.module])]
-                )
-            elif node.module is not None and node.module.partition(".")[0] == "hf_paged":
-                base = node.module.partition(".")[2]
-            else:
+                above = package[: len(package) + 1 - node.level]
+                base = ".".join([*above, *filter(None, [node.module])])
+            elif root != "hf_paged":
                 continue
             for alias in node.names:
                 # a module of a package, or something that the module `base` defines
@@ -116,32 +87,30 @@ def all_imports() -> dict[str, set[str]]:
     return {module: imports(module) for module in MODULES}
 
 
+@functools.cache
+def pairs() -> set[tuple[str, str]]:
+    return {(module, name) for module, names in all_imports().items() for name in names}
+
+
 def test_every_import_is_found() -> None:
-    found = all_imports()
-    assert all(imported in MODULES for imports in found.values() for imported in imports)
-    assert all(package_of(module) in PACKAGES for module in MODULES)
-    assert found["cache.prefix_index"] == {"cache.block_pool"}
-    assert "config" in found[""] and sum(map(len, found.values())) > 200
+    assert {imported for _, imported in pairs()} <= set(MODULES)
+    assert {package_of(module) for module in MODULES} <= set(PACKAGES)
+    assert all_imports()["cache.prefix_index"] == {"cache.block_pool"}
+    assert "config" in all_imports()[""] and len(pairs()) > 200
 
 
 def test_imports_run_downward() -> None:
-    rank = {name: place for place, name in enumerate(PACKAGES)}
-    found = {
-        (module, imported)
-        for module, all_imported in all_imports().items()
-        for imported in all_imported
-        if rank[package_of(imported)] < rank[package_of(module)]
-    }
-    assert found == VIOLATIONS.keys()
+    rank = PACKAGES.index
+    upward = [pair for pair in pairs() if rank(package_of(pair[1])) < rank(package_of(pair[0]))]
+    assert not upward
 
 
 def test_rooms_import_only_declared_rooms() -> None:
     found: dict[str, set[str]] = {}
-    for module, all_imported in all_imports().items():
-        name = module.partition(".")[0]
-        others = {imported.partition(".")[0] for imported in all_imported} & set(ROOMS) - {name}
-        if name in ROOMS and others:
-            found.setdefault(name, set()).update(others)
+    for pair in pairs():
+        room, other = (module.partition(".")[0] for module in pair)
+        if {room, other} <= set(ROOMS) and room != other:
+            found.setdefault(room, set()).add(other)
     assert found == NEIGHBOURS
 
 
@@ -154,4 +123,13 @@ def test_no_circle() -> None:
             waiting |= all_imports()[imported] - seen
         return seen
 
-    assert {module for module in MODULES if module in reached(module)} == CIRCLES.keys()
+    assert not [module for module in MODULES if module in reached(module)]
+
+
+def test_each_class_name_stands_for_one_class() -> None:
+    sites = defaultdict(list)
+    for module, path in MODULES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                sites[node.name].append(f"{module}:{node.lineno}")
+    assert not {name: classes for name, classes in sites.items() if len(classes) > 1}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import _signal
 import ast
-import asyncio
 import contextlib
 import dis
 import functools
@@ -21,14 +20,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import grad_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LogitsProcessor
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine, interrupts, threads
+from hf_paged import PagedEngine, interrupts, threads
 from hf_paged.attention import switch
 from hf_paged.batching import engine_core
 from hf_paged.batching.decoding import sample, sampler
@@ -37,10 +34,10 @@ from hf_paged.batching.ledger import Ledger
 from hf_paged.rooms import ROOMS, is_installed
 from hf_paged.switches import Switches
 from tests.support import models
-from tests.support.engine_helpers import run_all
+from tests.support.engine_helpers import assert_drained, run_all
 from tests.support.interrupts import interrupt_calls, interrupt_often
 from tests.support.rooms import needs_all_rooms, records_on_cpu
-from tests.support.scenarios import CASES, MODES, Case, Engine, Generate
+from tests.support.scenarios import CASES, MODES, Engine, Generate
 
 OURS = str(Path(hf_paged.__file__).parent)
 GREEDY = MODES["greedy"]
@@ -48,103 +45,87 @@ GREEDY = MODES["greedy"]
 pytestmark = pytest.mark.usefixtures("sigint")
 
 
+@contextlib.contextmanager
+def tracing(trace: Any) -> Iterator[None]:
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@contextlib.contextmanager
+def handling(number: int, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
 class SignalAt:
     """A trace function that raises a signal before the `n`-th executed line of hf_paged."""
 
-    def __init__(self, n: int, number: int = signal.SIGINT, where: str = OURS) -> None:
-        self.n, self.number, self.where, self.count = n, number, where, 0
+    def __init__(self, n: int, number: int) -> None:
+        self.n, self.number, self.count = n, number, 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self.line if frame.f_code.co_filename.startswith(self.where) else None
+        return self.line if frame.f_code.co_filename.startswith(OURS) else None
 
     def line(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             self.count += 1
             # Python looks for signals after calls and jumps, and a `with` around these sees the
             # exception; where it is left, which is its own line again, none can come
-            if self.count >= self.n > 0 and not self.is_with(frame):
-                self.n = 0
+            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+            if self.count >= self.n and not text.lstrip().startswith("with "):
                 sys.settrace(None)
                 signal.raise_signal(self.number)
         return self.line
 
-    def is_with(self, frame: FrameType) -> bool:
-        return (
-            linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with ")
-        )
+
+@pytest.fixture
+def engine() -> Iterator[PagedEngine]:
+    with PagedEngine(models.build("llama"), {"block_size": 8}) as engine:
+        yield engine
+        assert_drained(engine)
 
 
-def run_traced(case: Case, n: int) -> tuple[bool, int]:
-    """Whether the call was interrupted at line `n`, and the number of executed lines."""
-    tracer, before = SignalAt(n), sys.gettrace()
-    sys.settrace(tracer)
-    try:
-        case.run()
-        return False, tracer.count
-    except KeyboardInterrupt:
-        return True, tracer.count
-    finally:
-        sys.settrace(before)
+def interrupted(original: Callable[..., Any], number: int) -> Callable[..., Any]:
+    """The function, with a signal as it ends for the `number`-th time."""
+    numbers = itertools.count(1)
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["generate, greedy", "engine.generate", "engine.step"])
-def test_gradients_stay_on_where_torch_is_interrupted_as_it_puts_them_back(
-    name: str,
-) -> None:
-    case = CASES[name]()
-    for line in range(1, 120, 7):
-        tracing = sys.gettrace()
-        sys.settrace(SignalAt(line, where=str(grad_mode.__file__)))
-        try:
-            with contextlib.suppress(KeyboardInterrupt):
-                case.run()
-        finally:
-            sys.settrace(tracing)
-        assert torch.is_grad_enabled(), f"line {line}"
-        case.check()
-
-
-@pytest.mark.slow
-def test_real_interrupts() -> None:
-    told: list[str] = []
-    assert not interrupt_often(36, seed=11, report=told.append), "\n".join(told)
-
-
-@pytest.mark.slow
-def test_an_interrupt_as_any_function_is_entered_leaves_everything_whole() -> None:
-    told: list[str] = []
-    assert not interrupt_calls(36, seed=5, report=told.append), "\n".join(told)
-
-
-# --------------------------------------------------------------------- places of earlier failures
-
-
-class Signals(LogitsProcessor):
-    """Interrupts its request at the `count`-th token."""
-
-    def __init__(self, count: int) -> None:
-        self.left = count
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.left -= 1
-        if self.left == 0:
+    def function(*args: Any) -> Any:
+        result = original(*args)
+        if next(numbers) == number:
             signal.raise_signal(signal.SIGINT)
-        return scores
+        return result
+
+    return function
 
 
-def test_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -> None:
-    model, results = models.build("llama"), {}
-    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        expected = engine.generate([[5, 6, 7], [8, 9], [10]], GREEDY)
-        for number, prompt in enumerate(([5, 6, 7], [8, 9], [10])):
-            own = {"logits_processor": [Signals(3)]} if number == 1 else {}
-            engine.add_request(prompt, GREEDY, request_id=str(number), **own)
-        with pytest.raises(KeyboardInterrupt):
-            run_all(engine, results)
+def keep_scores(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    return scores
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("attack", "seed"), [(interrupt_often, 11), (interrupt_calls, 5)])
+def test_interrupts_at_random(attack: Any, seed: int) -> None:
+    """Real signals, and interrupts as any function is entered."""
+    told: list[str] = []
+    assert not attack(36, seed=seed, report=told.append), "\n".join(told)
+
+
+def test_an_interrupt_of_a_requests_own_code_ends_that_request_alone(engine: PagedEngine) -> None:
+    prompts, results = ([5, 6, 7], [8, 9], [10]), dict[str, Any]()
+    expected = engine.generate(prompts, GREEDY)
+    for number, prompt in enumerate(prompts):
+        own = {"logits_processor": [interrupted(keep_scores, 3)]} if number == 1 else {}
+        engine.add_request(prompt, GREEDY, request_id=str(number), **own)
+    with pytest.raises(KeyboardInterrupt):
         run_all(engine, results)
-        engine.check_integrity()
-        assert engine.stats().used_blocks == 0
+    run_all(engine, results)
     assert "KeyboardInterrupt" in str(results["1"].error)
     for number in (0, 2):
         assert results[str(number)].error is None
@@ -153,34 +134,19 @@ def test_an_interrupt_of_a_requests_own_code_ends_that_request_alone() -> None:
 
 @pytest.mark.parametrize("place", ["argmax", "_fetch", "accept", "append"])
 def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_nothing(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    place: str, engine: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Except the one whose token is just being counted."""
     owner: Any = {"append": Ledger, "accept": sampler.SampledBatch}.get(place, sampler)
-    original, results = getattr(owner, place), dict[str, Any]()
-    prompts = [[5, 6, 7], [8, 9], [10], [11, 12, 13, 14]]
+    prompts, results = [[5, 6, 7], [8, 9], [10], [11, 12, 13, 14]], dict[str, Any]()
     options = [GREEDY, GREEDY, {**GREEDY, "repetition_penalty": 1.3}, GREEDY]
-    calls = 0
-
-    def interrupted(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        result = original(*args)
-        if calls == 6:
-            signal.raise_signal(signal.SIGINT)
-        return result
-
-    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
-        expected = engine.generate(prompts, options)
-        for number, (prompt, own) in enumerate(zip(prompts, options)):
-            engine.add_request(prompt, own, request_id=str(number))
-        monkeypatch.setattr(owner, place, interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run_all(engine, results)
-        monkeypatch.undo()
+    expected = engine.generate(prompts, options)
+    for number, (prompt, own) in enumerate(zip(prompts, options)):
+        engine.add_request(prompt, own, request_id=str(number))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, place, interrupted(getattr(owner, place), 6))
         run_all(engine, results)
-        engine.check_integrity()
-        assert engine.stats().used_blocks == 0
+    run_all(engine, results)
     errors = [name for name in results if results[name].error is not None]
     assert len(errors) == (place == "append")
     for number, result in enumerate(expected):
@@ -188,18 +154,18 @@ def test_an_interrupt_of_our_own_sampling_costs_requests_without_callers_code_no
             assert results[str(number)].token_ids == result.token_ids
 
 
-@pytest.mark.parametrize("place", ["told", "made"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(EngineCore, "_queue_step_outputs"), (engine_core, "RequestOutput")],
+    ids=["told", "made"],
+)
 def test_an_interrupt_beside_an_output_tells_no_token_twice_and_loses_no_result(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a token has been told, and as outputs and results are made."""
-    case = Engine(models.build("llama"), "steps")
-    owner: Any = EngineCore if place == "told" else engine_core
-    name = "_queue_step_outputs" if place == "told" else "RequestOutput"
-    original = getattr(owner, name)
-    calls = 0
+    case, original, calls = Engine(models.build("llama"), "steps"), getattr(owner, name), 0
 
-    def interrupted(*args: Any) -> Any:
+    def often_interrupted(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         made = original(*args)
@@ -207,7 +173,7 @@ def test_an_interrupt_beside_an_output_tells_no_token_twice_and_loses_no_result(
             signal.raise_signal(signal.SIGINT)
         return made
 
-    monkeypatch.setattr(owner, name, interrupted)
+    monkeypatch.setattr(owner, name, often_interrupted)
     case.add()
     while case.engine.has_unfinished:
         with contextlib.suppress(KeyboardInterrupt):
@@ -228,15 +194,13 @@ def test_the_blocks_of_a_returned_cache_are_freed_where_an_interrupt_keeps_it(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sample, "GenerateDecoderOnlyOutput", output)
-    for options in (models.PAGED, {**models.PAGED, "num_return_sequences": 2, "do_sample": True}):
+    for options in ({}, {"num_return_sequences": 2, "do_sample": True}):
+        options = {**options, **models.PAGED, "return_dict_in_generate": True}
         with pytest.raises(KeyboardInterrupt) as caught:
-            model.generate(
-                models.token_ids(1, 9), max_new_tokens=4, return_dict_in_generate=True, **options
-            )
+            model.generate(models.token_ids(1, 9), max_new_tokens=4, **options)
         kept.append(caught.value)
         hf_paged.check_integrity(model)
         assert hf_paged.memory_stats(model).used_blocks == 0
-    assert len(kept) == 2
 
 
 needs_recording = pytest.mark.skipif(not records_on_cpu(), reason="no step is recorded")
@@ -259,73 +223,66 @@ def test_contexts_of_torch_that_an_interrupt_kept_from_ending_are_ended(
 ) -> None:
     def state() -> tuple[Any, ...]:
         torch.autocast_increment_nesting()
-        autocast = (
-            torch.autocast_decrement_nesting(),
-            torch.is_autocast_cache_enabled(),
-            [(torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in ("cpu", "cuda")],
-        )
-        return autocast, interrupts.num_modes(), torch.is_inference_mode_enabled()
+        devices = [(torch.is_autocast_enabled(x), torch.get_autocast_dtype(x)) for x in AUTOCAST]
+        depth, is_cached = torch.autocast_decrement_nesting(), torch.is_autocast_cache_enabled()
+        return depth, is_cached, devices, interrupts.num_modes(), torch.is_inference_mode_enabled()
 
-    model, prompt, kept = models.build("llama"), models.token_ids(1, 9), []
-    count = 0
+    model, kept, numbers = models.build("llama"), [], itertools.count(1)
 
     def enter(frame: FrameType, event: str, argument: Any) -> None:
-        nonlocal count
-        if event == "call" and frame.f_code is function.__code__:
-            count += 1
-            if count == number:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
+        if event == "call" and frame.f_code is function.__code__ and next(numbers) == number:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
 
-    tracing = sys.getprofile()
+    profiling = sys.getprofile()
     with context():
         before = state()
         sys.setprofile(enter)
         try:
             with pytest.raises(KeyboardInterrupt) as caught:
-                model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED)
+                options = {"max_new_tokens": 24, "do_sample": False, **models.PAGED}
+                model.generate(models.token_ids(1, 9), **options)
         finally:
-            sys.setprofile(tracing)
+            sys.setprofile(profiling)
         kept.append(caught.value)
         assert state() == before
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda", "mps", "xpu"])
-def test_autocast_that_an_interrupt_left_changed_is_restored(device: str) -> None:
+AUTOCAST = ("cpu", "cuda", "mps", "xpu")
+
+
+@pytest.mark.parametrize("device", AUTOCAST)
+def test_what_an_interrupt_left_changed_is_restored(device: str) -> None:
+    """Autocast of each device, torch's gradient mode, and a context of ours."""
     before = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
     other_dtype = torch.float16 if before[1] == torch.bfloat16 else torch.bfloat16
+    seen: list[str] = []
+
+    @interrupts.restoring
+    def switched() -> Iterator[None]:
+        seen.append("switched")
+        try:
+            yield
+        finally:
+            seen.append("back")
 
     @interrupts.guarded
     def call() -> None:
+        context = switched()
+        context.__enter__()
         torch.set_autocast_enabled(device, not before[0])
         torch.set_autocast_dtype(device, other_dtype)
-        raise KeyboardInterrupt
+        torch._C._set_grad_enabled(False)
+        raise KeyboardInterrupt  # before `context.__exit__` is called
 
     try:
         with pytest.raises(KeyboardInterrupt):
             call()
         assert (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) == before
+        assert seen == ["switched", "back"] and torch.is_grad_enabled()
     finally:
         torch.set_autocast_enabled(device, before[0])
         torch.set_autocast_dtype(device, before[1])
-
-
-class Nests(LogitsProcessor):
-    """Makes a call that an interrupt ends as it restores the model, and goes on."""
-
-    def __init__(self, call: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
-        self.call, self.monkeypatch = call, monkeypatch
-        self.kept: list[BaseException] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.kept:
-            with self.monkeypatch.context() as patch:
-                patch.setattr(Switches, "leave", raises_interrupt)
-                try:
-                    self.call()
-                except KeyboardInterrupt as error:
-                    self.kept.append(error)
-        return scores
 
 
 def raises_interrupt(*args: object) -> None:
@@ -336,11 +293,20 @@ def raises_interrupt(*args: object) -> None:
 def test_a_call_whose_code_caught_an_interrupt_of_another_call_ends_that_one(
     outer: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, prompt = models.build("llama"), models.token_ids(1, 9)
+    """The other call is interrupted as it restores the model."""
+    model, prompt, kept = models.build("llama"), models.token_ids(1, 9), []
     expected = model.generate(prompt, **GREEDY)
-    nests = Nests(lambda: model.generate(prompt, **GREEDY, **models.PAGED), monkeypatch)
+
+    def nests(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if not kept:
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+                patch.setattr(Switches, "leave", raises_interrupt)
+                model.generate(prompt, **GREEDY, **models.PAGED)
+            kept.append(caught.value)
+        return scores
+
     found = model.generate(prompt, **GREEDY, **outer, logits_processor=[nests])
-    assert nests.kept and torch.equal(found, expected)
+    assert kept and torch.equal(found, expected)
     assert not switch._switches.entries
     assert hf_paged.memory_stats(model).used_blocks == 0
 
@@ -353,20 +319,16 @@ def is_free(lock: threading.RLock) -> bool:
 
 
 def test_an_interrupt_of_a_cache_or_of_a_saved_prefix_keeps_no_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: PagedEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outside of `generate` and steps, too."""
-    model = models.build("llama")
-    engine = PagedEngine(model, PagedConfig(block_size=8))
-    engine.generate([list(range(30))], GREEDY)
-    cache = hf_paged.PagedCache(model.config)
+    prompt, file = list(range(30)), tmp_path / "prefix.safetensors"
+    engine.generate([prompt], GREEDY)
+    cache = hf_paged.PagedCache(engine.model.config)
     for lock, call in (
-        (cache.memory.lock, lambda: model(models.token_ids(1, 9), past_key_values=cache)),
+        (cache.memory.lock, lambda: engine.model(models.token_ids(1, 9), past_key_values=cache)),
         (engine.memory.lock, engine.reset_prefix_cache),
-        (
-            engine._core.inner_lock,
-            lambda: engine.save_prefix(list(range(30)), tmp_path / "prefix.safetensors"),
-        ),
+        (engine._core.inner_lock, lambda: engine.save_prefix(prompt, file)),
     ):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(interrupts._Restoring, "__exit__", raises_interrupt)
@@ -381,123 +343,41 @@ class Nowhere(Exception):
     pass
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGALRM], ids=["SIGTERM", "SIGALRM"])
-def test_other_signals_whose_handlers_raise_wait_too(number: signal.Signals) -> None:
+def nowhere(signum: int, frame: FrameType | None) -> None:
+    raise Nowhere
+
+
+def test_a_handler_that_raises_another_error_at_any_line_leaves_everything_whole() -> None:
     case = Generate(models.build("llama"), "greedy")
     case.run()
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        raise Nowhere
-
-    original, tracing = signal.signal(number, handle), sys.gettrace()
-    try:
+    with handling(signal.SIGALRM, nowhere):
         for n in (40, 400, 1100, 1500, 2100):
-            sys.settrace(SignalAt(n, number))
-            try:
-                with pytest.raises(Nowhere):
-                    case.run()
-            finally:
-                sys.settrace(tracing)
+            with tracing(SignalAt(n, signal.SIGALRM)), pytest.raises(Nowhere):
+                case.run()
             case.check()
-        assert signal.getsignal(number) is handle
-    finally:
-        signal.signal(number, original)
-
-
-def test_the_handler_is_as_it_was_and_user_code_sees_it() -> None:
-    model, seen = models.build("llama"), []
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        seen.append("handled")
-
-    class Looks(LogitsProcessor):
-        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            seen.append(signal.getsignal(signal.SIGINT))
-            signal.raise_signal(signal.SIGINT)
-            return scores
-
-    original = signal.signal(signal.SIGINT, handle)
-    try:
-        model.generate(
-            **models.prompt("llama"), max_new_tokens=1, **models.PAGED, logits_processor=[Looks()]
-        )
-        with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-            (result,) = engine.generate([[5, 6]], {"max_new_tokens": 1}, logits_processor=[Looks()])
-        assert signal.getsignal(signal.SIGINT) is handle
-    finally:
-        signal.signal(signal.SIGINT, original)
-    assert result.error is None
-    assert seen == [handle, "handled"] * 2
-
-
-def test_calls_in_other_threads_leave_signals_alone() -> None:
-    model, inputs = models.build("llama"), models.prompt("llama")
-    expected, got = model.generate(**inputs, **GREEDY), []
-    handler = signal.getsignal(signal.SIGINT)
-    thread = threading.Thread(
-        target=lambda: got.append(model.generate(**inputs, **GREEDY, **models.PAGED))
-    )
-    thread.start()
-    while thread.is_alive():
-        assert signal.getsignal(signal.SIGINT) is handler
-    thread.join()
-    assert torch.equal(got[0], expected)
-
-
-@pytest.mark.slow
-def test_an_event_loop_hears_of_a_signal_once() -> None:
-    case, seen = Generate(models.build("llama"), "greedy"), []
-    case.run()
-
-    async def interrupted(point: int) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, lambda: seen.append(point))
-        run_traced(case, point)
-        await asyncio.sleep(0.01)
-
-    handler = signal.getsignal(signal.SIGINT)
-    for point in range(50, 2500, 350):
-        asyncio.run(interrupted(point))
-        signal.signal(signal.SIGINT, handler)
-        case.check()
-    assert seen == list(range(50, 2500, 350))
-
-
-class Looks:
-    """A trace function that calls `look` before the first run of each line of `registry.py`."""
-
-    def __init__(self, look: Callable[[], Any]) -> None:
-        self.look = look
-        self.lines: set[int] = set()
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and frame.f_lineno not in self.lines:
-            self.lines.add(frame.f_lineno)
-            self.look()
-        return (
-            self if frame.f_code.co_filename == str(Path(OURS) / "model" / "registry.py") else None
-        )
 
 
 @pytest.mark.slow
 def test_a_signal_handler_may_look_at_models_and_free_them_at_any_moment() -> None:
+    """Before the first run of each line of `registry.py`."""
     model, other = models.build("llama"), models.build("llama")
-    case = Generate(model, "greedy")
+    case, lines, ended = Generate(model, "greedy"), set[int](), threading.Event()
     Generate(other, "greedy").run()
 
-    def look() -> None:
-        hf_paged.memory_stats(model), hf_paged.last_route(model), hf_paged.free(other)
-
-    looks, ended = Looks(look), threading.Event()
+    def look(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_lineno not in lines:
+            lines.add(frame.f_lineno)
+            hf_paged.memory_stats(model), hf_paged.last_route(model), hf_paged.free(other)
+        return look if frame.f_code.co_filename == f"{OURS}/model/registry.py" else None
 
     def run() -> None:
-        sys.settrace(looks)
-        case.run()
-        sys.settrace(None)
+        with tracing(look):
+            case.run()
         ended.set()
 
     threading.Thread(target=run, daemon=True).start()
     assert ended.wait(30), "it waits for a lock that it holds itself"
-    assert len(looks.lines) > 10
+    assert len(lines) > 10
     case.check()
 
 
@@ -514,33 +394,28 @@ class Blocks:
         self.goes_on_waiting = True
 
 
-class Fails(LogitsProcessor):
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise ValueError("of a processor")
+def fails(input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    raise ValueError("of a processor")
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "closed"])
-def test_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None:
-    model, results, streamer = models.build("llama"), {}, Blocks()
-    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        (expected,) = engine.generate([[8, 9]], GREEDY)
-        engine.add_request([8, 9], GREEDY, request_id="other")
-        if how == "closed":
-            stream = engine.stream([[5, 6, 7]], GREEDY, streamer=streamer, request_id="own")
-            next(stream)
-            with pytest.raises(KeyboardInterrupt):
-                stream.close()
-        else:
-            own = {"logits_processor": [Fails()]} if how == "failed" else {}
-            engine.add_request([5, 6, 7], GREEDY, request_id="own", streamer=streamer, **own)
-            with pytest.raises(KeyboardInterrupt):
-                results.update(
-                    (o.request_id, o.result) for o in engine.step() if o.result is not None
-                )
-                engine.cancel("own")
-        run_all(engine, results)
-        engine.check_integrity()
-        assert engine.stats().used_blocks == 0
+def test_an_interrupt_reaches_a_streamer_that_is_ended(how: str, engine: PagedEngine) -> None:
+    results, streamer = dict[str, Any](), Blocks()
+    given: dict[str, Any] = {"request_id": "own", "streamer": streamer}
+    (expected,) = engine.generate([[8, 9]], GREEDY)
+    engine.add_request([8, 9], GREEDY, request_id="other")
+    if how == "closed":
+        stream = engine.stream([[5, 6, 7]], GREEDY, **given)
+        next(stream)
+        with pytest.raises(KeyboardInterrupt):
+            stream.close()
+    else:
+        own = {"logits_processor": [fails]} if how == "failed" else {}
+        engine.add_request([5, 6, 7], GREEDY, **given, **own)
+        with pytest.raises(KeyboardInterrupt):
+            results.update((o.request_id, o.result) for o in engine.step() if o.result is not None)
+            engine.cancel("own")
+    run_all(engine, results)
     assert not streamer.goes_on_waiting
     assert results["other"].token_ids == expected.token_ids
     if how == "cancelled":
@@ -549,52 +424,21 @@ def test_an_interrupt_reaches_a_streamer_that_is_ended(how: str) -> None:
         assert str(results["own"].error) == "of a processor"
 
 
-@pytest.mark.slow
-def test_no_signal_handler_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.slow_cases("generate, encoder-decoder, beams", "engine.step, swap")
+@pytest.mark.parametrize(
+    "name",
+    ["generate, greedy", "engine.step", "generate, encoder-decoder, beams", "engine.step, swap"],
+)
+def test_no_signal_handler_is_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither by calls nor by engines, whose steps preempt, swap and are recorded."""
     numbers: list[Any] = []
     with monkeypatch.context() as patch:
         for module in (signal, _signal):
             patch.setattr(module, "signal", lambda *arguments: numbers.append(arguments))
-        for name in (
-            "generate, greedy",
-            "generate, encoder-decoder, beams",
-            "engine.step",
-            "engine.step, swap",
-        ):
-            case = CASES[name]()
-            case.run()
-            case.check()
+        case = CASES[name]()
+        case.run()
+        case.check()
     assert not numbers
-
-
-def test_a_context_that_an_interrupt_keeps_from_ending_is_ended_by_the_call() -> None:
-    seen: list[str] = []
-
-    @interrupts.restoring
-    def switched() -> Iterator[None]:
-        seen.append("switched")
-        try:
-            yield
-        finally:
-            seen.append("back")
-
-    @interrupts.guarded
-    def call() -> None:
-        context = switched()
-        context.__enter__()
-        with torch.no_grad():
-            torch._C._set_grad_enabled(False)
-            raise KeyboardInterrupt  # before `context.__exit__` is called
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        call()
-    assert seen == ["switched", "back"] and torch.is_grad_enabled()
-    assert caught.value is not None
-
-
-def nowhere(signum: int, frame: FrameType | None) -> None:
-    raise Nowhere
 
 
 def nowhere_once(signum: int, frame: FrameType | None) -> None:
@@ -604,8 +448,7 @@ def nowhere_once(signum: int, frame: FrameType | None) -> None:
 
 # of a package whose folder's name begins with that of hf_paged's
 nowhere_beside = FunctionType(
-    nowhere_once.__code__.replace(co_filename=f"{Path(hf_paged.__file__).parent}_jobs/handlers.py"),
-    globals(),
+    nowhere_once.__code__.replace(co_filename=f"{OURS}_jobs/handlers.py"), globals()
 )
 
 
@@ -619,33 +462,19 @@ class Handles:
         nowhere(signum, None)
 
 
-@pytest.mark.parametrize(
-    "handler",
-    [
-        nowhere,
-        nowhere_once,
-        nowhere_beside,
-        functools.partial(nowhere_for, "a job"),
-        Handles(),
-        Handles().__call__,
-    ],
-    ids=["function", "of one signal", "beside", "partial", "object", "method"],
-)
-def test_errors_of_handlers_are_interrupts_and_others_are_not(handler: Any) -> None:
+def test_errors_of_handlers_are_interrupts_and_others_are_not() -> None:
     def caught(raises: Callable[[], object]) -> BaseException:
-        try:
+        with pytest.raises(BaseException) as caught:
             raises()
-        except BaseException as error:
-            return error
-        raise AssertionError
+        return caught.value
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    try:
-        assert interrupts.is_interrupt(caught(lambda: signal.raise_signal(signal.SIGUSR1)))
-        assert interrupts.is_interrupt(caught(lambda: signal.raise_signal(signal.SIGINT)))
-        assert not interrupts.is_interrupt(caught(lambda: [][0]))
-    finally:
-        signal.signal(signal.SIGUSR1, before)
+    partial = functools.partial(nowhere_for, "a job")
+    handles = Handles()
+    for handler in (nowhere, nowhere_once, nowhere_beside, partial, handles, handles.__call__):
+        with handling(signal.SIGUSR1, handler):
+            assert interrupts.is_interrupt(caught(lambda: signal.raise_signal(signal.SIGUSR1)))
+            assert interrupts.is_interrupt(caught(lambda: signal.raise_signal(signal.SIGINT)))
+            assert not interrupts.is_interrupt(caught(lambda: [][0]))
 
 
 class TimedOut(TimeoutError):
@@ -659,22 +488,20 @@ def alarmed() -> Iterator[Callable[[], None]]:
     def handle(signum: int, frame: FrameType | None) -> None:
         raise TimedOut
 
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
+    with handling(signal.SIGALRM, handle):
         yield lambda: signal.raise_signal(signal.SIGALRM)
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_an_error_of_a_handler_is_raised_where_tokens_of_several_kinds_are_brought_to_the_host(
-    monkeypatch: pytest.MonkeyPatch,
+    engine: PagedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     results, original = dict[str, Any](), sampler._fetch
-    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine, alarmed() as ring:
-        expected = engine.generate([[5, 6, 7], [8, 9]], [GREEDY, MODES["sampled"]], seed=[3, 3])
-        engine.add_request([5, 6, 7], GREEDY, request_id="greedy")
-        engine.add_request([8, 9], MODES["sampled"], request_id="sampled", seed=3)
-        engine.step()
+    options = {"greedy": GREEDY, "sampled": MODES["sampled"]}
+    expected = engine.generate([[5, 6, 7]] * 2, list(options.values()), seed=[3, 3])
+    for name, own in options.items():
+        engine.add_request([5, 6, 7], own, request_id=name, seed=3)
+    engine.step()
+    with alarmed() as ring:
 
         def fetch(*args: Any) -> Any:
             monkeypatch.undo()
@@ -684,28 +511,26 @@ def test_an_error_of_a_handler_is_raised_where_tokens_of_several_kinds_are_broug
         monkeypatch.setattr(sampler, "_fetch", fetch)
         with pytest.raises(TimedOut):
             engine.step()
-        run_all(engine, results)
-        engine.check_integrity()
+    run_all(engine, results)
     assert results["greedy"].token_ids == expected[0].token_ids
     assert "TimedOut" in str(results["sampled"].error)
+
+
+def nodes() -> Iterator[tuple[str, ast.AST]]:
+    for path in Path(OURS).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            yield str(path.relative_to(OURS)), node
 
 
 def test_with_takes_locks_and_no_conditions() -> None:
     """`Condition.__enter__` and `__exit__` are Python code: a signal whose handler raises there
     leaves the lock taken, and other threads wait for ever."""
     conditions, taken = set[str](), set[str]()  # names, whose files may differ
-    for path in Path(OURS).rglob("*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text())))
-        made = [
-            node
-            for node in nodes
-            if isinstance(node, ast.Assign) and "Condition(" in ast.unparse(node.value)
-        ]
-        conditions |= {
-            ast.unparse(target).split(".")[-1] for node in made for target in node.targets
-        }
-        items = [item for node in nodes if isinstance(node, ast.With) for item in node.items]
-        taken |= {ast.unparse(item.context_expr).split(".")[-1] for item in items}
+    for _, node in nodes():
+        if isinstance(node, ast.Assign) and "Condition(" in ast.unparse(node.value):
+            conditions |= {ast.unparse(target).split(".")[-1] for target in node.targets}
+        if isinstance(node, ast.With):
+            taken |= {ast.unparse(item.context_expr).split(".")[-1] for item in node.items}
     assert not conditions & taken
     assert len(conditions) > (3 if all(map(is_installed, ROOMS)) else 1)
 
@@ -742,39 +567,38 @@ class SignalAtCheck:
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="other bytecodes look for signals")
 @pytest.mark.parametrize("is_taken", [False, True], ids=["free", "held by another thread"])
 def test_an_interrupt_leaves_no_attempted_lock_held(is_taken: bool) -> None:
-    lock, stop = threading.RLock(), threading.Event()
+    lock, is_ready, stop = threading.RLock(), threading.Event(), threading.Event()
 
-    def attempt() -> None:
-        with threads.attempt(lock) as is_held:
-            assert is_held is not is_taken
+    def attempt() -> bool:
+        """Whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(SignalAtCheck(n, (OURS, contextlib.__file__)))
+        try:
+            with threads.attempt(lock) as is_held:
+                assert is_held is not is_taken
+        except KeyboardInterrupt:
+            return True
+        finally:
+            sys.settrace(before)
+        return False
 
     def hold() -> None:
         with lock:
             is_ready.set()
             stop.wait()
 
-    is_ready = threading.Event()
     holder = threading.Thread(target=hold)
     if is_taken:
         holder.start()
         is_ready.wait()
-    before, num_interrupted = sys.gettrace(), 0
     try:
         for n in itertools.count(1):
-            tracer = SignalAtCheck(n, (OURS, contextlib.__file__))
-            sys.settrace(tracer)
-            try:
-                attempt()
-            except KeyboardInterrupt:
-                num_interrupted += 1
-            else:
+            if not attempt():
                 break
-            finally:
-                sys.settrace(before)
             assert not lock._is_owned(), n  # type: ignore[attr-defined]
     finally:
         stop.set()
-    assert num_interrupted > 10
+    assert n > 10
     if is_taken:
         holder.join()
 
@@ -782,11 +606,11 @@ def test_an_interrupt_leaves_no_attempted_lock_held(is_taken: bool) -> None:
 @needs_all_rooms
 def test_no_lock_is_acquired_outside_of_with_and_attempt() -> None:
     """A signal that arrives between `lock.acquire()` and a `try` leaves the lock held."""
-    calls = set[str]()
-    for path in Path(OURS).rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("lock.acquire"):
-                calls.add(f"{path.relative_to(OURS)}: {ast.unparse(node)}")
+    calls = {
+        f"{path}: {ast.unparse(node)}"
+        for path, node in nodes()
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("lock.acquire")
+    }
     assert calls == {
         "forks.py: lock.acquire(blocking=False)",  # in a new child process
         "ranks/signals.py: self._lock.acquire(timeout=0.05)",  # while signals are deferred

@@ -94,11 +94,7 @@ def test_uninstall_leaves_what_others_put_there() -> None:
     hf_paged.uninstall()
     hf_paged.install()
     assert DeepseekV3Attention.expand_kv is theirs
-
-
-def test_uninstall_after_others_deleted_the_expansion() -> None:
-    model = build_deepseek()
-    model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
+    model.generate(**inputs, **OPTIONS, **models.PAGED)
     del DeepseekV3Attention.expand_kv
     hf_paged.uninstall()
     assert not hasattr(DeepseekV3Attention, "expand_kv")
@@ -108,21 +104,18 @@ def test_uninstall_after_others_deleted_the_expansion() -> None:
 def test_many_queries_are_not_projected(num_queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A chunk of a prompt after cached tokens reads expanded latents."""
     model = build_deepseek()
-    ids = models.token_ids(2, 5 + num_queries)
-    with torch.no_grad():
-        expected = model(ids).logits[:, -1]
-    absorb = ExpandedTensor.absorb
-    query_lens = []
+    ids, absorb, query_lens = models.token_ids(2, 5 + num_queries), ExpandedTensor.absorb, []
 
     def observed(self: ExpandedTensor, query: torch.Tensor, value: torch.Tensor) -> Any:
         query_lens.append(query.shape[2])
         return absorb(self, query, value)
 
     monkeypatch.setattr(ExpandedTensor, "absorb", observed)
-    modules = list(model.modules())
     cache = hf_paged.PagedCache(model.config)
-    with torch.no_grad(), switch_attention(modules):
-        model(ids[:, :5], past_key_values=cache)
-        logits = model(ids[:, 5:], past_key_values=cache).logits[:, -1]
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        with switch_attention(list(model.modules())):
+            model(ids[:, :5], past_key_values=cache)
+            logits = model(ids[:, 5:], past_key_values=cache).logits[:, -1]
     assert query_lens == ([16, 16] if num_queries == 16 else [])
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -21,19 +21,17 @@ import torch
 from transformers import GenerationConfig
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine, PrefixTiers, threads
+from hf_paged import PagedEngine, PrefixTiers, threads
 from hf_paged.attention.backends import cpp
 from hf_paged.cache import idle
 from tests.support import limits, models
 
 GREEDY = limits.GREEDY
 PROMPT = models.token_ids(1, 33)
-STARTERS = [
-    name for name in ("_start_new_thread", "_start_joinable_thread") if hasattr(threading, name)
-]
+NO_MORE = "can't start new thread: the process is at"
 
 
-def _lack(error: type[Exception]) -> Callable[..., Any]:
+def lack(error: type[Exception]) -> Callable[..., Any]:
     def fail(*_: Any, **__: Any) -> Any:
         raise error("can't start new thread")
 
@@ -41,25 +39,38 @@ def _lack(error: type[Exception]) -> Callable[..., Any]:
 
 
 NO_THREADS = {
-    "refused": _lack(RuntimeError),
-    "no memory": _lack(MemoryError),
+    "refused": lack(RuntimeError),
+    "no memory": lack(MemoryError),
     # as one that lacks memory before it tells that it has started
     "ended at once": lambda *_, **__: 0,
 }
 
 
-@pytest.fixture(params=NO_THREADS)
-def threadless(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[pytest.MonkeyPatch]:
+@contextlib.contextmanager
+def without_threads(how: str) -> Iterator[pytest.MonkeyPatch]:
     """A process that gets no thread, until the patch is undone."""
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threads, "START_SECONDS", 0.05)
-        for name in STARTERS:
-            patch.setattr(threading, name, NO_THREADS[request.param])
+        for name in ("_start_new_thread", "_start_joinable_thread"):
+            if hasattr(threading, name):
+                patch.setattr(threading, name, NO_THREADS[how])
         yield patch
-    for thread in [thread for thread in threading._limbo if thread.name.startswith("hf_paged")]:  # type: ignore[attr-defined]
-        del threading._limbo[thread]  # type: ignore[attr-defined]  # it ended before it began, which threading waits for
+
+
+@pytest.fixture(params=NO_THREADS)
+def threadless(request: pytest.FixtureRequest) -> Iterator[pytest.MonkeyPatch]:
+    with without_threads(request.param) as patch:
+        yield patch
+    for thread in list(threading._limbo):  # type: ignore[attr-defined]
+        if thread.name.startswith("hf_paged"):
+            del threading._limbo[thread]  # type: ignore[attr-defined]  # it ended before it began, which threading waits for
+
+
+@pytest.fixture
+def plain() -> tuple[Any, list[int]]:
+    """A model, and its tokens."""
+    model = models.build("llama")
+    return model, model.generate(PROMPT, **GREEDY)[0].tolist()
 
 
 def test_a_thread_starts_or_not(threadless: pytest.MonkeyPatch) -> None:
@@ -72,23 +83,23 @@ def test_a_thread_starts_or_not(threadless: pytest.MonkeyPatch) -> None:
     assert calls == [2]
 
 
-def test_generate_without_an_idle_release(threadless: pytest.MonkeyPatch) -> None:
-    model: Any = models.build("llama")
-    expected = model.generate(PROMPT, **GREEDY)
+def test_generate_without_an_idle_release(threadless: pytest.MonkeyPatch, plain: Any) -> None:
+    model, expected = plain
     paged = {"cache_implementation": "paged", "cache_config": {"idle_release_seconds": 0.05}}
     was_running = idle._is_running  # for pools of other tests
-    assert torch.equal(model.generate(PROMPT, **GREEDY, **paged), expected)
+    assert model.generate(PROMPT, **GREEDY, **paged)[0].tolist() == expected
     assert was_running or not idle._is_running
     threadless.undo()
-    assert torch.equal(model.generate(PROMPT, **GREEDY, **paged), expected)
+    assert model.generate(PROMPT, **GREEDY, **paged)[0].tolist() == expected
     assert idle._is_running
 
 
-def test_tiers_write_once_there_are_threads(threadless: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    model: Any = models.build("llama")
-    expected = model.generate(PROMPT, **GREEDY)[0].tolist()
-    tiers = PrefixTiers(disk_path=tmp_path)
-    engine = PagedEngine(model, PagedConfig(block_size=8, prefix_caching=True, prefix_tiers=tiers))
+def test_tiers_write_once_there_are_threads(
+    threadless: pytest.MonkeyPatch, plain: Any, tmp_path: Path
+) -> None:
+    model, expected = plain
+    config = {"block_size": 8, "prefix_tiers": PrefixTiers(disk_path=tmp_path)}
+    engine = PagedEngine(model, config)
     for is_threadless in (True, False):
         if not is_threadless:
             threadless.undo()
@@ -97,22 +108,19 @@ def test_tiers_write_once_there_are_threads(threadless: pytest.MonkeyPatch, tmp_
         store: Any = engine._core.loop.blocks.tier  # type: ignore[union-attr]
         engine.free()  # evicts all blocks
         store.wait()
-        assert (
-            bool(store._unwritten) == is_threadless
-            and bool(store.counts().disk_bytes) != is_threadless
-        )
+        assert bool(store._unwritten) == is_threadless
+        assert bool(store.counts().disk_bytes) != is_threadless
 
 
-def test_an_adapter_is_loaded_by_the_step_that_needs_it(threadless: pytest.MonkeyPatch) -> None:
+def test_parts_that_need_a_thread_do_without(threadless: pytest.MonkeyPatch) -> None:
+    """An adapter is loaded by the step that needs it; the kernel for quantized blocks is left
+    out."""
     from hf_paged.adapters.files import AdapterStore
 
     store: Any = AdapterStore(torch.nn.Linear(1, 1))
     file: Any = type("File", (), {"path": "a"})()
     store.prefetch([file])
     assert not store._loading
-
-
-def test_the_kernel_for_quantized_blocks_is_left_out(threadless: pytest.MonkeyPatch) -> None:
     threadless.setattr(cpp, "_agreements", {})
     assert not cpp._agrees_in_thread(torch.int8) and not cpp._agreements
 
@@ -125,33 +133,29 @@ def test_a_schema_is_refused(threadless: pytest.MonkeyPatch) -> None:
     assert serving._compiling._value == before
 
 
-@contextlib.contextmanager
+@pytest.fixture
 def installed() -> Iterator[None]:
     hf_paged.install(continuous_batching=True)
-    try:
-        yield
-    finally:
-        hf_paged.uninstall()
-        hf_paged.install()
+    yield
+    hf_paged.uninstall()
+    hf_paged.install()
 
 
-def test_a_manager_says_so(threadless: pytest.MonkeyPatch) -> None:
-    model: Any = models.build("llama")
-    expected = model.generate(PROMPT, **GREEDY)[0].tolist()
-    with installed():
-        manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
-        with pytest.raises(RuntimeError, match="can't start new thread"):
-            manager.start()
-        assert not manager.is_running()
-        threadless.undo()
+def test_a_manager_says_so(threadless: pytest.MonkeyPatch, plain: Any, installed: None) -> None:
+    model, expected = plain
+    manager = model.init_continuous_batching(GenerationConfig(**GREEDY))
+    with pytest.raises(RuntimeError, match="can't start new thread"):
         manager.start()
-        name = manager.add_request(PROMPT[0].tolist())
-        assert PROMPT[0].tolist() + manager.get_result(name, 60).generated_tokens == expected
-        manager.stop()
+    assert not manager.is_running()
+    threadless.undo()
+    manager.start()
+    name = manager.add_request(PROMPT[0].tolist())
+    assert PROMPT[0].tolist() + manager.get_result(name, 60).generated_tokens == expected
+    manager.stop()
 
 
 def test_a_signal_while_a_manager_starts_leaves_a_thread_that_can_be_stopped(
-    monkeypatch: pytest.MonkeyPatch,
+    installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(signum: int, frame: Any) -> None:
         raise KeyboardInterrupt
@@ -161,20 +165,19 @@ def test_a_signal_while_a_manager_starts_leaves_a_thread_that_can_be_stopped(
         signal.raise_signal(signal.SIGUSR1)
 
     original, before = threading.Thread.start, signal.signal(signal.SIGUSR1, interrupt)
+    manager: Any = models.build("llama").init_continuous_batching(GenerationConfig(**GREEDY))  # type: ignore[operator]
     try:
-        with installed():
-            manager = models.build("llama").init_continuous_batching(GenerationConfig(**GREEDY))  # type: ignore[operator]
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(threading.Thread, "start", start)
-                manager.start()
-            assert manager.is_running()
-            manager.stop()
-            for thread in threading.enumerate():
-                if thread.name == "hf_paged-continuous-batching" and thread.ident is not None:
-                    thread.join(10)
-                    assert not thread.is_alive()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(threading.Thread, "start", start)
+            manager.start()
     finally:
         signal.signal(signal.SIGUSR1, before)
+    assert manager.is_running()
+    manager.stop()
+    for thread in threading.enumerate():
+        if thread.name == "hf_paged-continuous-batching" and thread.ident is not None:
+            thread.join(10)
+            assert not thread.is_alive()
 
 
 @pytest.mark.slow
@@ -186,12 +189,10 @@ def test_entry_points_at_a_limit(limit: str) -> None:
         os.chmod(folder, 0o777)
         command = [sys.executable, "-m", "tests.support.limits", folder, limit]
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    outcomes = dict(
-        line.split(": ", 1) for line in done.stdout.splitlines() if line.startswith(f"{limit}, ")
-    )
-    assert not done.returncode and len(outcomes) == len(limits.ENTRY_POINTS), (
-        done.stdout + done.stderr
-    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith(f"{limit}, ")]
+    outcomes = dict(line.split(": ", 1) for line in lines)
+    assert not done.returncode, done.stdout + done.stderr
+    assert len(outcomes) == len(limits.ENTRY_POINTS), done.stdout + done.stderr
     if limit == "threads":
         batch = outcomes.pop("threads, generate_batch")
         assert batch.startswith("raised RuntimeError: can't start new thread")
@@ -199,9 +200,7 @@ def test_entry_points_at_a_limit(limit: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["refused", "no memory"])
-def test_a_function_that_could_not_be_submitted_is_never_called(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_function_that_could_not_be_submitted_is_never_called(how: str) -> None:
     calls: list[int] = []
 
     async def fail() -> None:
@@ -209,11 +208,8 @@ def test_a_function_that_could_not_be_submitted_is_never_called(
         asyncio.get_running_loop().set_default_executor(executor)
         is_over = threading.Event()
         busy = threads.submit(is_over.wait, 60)  # its thread would later take a queued function
-        with monkeypatch.context() as patch:
-            for name in STARTERS:
-                patch.setattr(threading, name, NO_THREADS[how])
-            with pytest.raises(RuntimeError, match="can't start new thread: the process is at"):
-                threads.submit(calls.append, 1)
+        with without_threads(how), pytest.raises(RuntimeError, match=NO_MORE):
+            threads.submit(calls.append, 1)
         is_over.set()
         await busy
         executor.shutdown()
@@ -223,7 +219,7 @@ def test_a_function_that_could_not_be_submitted_is_never_called(
 
 
 @pytest.mark.parametrize("how", ["refused", "no memory"])
-def test_an_async_stream_says_so(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_async_stream_says_so(how: str) -> None:
     async def read() -> list[Any]:
         return [output async for output in engine.astream([[5, 6, 7]], GREEDY)]
 
@@ -231,12 +227,10 @@ def test_an_async_stream_says_so(how: str, monkeypatch: pytest.MonkeyPatch) -> N
         stream = engine.astream([[5, 6, 7]], GREEDY)
         if num_read:
             await anext(stream)
-        with monkeypatch.context() as patch:
-            for name in STARTERS:
-                patch.setattr(threading, name, NO_THREADS[how])
+        with without_threads(how):
             if num_read:  # the thread that runs this far serves the rest
                 asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-            with pytest.raises(RuntimeError, match="can't start new thread: the process is at"):
+            with pytest.raises(RuntimeError, match=NO_MORE):
                 async for _ in stream:
                     pass
         assert not engine.has_unfinished

@@ -68,17 +68,14 @@ def test_each_line_fails_in_the_first_scenario_that_visits_it() -> None:
     sites = choose_sites(
         {"first": visits, "second": more}, ["MemoryError", "OSError"], sample=0, seed=0
     )
-    assert len(sites["first"]) == len(visits) > 10 and {site.fault for site in sites["first"]} == {
-        "MemoryError",
-        "OSError",
-    }
+    assert len(sites["first"]) == len(visits) > 10
+    assert {site.fault for site in sites["first"]} == {"MemoryError", "OSError"}
     assert sites["second"] == [Site("more.py", 1, -1, "f")]
     later = choose_sites({"first": visits, "engine.step": more}, ["OSError"], 0, 0)["engine.step"]
     assert Site("more.py", 1, -1, "f", visit=2, fault="OSError") in later and len(later) > 1
     drawn = choose_sites({"second": more}, ["OSError"], sample=40, seed=0)["second"]
-    assert len(drawn) == 40 and all(
-        1 <= site.visit <= more[site.file, site.line, -1, site.function] for site in drawn
-    )
+    assert len(drawn) == 40
+    assert all(1 <= x.visit <= more[x.file, x.line, -1, x.function] for x in drawn)
 
 
 @pytest.mark.slow

@@ -114,10 +114,8 @@ def test_every_part_is_drawn() -> None:
         for how in ("recompute", "swap")
         for lora in {kind.has_adapters, False}
     }
-    assert {run.num_engines for run in runs} == {1, 2} and {run.captured for run in runs} == {
-        True,
-        False,
-    }
-    assert {run.tier for run in runs} == {run.assisted for run in runs} == {True, False}
+    assert {run.num_engines for run in runs} == {1, 2}
+    for flag in ("captured", "tier", "assisted"):
+        assert {getattr(run, flag) for run in runs} == {True, False}
     assert {run.config.speculation for run in runs} == {None, "ngram"}
     assert {run.config.block_size for run in runs} == {8, 16}

@@ -3,6 +3,7 @@ blocks are taken."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers import GenerationConfig, TextStreamer, pipeline
+from transformers import GenerationConfig, TextIteratorStreamer, TextStreamer, pipeline
 
 import hf_paged
 from hf_paged import (
@@ -27,10 +28,13 @@ from hf_paged import (
     VirtualStorage,
 )
 from tests.support import models
+from tests.support.engine_helpers import assert_drained
 
 OPTIONS = {"max_new_tokens": 3, "do_sample": False}
 IDS = torch.tensor([[5, 6, 7]])
 PAGED = {"cache_implementation": "paged"}
+STREAMER = TextStreamer(models.tokenizer())
+FOLDER = str(Path(__file__).parent)
 
 
 @functools.cache
@@ -40,12 +44,12 @@ def model() -> Any:
 
 @functools.cache
 def engine() -> PagedEngine:
-    return PagedEngine(model(), tokenizer=models.tokenizer())
-
-
-@functools.cache
-def textless() -> PagedEngine:
+    """Without a tokenizer."""
     return PagedEngine(model())
+
+
+def made(*arguments: Any, **options: Any) -> PagedEngine:
+    return PagedEngine(model(), *arguments, **options)
 
 
 def meta() -> Any:
@@ -59,410 +63,259 @@ def generate(ids: Any = IDS, **options: Any) -> Any:
 
 
 def add(prompt: Any = (5, 6, 7), config: Any = OPTIONS, **options: Any) -> Any:
-    return textless().add_request(prompt, config, **options)
+    return engine().add_request(prompt, config, **options)
 
 
-def one_failed(prompts: Any, config: Any = OPTIONS) -> Any:
-    (result,) = textless().generate(prompts, config)
-    raise result.error  # type: ignore[misc]
+SEEDS = "it must be None or a whole number from -9223372036854775808 to 18446744073709551615"
+PRIORITIES = "it must be a whole number from -2147483647 to 2147483647 (lower runs earlier)"
+TOKEN_IDS = "pass token ids, one list of whole numbers for each request"
+ONE_EACH = "pass whole numbers of shape (length,) or (1, length), one request for each prompt"
+DTYPES = "token ids must be torch.int64 or torch.int32"
+TOKENS = "it must be a whole number (tokens)"
+COUNT = "it must be a whole number of at least 1"
+METHODS = "it must have the methods `put` and `end`"
+CALLABLE = "holds 5 at index 0: it must be callable"
 
-
-# call; error; what was asked, what there is, what to change
-MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
-    # -- making an engine
-    "tokenizer as config": (
-        lambda: PagedEngine(model(), models.tokenizer()),
-        ValueError,
-        ("`config` is of type ", "`PagedEngine(model, tokenizer=tokenizer)`"),
-    ),
-    "option beside the config": (
-        lambda: PagedEngine(model(), num_blocks=100),
-        TypeError,
-        ("no argument `num_blocks`", "PagedEngine(model, PagedConfig(num_blocks=100))"),
-    ),
-    "typo beside the config": (
-        lambda: PagedEngine(model(), num_block=100),
-        TypeError,
-        ("no argument `num_block`", "did you mean `num_blocks`?", "go into the config"),
-    ),
-    "generation option of an engine": (
-        lambda: PagedEngine(model(), max_new_tokens=64),
-        TypeError,
-        ("no argument `max_new_tokens`", 'engine.generate(prompts, {"max_new_tokens": 64})'),
-    ),
-    "name of a model": (
-        lambda: PagedEngine("some/model"),
-        ValueError,
-        ("`model` is 'some/model'", "`PagedEngine.from_pretrained('some/model')`"),
-    ),
-    "pipeline as model": (
-        lambda: PagedEngine(
-            pipeline("text-generation", model=model(), tokenizer=models.tokenizer())
-        ),
-        ValueError,
-        ("`model` is ", "pass its `.model`"),
-    ),
-    "model without head": (
-        lambda: PagedEngine(model().model),
-        ValueError,
-        ("LlamaModel", "pass the model with its head"),
-    ),
-    "class of a model": (
-        lambda: PagedEngine(transformers.LlamaForCausalLM),
-        ValueError,
-        ("`model` is <class", "it must be a model", "from_pretrained"),
-    ),
-    "name of a tokenizer": (
-        lambda: PagedEngine(model(), tokenizer="some/model"),
-        ValueError,
-        ("`tokenizer` is 'some/model'", "`AutoTokenizer.from_pretrained`"),
-    ),
-    "model as tokenizer": (
-        lambda: PagedEngine(model(), tokenizer=model()),
-        ValueError,
-        ("`tokenizer` is Llama", "pass a"),
-    ),
-    "config as text": (
-        lambda: PagedEngine(model(), "paged"),  # type: ignore[arg-type]
-        ValueError,
-        ("`config` is 'paged'", "`PagedConfig` or a dict", '{"num_blocks": 4096}'),
-    ),
-    "config of generation": (
-        lambda: PagedEngine(model(), GenerationConfig()),  # type: ignore[arg-type]
-        ValueError,
-        ("`config` is GenerationConfig", "`PagedConfig`"),
-    ),
-    "engine on meta": (
-        lambda: PagedEngine(meta()),
-        ValueError,
-        ("on the meta device", "`from_pretrained`"),
-    ),
-    "pretrained with an option": (
-        lambda: PagedEngine.from_pretrained("some/model", num_blocks=10),
-        TypeError,
-        ("no argument `num_blocks`", "PagedConfig(num_blocks=10)"),
-    ),
-    "pretrained from no folder": (
-        lambda: PagedEngine.from_pretrained("./no/folder"),
-        FileNotFoundError,
-        ("no folder './no/folder'", "pass the folder of a saved model"),
-    ),
-    "pretrained from a model": (
-        lambda: PagedEngine.from_pretrained(model()),
-        ValueError,
-        ("`name_or_path` is Llama", "`PagedEngine(model)`"),
-    ),
-    # -- configs
-    "typo in the config": (
-        lambda: PagedConfig(num_block=3),  # type: ignore[call-arg]
-        TypeError,
-        ("`PagedConfig` has no option `num_block`", "did you mean `num_blocks`?", "prefix_caching"),
-    ),
-    "typo in a dict": (
-        lambda: PagedEngine(model(), {"num_block": 3}),
-        ValueError,
-        ("`config` has no option `num_block`", "did you mean `num_blocks`?"),
-    ),
-    "typo in nested options": (
-        lambda: PagedConfig(storage={"page_byte": 4096}),  # type: ignore[arg-type]
-        ValueError,
-        ("`storage` has no option `page_byte`", "`page_bytes`"),
-    ),
-    "typo in storage": (
-        lambda: VirtualStorage(block_ahead=1),  # type: ignore[call-arg]
-        TypeError,
-        ("`VirtualStorage` has no option `block_ahead`", "did you mean `blocks_ahead`?"),
-    ),
-    "an option that was removed": (
-        lambda: VirtualStorage(blocks_ahead=1, background=True),  # type: ignore[call-arg]
-        TypeError,
-        ("`VirtualStorage` has no option `background` any more", "remove it", "`blocks_ahead`"),
-    ),
-    "an option that was removed, in a dict": (
-        lambda: PagedConfig(storage={"blocks_ahead": 1, "background": True}),
-        ValueError,
-        ("`storage` has no option `background` any more", "remove it"),
-    ),
-    "typo in tiers": (
-        lambda: PrefixTiers(path="folder"),  # type: ignore[call-arg]
-        TypeError,
-        ("`PrefixTiers` has no option `path`", "disk_path"),
-    ),
-    "block size as text": (
-        lambda: PagedConfig(block_size="big"),
-        ValueError,
-        ("`block_size` is 'big'", "'auto'"),
-    ),
-    "dtype of torch": (
-        lambda: PagedConfig(kv_dtype=torch.int8),  # type: ignore[arg-type]
-        ValueError,
-        ("`kv_dtype` is torch.int8", "'int8', 'fp8_e4m3', 'fp8_e5m2'"),
-    ),
-    "typo in a value": (
-        lambda: PagedConfig(storage="virtal"),
-        ValueError,
-        ("`storage` is 'virtal'", "'blocks', 'virtual' or a `VirtualStorage`"),
-    ),
-    "auto with a number of blocks": (
-        lambda: PagedConfig(block_size="auto", num_blocks=9),
-        ValueError,
-        ("`num_blocks` is 9", "`block_size` 'auto'", "`memory_fraction` or `hf_paged.budget`"),
-    ),
-    "budget as text": (
-        lambda: hf_paged.budget("8GB"),  # type: ignore[arg-type]
-        ValueError,
-        ("the budget is '8GB'", "8 << 30"),
-    ),
-    "budget 0": (lambda: hf_paged.budget(0), ValueError, ("the budget is 0", "bytes, at least 1")),
-    # -- requests
-    "several texts": (
-        lambda: add(["a", "b"]),
-        ValueError,
-        ("['a', 'b']", "2 prompts", "`engine.generate(prompts)`"),
-    ),
-    "several rows": (
-        lambda: add([[5, 6], [7]]),
-        ValueError,
-        ("2 prompts", "`engine.generate(prompts)`"),
-    ),
-    "text without tokenizer": (
-        lambda: add("hello"),
-        ValueError,
-        ("the prompt is text", "`tokenizer=`", "token ids"),
-    ),
-    "empty prompt": (lambda: add([]), ValueError, ("the prompt is empty", "at least one token id")),
-    "id beyond the vocabulary": (
-        lambda: add([5, 10**6]),
-        ValueError,
-        ("token id 1000000 is outside the vocabulary", "from 0 to 127"),
-    ),
-    "generation option of a request": (
-        lambda: add(max_new_tokens=3),
-        TypeError,
-        ("no argument `max_new_tokens`", '`generation_config`, such as {"max_new_tokens": 64}'),
-    ),
-    "typo in generation options": (
-        lambda: add(config={"max_new_token": 3}),
-        ValueError,
-        ("no option `max_new_token`", "did you mean `max_new_tokens`?"),
-    ),
-    "option of the memory in a request": (
-        lambda: add(config={**OPTIONS, "num_blocks": 3}),
-        ValueError,
-        ("no option `num_blocks`", "the engine's config", "PagedConfig(num_blocks=...)"),
-    ),
-    "argument in generation options": (
-        lambda: add(config={**OPTIONS, "seed": 3}),
-        ValueError,
-        ("no option `seed`", "the argument `seed=`"),
-    ),
-    "bytes": (lambda: add(b"hello"), ValueError, ("the prompt is b'hello'", "decode it")),
-    "generation options as text": (
-        lambda: add(config="greedy"),
-        ValueError,
-        ("is 'greedy'", "`GenerationConfig` or a dict"),
-    ),
-    "no such adapter": (
-        lambda: add(adapter="french"),
-        ValueError,
-        ("adapter 'french' does not exist", "the model has none", "no such folder"),
-    ),
-    "folder without an adapter": (
-        lambda: add(adapter=str(Path(__file__).parent)),
-        ValueError,
-        ("tests' has no adapter_config.json", "pass the folder that contains it"),
-    ),
-    "stop strings without tokenizer": (
-        lambda: add(config={**OPTIONS, "stop_strings": ["a"]}),
-        ValueError,
-        ("`stop_strings` is ['a']", "`tokenizer=`"),
-    ),
-    "schema without tokenizer": (
-        lambda: add(schema={"type": "object"}),
-        ValueError,
-        ("`schema` constrains text", "`tokenizer=`"),
-    ),
-    "more sequences than beams": (
-        lambda: add(config={"num_beams": 2, "num_return_sequences": 3}),
-        ValueError,
-        ("`num_return_sequences` (3)", "`num_beams` (2)"),
-    ),
-    "name of an assistant": (
-        lambda: add(assistant_model="gpt2"),
-        ValueError,
-        ("`assistant_model` is 'gpt2'", "a model"),
-    ),
-    "tokenizer of no assistant": (
-        lambda: add(assistant_tokenizer=models.tokenizer()),
-        ValueError,
-        ("`assistant_tokenizer` goes with an `assistant_model`", "leave both out"),
-    ),
-    "request of no id": (
-        lambda: textless().cancel("lost"),
-        ValueError,
-        ("the id 'lost'", "unfinished ids: none"),
-    ),
-    "too few blocks": (
-        lambda: PagedEngine(model(), {"num_blocks": 3}).add_request([5], {"max_new_tokens": 500}),
-        OutOfBlocksError,
-        (
-            "needs 32 blocks of 16 tokens",
-            "at most 3",
-            "raise `num_blocks`",
-            "lower `max_new_tokens`",
-        ),
-    ),
-    "one prompt as list": (
-        lambda: textless().generate([5, 6, 7], OPTIONS),
-        ValueError,
-        ("[5, 6, 7] is one prompt", "a list"),
-    ),
-    "no prompts": (
-        lambda: textless().generate(None),
-        ValueError,
-        ("`prompts` is None", "pass a list"),
-    ),  # type: ignore[arg-type]
-    "too many configs": (
-        lambda: textless().generate([[5], [6]], [OPTIONS] * 3),
-        ValueError,
-        ("3 generation configs", "2 prompts", "pass one"),
-    ),
-    "typo in an argument": (
-        lambda: textless().generate([[5]], OPTIONS, adaptor="x"),
-        TypeError,
-        ("no argument `adaptor`", "did you mean `adapter`?"),
-    ),
-    "pickled engine": (
-        lambda: pickle.dumps(textless()),
-        TypeError,
-        ("`PagedEngine` cannot be pickled", "make an engine in each process"),
-    ),
-    "copied engine": (
-        lambda: copy.deepcopy(textless()),
-        TypeError,
-        ("pickled or copied", "make an engine in each process"),
-    ),
-    "memory of a name": (
-        lambda: hf_paged.memory_stats("gpt2"),
-        ValueError,
-        ("`model` is 'gpt2'", "pass a model"),
-    ),
-    # -- generate
-    "capital": (
-        lambda: generate(cache_implementation="Paged"),
-        ValueError,
-        ("is 'Paged'", "did you mean 'paged'?"),
-    ),
-    "hyphen": (
-        lambda: generate(cache_implementation="hf-paged"),
-        ValueError,
-        ("is 'hf-paged'", "did you mean 'hf_paged'?"),
-    ),
-    "typo in cache_config": (
-        lambda: generate(cache_config={"num_block": 3}),
-        ValueError,
-        ("`cache_config` has no option `num_block`", "did you mean `num_blocks`?"),
-    ),
-    "number as cache_config": (
-        lambda: generate(cache_config=4096),
-        ValueError,
-        ("`cache_config` is 4096", '{"num_blocks": 4096}'),
-    ),
-    "option beside cache_config": (
-        lambda: generate(num_blocks=3),
-        TypeError,
-        ("in its config", 'cache_config={"num_blocks": 3}'),
-    ),
-    "text": (
-        lambda: generate("hello"),
-        ValueError,
-        ("`input_ids` are 'hello'", "**tokenizer(texts"),
-    ),
-    "list": (lambda: generate([[5, 6]]), ValueError, ("`input_ids` are [[5, 6]]", "pass a tensor")),
-    "inputs not unpacked": (
-        lambda: generate(models.tokenizer()(["hello"], return_tensors="pt")),
-        ValueError,
-        ("`inputs` is a mapping", "`model.generate(**inputs, ...)`"),
-    ),
-    "one row without rows": (
-        lambda: generate(IDS[0]),
-        ValueError,
-        ("the shape (3,)", "(rows, length)"),
-    ),
-    "rows without tokens": (
-        lambda: generate(IDS[:, :0]),
-        ValueError,
-        ("the shape (1, 0)", "at least one token"),
-    ),
-    "mask of another shape": (
-        lambda: generate(attention_mask=torch.ones(1, 5, dtype=torch.long)),
-        ValueError,
-        ("(1, 5)", "(1, 3)", "as the tokenizer returned them"),
-    ),
-    "dict as generation_config": (
-        lambda: generate(generation_config=OPTIONS),
-        ValueError,
-        ("`generation_config` is {", "`GenerationConfig`, or the options as keyword arguments"),
-    ),
-    "streamer of several rows": (
-        lambda: generate(IDS.repeat(2, 1), streamer=TextStreamer(models.tokenizer())),
-        ValueError,
-        ("takes one row", "there are 2", "pass a list of streamers"),
-    ),
-    "name of generate's assistant": (
-        lambda: generate(assistant_model="gpt2"),
-        ValueError,
-        ("`assistant_model` is 'gpt2'", "must be None or a model"),
-    ),
-    "generate on meta": (
-        lambda: meta().generate(IDS, **PAGED),
-        ValueError,
-        ("on the meta device", "`from_pretrained`"),
-    ),
-    "no beams": (
-        lambda: add(config={"num_beams": 0}),
-        ValueError,
-        ("`num_beams` is 0", "at least 1"),
-    ),
-    "name as a cache": (
-        lambda: generate(past_key_values="paged"),
-        ValueError,
-        ("`past_key_values` is 'paged'", "`PagedCache(model.config)`", "`cache_config`"),
-    ),
-    "config as a cache": (
-        lambda: generate(past_key_values=PagedConfig()),
-        ValueError,
-        ("`past_key_values` is PagedConfig", "options go into `cache_config`"),
-    ),
-    # -- caches
-    "option beside a cache's config": (
-        lambda: PagedCache(model().config, num_blocks=3),
-        TypeError,
-        ("no argument `num_blocks`", 'PagedCache(model.config, {"num_blocks": 3})'),
-    ),
-    "model as a cache's config": (
-        lambda: PagedCache(model()),
-        ValueError,
-        ("`config` is Llama", "`PagedCache(model.config)`"),
-    ),
-    "option in install": (
-        lambda: hf_paged.install({"num_block": 3}),
-        ValueError,
-        ("`continuous_batching` has no option `num_block`", "`num_blocks`"),
+# What an error says, whole or in parts between "…", and what is passed.
+PROMPTS: dict[str, Any] = {
+    "['a', 'b']…2 prompts…`engine.generate(prompts)`": ["a", "b"],
+    "2 prompts…`engine.generate(prompts)`": [[5, 6], [7]],
+    "the prompt is text…`tokenizer=`…token ids": "hello",
+    "the prompt is empty…at least one token id": [],
+    "token id 1000000 is outside the vocabulary…from 0 to 127": [5, 10**6],
+    "the prompt is b'hello'…decode it": b"hello",
+    f"the prompt is a torch.float32 tensor of shape (2,): {ONE_EACH}": torch.tensor([5.0, 6.0]),
+    f"the prompt is [5.0, 6.0]: {TOKEN_IDS}": [5.0, 6.0],
+    f"the prompt is [True, True]: {TOKEN_IDS}": torch.tensor([True, True]),
+    f"the prompt is a torch.int64 tensor of shape (0, 20): {ONE_EACH}": torch.zeros(0, 20).long(),
+}
+REQUESTS: dict[str, dict[str, Any]] = {
+    "is 'greedy'…`GenerationConfig` or a dict": {"config": "greedy"},
+    "adapter 'french' does not exist…the model has none…no such folder": {"adapter": "french"},
+    "tests' has no adapter_config.json…pass the folder that contains it": {"adapter": FOLDER},
+    "`adapter` is ['a']: it must be None or an adapter's name or folder": {"adapter": ["a"]},
+    "`schema` constrains text…`tokenizer=`": {"schema": {"type": "object"}},
+    f"`num_beams` is 2.0: {COUNT}": {"config": GenerationConfig(num_beams=2.0)},
+    "`assistant_model` is 'gpt2'…a model": {"assistant_model": "gpt2"},
+    "`assistant_tokenizer` goes with an `assistant_model`…leave both out": {
+        "assistant_tokenizer": models.tokenizer()
+    },
+    f"`seed` is 1180591620717411303424: {SEEDS}": {"seed": 2**70},
+    f"`seed` is -9223372036854775809: {SEEDS}": {"seed": -(2**63) - 1},
+    f"`seed` is 1.5: {SEEDS}": {"seed": 1.5},
+    f"`seed` is True: {SEEDS}": {"seed": True},
+    "`request_id` is ['a']: it must be hashable, a string for instance": {"request_id": ["a"]},
+    f"`priority` is 100000000000000000...0000000000000000000: {PRIORITIES}": {"priority": 10**400},
+    f"`priority` is …: {PRIORITIES}": {"priority": 10**5000},  # without digits
+    f"`streamer` is 5: {METHODS}": {"streamer": 5},
+    "`streamer` is of type TextStreamer, which takes one row, and there are 3: ask for one sequence"
+    " per request": {
+        "config": {"do_sample": True, "num_return_sequences": 3},
+        "streamer": STREAMER,
+    },
+    f"`logits_processor` {CALLABLE}": {"logits_processor": [5]},
+    f"`stopping_criteria` {CALLABLE}": {"stopping_criteria": [5]},
+}
+GENERATION: dict[str, dict[str, Any]] = {
+    "no option `max_new_token`…did you mean `max_new_tokens`?": {"max_new_token": 3},
+    "no option `num_blocks`…the engine's config…PagedConfig(num_blocks=...)": {"num_blocks": 3},
+    "no option `seed`…the argument `seed=`": {"seed": 3},
+    "`GenerationConfig` has no option `max_tokens`: did you mean `max_new_tokens`?": {
+        "max_tokens": 3
+    },
+    "`stop_strings` is ['a']…`tokenizer=`": {"stop_strings": ["a"]},
+    "`num_return_sequences` (3)…`num_beams` (2)": {"num_beams": 2, "num_return_sequences": 3},
+    "`num_beams` is 0…at least 1": {"num_beams": 0},
+    f"`num_beams` is True: {COUNT}": {"num_beams": True},
+    f"`num_beams` is 2.0: {COUNT}": {"num_beams": 2.0},
+    f"`max_new_tokens` is '3': {TOKENS}": {"max_new_tokens": "3"},
+}
+TWO_ROWS = IDS.repeat(2, 1)
+CALLS: dict[str, dict[str, Any]] = {
+    "is 'Paged'…did you mean 'paged'?": {"cache_implementation": "Paged"},
+    "is 'hf-paged'…did you mean 'hf_paged'?": {"cache_implementation": "hf-paged"},
+    "`cache_config` has no option `num_block`…did you mean `num_blocks`?": {
+        "cache_config": {"num_block": 3}
+    },
+    '`cache_config` is 4096…{"num_blocks": 4096}': {"cache_config": 4096},
+    "`input_ids` are 'hello'…**tokenizer(texts": {"ids": "hello"},
+    "`input_ids` are [[5, 6]]…pass a tensor": {"ids": [[5, 6]]},
+    "`inputs` is a mapping…`model.generate(**inputs, ...)`": {
+        "ids": models.tokenizer()(["hello"], return_tensors="pt")
+    },
+    "the shape (3,)…(rows, length)": {"ids": IDS[0]},
+    "the shape (1, 0)…at least one token": {"ids": IDS[:, :0]},
+    "`input_ids` have the shape (0, 20): it must be (rows, length), with at least one row": {
+        "ids": torch.zeros(0, 20, dtype=torch.long)
+    },
+    f"`input_ids` are torch.float32: {DTYPES}": {"ids": IDS.float()},
+    f"`input_ids` are torch.bool: {DTYPES}": {"ids": IDS.bool()},
+    "(1, 5)…(1, 3)…as the tokenizer returned them": {"attention_mask": torch.ones(1, 5).long()},
+    "`generation_config` is {…`GenerationConfig`, or the options as keyword arguments": {
+        "generation_config": OPTIONS
+    },
+    "takes one row…there are 2…pass a list of streamers": {"ids": TWO_ROWS, "streamer": STREAMER},
+    "`streamer` is of type TextIteratorStreamer, which takes one row, and there are 3: pass a list"
+    " of streamers, one per row": {
+        **{"do_sample": True, "num_return_sequences": 3},
+        "streamer": TextIteratorStreamer(models.tokenizer()),
+    },
+    f"`streamer` is 5: {METHODS}": {"ids": TWO_ROWS, "streamer": [STREAMER, 5]},
+    f"`num_beams` is 2.0: {COUNT}": {"generation_config": GenerationConfig(num_beams=2.0)},
+    f"`max_new_tokens` is '3': {TOKENS}": {"max_new_tokens": "3"},
+    f"`logits_processor` {CALLABLE}": {"logits_processor": [5]},
+    f"`stopping_criteria` {CALLABLE}": {"stopping_criteria": [5]},
+    "The following `model_kwargs` are not used by the model: ['max_tokens'] (note: typos in the"
+    " generate arguments will also show up in this list)": {"max_tokens": 3},
+    "`assistant_model` is 'gpt2'…must be None or a model": {"assistant_model": "gpt2"},
+    "`past_key_values` is 'paged'…`PagedCache(model.config)`…`cache_config`": {
+        "past_key_values": "paged"
+    },
+    "`past_key_values` is PagedConfig…options go into `cache_config`": {
+        "past_key_values": PagedConfig()
+    },
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "`storage` has no option `page_byte`…`page_bytes`": {"storage": {"page_byte": 4096}},
+    "`storage` has no option `background` any more…remove it": {
+        "storage": {"blocks_ahead": 1, "background": True}
+    },
+    "`block_size` is 'big'…'auto'": {"block_size": "big"},
+    "`kv_dtype` is torch.int8…'int8', 'fp8_e4m3', 'fp8_e5m2'": {"kv_dtype": torch.int8},
+    "`storage` is 'virtal'…'blocks', 'virtual' or a `VirtualStorage`": {"storage": "virtal"},
+    "`num_blocks` is 9…`block_size` 'auto'…`memory_fraction` or `hf_paged.budget`": {
+        "block_size": "auto",
+        "num_blocks": 9,
+    },
+}
+OTHER_VALUES: dict[str, Callable[[], Any]] = {
+    "`config` is of type …`PagedEngine(model, tokenizer=tokenizer)`": lambda: made(
+        models.tokenizer()
+    ),
+    "`model` is 'some/model'…`PagedEngine.from_pretrained('some/model')`": lambda: PagedEngine(
+        "some/model"
+    ),
+    "`model` is …pass its `.model`": lambda: PagedEngine(
+        pipeline("text-generation", model=model(), tokenizer=models.tokenizer())
+    ),
+    "LlamaModel…pass the model with its head": lambda: PagedEngine(model().model),
+    "`model` is <class…it must be a model…from_pretrained": lambda: PagedEngine(type(model())),
+    "`tokenizer` is 'some/model'…`AutoTokenizer.from_pretrained`": lambda: made(
+        tokenizer="some/model"
+    ),
+    "`tokenizer` is Llama…pass a": lambda: made(tokenizer=model()),
+    "`config` is 'paged'…`PagedConfig` or a dict…{\"num_blocks\": 4096}": lambda: made("paged"),
+    "`config` is GenerationConfig…`PagedConfig`": lambda: made(GenerationConfig()),
+    "`config` has no option `num_block`…did you mean `num_blocks`?": lambda: made({"num_block": 3}),
+    "on the meta device…`from_pretrained`": lambda: PagedEngine(meta()),
+    "on the meta device…`from_pretrained`…": lambda: meta().generate(IDS, **PAGED),
+    "`name_or_path` is Llama…`PagedEngine(model)`": lambda: PagedEngine.from_pretrained(model()),
+    "the budget is '8GB'…8 << 30": lambda: hf_paged.budget("8GB"),
+    "the budget is 0…bytes, at least 1": lambda: hf_paged.budget(0),
+    "the id 'lost'…unfinished ids: none": lambda: engine().cancel("lost"),
+    "[5, 6, 7] is one prompt…a list": lambda: engine().generate([5, 6, 7], OPTIONS),
+    "`prompts` is None…pass a list": lambda: engine().generate(None),
+    "3 generation configs…2 prompts…pass one": lambda: engine().generate([[5], [6]], [OPTIONS] * 3),
+    "`model` is 'gpt2'…pass a model": lambda: hf_paged.memory_stats("gpt2"),
+    f"`streamer` is 5: {METHODS}": lambda: generate(streamer=5),
+    f"`num_beams` is 2.0: {COUNT}": lambda: generate(num_beams=2.0),
+    "`config` is Llama…`PagedCache(model.config)`": lambda: PagedCache(model()),
+    "`continuous_batching` has no option `num_block`…`num_blocks`": lambda: hf_paged.install(
+        {"num_block": 3}
     ),
 }
 
+TYPES: dict[str, Callable[[], Any]] = {
+    "no argument `num_blocks`…PagedEngine(model, PagedConfig(num_blocks=100))": lambda: made(
+        num_blocks=100
+    ),
+    "no argument `num_block`…did you mean `num_blocks`?…go into the config": lambda: made(
+        num_block=100
+    ),
+    'no argument `max_new_tokens`…engine.generate(prompts, {"max_new_tokens": 64})': lambda: made(
+        max_new_tokens=64
+    ),
+    "no argument `num_blocks`…PagedConfig(num_blocks=10)": lambda: PagedEngine.from_pretrained(
+        "some/model", num_blocks=10
+    ),
+    "`PagedConfig` has no option `num_block`…did you mean `num_blocks`?…prefix_caching": (
+        lambda: PagedConfig(num_block=3)
+    ),
+    "`VirtualStorage` has no option `block_ahead`…did you mean `blocks_ahead`?": (
+        lambda: VirtualStorage(block_ahead=1)
+    ),
+    "`VirtualStorage` has no option `background` any more…remove it…`blocks_ahead`": (
+        lambda: VirtualStorage(blocks_ahead=1, background=True)
+    ),
+    "`PrefixTiers` has no option `path`…disk_path": lambda: PrefixTiers(path="folder"),
+    'no argument `max_new_tokens`…`generation_config`, such as {"max_new_tokens": 64}': (
+        lambda: add(max_new_tokens=3)
+    ),
+    "there is no argument `max_tokens`: did you mean `max_new_tokens`? Generation options go into"
+    ' `generation_config`, such as {"max_new_tokens": 64}': lambda: engine().generate(
+        [[5, 6]], max_tokens=3
+    ),
+    "no argument `adaptor`…did you mean `adapter`?": lambda: engine().generate(
+        [[5]], OPTIONS, adaptor="x"
+    ),
+    "`PagedEngine` cannot be pickled…make an engine in each process": lambda: pickle.dumps(
+        engine()
+    ),
+    "pickled or copied…make an engine in each process": lambda: copy.deepcopy(engine()),
+    'in its config…cache_config={"num_blocks": 3}': lambda: generate(num_blocks=3),
+    'no argument `num_blocks`…PagedCache(model.config, {"num_blocks": 3})': lambda: PagedCache(
+        model().config, num_blocks=3
+    ),
+}
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_an_error_says_what_was_asked_what_there_is_and_what_to_change(name: str) -> None:
-    call, error, parts = MISTAKES[name]
+VALUES: list[tuple[str, Callable[[], Any]]] = [
+    *OTHER_VALUES.items(),
+    *((said, functools.partial(PagedConfig, **options)) for said, options in CONFIGS.items()),
+    *((said, functools.partial(add, prompt)) for said, prompt in PROMPTS.items()),
+    *((said, functools.partial(add, **given)) for said, given in REQUESTS.items()),
+    *((said, functools.partial(add, config=config)) for said, config in GENERATION.items()),
+    *((said, functools.partial(generate, **given)) for said, given in CALLS.items()),
+]
+MISTAKES = [
+    *((ValueError, *row) for row in VALUES),
+    *((TypeError, *row) for row in TYPES.items()),
+    (
+        FileNotFoundError,
+        "no folder './no/folder'…pass the folder of a saved model",
+        lambda: PagedEngine.from_pretrained("./no/folder"),
+    ),
+    (
+        OutOfBlocksError,
+        "needs 32 blocks of 16 tokens…at most 3…raise `num_blocks`…lower `max_new_tokens`",
+        lambda: made({"num_blocks": 3}).add_request([5], {"max_new_tokens": 500}),
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "said", "call"), MISTAKES)
+def test_an_error_says_what_was_asked_what_there_is_and_what_to_change(
+    error: type[Exception], said: str, call: Callable[[], Any]
+) -> None:
     with pytest.raises(error) as caught:
         call()
-    message = str(caught.value)
-    assert all(part in message for part in parts), message
+    message, parts = str(caught.value), said.split("…")
+    assert all(part in message for part in parts) if parts[1:] else message == said, message
     assert len(message) < 500 and "\n" not in message
-    assert not textless().has_unfinished and textless().memory.stats().held_bytes == 0
+    assert not engine().has_unfinished and engine().memory.stats().held_bytes == 0
     assert hf_paged.memory_stats(model()).held_bytes == 0
+
+
+def test_an_engine_and_a_model_serve_after_all_mistakes() -> None:
+    for error, _, call in MISTAKES:
+        with contextlib.suppress(error):
+            call()
+    expected = model().generate(IDS, **OPTIONS)
+    assert torch.equal(generate(attention_mask=torch.ones_like(IDS)), expected)
+    (result,) = engine().generate(IDS.tolist(), OPTIONS)
+    assert result.prompt_ids + result.token_ids == expected[0].tolist()
+    assert_drained(engine())
+    engine().free()
+    hf_paged.free(model())
 
 
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")
@@ -473,9 +326,8 @@ def test_new_tokens_of_a_cache_may_have_a_mask_for_all_tokens() -> None:
         cache = PagedCache(model().config)
         model().generate(IDS, max_new_tokens=1, do_sample=False, past_key_values=cache)
         ids = torch.tensor([[11, 12]])
-        tokens.append(
-            model().generate(ids, attention_mask=mask, past_key_values=cache, **OPTIONS, **options)
-        )
+        given = dict(attention_mask=mask, past_key_values=cache, **OPTIONS, **options)
+        tokens.append(model().generate(ids, **given))
     hf_paged.free(model())
     assert torch.equal(*tokens)
 
@@ -484,45 +336,38 @@ def test_an_engine_or_a_pipeline_stands_for_its_model() -> None:
     own = models.build("llama")
     pipe = SimpleNamespace(model=own)  # as transformers' pipelines and trainers
     own.generate(IDS, **OPTIONS, **PAGED)
-    assert (
-        hf_paged.memory_stats(pipe) == hf_paged.memory_stats(own)
-        and hf_paged.memory_stats(pipe).held_bytes
-    )
+    assert hf_paged.memory_stats(pipe) == hf_paged.memory_stats(own)
+    assert hf_paged.memory_stats(pipe).held_bytes
     assert hf_paged.last_route(pipe) == hf_paged.last_route(own) is not None
     hf_paged.check_integrity(pipe)
     hf_paged.free(pipe)
     assert not hf_paged.memory_stats(own).held_bytes
-    with PagedEngine(own) as made:
-        made.generate([[5, 6, 7]], OPTIONS)
-        assert hf_paged.memory_stats(made) == made.memory.stats() and made.memory.stats().held_bytes
-        assert hf_paged.last_route(made) == made.route
-        hf_paged.check_integrity(made)
-        hf_paged.free(made)
-        assert not made.memory.stats().held_bytes
+    with PagedEngine(own) as serving:
+        serving.generate([[5, 6, 7]], OPTIONS)
+        assert hf_paged.memory_stats(serving) == serving.memory.stats()
+        assert serving.memory.stats().held_bytes
+        assert hf_paged.last_route(serving) == serving.route
+        hf_paged.check_integrity(serving)
+        hf_paged.free(serving)
+        assert not serving.memory.stats().held_bytes
 
 
-def test_requests_that_fail_are_told_once(
-    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
-) -> None:
-    results = textless().generate([[5, 10**6], [], [7, -3]], OPTIONS, progress=True)
+def test_requests_that_fail_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    results = engine().generate([[5, 10**6], [], [7, -3]], OPTIONS, progress=True)
     assert all(result.error is not None for result in results)
     (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
     message = record.getMessage()
-    assert (
-        "3 of 3 requests failed" in message and "ValueError: token id 1000000 is outside" in message
-    )
+    assert "3 of 3 requests failed" in message
+    assert "ValueError: token id 1000000 is outside" in message
     assert message.endswith("[troubleshooting.md#failed-requests]")
 
 
 def test_right_padding_is_told_with_its_remedy(caplog: pytest.LogCaptureFixture) -> None:
-    own = models.build("llama")
+    own, ids = models.build("llama"), IDS.repeat(2, 1)
     mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    ids = IDS.repeat(2, 1)
     ours = own.generate(ids, attention_mask=mask, **OPTIONS, **PAGED)
     assert torch.equal(ours, own.generate(ids, attention_mask=mask, **OPTIONS))
-    told = [
-        record.getMessage() for record in caplog.records if "right-padded" in record.getMessage()
-    ]
+    told = [message for message in caplog.messages if "right-padded" in message]
     assert (
         "the batch is right-padded: set `tokenizer.padding_side = 'left'`"
         " [troubleshooting.md#right-padding]" in told[0]

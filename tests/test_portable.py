@@ -14,12 +14,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 HOSTS = {
     "linux-aarch64": "import platform; platform.machine = lambda: 'aarch64'",
-    "macos": (
-        "import platform; sys.platform = 'darwin'; platform.machine = platform.processor = lambda:"
-        " 'arm64'"
-    ),
-    "windows": (
-        """
+    "macos": """
+import platform
+sys.platform = "darwin"
+platform.machine = platform.processor = lambda: "arm64"
+""",
+    "windows": """
 import builtins, signal
 sys.platform = "win32"
 del os.geteuid, os.getuid, os.register_at_fork, os.fork, signal.SIGALRM
@@ -29,8 +29,7 @@ def restricted(name, globals=None, *rest, **named):
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     return real_import(name, globals, *rest, **named)
 builtins.__import__ = restricted
-"""
-    ),
+""",
 }
 """Restrictions applied after importing torch and transformers, before hf_paged."""
 
@@ -72,25 +71,13 @@ print("portable")
 """
 
 
-@pytest.mark.slow_cases("windows")
-@pytest.mark.parametrize(
-    "host",
-    [
-        "windows",
-        *(pytest.param(host, marks=pytest.mark.slow) for host in ("linux-aarch64", "macos")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("host", HOSTS)
 def test_the_portable_path_on_other_hosts(host: str, tmp_path: Path) -> None:
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("CXX", "CC", "HF_PAGED_ATTENTION")
-    }
-    environment |= {
-        "PATH": str(tmp_path),
-        "HF_PAGED_CACHE_DIR": str(tmp_path / "cache"),
-        "PYTHONPATH": str(ROOT),
-    }
+    compilers = ("CXX", "CC", "HF_PAGED_ATTENTION")
+    environment = {name: value for name, value in os.environ.items() if name not in compilers}
+    cache = str(tmp_path / "cache")
+    environment |= {"PATH": str(tmp_path), "HF_PAGED_CACHE_DIR": cache, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.replace("HOST", HOSTS[host])],
         cwd=tmp_path,

@@ -6,18 +6,19 @@ from __future__ import annotations
 import copy
 import http.client
 import http.server
+import itertools
 import re
 import shlex
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import transformers
-from transformers import GenerationConfig
 
 import hf_paged
 from tests.support import models
@@ -34,17 +35,12 @@ CHECKPOINT = "Qwen/Qwen3-0.6B"  # the name in the pages; a tiny model stands und
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
 
 # (page, text of a Python block) -> where the block runs instead. The table may only shrink.
+RAY = "tests/ecosystem/test_ray.py runs it from the page"
 PYTHON_ELSEWHERE = {
-    ("scale-out.md", "import ray"): "tests/ecosystem/test_ray.py runs it from the page",
-    ("scale-out.md", "from ray import serve"): "tests/ecosystem/test_ray.py runs it from the page",
-    (
-        "scale-out.md",
-        "handle = serve.get_app_handle",
-    ): "tests/ecosystem/test_ray.py runs it from the page",
-    (
-        "scale-out.md",
-        "split_between_processes",
-    ): "examples/accelerate_batch.py has it: tests/test_examples.py",
+    ("scale-out.md", "import ray"): RAY,
+    ("scale-out.md", "from ray import serve"): RAY,
+    ("scale-out.md", "handle = serve.get_app_handle"): RAY,
+    ("scale-out.md", "split_between_processes"): "examples/accelerate_batch.py has it",
     ("scale-out.md", "torch.distributed.get_rank()"): "needs torchrun: tests/ranks/test_ranks.py",
     ("serving.md", "openai.OpenAI"): "needs a server: tests/ecosystem/test_serve.py",
     ("serving.md", "EngineCollector"): "needs prometheus_client: tests/ecosystem/test_metrics.py",
@@ -102,107 +98,91 @@ def chat_tokenizer() -> Any:
     return tokenizer
 
 
-class StandIns(dict[str, Any]):
+def model() -> Any:
+    model = models.build("llama")
+    model.generation_config.max_new_tokens = 6
+    return model
+
+
+def peft_model() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    first, second = (LoraConfig(target_modules=[name]) for name in ("q_proj", "v_proj"))
+    model = get_peft_model(models.build("llama"), first, adapter_name="translate")
+    model.add_adapter("summarise", second)
+    return model.eval()
+
+
+def adapter_folder() -> str:
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(models.build("llama"), LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained("adapter")
+    return "adapter"
+
+
+def vision_model() -> Any:
+    model = tiny_model(transformers.LlavaForConditionalGeneration)
+    model.config.image_token_id = len(models.tokenizer())  # the next one that a tokenizer adds
+    return model
+
+
+def processor(vision: Any) -> Any:
+    tokenizer = copy.deepcopy(models.tokenizer())
+    tokenizer.add_tokens(["<image>"])
+    side = {"height": vision.image_size, "width": vision.image_size}
+    pictures = transformers.CLIPImageProcessorPil(
+        size={"shortest_edge": vision.image_size}, crop_size=side
+    )
+    return transformers.LlavaProcessor(
+        pictures,
+        tokenizer,
+        patch_size=vision.patch_size,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+
+
+def image() -> Any:
+    from PIL import Image
+
+    return Image.new("RGB", (40, 30), "teal")
+
+
+PROMPTS = ["once upon a time", "the page table", "a block of keys and values"]
+STAND_INS: dict[str, Callable[[Any], Any]] = {
+    "model": lambda names: model(),
+    "small_model": lambda names: models.build("llama", seed=1),
+    "peft_model": lambda names: peft_model(),
+    "adapter_folder": lambda names: adapter_folder(),
+    "tokenizer": lambda names: chat_tokenizer(),
+    "prompts": lambda names: [*PROMPTS],
+    "prompt": lambda names: PROMPTS[0],
+    "vision_model": lambda names: vision_model(),
+    "processor": lambda names: processor(names["vision_model"].config.vision_config),
+    "image": lambda names: image(),
+    "inputs": lambda names: names["tokenizer"](PROMPTS, return_tensors="pt", padding=True),
+    "first_turn": lambda names: names["tokenizer"](PROMPTS[:1], return_tensors="pt"),
+    "second_turn": lambda names: {
+        "input_ids": torch.cat([names["answer"], names["first_turn"]["input_ids"]], dim=1)
+    },
+    "generation_config": lambda names: transformers.GenerationConfig(max_new_tokens=6),
+    "configs": lambda names: [{"max_new_tokens": count} for count in (2, 4, 6)],
+    "seeds": lambda names: [0, 1, 2],
+    "optimizer": lambda names: torch.optim.SGD(names["model"].parameters(), lr=0.0),
+    "steering": lambda names: torch.zeros(names["model"].config.num_hidden_layers, 1),
+    "dataset": lambda names: [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]}] * 2,
+    "compute_metrics": lambda names: lambda prediction: {"rows": len(prediction.predictions)},
+    "port": lambda names: 0,  # any free one
+}
+
+
+class Names(dict[str, Any]):
     """Names that the pages use without making them, each made when it is first used."""
 
     def __missing__(self, name: str) -> Any:
-        maker = getattr(self, f"make_{name}", None)
-        if maker is None:
-            raise KeyError(name)
-        self[name] = maker()
+        self[name] = STAND_INS[name](self)
         return self[name]
-
-    def make_model(self) -> Any:
-        model = models.build("llama")
-        model.generation_config.max_new_tokens = 6
-        return model
-
-    def make_small_model(self) -> Any:
-        return models.build("llama", seed=1)
-
-    def make_peft_model(self) -> Any:
-        from peft import LoraConfig, get_peft_model
-
-        model = get_peft_model(
-            models.build("llama"), LoraConfig(target_modules=["q_proj"]), adapter_name="translate"
-        )
-        model.add_adapter("summarise", LoraConfig(target_modules=["v_proj"]))
-        return model.eval()
-
-    def make_adapter_folder(self) -> str:
-        from peft import LoraConfig, get_peft_model
-
-        get_peft_model(
-            models.build("llama"), LoraConfig(target_modules=["q_proj"])
-        ).save_pretrained("adapter")
-        return "adapter"
-
-    def make_tokenizer(self) -> Any:
-        return chat_tokenizer()
-
-    def make_prompts(self) -> list[str]:
-        return ["once upon a time", "the page table", "a block of keys and values"]
-
-    def make_prompt(self) -> str:
-        return self["prompts"][0]
-
-    def make_vision_model(self) -> Any:
-        model = tiny_model(transformers.LlavaForConditionalGeneration)
-        model.config.image_token_id = len(models.tokenizer())  # the next one that a tokenizer adds
-        return model
-
-    def make_processor(self) -> Any:
-        tokenizer, config = copy.deepcopy(models.tokenizer()), self["vision_model"].config
-        tokenizer.add_tokens(["<image>"])
-        side = {"height": config.vision_config.image_size, "width": config.vision_config.image_size}
-        pictures = transformers.CLIPImageProcessorPil(
-            size={"shortest_edge": side["height"]}, crop_size=side
-        )
-        options = {
-            "patch_size": config.vision_config.patch_size,
-            "vision_feature_select_strategy": "default",
-        }
-        return transformers.LlavaProcessor(
-            pictures, tokenizer, **options, num_additional_image_tokens=1
-        )
-
-    def make_image(self) -> Any:
-        from PIL import Image
-
-        return Image.new("RGB", (40, 30), "teal")
-
-    def make_inputs(self) -> Any:
-        return self["tokenizer"](self["prompts"], return_tensors="pt", padding=True)
-
-    def make_first_turn(self) -> Any:
-        return self["tokenizer"](self["prompts"][:1], return_tensors="pt")
-
-    def make_second_turn(self) -> Any:
-        return {"input_ids": torch.cat([self["answer"], self["first_turn"]["input_ids"]], dim=1)}
-
-    def make_generation_config(self) -> GenerationConfig:
-        return GenerationConfig(max_new_tokens=6)
-
-    def make_configs(self) -> list[dict[str, int]]:
-        return [{"max_new_tokens": count} for count in (2, 4, 6)]
-
-    def make_seeds(self) -> list[int]:
-        return [0, 1, 2]
-
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self["model"].parameters(), lr=0.0)
-
-    def make_steering(self) -> torch.Tensor:
-        return torch.zeros(self["model"].config.num_hidden_layers, 1)
-
-    def make_dataset(self) -> list[dict[str, list[int]]]:
-        return [{"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]} for _ in range(2)]
-
-    def make_compute_metrics(self) -> Any:
-        return lambda prediction: {"rows": len(prediction.predictions)}
-
-    def make_port(self) -> int:
-        return 0  # any free one
 
 
 @pytest.fixture
@@ -243,7 +223,7 @@ def test_python_blocks_run_as_written(
             "written for transformers 5.24, where the argument `past_key_values` became `cache`"
         )
     monkeypatch.chdir(tmp_path)
-    names = StandIns({"__name__": "__main__"})
+    names = Names({"__name__": "__main__"})
     try:
         for block in blocks(page, "python"):
             if not runs_elsewhere(block):
@@ -269,9 +249,8 @@ def commands(page: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_shell_blocks_name_commands_that_exist(page: Path) -> None:
-    for command in commands(page):
+def test_shell_blocks_name_commands_that_exist() -> None:
+    for command in itertools.chain(*map(commands, PAGES)):
         if any(command.startswith(beginning) for beginning in COMMANDS_ELSEWHERE):
             continue
         words = shlex.split(command)
@@ -287,12 +266,8 @@ def test_shell_blocks_name_commands_that_exist(page: Path) -> None:
 def test_inspect_commands_run_as_written(page: Path) -> None:
     for command in commands(page):
         if re.match(r"python -m hf_paged(\.| )inspect", command) and "MODEL" not in command:
-            subprocess.run(
-                [sys.executable, *shlex.split(command)[1:]],
-                check=True,
-                cwd=ROOT,
-                capture_output=True,
-            )
+            words = [sys.executable, *shlex.split(command)[1:]]
+            subprocess.run(words, check=True, cwd=ROOT, capture_output=True)
 
 
 def test_no_reason_outlives_its_block() -> None:
@@ -304,7 +279,7 @@ def test_no_reason_outlives_its_block() -> None:
         assert any(command.startswith(beginning) for command in shell), beginning
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_block_names_its_language(page: Path) -> None:
-    openings = re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)[::2]
-    assert set(openings) <= {"python", "sh"}
+def test_every_block_names_its_language() -> None:
+    for page in PAGES:
+        openings = re.findall(r"^ *```(.*)$", page.read_text(), re.MULTILINE)[::2]
+        assert set(openings) <= {"python", "sh"}, page.name

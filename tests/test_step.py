@@ -17,14 +17,10 @@ def test_a_step_is_moved_to_a_device_once() -> None:
     assert step.on(tables.device) is step
     moved = step.on(META)
     assert moved is step.on(META) and moved.on(META) is moved
-    assert (
-        moved.block_tables.device == META and moved.slots is not None and moved.slots.device == META
-    )
-    assert (moved.seq_lens, moved.query_start, moved.block_size) == (
-        step.seq_lens,
-        step.query_start,
-        8,
-    )
+    assert moved.block_tables.device == META
+    assert moved.slots is not None and moved.slots.device == META
+    lengths = step.seq_lens, step.query_start, 8
+    assert (moved.seq_lens, moved.query_start, moved.block_size) == lengths
     assert step.block_tables.device == tables.device
 
 

@@ -21,30 +21,19 @@ from tests.support.user_code import OwnError, Processor
 SEED = 5
 
 
-def play(count: int) -> None:
-    """Plays mixes in a separate process, which a hang ends: it prints all stacks."""
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.full)])
+def test_mixes(count: int) -> None:
+    """In a separate process, which a hang ends: it prints all stacks."""
     done = run_apart(".threads", "--seed", SEED, "--mixes", count)
     assert done.returncode == 0, done.stdout + done.stderr
-    counts = {
-        name: int(found)
-        for name, found in re.findall(r"(\w[a-z ]+): (\d+)", done.stdout.splitlines()[-2])
-    }
+    told = re.findall(r"(\w[a-z ]+): (\d+)", done.stdout.splitlines()[-2])
+    counts = {name: int(found) for name, found in told}
     assert counts["equal"] > count and counts["shared steps"] > count, counts
     # of the few signals, possibly none hits its call
     signals = ("interrupted",) if count > 100 else ()
     for name in (*signals, "raised", "calls with preemptions", "late callers", "autocast"):
         assert counts.get(name), f"{name}: none of {counts}"
-
-
-@pytest.mark.slow
-def test_mixes() -> None:
-    play(12)
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_many_mixes() -> None:
-    play(200)
 
 
 def test_a_mix_is_drawn_from_its_number_alone() -> None:
@@ -57,30 +46,17 @@ def test_all_kinds_are_drawn_among_200_mixes() -> None:
     calls = [call for mix in mixes for own in mix.calls for call in own]
     assert {mix.model for mix in mixes} == set(thread_mixes.MODELS)
     assert {mix.in_main for mix in mixes} == {mix.may_run_out for mix in mixes} == {True, False}
-    kinds = {
-        each[0]
-        for call in calls
-        for each in (call.processor, call.criterion, call.streamer)
-        if each is not None
-    }
+    codes = [code for call in calls for code in (call.processor, call.criterion, call.streamer)]
+    kinds = {code[0] for code in codes if code is not None}
     assert kinds == {"bias", "slow", "raises", "watches", "ends", "rows", "one", "by row"}
-    options = {name for call in calls for name in call.options}
-    assert {
-        "num_beams",
-        "num_return_sequences",
-        "eos_token_id",
-        "return_dict_in_generate",
-    } <= options
-    assert {"num_blocks", "preemption", "cache_salt"} <= {
-        name for call in calls for name in call.cache_config
-    }
+    options = {name for call in calls for name in (*call.options, *call.cache_config)}
+    assert {"num_beams", "num_return_sequences", "eos_token_id"} <= options
+    assert {"return_dict_in_generate", "num_blocks", "preemption", "cache_salt"} <= options
     for flag in ("is_autocast", "is_inference", "is_poisoned"):
         assert {getattr(call, flag) for call in calls} == {True, False}
     for mix in mixes:
         assert sum(call.options["do_sample"] for own in mix.calls for call in own) <= 1
 
-
-# ------------------------------------------------------------------------------- errors to detect
 
 GREEDY = Call(
     owner="0/0",
@@ -99,9 +75,8 @@ GREEDY = Call(
 
 
 def mix_of(*calls: Call) -> Mix:
-    return Mix(
-        "llama", tuple((call,) for call in calls), in_main=False, interrupted=None, delay=0.0
-    )
+    own = tuple((call,) for call in calls)
+    return Mix("llama", own, in_main=False, interrupted=None, delay=0.0)
 
 
 def with_processor(kind: str) -> Call:
@@ -111,77 +86,51 @@ def with_processor(kind: str) -> Call:
 MIX = mix_of(*(dataclasses.replace(GREEDY, owner=f"{thread}/0") for thread in range(4)))
 
 
-def played(mix: Mix, change: Callable[..., Any] | None, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Errors reported for a mix; `change` gets the outcome of every paged call, and its call."""
+def played(mix: Mix, change: Callable[[Any], object] | None, patch: pytest.MonkeyPatch) -> str:
+    """Errors reported for a mix; `change` gets the outcome of every paged call."""
     right = thread_mixes.play
 
     def play(model: Any, call: Call, is_paged: bool, around: Any = None) -> Any:
         outcome = right(model, call, is_paged, around)
         if is_paged and change is not None:
-            change(outcome, call)
+            change(outcome)
         return outcome
 
-    monkeypatch.setattr(threads, "play", play)
+    patch.setattr(threads, "play", play)
     return "\n".join(threads.run_mix(mix, threads.Observer()))
 
 
-def wrong_token(outcome: Any, call: Call) -> None:
-    outcome.tokens[1, -1] += 1
-
-
-def wrong_score(outcome: Any, call: Call) -> None:
-    outcome.shown[3][1][0, 7] += 0.01
-
-
-def wrong_text(outcome: Any, call: Call) -> None:
-    outcome.told.pop()
-
-
-def inference(outcome: Any, call: Call) -> None:
+def in_inference_mode(outcome: Any) -> None:
     with torch.inference_mode():
         outcome.tokens = outcome.tokens.clone()
 
 
-def raises(outcome: Any, call: Call) -> None:
-    outcome.error = KeyError("not asked for")
-
-
-def interrupts(outcome: Any, call: Call) -> None:
-    outcome.error = KeyboardInterrupt()
-
-
-def out_of_blocks(outcome: Any, call: Call) -> None:
-    outcome.error = hf_paged.OutOfBlocksError("without a budget")
-
-
-def changes_the_model(outcome: Any, call: Call) -> None:
-    get_model("llama").train()
-
-
-def leaves_a_loop(outcome: Any, call: Call) -> None:
+def leave_a_loop(outcome: Any) -> None:
     for memory in list(_loops):
         _loops[memory]["left"] = None  # type: ignore[assignment]
 
 
-WRONGS: dict[Callable[[Any, Call], None], str] = {
-    wrong_token: "plain's tokens",
-    wrong_score: "scores 1.0e-02 from plain's in step 3",
-    wrong_text: "the streamer was told",
-    inference: "an inference tensor",
-    raises: "plain gave tokens, paged:\nKeyError",
-    interrupts: "interrupted by another's signal",
-    out_of_blocks: "no call kept the blocks",
-    changes_the_model: "the model was",
-    leaves_a_loop: "loops are left",
+def ends_with(error: BaseException) -> Callable[[Any], object]:
+    return lambda outcome: setattr(outcome, "error", error)
+
+
+WRONGS: dict[str, Callable[[Any], object]] = {
+    "plain's tokens": lambda outcome: outcome.tokens[1, -1].add_(1),
+    "scores 1.0e-02 from plain's in step 3": lambda outcome: outcome.shown[3][1][0, 7].add_(0.01),
+    "the streamer was told": lambda outcome: outcome.told.pop(),
+    "an inference tensor": in_inference_mode,
+    "plain gave tokens, paged:\nKeyError": ends_with(KeyError("not asked for")),
+    "interrupted by another's signal": ends_with(KeyboardInterrupt()),
+    "no call kept the blocks": ends_with(hf_paged.OutOfBlocksError("without a budget")),
+    "the model was": lambda outcome: get_model("llama").train(),
+    "loops are left": leave_a_loop,
 }
 
 
-@pytest.mark.parametrize("wrong", WRONGS, ids=lambda function: function.__name__)
-def test_a_wrong_outcome_is_caught(
-    wrong: Callable[[Any, Call], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("said", WRONGS)
+def test_a_wrong_outcome_is_caught(said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        assert WRONGS[wrong] in played(MIX, wrong, monkeypatch)
+        assert said in played(MIX, WRONGS[said], monkeypatch)
     finally:
         get_model("llama").eval()
         _loops.clear()
@@ -195,20 +144,16 @@ def test_what_is_right_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_blocks_that_stay_in_use_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     held: list[Any] = []
 
-    def holds(outcome: Any, call: Call) -> None:
-        ids = torch.full((1, 5), 30)
-        options: dict[str, Any] = {
-            **call.options,
-            "return_dict_in_generate": True,
-            "cache_config": call.cache_config,
-        }
-        held.append(get_model("llama").generate(ids, cache_implementation="paged", **options))
+    def holds(outcome: Any) -> None:
+        paged = {"cache_implementation": "paged", "cache_config": GREEDY.cache_config}
+        options = {**GREEDY.options, **paged, "return_dict_in_generate": True}
+        held.append(get_model("llama").generate(torch.full((1, 5), 30), **options))
 
     assert "blocks are still in use" in played(mix_of(GREEDY), holds, monkeypatch)
 
 
 def test_the_error_of_another_call_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    def swapped(outcome: Any, call: Call) -> None:
+    def swapped(outcome: Any) -> None:
         assert isinstance(outcome.error, OwnError)
         outcome.error = OwnError("another")
 
@@ -221,7 +166,7 @@ def test_a_call_in_half_precision_computed_in_another_is_caught(
     call = dataclasses.replace(GREEDY, is_autocast=True)
     assert not played(mix_of(call), None, monkeypatch)
 
-    def in_float(outcome: Any, call: Call) -> None:
+    def in_float(outcome: Any) -> None:
         outcome.shown = [(ids, scores + 1e-4, flag) for ids, scores, flag in outcome.shown]
 
     assert "not computed in half precision" in played(mix_of(call), in_float, monkeypatch)

@@ -17,9 +17,14 @@ from tests.support import models
 from tests.support.rooms import records_on_cpu
 
 
-def test_parts_within_parts_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = itertools.count()
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts its calls."""
+    counts = itertools.count()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(counts)))
+
+
+def test_parts_within_parts_are_counted_once(clock: None) -> None:
     seconds: dict[str, float] = {}
     with timing.timed("before"):
         pass
@@ -32,11 +37,7 @@ def test_parts_within_parts_are_counted_once(monkeypatch: pytest.MonkeyPatch) ->
     assert seconds == {"outer": 3, "inner": 2}
 
 
-def test_threads_that_share_seconds_keep_their_own_durations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    clock = itertools.count()
-    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+def test_threads_that_share_seconds_keep_their_own_durations(clock: None) -> None:
     seconds: dict[str, float] = {}
 
     def step() -> None:

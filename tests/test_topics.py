@@ -23,14 +23,10 @@ REASONS = re.compile(
     r"_?reasons?_|_?reasons$|(?!finish).*_(reason|check)$|foreign_attention$|_difference$"
 )
 """Functions that return or yield reasons: why a route, a layout or a draft is ruled out."""
-WRAPPED = {
-    "unsupported_reason",
-    "_prefill_reason",
-    "_reason",
-    "wrapper_reason",
-    "unmixable_reason",
-    "_unswitchable_reason",
-}
+WRAPPED = (
+    "unsupported_reason _prefill_reason _reason wrapper_reason unmixable_reason"
+    " _unswitchable_reason"
+).split()
 """Those whose reasons become parts of another message or error, which points to its topic."""
 
 
@@ -43,52 +39,35 @@ def trees() -> dict[str, ast.Module]:
     }
 
 
+def is_topic(node: ast.AST) -> bool:
+    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return is_attribute and node.value.id == "Topic"
+
+
 def names_topic(node: ast.AST) -> bool:
     """Whether the code mentions a topic."""
-    for part in ast.walk(node):
-        if (
-            isinstance(part, ast.Attribute)
-            and isinstance(part.value, ast.Name)
-            and part.value.id == "Topic"
-        ):
-            return True
-    return False
+    return any(map(is_topic, ast.walk(node)))
 
 
 def assigned(function: ast.AST, name: str) -> list[ast.AST]:
-    return [
-        node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Assign)
-        and any(isinstance(x, ast.Name) and x.id == name for x in node.targets)
-    ]
+    assigns = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]
+    return [x.value for x in assigns if name in [getattr(target, "id", "") for target in x.targets]]
 
 
-def log_calls(tree: ast.AST) -> Iterator[tuple[ast.Call, ast.AST]]:
+def log_calls(tree: ast.Module) -> Iterator[tuple[ast.Call, ast.AST]]:
+    """Calls of a logger or of our functions that log, each with the code around it."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    for scope in [
-        *functions,
-        *(node for node in getattr(tree, "body", []) if isinstance(node, (ast.Expr, ast.If))),
-    ]:
+    for scope in [*functions, *(x for x in tree.body if isinstance(x, (ast.Expr, ast.If)))]:
         for node in ast.walk(scope):
-            if isinstance(node, ast.Call):
-                function = node.func
-                name = (
-                    function.attr
-                    if isinstance(function, ast.Attribute)
-                    else getattr(function, "id", "")
-                )
-                owner = function.value if isinstance(function, ast.Attribute) else None
-                is_logger = owner is None or (isinstance(owner, ast.Name) and owner.id == "logger")
-                if name in LOGGED and is_logger and node.args:
+            if isinstance(node, ast.Call) and node.args:
+                owner, _, name = ast.unparse(node.func).rpartition(".")
+                if name in LOGGED and owner in ("", "logger"):
                     yield node, scope
 
 
 def test_the_page_has_a_row_for_each_topic_and_error_class() -> None:
     anchors = re.findall(r'^\| <a id="([\w-]+)"></a>([\w-]+) \|', PAGE.read_text(), re.MULTILINE)
-    assert anchors == [
-        (topic.value, topic.value) for topic in sorted(Topic, key=lambda topic: topic.value)
-    ]
+    assert anchors == [(value, value) for value in sorted(topic.value for topic in Topic)]
     for name, value in vars(hf_paged).items():
         if isinstance(value, type) and issubclass(value, Exception):
             assert issubclass(value, TopicError) and f"`{name}`" in PAGE.read_text()
@@ -96,14 +75,8 @@ def test_the_page_has_a_row_for_each_topic_and_error_class() -> None:
 
 @needs_all_rooms
 def test_every_topic_is_used() -> None:
-    used = {
-        node.attr
-        for tree in trees().values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Name)
-        and node.value.id == "Topic"
-    }
+    nodes = [node for tree in trees().values() for node in ast.walk(tree)]
+    used = {node.attr for node in nodes if is_topic(node)}
     assert used == set(Topic.__members__)
 
 
@@ -114,9 +87,8 @@ def test_warnings_point_to_a_topic() -> None:
         if path == "hf_paged/model/registry.py":  # `warn_once` itself, and reasons that have topics
             continue
         for call, scope in log_calls(tree):
-            messages = [
-                x for arg in call.args if isinstance(arg, ast.Name) for x in assigned(scope, arg.id)
-            ]
+            names = [x.id for x in call.args if isinstance(x, ast.Name)]
+            messages = [value for name in names for value in assigned(scope, name)]
             if not any(map(names_topic, [*call.args, *messages])):
                 missing.append(f"{path}:{call.lineno}")
     assert not missing
@@ -126,14 +98,10 @@ def test_reasons_point_to_a_topic() -> None:
     missing = []
     for path, tree in trees().items():
         for function in ast.walk(tree):
-            if (
-                isinstance(function, ast.FunctionDef)
-                and REASONS.match(function.name)
-                and function.name not in WRAPPED
-            ):
-                missing += [
-                    f"{path}:{node.lineno}" for node in ast.walk(function) if is_bare_text(node)
-                ]
+            name = function.name if isinstance(function, ast.FunctionDef) else ""
+            if REASONS.match(name) and name not in WRAPPED:
+                bare = filter(is_bare_text, ast.walk(function))
+                missing += [f"{path}:{node.lineno}" for node in bare]
     assert not missing
 
 
@@ -149,10 +117,8 @@ def is_bare_text(node: ast.AST) -> bool:
     parts = (part for x in values if isinstance(x, ast.JoinedStr) for part in ast.walk(x))
     if any(isinstance(part, ast.Name) and part.id in ("reason", "why") for part in parts):
         return False
-    return any(
-        isinstance(x, ast.JoinedStr) or (isinstance(x, ast.Constant) and type(x.value) is str)
-        for x in values
-    )
+    texts = [x for x in values if isinstance(x, ast.Constant) and type(x.value) is str]
+    return bool(texts) or any(isinstance(x, ast.JoinedStr) for x in values)
 
 
 def test_messages_end_with_one_pointer_that_survives_a_copy() -> None:
@@ -160,7 +126,5 @@ def test_messages_end_with_one_pointer_that_survives_a_copy() -> None:
     copied = pickle.loads(pickle.dumps(error))
     assert str(copied) == str(error) == "needs 3 blocks [troubleshooting.md#out-of-blocks]"
     assert Topic.HOOKS(Topic.HOOKS("a hook")) == "a hook [troubleshooting.md#hooks]"
-    assert (
-        Topic.GATHERED(f"gathered ({Topic.HOOKS('a hook')})")
-        == "gathered (a hook [troubleshooting.md#hooks])"
-    )
+    inner = Topic.GATHERED(f"gathered ({Topic.HOOKS('a hook')})")
+    assert inner == "gathered (a hook [troubleshooting.md#hooks])"

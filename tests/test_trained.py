@@ -12,18 +12,14 @@ import torch
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models, trained
+from tests.support.checks import generate_both
 from tests.support.engine_helpers import assert_drained, assert_same_as_lone, lone_run, run_all
 
-NEW_TOKENS = 24
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "max_new_tokens": NEW_TOKENS},
-    "samples": {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": NEW_TOKENS},
-    "beams": {
-        "do_sample": False,
-        "num_beams": 4,
-        "num_return_sequences": 2,
-        "max_new_tokens": NEW_TOKENS,
-    },
+    "greedy": GREEDY,
+    "samples": {**GREEDY, "do_sample": True, "num_return_sequences": 3},
+    "beams": {**GREEDY, "num_beams": 4, "num_return_sequences": 2},
 }
 PROMPTS = [
     " ".join(sentence.split()[:count])
@@ -38,6 +34,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
 
 
+def inputs() -> Any:
+    options = {"padding": True, "return_tensors": "pt", "return_token_type_ids": False}
+    return models.tokenizer()(PROMPTS, **options)
+
+
 def assert_varied(rows: list[list[int]]) -> None:
     for row in rows:
         assert len(set(row)) >= 8, row
@@ -47,17 +48,11 @@ def assert_varied(rows: list[list[int]]) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", trained.NAMES)
 def test_generate(name: str, mode: str, folder: Path) -> None:
-    model = trained.load(name, folder)
-    inputs = models.tokenizer()(
-        PROMPTS, padding=True, return_tensors="pt", return_token_type_ids=False
-    )
-    assert len(set(inputs["attention_mask"].sum(1).tolist())) > 3, "the prompts have few lengths"
-    torch.manual_seed(1)
-    expected = model.generate(**inputs, **MODES[mode])
-    torch.manual_seed(1)
-    actual = model.generate(**inputs, **MODES[mode], **models.PAGED)
+    model, given = trained.load(name, folder), inputs()
+    assert len(set(given["attention_mask"].sum(1).tolist())) > 3, "the prompts have few lengths"
+    expected, actual = generate_both(model, given, MODES[mode])
     assert actual.tolist() == expected.tolist()
-    assert_varied(expected[:, inputs["input_ids"].shape[1] :].tolist())
+    assert_varied(expected[:, given["input_ids"].shape[1] :].tolist())
     hf_paged.check_integrity(model)
 
 
@@ -73,28 +68,14 @@ def test_quantized_keys_and_values(
     unchanged greedy tokens. (In bfloat16 without rounded blocks, the same model's is 0.005.)"""
     model = trained.load("llama", folder)
     ids = models.tokenizer()(" ".join(models.corpus()[:3]), return_tensors="pt").input_ids
-    found = []
-    for each in (None, kv_dtype):
-        cache = hf_paged.PagedCache(model.config, {"kv_dtype": each})
+    logits, rows = [], []
+    for config in ({"kv_dtype": None}, {"kv_dtype": kv_dtype}):
+        cache, paged = hf_paged.PagedCache(model.config, config), {"cache_config": config}
         with torch.no_grad():
-            found.append(
-                torch.cat(
-                    [model(token, past_key_values=cache).logits[0] for token in ids.split(1, dim=1)]
-                )
-            )
-    assert 0 < (found[1] - found[0]).square().mean().sqrt() < error * found[0].std()
-    inputs = models.tokenizer()(
-        PROMPTS, padding=True, return_tensors="pt", return_token_type_ids=False
-    )
-    rows = [
-        model.generate(
-            **inputs,
-            **MODES["greedy"],
-            cache_implementation="paged",
-            cache_config={"kv_dtype": each},
-        )
-        for each in (None, kv_dtype)
-    ]
+            steps = [model(token, past_key_values=cache).logits[0] for token in ids.split(1, dim=1)]
+        logits.append(torch.cat(steps))
+        rows.append(model.generate(**inputs(), **GREEDY, **paged, cache_implementation="paged"))
+    assert 0 < (logits[1] - logits[0]).square().mean().sqrt() < error * logits[0].std()
     assert (rows[0] == rows[1]).float().mean() >= agreement
     hf_paged.free(model)
 

@@ -59,46 +59,25 @@ def test_figures_between_the_marks_are_those_of_the_results(path):
         assert re.search(r"\d", text[start:end]), f"nothing is rendered at {mark}"
 
 
-@pytest.mark.slow
-def test_a_figure_that_is_changed_by_hand_is_noticed(tmp_path, monkeypatch, capsys):
-    path = ROOT / "docs" / "figures" / "features.md"
-    start, _ = readme.between(path.read_text(), "figures")
-    changed = path.read_text()[:start] + path.read_text()[start:].replace("not met", "met")
-    copy = tmp_path / "features.md"
-    copy.write_text(changed)
-    assert changed != path.read_text()
-    monkeypatch.setattr(readme, "SECTIONS", {copy: readme.SECTIONS[path]})
-    assert readme.main(["--check"]) == 1 and copy.read_text() == changed
-    assert readme.main([]) == 0 and copy.read_text() == path.read_text()
-    assert readme.main(["--check"]) == 0
-    assert "differs from the results" in capsys.readouterr().out
-
-
 @needs_all_rooms
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_numbers_elsewhere_in_the_text_have_a_source(path):
-    project, script = (
-        (ROOT / "pyproject.toml").read_text(),
-        (ROOT / "examples" / "batch_generation.py").read_text(),
-    )
+def test_numbers_elsewhere_in_the_text_have_a_source():
+    project = (ROOT / "pyproject.toml").read_text()
+    script = (ROOT / "examples" / "batch_generation.py").read_text()
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     code = "\n".join(file.read_text() for file in (ROOT / "hf_paged").rglob("*.py"))
+    defaults = [field.default for field in dataclasses.fields(PagedConfig)]
     sources = {
         *(re.search(rf"^{name} = (\d+)", code, re.MULTILINE)[1] for name in CONSTANTS),
-        *(
-            f"{x.default:g}"
-            for x in dataclasses.fields(PagedConfig)
-            if isinstance(x.default, int | float)
-        ),
+        *(f"{x:g}" for x in defaults if isinstance(x, int | float)),
         re.search(r'requires-python = ">=([\d.]+)"', project)[1],
         *re.findall(r'"(3\.\d+)"', workflow),
         re.search(r'"--prompts", type=int, default=(\d+)', script)[1],
     }
-    text = prose(path.read_text(), list(readme.SECTIONS.get(path, ())))
-    numbers = re.findall(r"(?<![\w.])\d[\d.,]*(?<![.,])(?!\w)", text)
-    assert set(numbers) <= sources | CITED, (
-        f"{sorted(numbers)}: render from a result, or name the source here"
-    )
+    for path in PAGES:
+        text = prose(path.read_text(), list(readme.SECTIONS.get(path, ())))
+        numbers = {*re.findall(r"(?<![\w.])\d[\d.,]*(?<![.,])(?!\w)", text)}
+        unknown = sorted(numbers - sources - CITED)
+        assert not unknown, f"{path}: {unknown}: render from a result, or name the source here"
 
 
 def test_the_docs_show_the_version_of_the_package():
@@ -119,19 +98,14 @@ def headings(path: Path) -> set[str]:
     return slugs | set(re.findall(r'<a id="([^"]+)"', text))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("README.md", "CONTRIBUTING.md", "ROADMAP.md", "SECURITY.md"),
-        *("benchmarks/README.md", "tests/README.md"),
-    ],
-)
-def test_links_of_the_checkout_lead_somewhere(name):
-    path = ROOT / name
-    for target, _, anchor in re.findall(r"\]\(([^)#\s:]*)(#([^)\s]+))?\)", path.read_text()):
-        linked = path.parent / target if target else path
-        assert linked.exists(), f"{name} links to {target}"
-        assert not anchor or anchor in headings(linked), f"{name} links to {target}#{anchor}"
+def test_links_of_the_checkout_lead_somewhere():
+    pages = ("README.md", "CONTRIBUTING.md", "ROADMAP.md", "SECURITY.md")
+    for name in (*pages, "benchmarks/README.md", "tests/README.md"):
+        path = ROOT / name
+        for target, _, anchor in re.findall(r"\]\(([^)#\s:]*)(#([^)\s]+))?\)", path.read_text()):
+            linked = path.parent / target if target else path
+            assert linked.exists(), f"{name} links to {target}"
+            assert not anchor or anchor in headings(linked), f"{name} links to {target}#{anchor}"
 
 
 @needs_all_rooms
@@ -141,17 +115,10 @@ def test_the_tables_of_tests_name_all_tests_and_tools_and_no_others():
     named = {*re.findall(r"`(tests/[\w/.]+)`", text), *(f"{module}.py" for module in modules)}
     assert not [name for name in named if not (ROOT / name).exists()]
     folders = [path for path in tests.iterdir() if (path / "__init__.py").exists()]
-    programs = [
-        path for path in (tests / "support").rglob("*.py") if "__main__" in path.read_text()
-    ]
-    there = {
-        str(path.relative_to(ROOT)) for path in (*tests.glob("test_*.py"), *folders, *programs)
-    }
-    assert not there - named
-
-
-def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+    programs = (tests / "support").rglob("*.py")
+    programs = [path for path in programs if "__main__" in path.read_text()]
+    there = {*tests.glob("test_*.py"), *folders, *programs}
+    assert not {str(path.relative_to(ROOT)) for path in there} - named
 
 
 def test_whole_calls_are_one_run_of_one_clean_revision():
@@ -173,7 +140,8 @@ def test_whole_calls_are_one_run_of_one_clean_revision():
     assert tables.targets(data["rows"]) in shown
 
 
-def test_the_first_page_of_the_figures_fits_a_screen():
+def test_the_first_pages_are_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     text = (ROOT / "docs" / "benchmarks.md").read_text()
     start, end = readme.between(text, "benchmarks")
     shown = text[start:end]
@@ -181,10 +149,14 @@ def test_the_first_page_of_the_figures_fits_a_screen():
     assert len(re.findall(r"[.;](?=\s)", re.sub(r"!\[.*", "", shown))) <= 16
 
 
+def row_of(case: str, system: str, *seconds: float, **more: Any) -> dict[str, Any]:
+    row = {"case": case, "system": system, "seconds": [*seconds], "over": {}, "figures": {}}
+    return row | more
+
+
 def test_the_six_rows_say_where_they_are_lost():
     def row(case: str, system: str, seconds: float, held: float = 1.0) -> dict[str, Any]:
-        times, figures = [seconds] * 5, {"K/V, MiB": held}
-        return {"case": case, "system": system, "seconds": times, "over": {}, "figures": figures}
+        return row_of(case, system, *[seconds] * 5, figures={"K/V, MiB": held})
 
     rows = [row("W1", "plain", 4.0), row("W1", "ours", 2.0, 0.5), row("W1", "vLLM", 1.0)]
     rows += [row("W1", "llama.cpp", 3.0), row("W6", "plain", 1.0), row("W6", "ours", 1.25, 1.5)]
@@ -195,8 +167,7 @@ def test_the_six_rows_say_where_they_are_lost():
     assert "slower than plain `generate` in W6; more memory than plain `generate` in W6" in said
     assert "slower than another engine in W1 (vLLM, 2.00 times its time)" in said
     assert said.endswith(". No other engine was measured in W6.")
-    won = first._replace(over_engine=first.speed)
-    assert overview.losses([won]) == "It loses nowhere."
+    assert overview.losses([first._replace(over_engine=first.speed)]) == "It loses nowhere."
     (data, shown) = report.result(readme.WHOLE), overview.headline()
     rows = [one for one in overview.beside(data["rows"]) if one.name in WORKLOADS]
     assert len(rows) == 6
@@ -210,11 +181,8 @@ def test_the_readme_says_beside_which_engines_it_is_behind():
 
     def ahead(title: str) -> set[str]:
         pairs = {name: [tables.base_of(rows, name, one) for one in (title, "ours")] for name in ALL}
-        return {
-            name
-            for name, (theirs, ours) in pairs.items()
-            if theirs and ours and tables.ratio_of(theirs, ours).high < 1
-        }
+        both = {name: pair for name, pair in pairs.items() if all(pair)}
+        return {name for name, pair in both.items() if tables.ratio_of(*pair).high < 1}
 
     said = report.flow((ROOT / "README.md").read_text())
     openvino, vllm, llama = map(ahead, ("OpenVINO GenAI", "vLLM", "llama.cpp"))
@@ -226,22 +194,14 @@ def test_the_readme_says_beside_which_engines_it_is_behind():
 
 
 def test_what_is_missed_or_worse_is_shown():
-    def row(case: str, system: str, seconds: list[float], **more: Any) -> dict[str, Any]:
-        return {
-            "case": case,
-            "system": system,
-            "seconds": seconds,
-            "over": {},
-            "figures": {},
-        } | more
-
     slow, late = {"TTFT p99, ms": 9.0, "TPOT p99, ms": 3.0}, {"TPOT p99, ms": 77.0}
+    waste = {"figures": {generate.WASTE: 5.0}, "limits": {generate.WASTE: 4.0}}
     rows = [
-        row("W1", "plain", [2.0], figures=slow),
-        row("W1", "ours", [4.0], figures=late, equal=0.25, over={"plain": 2.0}),
-        row("W1", "vLLM", [], problem="not installed"),
-        row("waste", "engine", [1.0], figures={generate.WASTE: 5.0}, limits={generate.WASTE: 4.0}),
-        row("W1" + generate.EXACT, "ours", [1.0], equal=0.9),
+        row_of("W1", "plain", 2.0, figures=slow),
+        row_of("W1", "ours", 4.0, figures=late, equal=0.25, over={"plain": 2.0}),
+        row_of("W1", "vLLM", problem="not installed"),
+        row_of("waste", "engine", 1.0, **waste),
+        row_of("W1" + generate.EXACT, "ours", 1.0, equal=0.9),
     ]
     facts = {**machine.facts(), "tree": "changed: a.py", "revision": "0123456+"}
     shown = "\n".join(generate.BENCHMARK.shown([{"facts": facts, "rows": rows}]))
@@ -254,11 +214,12 @@ def test_what_is_missed_or_worse_is_shown():
 
 def test_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
     def git(*arguments: str) -> None:
-        subprocess.run(
-            ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments],
-            cwd=tmp_path,
-            check=True,
-        )
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        subprocess.run(command, cwd=tmp_path, check=True)
+
+    def state(folder: Path = tmp_path) -> tuple[str, str]:
+        monkeypatch.setattr(machine, "__file__", str(folder / "benchmarks" / "machine.py"))
+        return machine.tree(), machine.revision()
 
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
@@ -266,23 +227,20 @@ def test_a_changed_work_tree_is_not_called_clean(tmp_path, monkeypatch):
     git("init", "-q")
     git("add", ".")
     git("commit", "-q", "-m", "first")
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks" / "machine.py"))
-    revision = machine.revision()
+    _, revision = state()
     (folder / "new.json").write_text("{}")  # written by the run itself
-    assert (machine.tree(), machine.revision()) == ("clean", revision) and "+" not in revision
+    assert state() == ("clean", revision) and "+" not in revision
     (tmp_path / "code.py").write_text("2")
-    assert (machine.tree(), machine.revision()) == ("changed: code.py", revision + "+")
+    assert state() == ("changed: code.py", revision + "+")
     (tmp_path / "code.py").write_text("1")
     (tmp_path / "more.py").write_text("")
-    assert (machine.tree(), machine.facts()["revision"]) == ("changed: more.py", revision + "+")
-    monkeypatch.setattr(
-        machine, "__file__", str(Path(tmp_path.anchor) / "benchmarks" / "machine.py")
+    assert (
+        state() == ("changed: more.py", revision + "+") == (state()[0], machine.facts()["revision"])
     )
-    assert machine.tree() == machine.revision() == "unknown"
-    inner = tmp_path / "copy" / "benchmarks"  # without git, in the checkout of another project
-    inner.mkdir(parents=True)
-    monkeypatch.setattr(machine, "__file__", str(inner / "machine.py"))
-    assert machine.tree() == machine.revision() == "unknown"
+    assert state(Path(tmp_path.anchor)) == ("unknown", "unknown")
+    inner = tmp_path / "copy"  # without git, in the checkout of another project
+    (inner / "benchmarks").mkdir(parents=True)
+    assert state(inner) == ("unknown", "unknown")
 
 
 def test_a_run_that_ends_early_leaves_its_cases(tmp_path):
@@ -297,24 +255,17 @@ def test_a_run_that_ends_early_leaves_its_cases(tmp_path):
 
 
 def test_the_papers_tables_claim_nothing_that_cannot_fail():
+    assert 3 * FULL.repeats >= 20, "the overhead of paging comes from twenty turns"
     assert all(1 < low < high for low, high in PUBLISHED_RATIOS.values())
     rows = [row for name in ("batch_size", "example", "overhead") for row in TABLES[name](TINY)]
     assert not [row for row in rows if "33,792" in row.why or "told" in row.source]
     sizes = {row.name: row for row in rows if row.name.startswith("batch size in")}
     assert sizes and not [row for row in sizes.values() if row.published in ("12", "16", "48")]
-    seeds = [
-        row
-        for row in rows
-        if row.published in ("26.4", "4.8", "82", "under 3") or "48" in row.published
-    ]
+    texts = ("26.4", "4.8", "82", "under 3")
+    seeds = [row for row in rows if row.published in texts or "48" in row.published]
     assert len(seeds) == 8 and all(row.source == "S4, not in the paper" for row in seeds)
     bands = [row.ours for row in rows if row.name.startswith("batch size")]
-    assert all(
-        "at spread 0.5" in band and "at spread 1.5" in band and ".." in band for band in bands
-    )
+    for part in ("at spread 0.5", "at spread 1.5", ".."):
+        assert all(part in band for band in bands)
     overheads = [row for row in rows if row.unit == "%" and row.name.startswith("blocks of")]
     assert overheads and all(".." in row.ours and "turns" in row.ours for row in overheads)
-
-
-def test_the_overhead_of_paging_comes_from_twenty_turns():
-    assert 3 * FULL.repeats >= 20

@@ -3,9 +3,8 @@ the cache."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,100 +17,85 @@ from hf_paged.cache.groups import FULL_ATTENTION
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.model.weights import WeightsGuard
 from tests.support import models
+from tests.support.engine_helpers import tokens_of
 from tests.support.rooms import KEEPS_PREFIXES, needs_fingerprints, records_on_cpu
 
 # with the prompts, enough tokens to be kept
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 17}
 LENGTHS = (26, 20, 17)
+INPUTS = models.padded_prompt("llama", LENGTHS)
 # tokens in full blocks of 8, short of each prompt's last token
 HITS = (24 + 16 + 16) * KEEPS_PREFIXES
 
 
-@contextlib.contextmanager
-def counted_tokens(model: Any) -> Iterator[list[int]]:
-    """Counts tokens of every forward, in the first layer without a hook."""
-    norm = next(
-        module
-        for name, module in model.named_modules()
-        if name.endswith("layers.0.input_layernorm")
-    )
-    original, counts = type(norm).forward, []
-
-    def forward(self: torch.nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self is norm:
-            counts.append(hidden.shape[:-1].numel())
-        return original(self, hidden, *args, **kwargs)
-
-    type(norm).forward = forward
-    try:
-        yield counts
-    finally:
-        type(norm).forward = original
-
-
 class Generate:
-    """Through `generate`: hits are prompt tokens that no forward computed."""
+    """Through `generate`: hits are prompt tokens that no forward computed, counted in the first
+    layer without a hook."""
 
-    def __init__(self, model: Any, inputs: dict[str, torch.Tensor]) -> None:
-        self.model, self.inputs = model, inputs
+    def __init__(self, model: Any) -> None:
+        self.model = model
 
     def __call__(self) -> tuple[torch.Tensor, int]:
-        inner = (
-            self.model if isinstance(self.model, PreTrainedModel) else self.model.get_base_model()
-        )
-        with counted_tokens(self.model) as counts:
+        is_plain = isinstance(self.model, PreTrainedModel)
+        inner = self.model if is_plain else self.model.get_base_model()
+        norm, counts = inner.model.layers[0].input_layernorm, []
+        original = type(norm).forward
+
+        def forward(self: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+            if self is norm:
+                counts.append(hidden.shape[:-1].numel())
+            return original(self, hidden)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(norm), "forward", forward)
             # forwards of the check whether a model can run packed do not belong to the call
             empty = empty_cache(inner, PagedMemory(PagedConfig(**models.PAGED["cache_config"])))
             assert choose_layout(inner, empty).unsupported_reason is None
             counts.clear()
-            tokens = self.model.generate(**self.inputs, **GREEDY, **models.UNRECORDED)
-        new = len(self.inputs["input_ids"]) * (GREEDY["max_new_tokens"] - 1)
+            tokens = self.model.generate(**INPUTS, **GREEDY, **models.UNRECORDED)
+        new = len(LENGTHS) * (GREEDY["max_new_tokens"] - 1)
         return tokens[:, max(LENGTHS) :], sum(LENGTHS) + new - sum(counts)
 
 
 class Engine:
     """Through one `PagedEngine`, which counts the hits."""
 
-    def __init__(self, model: Any, inputs: dict[str, torch.Tensor]) -> None:
+    def __init__(self, model: Any) -> None:
         self.engine = PagedEngine(model, {"block_size": models.BLOCK_SIZE})
-        self.prompts = [
-            row[mask.bool()].tolist()
-            for row, mask in zip(inputs["input_ids"], inputs["attention_mask"])
-        ]
 
     def __call__(self) -> tuple[torch.Tensor, int]:
         before = self.engine.stats().num_prefix_hit_tokens
-        results = self.engine.generate(self.prompts, GREEDY)
-        for result in results:
-            assert result.error is None, result.error
+        prompts = [ids[mask.bool()].tolist() for ids, mask in zip(*INPUTS.values())]
+        rows = tokens_of(self.engine.generate(prompts, GREEDY))
         self.engine.check_integrity()
         hits = self.engine.stats().num_prefix_hit_tokens - before
-        return torch.tensor([result.token_ids for result in results]), hits
+        return torch.tensor([row for (row,) in rows]), hits
 
 
 DOORS = {"generate": Generate, "engine": Engine}
 
 
 class Watch:
-    """One model behind a uniform interface: results of a call, and its use of the cache."""
+    """A model, called through these doors."""
 
-    def __init__(self, door: str, model: Any) -> None:
-        self.model, self.inputs = model, models.padded_prompt("llama", LENGTHS)
-        self.call = DOORS[door](model, self.inputs)
-
-    def plain(self) -> torch.Tensor:
-        return self.model.generate(**self.inputs, **GREEDY)[:, max(LENGTHS) :]
+    def __init__(self, model: Any, *doors: str) -> None:
+        self.model, self.calls = model, {door: DOORS[door](model) for door in doors}
 
     def expect(self, hits: int, what: str) -> torch.Tensor:
         """Asserts that tokens are plain's, `hits` of them from the cache."""
-        expected = self.plain()
-        tokens, found = self.call()
-        assert torch.equal(tokens, expected), f"{what}\nplain\n{expected}\npaged\n{tokens}"
-        assert found == hits, f"{what}: {found} tokens came from the cache"
+        expected: torch.Tensor = self.model.generate(**INPUTS, **GREEDY)[:, max(LENGTHS) :]
+        for door, call in self.calls.items():
+            tokens, found = call()
+            shown = f"{what}, {door}\nplain\n{expected}\npaged\n{tokens}"
+            assert torch.equal(tokens, expected), shown
+            assert found == hits, f"{what}, {door}: {found} tokens came from the cache"
+        return expected
+
+    def expect_changed(self, what: str) -> torch.Tensor:
+        """No token comes from the cache, then all; returns the tokens."""
+        tokens = self.expect(0, what)
+        self.expect(HITS, f"{what}, again")
         return tokens
-
-
-# --------------------------------------------------------------------------------------- training
 
 
 def train_step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
@@ -123,27 +107,28 @@ def train_step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
-def test_train_eval_train(door: str) -> None:
+@pytest.mark.parametrize("trains_adapter", [False, True])
+def test_train_eval_train(door: str, trains_adapter: bool) -> None:
     """Ten optimizer steps, a call before, between and after, in train and in eval mode."""
-    model = models.build("llama")
-    watch, steps = Watch(door, model), torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
-    seen = [watch.expect(0, "before")]
-    watch.expect(HITS, "before, again")
-    for step in range(10):
+    model = lora_model() if trains_adapter else models.build("llama")
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rate = 5e-2 if trains_adapter else 3e-3
+    watch, optimizer = Watch(model, door), torch.optim.AdamW(trained, lr=rate, fused=True)
+    seen = [watch.expect_changed("before")]
+    for step in range(3 if trains_adapter else 10):
         model.train()
-        train_step(model, steps, step)
-        model.train(step % 2 == 1)
-        seen.append(watch.expect(0, f"after step {step}"))
-        watch.expect(HITS, f"after step {step}, again")
-    num_changes = sum(not torch.equal(a, b) for a, b in itertools.pairwise(seen))
-    assert num_changes >= 5, "training changes nothing: the test is void"
+        train_step(model, optimizer, step)
+        model.train(step % 2 == 1 and not trains_adapter)
+        seen.append(watch.expect_changed(f"after step {step}"))
+    changes = [not torch.equal(a, b) for a, b in itertools.pairwise(seen)]
+    assert sum(changes) >= (1 if trains_adapter else 5), "training changes nothing"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_train_and_eval_keep_the_cache(door: str) -> None:
     model = models.build("llama")
-    watch = Watch(door, model)
+    watch = Watch(model, door)
     watch.expect(0, "eval")
     for training in (True, False, True, True, False):
         model.train(training)
@@ -168,11 +153,8 @@ def test_dropout_in_train_mode_leaves_nothing_to_serve() -> None:
         model.eval()
         expected = model.generate(torch.tensor([prompt]), **GREEDY)[0, 30:].tolist()
         result = engine.generate([prompt], GREEDY)[0]
-        assert noisy.token_ids != expected, "dropout changes nothing: the test is void"
-        assert result.token_ids == expected and result.num_prefix_hit_tokens == 0
-
-
-# -------------------------------------------------------------------------- writes to the weights
+    assert noisy.token_ids != expected, "dropout changes nothing: the test is void"
+    assert result.token_ids == expected and result.num_prefix_hit_tokens == 0
 
 
 def value_projection(model: PreTrainedModel) -> torch.nn.Parameter:
@@ -205,60 +187,34 @@ WRITES = [load, data_add, numpy_write, in_place_without_grad, attribute]
 """Of the kinds that the tests in `tests/fingerprints` have."""
 
 
-@pytest.mark.slow_cases(but=["engine-data_add", "engine-in_place_without_grad", "engine-load"])
+@pytest.mark.slow_cases(but=["data_add", "in_place_without_grad", "load"])
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("door", DOORS)
-def test_a_write_to_the_weights(door: str, write: Callable[[PreTrainedModel], None]) -> None:
+def test_a_write_to_the_weights(write: Callable[[PreTrainedModel], None]) -> None:
+    """Weights that come back are right, too."""
     model = models.build("llama")
-    watch = Watch(door, model)
-    before = watch.expect(0, "before")
-    watch.expect(HITS, "unchanged")
+    watch = Watch(model, *DOORS)
+    before = watch.expect_changed("before")
+    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     write(model)
-    after = watch.expect(0, "after the write")
+    after = watch.expect_changed("after the write")
     assert not torch.equal(before, after), "the write changes nothing: the test is void"
-    watch.expect(HITS, "unchanged again")
+    if write is not attribute:
+        model.load_state_dict(kept)
+        assert torch.equal(watch.expect(0, "as before"), before)
 
 
 @pytest.mark.slow_cases(but=["data_add", "in_place_without_grad"])
 @pytest.mark.parametrize("write", WRITES)
 def test_recorded_steps_see_every_write(write: Callable[[PreTrainedModel], None]) -> None:
-    model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
-    options = {**GREEDY, "max_new_tokens": 40}
-    before = model.generate(**inputs, **options)
-    assert torch.equal(model.generate(**inputs, **options, **models.PAGED), before)
+    model, options = models.build("llama"), {**GREEDY, "max_new_tokens": 40}
+    before = model.generate(**INPUTS, **options)
+    assert torch.equal(model.generate(**INPUTS, **options, **models.PAGED), before)
     assert last_route(model).num_captured_steps > 0 or not records_on_cpu()
     write(model)
-    after = model.generate(**inputs, **options)
+    after = model.generate(**INPUTS, **options)
     for _ in range(2):
-        assert torch.equal(model.generate(**inputs, **options, **models.PAGED), after)
+        assert torch.equal(model.generate(**INPUTS, **options, **models.PAGED), after)
     assert not torch.equal(before, after), "the write changes nothing: the test is void"
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_weights_that_come_back_are_right_too(door: str) -> None:
-    model = models.build("llama")
-    watch = Watch(door, model)
-    before = watch.expect(0, "before")
-    kept = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    data_add(model)
-    watch.expect(0, "changed")
-    model.load_state_dict(kept)
-    assert torch.equal(watch.expect(0, "as before"), before)
-
-
-@pytest.mark.slow
-def test_one_write_is_seen_through_both_doors() -> None:
-    model = models.build("llama")
-    engine, generate = Watch("engine", model), Watch("generate", model)
-    for round_, write in enumerate((None, data_add, numpy_write)):
-        if write is not None:
-            write(model)
-        for watch in (engine, generate):
-            watch.expect(0, f"round {round_}")
-            watch.expect(HITS, f"round {round_}, again")
-
-
-# --------------------------------------------------------------------------------------- adapters
 
 
 def lora_model() -> Any:
@@ -268,23 +224,19 @@ def lora_model() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 def test_adapters(door: str) -> None:
-    """Switching, disabling, merging, unmerging and training an adapter each make another model."""
+    """Switching, disabling, merging, unmerging and changing an adapter each make another model."""
     model = lora_model()
-    watch = Watch(door, model)
-    first = watch.expect(0, "first")
-    watch.expect(HITS, "first, again")
+    watch = Watch(model, door)
+    first = watch.expect_changed("first")
     model.set_adapter("second")
-    second = watch.expect(0, "second")
-    assert not torch.equal(first, second), "the adapters do the same: the test is void"
-    watch.expect(HITS, "second, again")
+    second = watch.expect_changed("second")
     with model.disable_adapter():
-        bare = watch.expect(0, "disabled")
-        watch.expect(HITS, "disabled, again")
+        bare = watch.expect_changed("disabled")
+    assert not torch.equal(first, second), "the adapters do the same: the test is void"
     assert not torch.equal(second, bare), "the adapter does nothing: the test is void"
     assert torch.equal(watch.expect(0, "enabled"), second)
     model.merge_adapter()
-    watch.expect(0, "merged")
-    watch.expect(HITS, "merged, again")
+    watch.expect_changed("merged")
     model.unmerge_adapter()
     watch.expect(0, "unmerged")
     model.set_adapter("first")
@@ -292,38 +244,18 @@ def test_adapters(door: str) -> None:
     for name, parameter in model.named_parameters():
         if "lora_B.first" in name:
             parameter.data.mul_(-1)
-    watch.expect(0, "first, changed")
-    watch.expect(HITS, "first, changed, again")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("door", DOORS)
-def test_training_an_adapter(door: str) -> None:
-    model = lora_model()
-    watch = Watch(door, model)
-    optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=5e-2, fused=True
-    )
-    seen = [watch.expect(0, "before")]
-    for step in range(3):
-        train_step(model.train(), optimizer, step)
-        model.eval()
-        seen.append(watch.expect(0, f"after step {step}"))
-        watch.expect(HITS, f"after step {step}, again")
-    assert not torch.equal(seen[0], seen[-1]), "training changes nothing: the test is void"
+    watch.expect_changed("first, changed")
 
 
 @needs_fingerprints
 def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
     """Packed and rectangular calls have separate managers on one memory, with a single
     fingerprint."""
-    model, memory = models.build("llama"), PagedMemory(PagedConfig(block_size=8))
     from hf_paged.rectangles.states import StateSpec
 
-    packed, rectangles = (
-        memory.manager([FULL_ATTENTION]),
-        memory.manager([FULL_ATTENTION, StateSpec(is_empty=True)]),
-    )
+    model, memory = models.build("llama"), PagedMemory(PagedConfig(block_size=8))
+    packed = memory.manager([FULL_ATTENTION])
+    rectangles = memory.manager([FULL_ATTENTION, StateSpec(is_empty=True)])
     guards = [WeightsGuard(model, memory, blocks) for blocks in (packed, rectangles)]
 
     def begin(guard: WeightsGuard) -> None:

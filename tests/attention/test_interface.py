@@ -38,24 +38,17 @@ from hf_paged.attention.switch import (
 )
 from hf_paged.cache.handles import PagedTensor
 
-TINY = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.3,
-)
+TINY: dict[str, Any] = {
+    **dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2),
+    **dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.3),
+}
 START = dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+T5 = T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, **START)
 MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (AutoModelForCausalLM, LlamaConfig(**TINY)),
     "gemma2": (AutoModelForCausalLM, Gemma2Config(**TINY, head_dim=8, sliding_window=6)),
     "gpt2": (AutoModelForCausalLM, GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)),
-    "t5": (
-        AutoModelForSeq2SeqLM,
-        T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, **START),
-    ),
+    "t5": (AutoModelForSeq2SeqLM, T5),
 }
 
 
@@ -107,17 +100,6 @@ def test_eager_features_reads_the_function_not_its_name() -> None:
     assert eager_features(None) is None
 
 
-def test_switch_counts_calls_and_restores_once() -> None:
-    model = build()
-    own = model.config._attn_implementation
-    with switched(model):
-        with switched(model):
-            assert model.config._attn_implementation == NAME
-            assert model_attention(model.config) == own
-        assert model.config._attn_implementation == NAME
-    assert model.config._attn_implementation == own
-
-
 def test_a_call_of_another_thread_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     model, own = build(), compat.attention_of
     begun, may_end = threading.Event(), threading.Event()
@@ -161,6 +143,8 @@ def test_code_that_compares_names_sees_the_configs_own(named: str, other: str) -
     model, ids = build("gpt2"), token_ids(2, 7)
     model.set_attn_implementation(named)  # GPT2Attention compares with "eager"
     with switched(model):
+        with switched(model):
+            assert model_attention(model.config) == named
         found = model.config._attn_implementation
         assert found == NAME and found == named and {NAME: 1}[found] == 1
         assert found != other and found in (named,)
@@ -197,24 +181,7 @@ def test_keys_and_values_read_before_and_after_the_pool_has_grown() -> None:
     torch.testing.assert_close(found, F.scaled_dot_product_attention(query, states, -states))
 
 
-def test_install_is_idempotent_and_uninstall_undoes_it() -> None:
-    wrapped = GenerationMixin.generate
-    hf_paged.install()
-    assert GenerationMixin.generate is wrapped
-    hf_paged.uninstall()
-    try:
-        undone = GenerationMixin.generate
-        assert undone is not wrapped and "hf_paged" not in undone.__code__.co_filename
-        assert inspect.signature(undone) == inspect.signature(wrapped)
-        assert NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    finally:
-        hf_paged.install()
-    model = build()
-    model.generate(token_ids(1, 5), max_new_tokens=2, **PAGED)
-    assert hf_paged.last_route(model).in_place
-
-
-def test_a_class_that_repeats_its_inputs_by_itself_is_served_and_left_as_it_was() -> None:
+def test_a_class_that_repeats_its_inputs_is_served_and_uninstall_leaves_it_as_it_was() -> None:
     class Own(LlamaForCausalLM):
         def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
             if expand_size == 1:
@@ -229,11 +196,20 @@ def test_a_class_that_repeats_its_inputs_by_itself_is_served_and_left_as_it_was(
             torch.manual_seed(0)
             found.append(model.generate(ids, max_new_tokens=4, **options, **paged))
         assert torch.equal(*found) and hf_paged.last_route(model).road == "engine"
+    wrapped = GenerationMixin.generate
+    hf_paged.install()
+    assert GenerationMixin.generate is wrapped
     hf_paged.uninstall()
     try:
         assert Own._expand_inputs_for_generation is own
+        undone = GenerationMixin.generate
+        assert undone is not wrapped and "hf_paged" not in undone.__code__.co_filename
+        assert inspect.signature(undone) == inspect.signature(wrapped)
+        assert NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     finally:
         hf_paged.install()
+    model.generate(ids, max_new_tokens=2, **PAGED)
+    assert hf_paged.last_route(model).in_place
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

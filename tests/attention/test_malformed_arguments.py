@@ -1,13 +1,10 @@
-"""Mismatched keys, values, tables and slots raise an error, never touch foreign memory and never
-crash."""
+"""Mismatched keys, values, tables and slots raise an error and never touch foreign memory.
+`tests.support.kernel_fuzz` draws more of them."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-import subprocess
-import sys
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,24 +12,16 @@ import torch
 
 from hf_paged import PagedCache
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp.attention import Attention, Store
+from hf_paged.kernels.cpp.attention import Attention, Store, gather
 from hf_paged.step import Lengths, StepMetadata
-from tests.support.kernel_fuzz import Draws
 
-ROOT = Path(__file__).resolve().parents[2]
 built = pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
 
 
-@pytest.mark.parametrize(
-    ("keys", "values"),
-    [
-        ((2, 2, 5, 8), (2, 2, 3, 8)),
-        ((2, 2, 5, 8), (1, 2, 5, 8)),
-        ((2, 2, 5, 8), (2, 5, 8)),
-        ((2, 2, 3, 8), (2, 2, 5, 8)),
-    ],
-    ids=str,
-)
+SHAPES = [((2, 2, 5, 8), values) for values in ((2, 2, 3, 8), (1, 2, 5, 8), (2, 5, 8))]
+
+
+@pytest.mark.parametrize(("keys", "values"), [*SHAPES, ((2, 2, 3, 8), (2, 2, 5, 8))], ids=str)
 def test_keys_and_values_of_different_tokens_are_refused(
     keys: tuple[int, ...], values: tuple[int, ...]
 ) -> None:
@@ -150,35 +139,33 @@ def test_cpp_entry_points_name_what_does_not_fit(
         assert torch.equal(given["key_blocks"], before)
 
 
-def fuzz(count: int) -> None:
-    """Calls with one to three arguments distorted; prints how many were served and how many
-    refused."""
-    served = 0
-    for number in range(count):
-        given, draws = arguments(), Draws(str(number))
-        for name in draws.sample(sorted(given), draws.one(1, 1, 2, 3)):
-            value = given[name]
-            if isinstance(value, torch.Tensor):
-                given[name] = draws.one(
-                    *(draws.other(value), value.long(), value[:0], value[None], value.flatten()),
-                    *(value.transpose(0, -1), value[:1].expand_as(value)),
-                    value + draws.one(-1000, -1, 1, 1000, 2**30),
-                )
-            else:
-                given[name] = draws.one(0, 1, 2, 7, 16, -1, 1 << 40)
-        for call in (attend, decode, store, store_again):
-            with contextlib.suppress(TypeError, ValueError, IndexError, RuntimeError):
-                call(given)
-                served += 1
-    print(served, 4 * count - served)
+GATHERED = {
+    "block_tables": [[0, 1]],
+    "columns": range(0, 10),
+    "origins": (0,),
+    "blocks": torch.zeros(4, 1, 8, 2),
+}
 
 
-@pytest.mark.slow
+def gathered(**changes: Any) -> torch.Tensor:
+    a = {**GATHERED, **changes}
+    ids = torch.tensor(a["block_tables"], dtype=torch.int32).view(1, -1)
+    step = StepMetadata.rectangle(ids, (10,), 8, columns=a["columns"], origins=(0,))
+    return gather(replace(step, columns=a["columns"], origins=a["origins"]), a["blocks"])
+
+
 @built
-def test_no_arguments_crash_the_process() -> None:
-    code = "from tests.attention.test_malformed_arguments import fuzz; fuzz(700)"
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    served, refused = map(int, done.stdout.split())
-    assert served > 100 and refused > 1000
+def test_gathers_name_what_does_not_fit() -> None:
+    assert gathered().shape == (1, 1, 10, 2)
+    # the second block is not read
+    assert gathered(block_tables=[[0, 9]], columns=range(0, 8)).shape == (1, 1, 8, 2)
+    for tables in ([[0, 4]], [[0, -1]], [[0]]):
+        with pytest.raises(IndexError, match="too few blocks for columns range"):
+            gathered(block_tables=tables)
+    others = torch.zeros(4, 1, 4, 2), torch.zeros(4, 1, 8, 4)[..., ::2], torch.zeros(4, 8, 2)
+    for blocks in (*others, torch.zeros(4, 1, 8, 2, device="meta")):
+        with pytest.raises(ValueError, match=r"blocks are torch\.float32"):
+            gathered(blocks=blocks)
+    for wrong in ({"origins": ()}, {"columns": None}):
+        with pytest.raises(ValueError, match="one origin and one table for each of 1 rows"):
+            gathered(**wrong)

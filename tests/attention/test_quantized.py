@@ -33,9 +33,8 @@ def quantize(call: Call, kv_dtype: str) -> tuple[AttentionCall, AttentionCall]:
         quantized.write(blocks.values, slice(None), values)
     plain = [quantized.read(x, slice(None), torch.float32) for x in (blocks.keys, blocks.values)]
     made = call.made()
-    return made._replace(blocks=blocks), made._replace(
-        blocks=KVBlocks((), *plain), query=made.query.float()
-    )
+    exact = made._replace(blocks=KVBlocks((), *plain), query=made.query.float())
+    return made._replace(blocks=blocks), exact
 
 
 def to_device(call: AttentionCall) -> AttentionCall:
@@ -95,29 +94,18 @@ def test_rows_that_share_blocks(is_fixed: bool) -> None:
     torch.testing.assert_close(out, expected, atol=2e-5, rtol=2e-5)
 
 
+HALF, BF16 = torch.float16, torch.bfloat16
+KERNEL_CASES = [
+    Case((40, 1, 70), heads=4, key_dim=16, value_dim=16),
+    Case((40, 3), queries=3, heads=6, key_dim=40, value_dim=40, dtype=HALF),
+    Case((33, 50), heads=2, kv_heads=1, key_dim=24, value_dim=24, window=9, dtype=BF16, block=8),
+    Case((20, 35), queries=20, heads=2, key_dim=16, value_dim=8, sinks=True, softcap=2.0),
+]
+
+
 @available
 @pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(seq_lens=(40, 1, 70), heads=4, key_dim=16, value_dim=16),
-        Case(seq_lens=(40, 3), queries=3, heads=6, key_dim=40, value_dim=40, dtype=torch.float16),
-        Case(
-            seq_lens=(33, 50),
-            heads=2,
-            kv_heads=1,
-            key_dim=24,
-            value_dim=24,
-            window=9,
-            dtype=torch.bfloat16,
-            block=8,
-        ),
-        Case(
-            seq_lens=(20, 35), queries=20, heads=2, key_dim=16, value_dim=8, sinks=True, softcap=2.0
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", KERNEL_CASES, ids=str)
 def test_the_triton_kernels(case: Case, kv_dtype: str) -> None:
     check(case, "triton", kv_dtype)
 

@@ -79,12 +79,8 @@ def build(
 
 
 @pytest.mark.slow_cases(
-    "*-3",
-    "torch.bfloat16-*-1",
-    "torch.bfloat16-sinks-None",
-    "torch.float16--1",
-    "torch.float16-sinks-None",
-    "torch.float32-sinks-1",
+    *("*-3", "torch.bfloat16-*-1", "torch.bfloat16-sinks-None", "torch.float16--1"),
+    *("torch.float16-sinks-None", "torch.float32-sinks-1"),
 )
 @pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
@@ -104,10 +100,11 @@ def test_shared_prefixes_give_what_plain_decode_gives(
     check(built, plan, TOLERANCE[dtype], splits, **features)
 
 
+WINDOWS = [(60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("window", "members"), [(60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)]
-)
+@pytest.mark.parametrize(("window", "members"), WINDOWS)
 def test_rows_whose_window_ends_within_them_share_nothing(
     window: int, members: list[int] | None
 ) -> None:
@@ -122,18 +119,14 @@ def test_rows_whose_window_ends_within_them_share_nothing(
         check(built, plan)
 
 
-def test_short_prefixes_are_not_worth_two_more_launches() -> None:
-    from hf_paged.kernels.triton import cascade
-
-    query, keys, values, step = build(ROWS, torch.float32)
-    assert cascade.find_cascade(step, cascade.default_costs(query.shape[1], keys, values)) is None
-
-
-def test_a_cascade_of_given_groups_takes_any_part_of_what_is_shared() -> None:
+def test_groups_that_are_given_or_not_worth_two_more_launches() -> None:
+    """A cascade of given groups takes any part of what is shared."""
     from hf_paged.kernels.triton import cascade
 
     built, groups = build(ROWS, torch.float32), (SharedPrefix((4, 1), 2), SharedPrefix((5, 0), 3))
-    check(built, cascade.make_cascade(groups, built[-1]))
+    query, keys, values, step = built
+    assert cascade.find_cascade(step, cascade.default_costs(query.shape[1], keys, values)) is None
+    check(built, cascade.make_cascade(groups, step))
 
 
 @pytest.mark.parametrize("with_tail", [False, True], ids=["parts", "tail"])

@@ -83,18 +83,19 @@ def expected_lse(built: Built) -> torch.Tensor:
 def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> Any:
     from hf_paged.kernels.triton import attention, configs
 
-    def move(value: Any) -> Any:
-        return value.to(DEVICE) if isinstance(value, torch.Tensor) else value
-
     # keeps a view of the pool a view: `.to` keeps strides only of dense tensors
-    pools = [torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
-             for x in built.blocks]  # fmt: skip
-    options |= dict(scale=SCALE, softcap=built.case.softcap, sinks=move(built.sinks))
-    options |= dict(bias=move(built.bias))
+    pools = [
+        torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)
+        for x in built.blocks
+    ]
+    query, sinks, bias = (
+        x if x is None else x.to(DEVICE) for x in (built.query, built.sinks, built.bias)
+    )
+    options |= dict(scale=SCALE, softcap=built.case.softcap, sinks=sinks, bias=bias)
     if config is not None:
         options["config"] = configs.LaunchConfig(*config[::-1], num_warps=4, num_stages=2)
     with torch.no_grad():
-        return attention.prefill_attention(move(built.query), *pools, built.step, **options)
+        return attention.prefill_attention(query, *pools, built.step, **options)
 
 
 def compare(built: Built, config: tuple[int, int] | None = None, **options: Any) -> None:
@@ -105,11 +106,8 @@ def compare(built: Built, config: tuple[int, int] | None = None, **options: Any)
     weights = lse.double().softmax(0).nan_to_num(0.0)[..., None]
     merged = torch.where(weights > 0, weights * parts, 0.0).sum(0)
     tolerance, wanted = TOLERANCE[built.case.dtype], built.expected()
-    for found, its in (
-        (output, wanted),
-        (merged, wanted),
-        (lse.double().logsumexp(0), expected_lse(built)),
-    ):
+    lse = lse.double().logsumexp(0)
+    for found, its in ((output, wanted), (merged, wanted), (lse, expected_lse(built))):
         torch.testing.assert_close(found.double().cpu(), its, atol=tolerance, rtol=tolerance)
 
 
@@ -142,9 +140,8 @@ FEATURES: dict[str, Any] = {
 @pytest.mark.parametrize("seed", range(20))
 def test_any_combination_gives_what_the_reference_gives(seed: int) -> None:
     draw = random.Random(seed)
-    rows = [(draw.randint(0, 30), draw.randint(0, 20)) for _ in range(draw.randint(1, 3))] + [
-        (9, 1)
-    ]
+    rows = [(draw.randint(0, 30), draw.randint(0, 20)) for _ in range(draw.randint(1, 3))]
+    rows.append((9, 1))
     starts = tuple(draw.randint(0, context) for context, _ in rows)
     kv_heads = draw.randint(1, 3)
     features = {name: draw.choice(choices) for name, choices in FEATURES.items()}
@@ -153,10 +150,6 @@ def test_any_combination_gives_what_the_reference_gives(seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_more_rows_than_one_load_of_their_lengths_holds() -> None:
+def test_more_rows_than_one_load_and_default_tiles_and_splits() -> None:
     check(Case(rows=tuple((row % 3, row % 2) for row in range(260)), heads=1, kv_heads=1))
-
-
-@pytest.mark.slow
-def test_default_tiles_and_splits_give_the_same() -> None:
     compare(Built(Case(((700, 20), (0, 90)), block=16)), num_splits=None)

@@ -20,39 +20,27 @@ def _states(
     return torch.randn(batch, heads, tokens, 2 * dim).to(dtype)[..., ::2]  # no stride is 1
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "slot_dtype"),
-    [
-        (torch.float32, torch.float32, torch.int64),
-        (torch.bfloat16, torch.bfloat16, torch.int32),
-        (torch.float32, torch.bfloat16, torch.int64),
-        (torch.float16, torch.float32, torch.int32),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("heads", "key_dim", "value_dim", "block", "transposed"),
-    [
-        (2, 16, 16, 8, True),
-        (3, 40, 9, 16, False),
-        (1, 64, 128, 2048, True),
-        (33, 80, 80, 8, False),
-    ],
-    ids=["h2-d16", "h3-d40_9-strided", "h1-d64_128-large", "h33-d80-strided"],
-)
-def test_stores_what_the_plain_one_stores(
-    heads: int,
-    key_dim: int,
-    value_dim: int,
-    block: int,
-    transposed: bool,
-    source: torch.dtype,
-    target: torch.dtype,
-    slot_dtype: torch.dtype,
-) -> None:
+DTYPES = [
+    (torch.float32, torch.float32, torch.int64),
+    (torch.bfloat16, torch.bfloat16, torch.int32),
+    (torch.float32, torch.bfloat16, torch.int64),
+    (torch.float16, torch.float32, torch.int32),
+]
+SIZES = {
+    "h2-d16": (2, (16, 16), 8, True),
+    "h3-d40_9-strided": (3, (40, 9), 16, False),
+    "h1-d64_128-large": (1, (64, 128), 2048, True),
+    "h33-d80-strided": (33, (80, 80), 8, False),
+}
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_stores_what_the_plain_one_stores(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     from hf_paged.kernels.triton import store as kernel
 
-    dims = key_dim, value_dim
+    heads, dims, block, transposed = SIZES[name]
+    source, target, slot_dtype = dtypes
     states = [_states(3, heads, 5, dim, source, transposed) for dim in dims]
     slots = torch.randperm(7 * block)[:15].view(3, 5).to(slot_dtype)
     slots[1, :2] = -1

@@ -25,14 +25,8 @@ def test_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("HF_PAGED_ATTENTION", "triton")
     monkeypatch.setattr(triton, "unsupported_reason", lambda call: "slow in the interpreter")
-    stored: list[torch.Tensor] = []
-    original = kernel.store
-
-    def count(keys: torch.Tensor, *rest: Any) -> None:
-        stored.append(keys)
-        original(keys, *rest)
-
-    monkeypatch.setattr(kernel, "store", count)
+    stored, original = [], kernel.store
+    monkeypatch.setattr(kernel, "store", lambda *x: (stored.append(x[0]), original(*x))[1])
     model = build("llama").to(DEVICE)
     ids = token_ids(2, 5).to(DEVICE)
     model.generate(ids, max_new_tokens=4, do_sample=False, **PAGED)
@@ -50,9 +44,8 @@ class Far:
         count = 4 * FAR + 4096
         if DEVICE.type == "cpu":
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-            self.memory = torch.frombuffer(
-                mmap.mmap(-1, 2 * count, flags=flags), dtype=torch.bfloat16
-            )
+            memory = mmap.mmap(-1, 2 * count, flags=flags)
+            self.memory = torch.frombuffer(memory, dtype=torch.bfloat16)
         else:
             self.memory = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
         self.used = 0

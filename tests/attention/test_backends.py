@@ -125,36 +125,35 @@ def build(case: Case, seed: int = 0) -> Call:
     scale = case.key_dim**-0.5
 
     expected = torch.zeros(batch, case.queries, case.heads, case.value_dim, dtype=torch.float64)
-    for row, stored in enumerate([set[int]() for _ in range(batch)]):
-        for i in range(case.queries):
-            position = case.seq_lens[row] - case.queries + i
-            high = position + 1 if case.causal else case.seq_lens[row]
-            low = max(starts[row], position - case.window + 1) if case.window else starts[row]
-            if low >= high:
-                continue
-            for t in set(range(low, high)) - stored:
-                block, offset = tables[row, t // case.block], t % case.block
-                key_blocks[block, :, offset] = key[row, :, t]
-                value_blocks[block, :, offset] = value[row, :, t]
-            stored.update(range(low, high))
-            spread = [
-                side[row, :, low:high].double().repeat_interleave(case.heads // case.kv_heads, 0)
-                for side in (key, value)
-            ]
-            logits = torch.einsum("hd,htd->ht", query[row, :, i].double(), spread[0]) * scale
-            if case.softcap:
-                logits = torch.tanh(logits / case.softcap) * case.softcap
-            if bias is not None:
-                full = bias.expand(batch, case.heads, case.queries, -1)[row, :, i, low:high]
-                # added in the compute precision: finfo.min absorbs the score, as it does in every
-                # mask of a model
-                precision = torch.promote_types(case.dtype, torch.float32)
-                logits = (logits.to(precision) + full.to(precision)).double()
-            if sinks is not None:
-                logits = torch.cat([logits, sinks.double()[:, None]], dim=1)
-            # all -inf: nothing is seen
-            weights = logits.softmax(-1).nan_to_num(0.0)[:, : high - low]
-            expected[row, i] = torch.einsum("ht,htd->hd", weights, spread[1])
+    columns = torch.arange(longest)
+    for row, (length, start) in enumerate(zip(case.seq_lens, starts)):
+        position = torch.arange(length - case.queries, length)[:, None]
+        end = position + 1 if case.causal else torch.full_like(position, length)
+        sees = (columns >= start) & (columns < end)
+        if case.window:
+            sees &= columns > position - case.window
+        used = columns[sees.any(0)]
+        slots = tables[row].long()[used // case.block], slice(None), used % case.block
+        key_blocks[slots] = key[row, :, used].transpose(0, 1)
+        value_blocks[slots] = value[row, :, used].transpose(0, 1)
+        group = case.heads // case.kv_heads
+        spread = [side[row].double().repeat_interleave(group, 0) for side in (key, value)]
+        logits = torch.einsum("hqd,htd->hqt", query[row].double(), spread[0]) * scale
+        if case.softcap:
+            logits = torch.tanh(logits / case.softcap) * case.softcap
+        if bias is not None:
+            full = bias.expand(batch, case.heads, case.queries, -1)[row, ..., :longest]
+            # added in the compute precision: finfo.min absorbs the score, as it does in every
+            # mask of a model
+            precision = torch.promote_types(case.dtype, torch.float32)
+            logits = (logits.to(precision) + full.to(precision)).double()
+        logits = logits.masked_fill(~sees, -math.inf)
+        if sinks is not None:
+            ones = sinks.double()[:, None, None].expand(-1, case.queries, 1)
+            logits = torch.cat([logits, ones], dim=-1)
+        # all -inf: nothing is seen
+        weights = logits.softmax(-1).nan_to_num(0.0)[..., :longest]
+        expected[row] = torch.einsum("hqt,htd->qhd", weights, spread[1])
     options = {"scale": scale, "softcap": case.softcap, "sinks": sinks, "bias": bias}
     return Call(query, key_blocks, value_blocks, step, options, expected)
 

@@ -119,9 +119,7 @@ class Built(Packed):
 @pytest.mark.parametrize("backend", ["", "gather", "reference"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
-def test_each_sequence_gets_what_it_gets_alone(
-    case: Case, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_sequence_as_alone(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, backend)
     built = Built(case)
     built.check(built.attend(causal_mask(built.step.num_tokens, case.window, case.chunk)))

@@ -3,7 +3,6 @@ float32."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -15,7 +14,7 @@ from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.build import batch_invariant
-from tests.attention.test_backends import CASES, TOLERANCE, Call, Case, any_case, build
+from tests.attention.test_backends import CASES, TOLERANCE, Call, Case, build
 from tests.support.kernels.device import DEVICE, available
 
 BACKENDS = ["reference", "gather", *(["cpp"] if cpp.is_available() else [])]
@@ -67,13 +66,6 @@ FLOATS = [case for case in CASES if case.dtype != torch.float64]
 @pytest.mark.parametrize("case", FLOATS, ids=str)
 def test_matches_the_reference(case: Case, backend: str) -> None:
     check(case, backend, ("int8", "fp8_e4m3", "fp8_e5m2")[FLOATS.index(case) % 3])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
-def test_matches_the_reference_on_any_sizes(kv_dtype: str) -> None:
-    for seed, backend in itertools.product(range(13), BACKENDS):
-        check(any_case(seed), backend, kv_dtype, seed)
 
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no compiler")

@@ -59,9 +59,7 @@ CASES = [
 @interpreted
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
-def test_a_step_takes_one_launch_for_decodes_and_one_for_chunks(
-    case: PackedCase, launches: list[str]
-) -> None:
+def test_a_step_launches_once_for_each_kind_of_row(case: PackedCase, launches: list[str]) -> None:
     built = Built(case)
     built.check(built.attend(causal_mask(built.step.num_tokens, case.window)))
     assert launches == ["decode_attention"] * (case.rows is MIXED) + ["prefill_attention"]
@@ -90,9 +88,7 @@ def test_generate_gives_the_tokens_of_the_plain_call(name: str, launches: list[s
 
 @slow
 @interpreted
-def test_samples_read_their_prompt_once(
-    launches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_read_prompts_once(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_paged.kernels.triton import cascade
 
     free = CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=1000)

@@ -50,9 +50,7 @@ def test_products_are_as_exact_as_pytorchs(shape: tuple[int, int], dtype: torch.
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(33, 1030), (96, 768), (300, 100), (20, 2100)], ids=str)
-def test_a_row_is_the_same_whatever_stands_beside_it(
-    shape: tuple[int, int], dtype: torch.dtype
-) -> None:
+def test_a_row_is_the_same_beside_any_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """And for any number of threads."""
     x, floats, bias = make(*shape, 70, dtype)
     before = torch.get_num_threads()

@@ -203,9 +203,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
-def test_pictures_are_computed_by_the_model_and_decoded_packed(
-    name: str, mode: str, device: torch.device
-) -> None:
+def test_pictures_are_decoded_packed(name: str, mode: str, device: torch.device) -> None:
     model, inputs = models.put(model_of(name), device), models.put(pictures(name), device)
     route = same(model, inputs, **MODES[mode])
     assert route.road == "engine" and route.reason.startswith("packed")
@@ -249,9 +247,7 @@ def test_inputs_that_do_not_fit_raise_what_plain_raises() -> None:
 
 
 @pytest.mark.parametrize("name", [LLAVA, QWEN])
-def test_pictures_of_other_sizes_and_contents_are_checked_once(
-    name: str, checked: list[str]
-) -> None:
+def test_other_pictures_are_checked_once(name: str, checked: list[str]) -> None:
     model = tiny_model(getattr(transformers, name))
     torch.manual_seed(1)
     rows = media_rows(model)["image"]
@@ -386,9 +382,7 @@ def test_inputs_that_decode_steps_ignore_are_checked_once(checked: list[str]) ->
 @pytest.mark.slow_cases("torch.float32-True", "torch.int64-False")
 @pytest.mark.parametrize("is_text_first", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float, torch.int64], ids=str)
-def test_an_input_that_acts_in_prompts_alone_shares_no_prefix(
-    dtype: torch.dtype, is_text_first: bool
-) -> None:
+def test_inputs_that_act_in_prompts_alone(dtype: torch.dtype, is_text_first: bool) -> None:
     """The first value has no effect. The last prompt has the text, the placeholder and the inputs
     of the shifted one, and ends with other tokens."""
     model, ids = with_inputs(Shifted), models.token_ids(2, 61)
@@ -501,9 +495,7 @@ def test_rows_without_a_known_placeholder_are_known_by_all_inputs() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [GEMMA, PALI])
-def test_tokens_that_see_later_ones_are_not_served_to_other_prompts(
-    name: str, hits: list[int]
-) -> None:
+def test_tokens_that_see_later_ones_are_not_shared(name: str, hits: list[int]) -> None:
     """All of PaliGemma's prompt sees all of it; of Gemma's the question does not see later
     tokens."""
     model, inputs = model_of(name), with_question(pictures(name))
@@ -746,15 +738,6 @@ def test_hooks_that_change_and_masks_with_holes_are_seen() -> None:
         engine.add_request(ids, inputs={"pixel_values": pixels, "position_ids": positions})
         with pytest.raises(ValueError, match="an engine cannot serve these `inputs`"):
             engine.add_request(ids, inputs={"pixel_values": pixels, "attention_mask": hole})
-
-
-@pytest.mark.slow
-def test_a_picture_that_fails_beside_others_in_rectangles() -> None:
-    name = "Lfm2VlForConditionalGeneration"
-    row = rows_of(name)[0]
-    bad = {**row, "pixel_values": row["pixel_values"][:, :1]}
-    with PagedEngine(model_of(name), SMALL) as engine:
-        assert ask(engine, [row, bad, row])[1].error is not None
 
 
 # -- text before a picture -------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from hf_paged.attention.backends import cpp as backend
 from hf_paged.kernels import cpp
 from tests.support import models
 from tests.support.checks import assert_paged_is_plain
-from tests.support.engine_helpers import assert_lone, prompts
+from tests.support.engine_helpers import assert_lone
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 10, "do_sample": False}
 LENGTHS = (13, 4, 13, 9)  # rows of equal length that are not adjacent
@@ -71,7 +71,8 @@ def test_the_kernel_is_checked_without_autocast() -> None:
 
 
 def test_an_engine_gives_the_tokens_of_the_same_autocast() -> None:
-    model, texts = models.get("llama"), prompts(*LENGTHS)
+    model = models.get("llama")
+    texts = [models.token_ids(1, length, seed=length)[0].tolist() for length in LENGTHS]
     with torch.autocast("cpu", torch.bfloat16), PagedEngine(model, {"block_size": 8}) as engine:
         results = engine.generate(texts, GREEDY)
         engine.check_integrity()

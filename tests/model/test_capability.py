@@ -32,7 +32,6 @@ from hf_paged.topics import Topic
 from tests.model import test_positions as tables
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.architecture_inputs import decoder_text
 from tests.support.checks import assert_paged_is_plain
 from tests.support.precision import TensorFloats, default_precision
 
@@ -404,9 +403,7 @@ def test_a_forward_that_draws_random_numbers_runs_as_plain_runs_it() -> None:
 @pytest.mark.parametrize(
     ("name", "owner", "table"), [("gpt2", "", "wpe"), ("opt", "decoder.", "embed_positions")]
 )
-def test_a_table_of_positions_of_another_size_is_measured_again(
-    name: str, owner: str, table: str
-) -> None:
+def test_tables_of_positions_of_other_sizes(name: str, owner: str, table: str) -> None:
     model: Any = tables.build(name)
     positions = model.base_model.get_submodule(owner + table)
     offset = positions.num_embeddings - tables.NUM
@@ -416,20 +413,6 @@ def test_a_table_of_positions_of_another_size_is_measured_again(
         assert choose_layout(model, cache_for(model)).max_positions == size
         count = size + 1 - (tables.NUM - 8)
         assert_paged_is_plain(model, inputs, {"do_sample": False, "max_new_tokens": count})
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    models.BEFORE_5_18, reason="plain GIT counts positions twice in decode steps: it is not packed"
-)
-def test_packed_rows_with_padding_that_plain_counts_stay_together() -> None:
-    model = tiny_model(transformers.GitForCausalLM)
-    inputs = decoder_text(model.config)
-    options = {"do_sample": False, "max_new_tokens": 10, "min_new_tokens": 10}
-    for padded in (True, False):
-        given = inputs if padded else {name: x[:1] for name, x in inputs.items()}
-        route = assert_paged_is_plain(model, given, options)
-        assert route.road == "engine" and ("padding" in route.reason) == padded, route
 
 
 # -- verdicts --------------------------------------------------------------------------------------

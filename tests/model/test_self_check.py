@@ -92,9 +92,7 @@ def test_code_that_acts_on_decode_steps_is_found_out(kind: str, dtype: torch.dty
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["class", "attribute"])
-def test_code_that_changes_after_the_check_is_checked_again(
-    change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_changes_after_the_check(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model: Any = models.build("llama")
     single = model.model.layers[0].mlp = _Single(model.model.layers[0].mlp, is_on=False)
     with PagedEngine(model) as engine:

@@ -79,9 +79,7 @@ class Counted(nn.Module):
 
 
 @needs_fingerprints
-def test_prefixes_of_a_model_whose_forwards_change_it_are_dropped_and_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_prefixes_of_a_model_that_its_forwards_change(caplog: pytest.LogCaptureFixture) -> None:
     model = models.build("llama")
     for layer in model.model.layers:
         layer.mlp = Counted(layer.mlp).eval()
@@ -114,9 +112,7 @@ CHANGES = [data_add, by_numpy, other_weights, attention_of_another_model]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_beside_an_unfinished_request_and_without_one(
-    change: Callable[[PreTrainedModel], None],
-) -> None:
+def test_a_change_beside_unfinished_requests(change: Callable[[PreTrainedModel], None]) -> None:
     model = models.build("llama")
     with engine_of(model) as engine:
         engine.add_request(OTHER, greedy(60))

@@ -527,9 +527,7 @@ def test_an_assistant_that_fails_ends_its_requests_alone() -> None:
     assert results[second].token_ids == lone(texts[1])
 
 
-def test_an_assistant_without_memory_leaves_its_requests_without_drafts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_assistant_without_memory_drafts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(assistant: Assistant, tasks: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory, on purpose")
 
@@ -616,9 +614,7 @@ def test_early_exit_that_fails_leaves_the_model_as_it_was() -> None:
     assert_same_as_lone(lone_run(model, texts[1], GREEDY), results[second], GREEDY, "the other")
 
 
-def test_caches_that_are_built_while_another_thread_drafts_have_all_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_caches_that_are_built_while_another_thread_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Early exit lowers the number of layers in the model's config for each draft."""
     model, (text,) = models.build("llama"), prompts(9)
     expected = lone_run(model, text, GREEDY)[0]

@@ -197,15 +197,18 @@ def test_the_library_is_built_once_in_a_folder_of_ours_alone_and_says_so(host: H
 
 
 def test_processes_wait_for_one_build_and_go_on_where_it_is_killed(host: Host) -> None:
-    script = host.compiler.read_text()
-    host.compiler.write_text(script.replace('\nrm -f "$2"', '\nsleep 60; rm -f "$2"'))
+    go, script = host.path / "go", host.compiler.read_text()
+    waits = f'\nwhile [ ! -e "{go}" ]; do sleep 0.1; done; rm -f "$2"'
+    host.compiler.write_text(script.replace('\nrm -f "$2"', waits))
     process = child(lambda: os.setsid() or load())
     while not host.runs:
         time.sleep(0.01)
-    host.compiler.write_text(script)
     waiting = [child(load) for _ in range(3)]
-    time.sleep(0.1)
     os.killpg(process, signal.SIGKILL)
+    while len(host.runs) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)  # the others would begin, too
+    go.touch()
     assert [*map(ends, (process, *waiting))] == [-signal.SIGKILL, 0, 0, 0]
     assert host.library and len(host.runs) == 2
     assert load() and len(host.runs) == 2
@@ -237,9 +240,7 @@ def test_a_library_that_is_not_what_was_built_is_built_again(host: Host) -> None
 @pytest.mark.parametrize(
     "how", ["folder", "file", "parent", "link to the folder", "link of theirs", "XDG_CACHE_HOME"]
 )
-def test_what_another_user_planted_does_not_run(
-    host: Host, planted: tuple[Path, Path], how: str
-) -> None:
+def test_planted_files_do_not_run(host: Host, planted: tuple[Path, Path], how: str) -> None:
     folder = host.use("shared")
     if how == "XDG_CACHE_HOME":
         host.patch.delenv(FOLDER)
@@ -296,9 +297,7 @@ def test_a_folder_that_may_not_or_cannot_be_used(
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o755], ids=oct)
-def test_a_folder_on_the_way_in_which_no_other_can_rename_ours_is_no_obstacle(
-    host: Host, mode: int
-) -> None:
+def test_folders_on_the_way_in_which_no_other_can_rename_ours(host: Host, mode: int) -> None:
     host.use("way/mine").parent.chmod(mode)
     assert load() and host.library
 
@@ -308,9 +307,7 @@ def test_a_folder_on_the_way_in_which_no_other_can_rename_ours_is_no_obstacle(
     "error",
     [OSError(errno.EACCES, "why"), OSError(errno.ENOSPC, "why"), NotImplementedError("no locks")],
 )
-def test_a_folder_that_cannot_be_locked_leaves_a_library_for_the_process(
-    host: Host, error: Exception
-) -> None:
+def test_folders_that_cannot_be_locked_are_not_used(host: Host, error: Exception) -> None:
     def fail(self: object) -> None:
         raise error
 
@@ -321,9 +318,7 @@ def test_a_folder_that_cannot_be_locked_leaves_a_library_for_the_process(
 @pytest.mark.parametrize(
     ("target", "end"), [("../disk/mine", ""), ("{}/disk/mine", ""), ("../disk", "mine")]
 )
-def test_a_link_of_ours_is_followed_and_where_it_leads_is_checked(
-    host: Host, target: str, end: str
-) -> None:
+def test_links_of_ours_are_followed_and_checked(host: Host, target: str, end: str) -> None:
     """Home directories are often links to other disks. Relative, absolute, and of a parent."""
     folder, disk = host.use("disk/mine"), host.path / "disk"
     link = host.path / "links" / "here"

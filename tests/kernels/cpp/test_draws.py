@@ -45,9 +45,7 @@ def test_what_torch_refuses_raises_and_draws_nothing(value: float) -> None:
 
 
 @pytest.mark.parametrize("kind", ["served", "double", "half", "strided", "disagrees"])
-def test_other_tensors_and_other_builds_go_to_torch(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_others_go_to_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The global generator moves on as torch's."""
     probs = torch.rand(4, 300)
     if kind == "disagrees":

@@ -85,9 +85,7 @@ def build(
 @pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_shared_prefixes_give_what_plain_decode_gives(
-    dtype: torch.dtype, sinks: bool, splits: int | None
-) -> None:
+def test_as_plain_decodes(dtype: torch.dtype, sinks: bool, splits: int | None) -> None:
     from hf_paged.kernels.triton import cascade
 
     built = build(ROWS, dtype)
@@ -105,9 +103,7 @@ WINDOWS = [(60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("window", "members"), WINDOWS)
-def test_rows_whose_window_ends_within_them_share_nothing(
-    window: int, members: list[int] | None
-) -> None:
+def test_windows_that_end_within_prefixes(window: int, members: list[int] | None) -> None:
     from hf_paged.kernels.triton import cascade
 
     built = build(ROWS, torch.float32, window)

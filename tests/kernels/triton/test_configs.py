@@ -22,9 +22,7 @@ from hf_paged.kernels.triton.configs import LaunchConfig, find_config
 from tests.support.kernels.device import DEVICE, available
 
 
-def test_the_table_of_the_chip_comes_before_the_rule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chips_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     load = functools.cache(configs._load_table.__wrapped__)
     monkeypatch.setattr(configs, "_load_table", load)
     monkeypatch.setattr(configs, "FOLDER", tmp_path)

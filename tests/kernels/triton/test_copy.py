@@ -45,9 +45,7 @@ def copied(tensors: list[torch.Tensor], pairs: torch.Tensor) -> None:
 )
 @pytest.mark.parametrize("shapes", [ALIGNED, UNALIGNED], ids=["aligned", "unaligned"])
 @pytest.mark.parametrize("offset", [0, 1], ids="offset{}".format)
-def test_copies_what_the_plain_one_copies(
-    shapes: list[tuple[int, ...]], dtype: torch.dtype, offset: int
-) -> None:
+def test_copies(shapes: list[tuple[int, ...]], dtype: torch.dtype, offset: int) -> None:
     """Sources in another order than targets, a source with two targets, blocks of NaN as sources
     and as targets."""
     pairs = torch.tensor([(5, 0), (1, 3), (2, 7), (5, 4), (8, 6)])

@@ -171,9 +171,7 @@ SHORT += ["merge of a split decode-driver"]
 @pytest.mark.slow_cases(but=SHORT)
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_kernel_that_fails_is_replaced_and_not_tried_again(
-    operation: str, error: str, launches: Launches
-) -> None:
+def test_a_kernel_that_fails_is_replaced(operation: str, error: str, launches: Launches) -> None:
     function, kernel = OPERATIONS[operation]
     expected = of_pytorch(function)
     assert not launches.counts
@@ -191,9 +189,7 @@ def test_a_kernel_that_fails_is_replaced_and_not_tried_again(
 
 
 @pytest.mark.parametrize(("text", "last"), [("", 1), (", {} bytes are free", 9)])
-def test_a_kernel_without_memory_is_tried_again_and_logged_once(
-    text: str, last: int, launches: Launches
-) -> None:
+def test_without_memory_it_is_tried_again(text: str, last: int, launches: Launches) -> None:
     """Such as with one error for each shape that it is compiled for."""
     message = f"Triton Error [CUDA]: out of memory{text}"
     launches.fail = lambda name, number: (
@@ -247,9 +243,7 @@ FAILING = ("attention_kernel", "merge_kernel", "_store_kernel", "_copy_kernel", 
 
 @pytest.mark.slow_cases(but=["0"])
 @pytest.mark.parametrize("first", [0, 4, 9])
-def test_generate_gives_plain_tokens_when_kernels_fail_midway(
-    first: int, launches: Launches
-) -> None:
+def test_generate_with_kernels_that_fail_midway(first: int, launches: Launches) -> None:
     """Each kernel fails from its `first`-th launch on, with another error each time."""
     model = models.build("llama")
     inputs = models.padded_prompt("llama", (13, 4, 9))
@@ -265,9 +259,7 @@ def test_generate_gives_plain_tokens_when_kernels_fail_midway(
     assert {"attention_kernel", "_store_kernel"} <= set(launches.warnings) <= set(FAILING)
 
 
-def test_kernels_that_do_not_run_at_a_models_sizes_are_known_before_requests(
-    launches: Launches,
-) -> None:
+def test_kernels_are_tried_at_a_models_sizes(launches: Launches) -> None:
     model = models.build("llama", num_hidden_layers=1)
     launches.fail = lambda name, number: errors()["resources"]
     for config, count in ((PagedConfig(), 0), (PagedConfig(block_size=32, kv_dtype="int8"), 3)):

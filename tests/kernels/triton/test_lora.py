@@ -41,9 +41,7 @@ def add(out: torch.Tensor, x: torch.Tensor, chosen: list[Part]) -> None:
     [[(0, 1, 1), (1, 2, 3)], [(2, 21, 4), (21, 22, 17), (25, 43, 8)]],
     ids=["decodes", "chunks"],
 )
-def test_adds_what_plain_products_add(
-    ranges: list[tuple[int, int, int]], dtype: torch.dtype
-) -> None:
+def test_adds_plain_products(ranges: list[tuple[int, int, int]], dtype: torch.dtype) -> None:
     """Rows between and after the parts are NaN and stay unchanged; rows are strided in memory."""
     rows, draw = ranges[-1][1] + 3, torch.Generator().manual_seed(7)
     named = torch.zeros(rows, dtype=torch.bool)

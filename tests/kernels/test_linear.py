@@ -73,7 +73,7 @@ def test_groups_of_codes_with_zeros_and_scales(depth: int, length: int, dtype: t
         some_scales = scales.to(scale_dtype)
         wide = [y.double().repeat_interleave(length, 1) for y in (zeros, some_scales)]
         exact_weight = (weight.double() - (0 if some_zeros is None else wide[0])) * wide[1]
-        for path, rows in itertools.product(PATHS, ROWS):
+        for path, rows in itertools.product(PATHS, (1, 3, 17, 33, 70)):
             x, _, bias = make(70, depth, rows, dtype)
             found = linear(x, weight, bias, path, some_scales, some_zeros)
             exact = F.linear(x.double(), exact_weight, bias.double())

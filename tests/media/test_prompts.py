@@ -201,6 +201,14 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 # -- calls of generate ----------------------------------------------------------------------------
 
 
+def test_forwards_of_whole_prompts_count_as_the_models_own() -> None:
+    with PagedEngine(model_of(LLAVA), SMALL) as engine:
+        engine.add_request(rows_of(LLAVA)[0], {"max_new_tokens": 2})
+        engine.step()
+        # so that its writes are accepted as its own
+        assert engine._core.loop.executor.runner.num_forwards == 1
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
 def test_pictures_are_decoded_packed(name: str, mode: str, device: torch.device) -> None:

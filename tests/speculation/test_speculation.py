@@ -392,6 +392,7 @@ def test_a_request_waits_for_the_blocks_of_assistants() -> None:
         second = engine.add_request(other, {"do_sample": False, "max_new_tokens": 36})
         results = run_all(engine)
         assert_drained(engine)
+        assert all(group.pool.num_used == 0 for group in engine.memory.groups.values())
     assert results[first].error is None and len(results[second].token_ids) == 36
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.cache.copies import copy_portable
+from hf_paged.kernels.triton import copy
 from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
@@ -34,8 +37,6 @@ def blocks(
 
 
 def copied(tensors: list[torch.Tensor], pairs: torch.Tensor) -> None:
-    from hf_paged.kernels.triton import copy
-
     places = copy.locate_blocks(tensors)
     copy.copy_blocks(places, torch.tensor(places, device=DEVICE), pairs.to(DEVICE))
 

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.attention.backends.triton import unsupported_reason
+from hf_paged.kernels.triton import attention, configs
 from tests.attention import test_backends
 from tests.attention.test_backends import TOLERANCE, Call, Case, any_case, build
 from tests.support.kernels.device import available, on_device
@@ -39,8 +42,6 @@ WIDE = [
 def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **options: Any) -> Any:
     """The kernel with splits of at least `split_tokens` tokens, on a chip that always has room for
     another program; results on the CPU."""
-    from hf_paged.kernels.triton import attention, configs
-
     call = on_device(call)
     assert unsupported_reason(call.made()) is None
     shape, query = call.query.shape[::2], call.query.transpose(1, 2).flatten(0, 1)
@@ -92,8 +93,6 @@ def test_every_split_has_an_item(
     seq_lens: tuple[int, ...], count: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For any `count` of multiprocessors."""
-    from hf_paged.kernels.triton import attention
-
     monkeypatch.setattr(attention, "num_multiprocessors", lambda device: count)
     check(Case(seq_lens, heads=1, kv_heads=1, key_dim=16, value_dim=16, window=window), 16)
 
@@ -168,8 +167,6 @@ def test_says_what_it_does_not_take(change: dict[str, Any], reason: str) -> None
 
 
 def test_a_bias_too_short_raises_where_the_host_knows() -> None:
-    from hf_paged.kernels.triton import attention
-
     call = build(Case(seq_lens=(40, 5)))
     with pytest.raises(IndexError, match=r"covers 39 positions, but seq_lens are \(40, 5\)"):
         attention._bias_arguments(torch.zeros(39), 14, 1, call.step)

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.attention.backends import triton
+from hf_paged.kernels.triton import cascade
+from hf_paged.kernels.triton.attention import prefill_attention
 from hf_paged.step import Lengths, StepMetadata
 from tests.attention.test_backends import TOLERANCE, Case, build
 from tests.kernels.triton import test_cascade, test_prefill
@@ -116,8 +120,6 @@ def test_a_captured_launch_follows_lengths_that_change() -> None:
         for target, source in zip(static, inputs_of(x)):
             target.copy_(source)
 
-    from hf_paged.kernels.triton.attention import prefill_attention
-
     keys, values = pool.chunk(2, dim=1)
     load(first)
     with torch.no_grad():
@@ -135,8 +137,6 @@ def test_a_captured_launch_follows_lengths_that_change() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("splits", [None, 1, 7])
 def test_cascade_of_long_prompts(splits: int | None, dtype: torch.dtype) -> None:
-    from hf_paged.kernels.triton import cascade
-
     rows = [("a", 60, 5), ("b", 35, 1), ("a", 60, 170), ("", 0, 30), ("b", 35, 9)]
     rows += [("a", 60, 3)] * 12
     built = test_cascade.build(rows, dtype, heads=8, num_blocks=200)

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged import kernels
 from hf_paged.kernels import cpp, hashing
 from hf_paged.kernels.hashing import hash_portable, hash_tensors
+from hf_paged.kernels.triton import hash as module
 from tests.support.kernels.device import DEVICE, available
 from tests.support.operations import Operations
 
@@ -36,8 +39,6 @@ def contents() -> list[bytes]:
 def test_hashes_what_the_plain_one_hashes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that hash many tensors, a part of one, or parts of two; tensors at every
     alignment."""
-    from hf_paged.kernels.triton import hash as module
-
     monkeypatch.setattr(module, "PROGRAMS_PER_SM", 1)
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: programs)
     for offset in (0, 1, 4, 8) if programs == 5 else (0,):
@@ -51,17 +52,15 @@ def test_hashes_what_the_plain_one_hashes(programs: int, monkeypatch: pytest.Mon
     "dtype", [torch.bfloat16, torch.int8, torch.complex64, torch.bool, torch.float64], ids=str
 )
 def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype) -> None:
-    from hf_paged.kernels.triton.hash import hash_all
-
     shapes = ((), (3,), (7, 11, 13), (0, 4))
     tensors = [torch.randint(0, 2, shape, device=DEVICE).to(dtype) for shape in shapes]
-    assert hash_all(tensors).tolist() == [hash_portable(tensor).tolist() for tensor in tensors]
+    assert module.hash_all(tensors).tolist() == [
+        hash_portable(tensor).tolist() for tensor in tensors
+    ]
 
 
 @pytest.mark.slow
 def test_any_number_of_tensors_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.kernels.triton import hash as module
-
     monkeypatch.setattr(cpp, "is_available", lambda: False)
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     launches, hash_all, counts = [], module.hash_all, []
@@ -84,10 +83,10 @@ def test_any_number_of_tensors_takes_one_launch(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.gpu
 def test_the_weights_of_a_large_model() -> None:
     """More than 2^32 bytes, in tensors of unequal sizes."""
-    from hf_paged.kernels.triton.hash import hash_all
-
     tensors = [
         torch.randn(size, device=DEVICE).to(torch.bfloat16)
         for size in (5, 1 << 28, 4097, (1 << 31) + 9, 1)
     ]
-    assert hash_all(tensors).tolist() == [hash_portable(tensor).tolist() for tensor in tensors]
+    assert module.hash_all(tensors).tolist() == [
+        hash_portable(tensor).tolist() for tensor in tensors
+    ]

@@ -6,7 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.kernels.lora import LoraWeights, Part, add_portable
+from hf_paged.kernels.triton import lora
 from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
@@ -28,8 +31,6 @@ def parts(ranges: list[tuple[int, int, int]], dtype: torch.dtype) -> list[Part]:
 
 
 def add(out: torch.Tensor, x: torch.Tensor, chosen: list[Part]) -> None:
-    from hf_paged.kernels.triton import lora
-
     table = lora.make_table(chosen, x.device)
     assert table is not None and lora.supports(out, x)
     lora.add_deltas(out, x, table)
@@ -70,8 +71,6 @@ def test_adds_plain_products(ranges: list[tuple[int, int, int]], dtype: torch.dt
 
 def test_ranges_that_change() -> None:
     """One table serves any assignment of weights, or none, to rows."""
-    from hf_paged.kernels.triton import lora
-
     weights = [each for *_, each in parts([(0, 1, 4), (1, 2, 17), (2, 3, 2)], torch.float32)]
     x = torch.randn(20, DEPTH, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     ranges = torch.zeros(3, 2, dtype=torch.int64, device=DEVICE)
@@ -86,8 +85,6 @@ def test_ranges_that_change() -> None:
 
 
 def test_what_the_kernels_do_not_take() -> None:
-    from hf_paged.kernels.triton import lora
-
     (first,), (second,) = parts([(0, 1, 2)], torch.float32), parts([(1, 2, 2)], torch.bfloat16)
     assert lora.make_table([first, second], first[2].a.device) is None
     wide = parts([(0, 1, lora.MAX_RANK + 1)], torch.float32)

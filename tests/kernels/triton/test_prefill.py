@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.attention.backends import reference
+from hf_paged.kernels.triton import attention, configs
 from tests.support.attention import SCALE, Packed, PackedCase, attend
 from tests.support.kernels.device import DEVICE, available
 
@@ -81,8 +84,6 @@ def expected_lse(built: Built) -> torch.Tensor:
 
 
 def run(built: Built, config: tuple[int, int] | None = None, **options: Any) -> Any:
-    from hf_paged.kernels.triton import attention, configs
-
     # keeps a view of the pool a view: `.to` keeps strides only of dense tensors
     pools = [
         torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device=DEVICE).copy_(x)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.cache import store
 from hf_paged.cache.store import choose_store, store_portable
+from hf_paged.kernels.triton import store as kernel
 from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
@@ -37,8 +40,6 @@ SIZES = {
 @pytest.mark.parametrize("dtypes", DTYPES, ids=str)
 @pytest.mark.parametrize("name", SIZES)
 def test_stores_what_the_plain_one_stores(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
-    from hf_paged.kernels.triton import store as kernel
-
     heads, dims, block, transposed = SIZES[name]
     source, target, slot_dtype = dtypes
     states = [_states(3, heads, 5, dim, source, transposed) for dim in dims]
@@ -55,25 +56,21 @@ def test_stores_what_the_plain_one_stores(name: str, dtypes: tuple[torch.dtype, 
 
 
 def test_slots_outside_the_pool_are_not_written() -> None:
-    from hf_paged.kernels.triton.store import store
-
     memory = torch.zeros(6, 4, 8, 16, device=DEVICE)
     pool = memory[1:5]  # guard blocks before and after, to detect out-of-bounds writes
     states = torch.ones(1, 2, 4, 16, device=DEVICE)
     slots = torch.tensor([[-1, 4 * 8, 31, -7]], device=DEVICE)
-    store(states, states, *pool.chunk(2, dim=1), slots)
+    kernel.store(states, states, *pool.chunk(2, dim=1), slots)
     assert memory.count_nonzero() == 4 * 16 and (pool[3, :, 7] == 1).all()
     # slots may be a column of something
     states, slots = states.view(2, 2, 2, 16)[:, :, :1], slots.new_tensor([[3, 17], [0, 0]])
     memory.zero_()
-    store(states, states, *pool.chunk(2, dim=1), slots[:1].t())
+    kernel.store(states, states, *pool.chunk(2, dim=1), slots[:1].t())
     assert memory.count_nonzero() == 2 * 4 * 16
     assert (pool[0, :, 3] == 1).all() and (pool[2, :, 1] == 1).all()
 
 
 def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.kernels.triton import store as kernel
-
     taken: list[object] = []
     monkeypatch.setattr(kernel, "store", lambda *inputs: taken.append(inputs))
     monkeypatch.setattr(store, "uses_triton", lambda tensor: True)

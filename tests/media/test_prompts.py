@@ -368,7 +368,10 @@ FEW_VALUES += [("token_type_ids", [~LAST & LAST, LAST], torch.int64)]
 FEW_VALUES += [("own_token_type_ids", [~LAST & LAST, LAST], torch.int64)]
 
 
-@pytest.mark.parametrize(("name", "values", "dtype"), FEW_VALUES, ids=str)
+FEW_IDS = [f"{name}-{dtype}" for name, _, dtype in FEW_VALUES]
+
+
+@pytest.mark.parametrize(("name", "values", "dtype"), FEW_VALUES, ids=FEW_IDS)
 def test_inputs_that_have_an_effect_with_few_values_keep_it(
     name: str, values: list[torch.Tensor], dtype: torch.dtype
 ) -> None:

@@ -104,7 +104,7 @@ def attends(**case: Any) -> Callable[[], Tensor]:
     return lambda: backends.attend(build(Case(**case, key_dim=16, value_dim=16)).made())
 
 
-split_decode = attends(seq_lens=(258,), heads=1, kv_heads=1, block=128)
+split_decode = attends(seq_lens=(258, 5), heads=1, kv_heads=1, block=128)
 
 
 def cascade() -> Tensor:

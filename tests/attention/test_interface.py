@@ -10,15 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    LlamaForCausalLM,
-    T5Config,
-)
+from transformers import LlamaForCausalLM
 from transformers.generation import configuration_utils
 from transformers.generation.utils import GenerationMixin
 from transformers.masking_utils import blockwise_overlay, create_causal_mask
@@ -37,43 +29,13 @@ from hf_paged.attention.switch import (
     switchable_configs,
 )
 from hf_paged.cache.handles import PagedTensor
+from tests.support import models
 
-TINY = dict(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.3,
-)
-START = dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
-MODELS: dict[str, tuple[Any, Any]] = {
-    "llama": (AutoModelForCausalLM, LlamaConfig(**TINY)),
-    "gemma2": (AutoModelForCausalLM, Gemma2Config(**TINY, head_dim=8, sliding_window=6)),
-    "gpt2": (AutoModelForCausalLM, GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4)),
-    "t5": (
-        AutoModelForSeq2SeqLM,
-        T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, **START),
-    ),
-}
-
-
-def build(name: str = "llama", **kwargs: Any) -> Any:
-    factory, config = MODELS[name]
-    torch.manual_seed(0)
-    return factory.from_config(type(config)(**config.to_dict()), **kwargs).eval()
-
-
-def token_ids(*shape: int) -> torch.Tensor:
-    return torch.randint(3, 64, shape, generator=torch.Generator().manual_seed(1))
+build, token_ids, PAGED = models.build, models.token_ids, models.PAGED
 
 
 def switched(model: Any) -> Any:
     return switch_attention(list(model.modules()))
-
-
-PAGED = {"cache_implementation": "paged"}
 
 
 def loss_and_gradients(model: Any) -> list[torch.Tensor]:
@@ -85,7 +47,7 @@ def loss_and_gradients(model: Any) -> list[torch.Tensor]:
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "t5"])
 def test_a_model_loaded_with_ours_is_as_with_its_own(name: str) -> None:
     """It trains, and generates with and without us."""
     own, ours = build(name), build(name, attn_implementation=NAME)
@@ -107,19 +69,8 @@ def test_eager_features_reads_the_function_not_its_name() -> None:
     assert eager_features(None) is None
 
 
-def test_switch_counts_calls_and_restores_once() -> None:
-    model = build()
-    own = model.config._attn_implementation
-    with switched(model):
-        with switched(model):
-            assert model.config._attn_implementation == NAME
-            assert model_attention(model.config) == own
-        assert model.config._attn_implementation == NAME
-    assert model.config._attn_implementation == own
-
-
 def test_a_call_of_another_thread_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own = build(), compat.attention_of
+    model, own = build("llama"), compat.attention_of
     begun, may_end = threading.Event(), threading.Event()
 
     def call() -> None:
@@ -144,7 +95,7 @@ def test_a_call_of_another_thread_that_ends_meanwhile(monkeypatch: pytest.Monkey
 
 
 def test_a_shallow_copy_made_during_a_call_gets_its_own_attention_back() -> None:
-    model, other, ids = build(), build(), token_ids(1, 5)
+    model, other, ids = build("llama"), build("llama"), token_ids(1, 5)
     with switched(model):
         copied = copy.copy(model.config)
     for module in other.modules():
@@ -161,6 +112,8 @@ def test_code_that_compares_names_sees_the_configs_own(named: str, other: str) -
     model, ids = build("gpt2"), token_ids(2, 7)
     model.set_attn_implementation(named)  # GPT2Attention compares with "eager"
     with switched(model):
+        with switched(model):
+            assert model_attention(model.config) == named
         found = model.config._attn_implementation
         assert found == NAME and found == named and {NAME: 1}[found] == 1
         assert found != other and found in (named,)
@@ -171,7 +124,7 @@ def test_code_that_compares_names_sees_the_configs_own(named: str, other: str) -
 
 
 def test_a_mask_that_shows_dropped_padding_is_refused() -> None:
-    model, ids = build(), token_ids(2, 12)
+    model, ids = build("llama"), token_ids(2, 12)
     mask = torch.ones_like(ids)
     mask[0, :5] = 0
     options = dict(max_new_tokens=3, return_dict_in_generate=True, eos_token_id=None)
@@ -197,31 +150,14 @@ def test_keys_and_values_read_before_and_after_the_pool_has_grown() -> None:
     torch.testing.assert_close(found, F.scaled_dot_product_attention(query, states, -states))
 
 
-def test_install_is_idempotent_and_uninstall_undoes_it() -> None:
-    wrapped = GenerationMixin.generate
-    hf_paged.install()
-    assert GenerationMixin.generate is wrapped
-    hf_paged.uninstall()
-    try:
-        undone = GenerationMixin.generate
-        assert undone is not wrapped and "hf_paged" not in undone.__code__.co_filename
-        assert inspect.signature(undone) == inspect.signature(wrapped)
-        assert NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    finally:
-        hf_paged.install()
-    model = build()
-    model.generate(token_ids(1, 5), max_new_tokens=2, **PAGED)
-    assert hf_paged.last_route(model).in_place
-
-
-def test_a_class_that_repeats_its_inputs_by_itself_is_served_and_left_as_it_was() -> None:
+def test_a_class_that_repeats_its_inputs_is_served_and_uninstall_leaves_it_as_it_was() -> None:
     class Own(LlamaForCausalLM):
         def _expand_inputs_for_generation(self, expand_size=1, **kwargs):
             if expand_size == 1:
                 return kwargs.pop("input_ids"), kwargs
             return super()._expand_inputs_for_generation(expand_size=expand_size, **kwargs)
 
-    model, own, ids = build(), Own._expand_inputs_for_generation, token_ids(2, 5)
+    model, own, ids = build("llama"), Own._expand_inputs_for_generation, token_ids(2, 5)
     model.__class__ = Own
     for options in ({}, dict(do_sample=True, num_return_sequences=2), dict(num_beams=3)):
         found = []
@@ -229,20 +165,29 @@ def test_a_class_that_repeats_its_inputs_by_itself_is_served_and_left_as_it_was(
             torch.manual_seed(0)
             found.append(model.generate(ids, max_new_tokens=4, **options, **paged))
         assert torch.equal(*found) and hf_paged.last_route(model).road == "engine"
+    wrapped = GenerationMixin.generate
+    hf_paged.install()
+    assert GenerationMixin.generate is wrapped
     hf_paged.uninstall()
     try:
         assert Own._expand_inputs_for_generation is own
+        undone = GenerationMixin.generate
+        assert undone is not wrapped and "hf_paged" not in undone.__code__.co_filename
+        assert inspect.signature(undone) == inspect.signature(wrapped)
+        assert NAME not in configuration_utils.ALL_CACHE_IMPLEMENTATIONS
     finally:
         hf_paged.install()
+    model.generate(ids, max_new_tokens=2, **PAGED)
+    assert hf_paged.last_route(model).in_place
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_masks_without_a_pattern_are_those_of_the_model(implementation: str) -> None:
     """Also those that transformers makes with `torch.vmap`, which cannot run when an operation
     reads a mask."""
-    config = LlamaConfig(**TINY, attn_implementation=implementation)
+    config = models.config("llama", attn_implementation=implementation)
     overlay = blockwise_overlay(torch.tensor([[-1, 0, 0, -1, 1, 1]]))
-    given = (config, torch.zeros(1, 6, 32), torch.ones(1, 6))
+    given = (config, torch.zeros(1, 6, 64), torch.ones(1, 6))
     options = {"past_key_values": None, "or_mask_function": overlay}
     expected = create_causal_mask(*given, **options)
     with switched(LlamaForCausalLM(config)):

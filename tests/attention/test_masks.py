@@ -14,8 +14,6 @@ from transformers import masking_utils
 from hf_paged.attention.masks import MaskPattern, PagedMask, parse_mask, unpadded_columns
 
 PAD = torch.zeros(2, dtype=torch.long)
-
-
 CAUSAL, ALL = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
 WINDOW = masking_utils.sliding_window_causal_mask_function
 
@@ -51,13 +49,9 @@ def test_unpadded_columns(rows: list[str], expected: Any) -> None:
     mask = torch.tensor([[int(c) for c in row] for row in rows])
     for each in (mask, mask.bool()):
         assert unpadded_columns(each, len(rows), mask.shape[1]) == expected
-
-
-@pytest.mark.parametrize(("columns", "seen"), [(0, 5), (3, 3), (7, 5)])
-def test_unpadded_columns_of_no_mask_and_of_other_lengths(columns: int, seen: int) -> None:
-    """Past its end a mask hides."""
-    mask = torch.ones(2, columns) if columns else None
-    assert unpadded_columns(mask, 2, 5) == ((0, 0), (seen, seen))
+    assert unpadded_columns(None, 2, 5) == ((0, 0), (5, 5))
+    for columns, seen in ((3, 3), (7, 5)):  # past its end a mask hides
+        assert unpadded_columns(torch.ones(2, columns), 2, 5) == ((0, 0), (seen, seen))
 
 
 def arguments(**kwargs: Any) -> dict[str, Any]:
@@ -91,12 +85,11 @@ def test_any_operation_sees_what_the_model_s_own_mask_would_be(implementation: s
         (everything, everything, torch.tensor([2])),
     ):
         assert not isinstance(mask[index], PagedMask) and torch.equal(mask[index], own[index])
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2"])
-def test_a_mask_has_the_dtype_of_its_dense_form(implementation: str) -> None:
-    mask = PagedMask(arguments(), implementation, MaskPattern(causal=True))
-    assert mask.dtype == mask.dense().dtype
+    with negated() as operation:
+        if implementation == "eager":  # sdpa masks are booleans
+            assert torch.equal(operation(mask=mask), -own)
+    flash = PagedMask(arguments(), "flash_attention_2", MaskPattern(causal=True))
+    assert flash.dtype == flash.dense().dtype
 
 
 @contextmanager
@@ -106,12 +99,6 @@ def negated() -> Iterator[Callable[..., torch.Tensor]]:
         library.define("negated(*, Tensor mask) -> Tensor")
         library.impl("negated", lambda mask: -mask, "CompositeExplicitAutograd")
         yield torch.ops.hf_paged_test.negated
-
-
-def test_an_operation_may_take_its_tensors_by_keyword_alone() -> None:
-    mask, own = made(arguments(), "eager")
-    with negated() as operation:
-        assert torch.equal(operation(mask=mask), -own)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -132,9 +119,6 @@ def test_resolve_keeps_the_skips_of_each_implementation() -> None:
     assert free.resolve("sdpa") is None, "sdpa takes is_causal instead"
     assert free.resolve("eager") is not None
     assert free.dense().shape == (2, 1, 5, 5)
-
-
-def test_resolve_distinguishes_the_values_of_options() -> None:
-    mask, _ = made(arguments(attention_mask=None, q_length=5, q_offset=0), "sdpa")
-    assert mask.resolve("sdpa", allow_is_causal_skip=False) is not None
-    assert mask.resolve("sdpa", allow_is_causal_skip=True) is None
+    for skips in (False, True, False):  # it distinguishes the values of options
+        mask = free.resolve("sdpa", allow_is_causal_skip=skips)
+        assert (mask is None) == skips

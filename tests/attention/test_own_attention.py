@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -22,39 +23,26 @@ OPTIONS = {"max_new_tokens": 12, "do_sample": False}
 
 
 def sharper(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any
 ) -> Any:
     """sdpa with doubled scores, computed from data that non-torch code could read."""
-    assert type(key) is type(value) is torch.Tensor and key.data_ptr() and value.data_ptr()
-    if attention_mask is not None:
-        assert type(attention_mask) is torch.Tensor
+    assert type(key) is type(value) is Tensor and key.data_ptr() and value.data_ptr()
+    assert mask is None or type(mask) is Tensor
     if isinstance(kwargs.get("scaling"), float):
         kwargs["scaling"] *= 2
     else:
         query = 2 * query
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
 def eager(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, **_: Any
 ) -> Any:
     """transformers' implementation, except for the factor."""
     key, value = (modeling_llama.repeat_kv(x, module.num_key_value_groups) for x in (key, value))
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling * 2
-    if attention_mask is not None:
-        scores = scores + attention_mask
+    if mask is not None:
+        scores = scores + mask
     return torch.matmul(scores.softmax(dim=-1), value).transpose(1, 2).contiguous(), None
 
 
@@ -67,10 +55,6 @@ def nearest(*args: Any, **kwargs: Any) -> Any:
     return mask & (positions < 4)
 
 
-def _assign() -> None:
-    ALL_ATTENTION_FUNCTIONS["sdpa"] = sharper
-
-
 def _register_both() -> None:
     AttentionInterface.register("mine", sharper)
     AttentionMaskInterface.register("mine", sdpa_mask)
@@ -79,7 +63,7 @@ def _register_both() -> None:
 WAYS: dict[str, tuple[str, Callable[[], object]]] = {  # the name, and what gives it another meaning
     "both": ("mine", _register_both),
     "without a mask": ("mine", lambda: AttentionInterface.register("mine", sharper)),
-    "assigned": ("sdpa", _assign),
+    "assigned": ("sdpa", lambda: ALL_ATTENTION_FUNCTIONS.update(sdpa=sharper)),
     "registered again": ("sdpa", lambda: AttentionInterface.register("sdpa", sharper)),
     "mask": ("sdpa", lambda: AttentionMaskInterface.register("sdpa", nearest)),
     "eager": ("eager", lambda: setattr(modeling_llama, "eager_attention_forward", eager)),
@@ -99,7 +83,7 @@ def restored() -> Iterator[None]:
     modeling_llama.eager_attention_forward = own
 
 
-def assert_gathered(model: Any, implementation: str, **options: Any) -> torch.Tensor:
+def assert_gathered(model: Any, implementation: str, **options: Any) -> Tensor:
     """Asserts that a call gives plain's tokens, by the model's own attention; returns them."""
     inputs = models.padded_prompt("llama")
     expected = model.generate(**inputs, **OPTIONS, **options)
@@ -138,7 +122,7 @@ def test_is_called_by_the_engine(way: str) -> None:
 
 
 def test_in_a_decoder_with_an_encoder() -> None:
-    _assign()
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = sharper
     assert_gathered(models.build("bart"), "sdpa")
 
 

@@ -119,9 +119,7 @@ class Built(Packed):
 @pytest.mark.parametrize("backend", ["", "gather", "reference"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
-def test_each_sequence_gets_what_it_gets_alone(
-    case: Case, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_sequence_as_alone(case: Case, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, backend)
     built = Built(case)
     built.check(built.attend(causal_mask(built.step.num_tokens, case.window, case.chunk)))
@@ -139,7 +137,7 @@ def test_layers_share_a_plan_and_another_mask_gets_its_own() -> None:
     built.check(built.attend(mask))
 
 
-def test_what_is_not_causal_in_one_sequence_is_refused() -> None:
+def test_masks_of_another_pattern_or_past_what_the_cache_keeps_are_refused() -> None:
     built = Built(Case(MIXED))
     length = built.step.num_tokens
     padded = torch.ones(1, length, dtype=torch.long)
@@ -156,15 +154,12 @@ def test_what_is_not_causal_in_one_sequence_is_refused() -> None:
             built.attend(mask)
     assert isinstance(whole, PagedMask)
     built.attend(whole)
-
-
-def test_a_mask_that_looks_past_what_the_cache_keeps_is_refused() -> None:
     built = Built(Case(MIXED), kept_window=6)
     for sizes in ((None, None), (7, None), (None, 7)):
         with pytest.raises(NotPackable, match="the cache keeps 6"):
-            built.attend(causal_mask(built.step.num_tokens, *sizes))
+            built.attend(causal_mask(length, *sizes))
     for sizes in ((6, None), (None, 6)):
-        built.attend(causal_mask(built.step.num_tokens, *sizes))
+        built.attend(causal_mask(length, *sizes))
 
 
 @torch.no_grad()

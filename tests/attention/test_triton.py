@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -25,10 +26,8 @@ from tests.support.attention import PackedCase, attend
 from tests.support.kernels.device import DEVICE, available, interpreted, to_device
 
 slow = pytest.mark.slow
-PACKED = (
-    *("llama", "gpt_oss", "gemma3"),
-    *("BloomForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM"),
-)
+PACKED = ["llama", "gpt_oss", "gemma3"]
+PACKED += ["BloomForCausalLM", "DeepseekV3ForCausalLM", "Llama4ForCausalLM"]
 
 
 @pytest.fixture
@@ -38,37 +37,29 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     calls: list[str] = []
 
-    def spy(module: Any, name: str) -> None:
-        function = getattr(module, name)
-
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            calls.append(name)
-            return function(*args, **kwargs)
-
-        monkeypatch.setattr(module, name, observed)
+    def spy(name: str, own: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        return own(*args, **kwargs)
 
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
-    for name in ("decode_attention", "prefill_attention", "cascade_attention", "merge"):
-        spy(attention, name)
-    spy(store, "store")
+    names = ("decode_attention", "prefill_attention", "cascade_attention", "merge")
+    for module, name in [*((attention, name) for name in names), (store, "store")]:
+        monkeypatch.setattr(module, name, functools.partial(spy, name, getattr(module, name)))
     return calls
+
+
+CASES = [
+    PackedCase(PROMPTS),
+    PackedCase(MIXED, window=9, softcap=3.0, sinks=True),
+    PackedCase(MIXED, block=16, heads=4, kv_heads=4, key_dim=24, dtype=torch.bfloat16),
+]
 
 
 @slow
 @interpreted
-@pytest.mark.parametrize(
-    "case",
-    [
-        PackedCase(PROMPTS),
-        PackedCase(MIXED, window=9, softcap=3.0, sinks=True),
-        PackedCase(MIXED, block=16, heads=4, kv_heads=4, key_dim=24, dtype=torch.bfloat16),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @torch.no_grad()
-def test_a_step_takes_one_launch_for_decodes_and_one_for_chunks(
-    case: PackedCase, launches: list[str]
-) -> None:
+def test_a_step_launches_once_for_each_kind_of_row(case: PackedCase, launches: list[str]) -> None:
     built = Built(case)
     built.check(built.attend(causal_mask(built.step.num_tokens, case.window)))
     assert launches == ["decode_attention"] * (case.rows is MIXED) + ["prefill_attention"]
@@ -97,9 +88,7 @@ def test_generate_gives_the_tokens_of_the_plain_call(name: str, launches: list[s
 
 @slow
 @interpreted
-def test_samples_read_their_prompt_once(
-    launches: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_read_prompts_once(launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_paged.kernels.triton import cascade
 
     free = CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=1000)
@@ -112,17 +101,6 @@ def test_samples_read_their_prompt_once(
         found.append(model.generate(**inputs, **samples, **options))
     assert torch.equal(*found)
     assert launches.count("cascade_attention") == launches.count("merge") > 0
-
-
-@available
-def test_prompts_too() -> None:
-    call = build(
-        Case(seq_lens=(33, 60), queries=20, heads=4, window=30, softcap=2.0, starts=(0, 7))
-    )
-    moved = to_device(call)
-    assert backends.triton.unsupported_reason(moved.made()) is None
-    out = moved.run("triton").double().cpu()
-    torch.testing.assert_close(out, call.expected, atol=2e-5, rtol=2e-5)
 
 
 @available
@@ -141,17 +119,14 @@ def test_what_the_kernels_do_not_take_is_gathered_and_said_once(
     assert "head dims 600 and 600: at most 576" in record.getMessage()
 
 
-def test_forced_without_a_device_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_the_kernels_do_not_run_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
     monkeypatch.setattr(triton, "is_available", lambda device: False)
     message = "HF_PAGED_ATTENTION=triton, but the Triton kernels do not run on cpu"
     with pytest.raises(RuntimeError, match=message):
         backends.select(build(Case()).made())
-
-
-def test_a_gpu_that_the_kernels_do_not_run_on_takes_the_portable_path(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.version, "hip", None)
     with caplog.at_level(logging.WARNING, logger=triton.__name__):

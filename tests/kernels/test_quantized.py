@@ -145,7 +145,5 @@ def test_all_codes_that_are_stored_are_read(kv_dtype: str) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bytes(dim: int, kv_dtype: str) -> None:
     states = torch.empty(1, 8, 0, dim, dtype=torch.bfloat16)
-    plain, found = (
-        KVBlocks.allocate(2, 16, states, states, kv_dtype=each) for each in (None, kv_dtype)
-    )
+    plain, found = (KVBlocks.allocate(2, 16, states, states, kv_dtype=x) for x in (None, kv_dtype))
     assert found.block_bytes <= 0.55 * plain.block_bytes

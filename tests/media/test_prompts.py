@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 from typing import Any
@@ -19,36 +18,18 @@ from hf_paged.generation import batch_call
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors
 from hf_paged.media import checks
-from hf_paged.media.checks import PromptsVerdict
 from hf_paged.media.prompts import MediaPrompts, digest_of
 from tests.kernels.test_hashing import scramble
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import decoder_text
-from tests.support.architecture_media import media_inputs, media_rows, takes_media
-from tests.support.architectures import list_architectures
-from tests.support.checks import (
-    assert_paged_is_plain,
-    assert_pool_empty,
-    generate_both,
-    in_threads,
-)
-from tests.support.engine_helpers import Recorder, run_all
+from tests.support.architecture_media import media_inputs, media_rows
+from tests.support.checks import assert_paged_is_plain
+from tests.support.engine_helpers import run_all
 from tests.support.rooms import needs_fingerprints
 
-
-def test_forwards_of_whole_prompts_count_as_the_models_own() -> None:
-    model = tiny_model(transformers.LlavaForConditionalGeneration)
-    inputs = dict(media_inputs(model)["image"])
-    with hf_paged.PagedEngine(model) as engine:
-        row = {name: x[:1] for name, x in inputs.items()}
-        engine.add_request(row.pop("input_ids"), {"max_new_tokens": 2}, inputs=row)
-        engine.step()
-        executor = engine._core.loop.executor
-        assert executor.runner.num_forwards == 1  # so that its writes are accepted as its own
-
-
 LLAVA, QWEN, GEMMA = (f"{name}ForConditionalGeneration" for name in ("Llava", "Qwen2VL", "Gemma3"))
+PALI = "PaliGemmaForConditionalGeneration"
 # models whose own forward may begin behind cached text; older ones of Gemma3 get no
 # `token_type_ids` then
 BEHIND_TEXT = [LLAVA, QWEN] if models.BEFORE_5_24 else [LLAVA, QWEN, GEMMA]
@@ -65,9 +46,8 @@ UNCACHED = {**SMALL, "prefix_caching": False}
 @functools.cache
 def model_of(name: str) -> Any:
     torch.manual_seed(0)
-    return tiny_model(
-        getattr(transformers, name), **({"sliding_window": 64} if name == GEMMA else {})
-    )
+    sizes = {"sliding_window": 64} if name == GEMMA else {}
+    return tiny_model(getattr(transformers, name), **sizes)
 
 
 def text(model: Any) -> dict[str, Any]:
@@ -98,13 +78,9 @@ def with_question(inputs: dict[str, Any], seed: int = 1) -> dict[str, Any]:
     return joined(inputs, torch.randint(5, 100, (len(inputs["input_ids"]), 13)))
 
 
-def questions(name: str) -> list[dict[str, Any]]:
-    return [with_question(row, seed) for seed, row in enumerate(rows_of(name))]
-
-
-def with_system_text(call: dict[str, Any], length: int = 26, seed: int = 5) -> dict[str, Any]:
-    """The prompt of one row behind a longer text."""
-    ids = torch.randint(5, 100, (1, length), generator=torch.Generator().manual_seed(seed))
+def with_system_text(call: dict[str, Any], seed: int = 5) -> dict[str, Any]:
+    """The prompt of one row behind a text of 26 tokens."""
+    ids = torch.randint(5, 100, (1, 26), generator=torch.Generator().manual_seed(seed))
     return joined(call, ids, at_front=True)
 
 
@@ -116,6 +92,16 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     """Two prompts with a picture each, as a processor returns them."""
     torch.manual_seed(1)
     return media_rows(model_of(name))["image"][:2]
+
+
+def questions(name: str) -> list[dict[str, Any]]:
+    return [with_question(row, seed) for seed, row in enumerate(rows_of(name))]
+
+
+def behind_a_text(name: str) -> list[dict[str, Any]]:
+    """Two prompts with pictures of different grids, if the model takes such, behind the same
+    text."""
+    return [with_system_text(row) for row in questions(name)]
 
 
 def of_lengths(name: str, lengths: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -189,9 +175,7 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the rows stored by each prefill forward."""
     found, forward = list[int](), MediaPrompts.forward
 
-    def watched(
-        self: MediaPrompts, model: Any, cache: Any, rows: dict[int, Any], *args: Any
-    ) -> Any:
+    def watched(self: Any, model: Any, cache: Any, rows: dict[int, Any], *args: Any) -> Any:
         found.append(len(rows))
         return forward(self, model, cache, rows, *args)
 
@@ -199,49 +183,59 @@ def forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def test_positions_with_several_axes_that_count_are_packed() -> None:
-    model = tiny_model(transformers.Qwen2VLForConditionalGeneration)
-    inputs = text(model)
-    counted = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0).expand(3, -1, -1).clone()
-    for given in (inputs, {**inputs, "position_ids": counted}):
-        assert same(model, given).road == "engine"
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Records the names of the checks of prompts that run."""
+    names = list[str]()
+
+    def watched(name: str, check: Any, trial: Any) -> Any:
+        names.append(name)
+        return check(trial)
+
+    for name in ("prompts_check", "inputs_check"):
+        check = functools.partial(watched, name, getattr(checks, name))
+        monkeypatch.setattr(checks, name, check)
+    return names
+
+
+# -- calls of generate ----------------------------------------------------------------------------
+
+
+def test_forwards_of_whole_prompts_count_as_the_models_own() -> None:
+    with PagedEngine(model_of(LLAVA), SMALL) as engine:
+        engine.add_request(rows_of(LLAVA)[0], {"max_new_tokens": 2})
+        engine.step()
+        # so that its writes are accepted as its own
+        assert engine._core.loop.executor.runner.num_forwards == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
-def test_pictures_are_computed_by_the_model_and_decoded_packed(
-    name: str, mode: str, device: torch.device
-) -> None:
+def test_pictures_are_decoded_packed(name: str, mode: str, device: torch.device) -> None:
     model, inputs = models.put(model_of(name), device), models.put(pictures(name), device)
     route = same(model, inputs, **MODES[mode])
     assert route.road == "engine" and route.reason.startswith("packed")
 
 
-@pytest.mark.parametrize("with_ids", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_embeddings(with_ids: bool, mode: str) -> None:
+def test_embeddings_in_few_blocks(mode: str) -> None:
     model, options = models.get("llama"), MODES[mode]
     inputs = text(model)
-    embeds = model.get_input_embeddings()(inputs["input_ids"]).detach().flip(-1)
-    given = {**inputs, "inputs_embeds": embeds}
-    if not with_ids:
-        del given["input_ids"]
+    inputs["inputs_embeds"] = (
+        model.get_input_embeddings()(inputs.pop("input_ids")).detach().flip(-1)
+    )
     tight = {"num_blocks": 12 if options else 5, "prefix_caching": False}
-    for config in ({}, tight):
-        assert same(model, given, config, **options).road == "engine"
-    if not options:
-        assert same(model, given, max_new_tokens=70).road == "engine"
-        returned = {"return_dict_in_generate": True, "eos_token_id": 5, "pad_token_id": 0}
-        plain, paged = generate_both(model, given, {**GREEDY, **returned})
-        assert torch.equal(plain.sequences, paged.sequences)
-        stock, cache = plain.past_key_values, paged.past_key_values
-        assert stock.get_seq_length() == cache.get_seq_length()
-        shown = cache.layers[0].keys.dense()
-        torch.testing.assert_close(shown[0], stock.layers[0].keys[0])
+    assert same(model, inputs, tight, **options).road == "engine"
 
 
-def test_an_input_that_is_false_counts() -> None:
-    """Here each token of a prompt sees the later ones."""
+def test_positions_and_an_input_that_is_false_count() -> None:
+    """Positions with several axes that count are packed; with `is_causal=False` each token of a
+    prompt sees the later ones."""
+    model = model_of(QWEN)
+    inputs = text(model)
+    counted = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0).expand(3, -1, -1).clone()
+    for given in (inputs, {**inputs, "position_ids": counted}):
+        assert same(model, given).road == "engine"
     model = models.get("llama")
     hf_paged.free(model)
     inputs = {**text(model), "is_causal": False}
@@ -249,37 +243,180 @@ def test_an_input_that_is_false_counts() -> None:
         same(model, call, max_new_tokens=60)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [GEMMA, "PaliGemmaForConditionalGeneration"])
-def test_tokens_that_see_later_ones_are_not_served_to_other_prompts(
-    name: str, hits: list[int]
-) -> None:
-    model, inputs = model_of(name), with_question(pictures(name))
-    hf_paged.free(model)
-    others = [with_question(inputs), with_question(pictures(name), seed=2), other_pictures(inputs)]
-    for call in (inputs, *others, text(model)):
-        same(model, call, max_new_tokens=60)
-    assert any(hits) == (name == GEMMA)  # there the question does not see later tokens
+def test_inputs_that_do_not_fit_raise_what_plain_raises() -> None:
+    model, inputs = model_of(LLAVA), pictures(LLAVA)
+    wrong, told = {**inputs, "pixel_values": inputs["pixel_values"][:1]}, []
+    for paged in ({}, models.PAGED):
+        with pytest.raises(ValueError) as caught:
+            model.generate(**wrong, **GREEDY, **paged)
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+    same(model, inputs)
 
 
-@pytest.mark.slow
-def test_no_block_gets_a_name_that_hides_what_its_tokens_saw(
-    hits: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", [LLAVA, QWEN])
+def test_other_pictures_are_checked_once(name: str, checked: list[str]) -> None:
+    model = tiny_model(getattr(transformers, name))
+    torch.manual_seed(1)
+    rows = media_rows(model)["image"]
+    for call in (*rows, other_pictures(rows[0])):
+        assert same(model, call).reason.startswith("packed")
+    assert sorted(checked) == sorted({*checked}) and "prompts_check" in checked
+
+
+# -- inputs that no forward of transformers takes --------------------------------------------------
+
+STOCK = inspect.signature(transformers.LlamaForCausalLM.forward)
+
+
+def signature_with(*names: str) -> inspect.Signature:
+    """The signature of Llama's forward with more inputs."""
+    parameters = list(STOCK.parameters.values())
+    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
+    return STOCK.replace(parameters=[*parameters[:-1], *more, parameters[-1]])
+
+
+class Steered(transformers.LlamaForCausalLM):
+    """Adds `alpha` and ten thousand times a token's type to the logit of token 7 and, in the first
+    forward alone, `start` to that of token 8; bounds the logits by `cap`, and allows only the
+    tokens that `allowed` `(vocab_size,)` does not mark with 0."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(
+        self,
+        *args: Any,
+        alpha: Any = None,
+        start: Any = None,
+        cap: Any = None,
+        allowed: Any = None,
+        token_type_ids: Any = None,
+        own_token_type_ids: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        cache = kwargs.get(compat.OUTPUT_CACHE)
+        is_first = cache is None or cache.get_seq_length() == 0
+        outputs = super().forward(*args, **kwargs)
+        logits = outputs.logits.clone()
+        if alpha is not None:
+            logits[..., 7] += float(alpha)
+        if start is not None and is_first:
+            logits[..., 8] += float(start)
+        for types in (token_type_ids, own_token_type_ids):
+            if types is not None:
+                logits[..., 7] += 1e4 * types[:, -logits.shape[1] :]
+        if cap is not None:
+            logits = logits.clamp(max=cap)
+        if allowed is not None:
+            logits = logits.masked_fill(allowed == 0, float("-inf"))
+        outputs.logits = logits
+        return outputs
+
+    forward.__signature__ = signature_with(  # type: ignore[attr-defined]
+        *("alpha", "start", "cap", "allowed", "token_type_ids", "own_token_type_ids")
+    )
+
+
+class Shifted(transformers.LlamaForCausalLM):
+    """Adds `shift` to the embeddings of a prompt."""
+
+    @functools.wraps(transformers.LlamaForCausalLM.forward)
+    def forward(
+        self, *args: Any, shift: Any = None, token_type_ids: Any = None, **kwargs: Any
+    ) -> Any:
+        ids = kwargs["input_ids"]
+        if shift is not None and ids.shape[1] > 1:
+            embeds = self.model.embed_tokens(ids) + shift
+            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": embeds}
+        return super().forward(*args, **kwargs)
+
+    forward.__signature__ = signature_with("shift", "token_type_ids")  # type: ignore[attr-defined]
+
+
+def with_inputs(kind: type[Any]) -> Any:
+    model = kind(models.config("llama")).eval()
+    models.init_weights(model, 0)
+    model.generation_config = models.build("llama").generation_config
+    return model
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, float, str], ids=["tensor", "float", "str"])
+def test_inputs_of_decode_steps_keep_their_effect(kind: Any, checked: list[str]) -> None:
+    """In later calls: the first value has none."""
+    model, ids = with_inputs(Steered), models.token_ids(2, 12)
+    for alpha in (0.0, 1e4, 0.0, -1e4, 3.0):
+        route = same(model, {"input_ids": ids, "alpha": kind(alpha)}, max_new_tokens=24)
+        assert route.road == "engine" and not route.reason.startswith("packed")
+    assert checked == (["prompts_check", "inputs_check"] if kind is torch.tensor else [])
+    with PagedEngine(model, SMALL) as engine:
+        for alpha in (0.0, 1e4):
+            with pytest.raises(ServedByGenerateError, match="decode steps"):
+                engine.add_request(ids[:1], GREEDY, inputs={"alpha": kind(alpha)})
+
+
+ONLY_7 = torch.arange(models.VOCAB_SIZE) == 7
+LAST = torch.arange(12).expand(2, 12) == 11
+FEW_VALUES = [
+    (name, values, dtype)
+    for dtype in (torch.float, torch.bfloat16, torch.int64)
+    for name, values in (
+        ("allowed", [torch.ones_like(ONLY_7), ONLY_7]),
+        ("cap", [torch.tensor(1000), torch.tensor(-1000)]),
+    )
+]
+# transformers repeats the former for the tokens that follow, and passes on the latter
+FEW_VALUES += [("token_type_ids", [~LAST & LAST, LAST], torch.int64)]
+FEW_VALUES += [("own_token_type_ids", [~LAST & LAST, LAST], torch.int64)]
+
+
+FEW_IDS = [f"{name}-{dtype}" for name, _, dtype in FEW_VALUES]
+
+
+@pytest.mark.parametrize(("name", "values", "dtype"), FEW_VALUES, ids=FEW_IDS)
+def test_inputs_that_have_an_effect_with_few_values_keep_it(
+    name: str, values: list[torch.Tensor], dtype: torch.dtype
 ) -> None:
-    model, inputs = model_of(GEMMA), with_question(pictures(GEMMA))
-    hf_paged.free(model)
-    monkeypatch.setattr(
-        MediaPrompts,
-        "placeholder_mask",
-        lambda self, config: torch.zeros_like(self.input_ids, dtype=torch.bool),
-    )
-    monkeypatch.setattr(
-        "hf_paged.media.checks.prompts_check",
-        lambda *args: PromptsVerdict(None, True),
-    )
-    for call in (inputs, other_pictures(inputs)) * 2:
-        same(model, call, max_new_tokens=60)
-    assert hits and not any(hits)
+    """The first value has none, and neither has one more than it."""
+    model, ids = with_inputs(Steered), models.token_ids(2, 12)
+    for value in values:
+        same(model, {"input_ids": ids, name: value.to(dtype)})
+
+
+def test_inputs_that_decode_steps_ignore_are_checked_once(checked: list[str]) -> None:
+    model, ids = with_inputs(Steered), models.token_ids(2, 12)
+    for start in (0.0, 1e4, -1e4):
+        route = same(model, {"input_ids": ids, "start": torch.tensor(start)})
+        assert route.reason.startswith("packed")
+    assert checked == ["prompts_check", "inputs_check"]
+
+
+@needs_fingerprints
+@pytest.mark.slow_cases("torch.float32-True", "torch.int64-False")
+@pytest.mark.parametrize("is_text_first", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float, torch.int64], ids=str)
+def test_inputs_that_act_in_prompts_alone(dtype: torch.dtype, is_text_first: bool) -> None:
+    """The first value has no effect. The last prompt has the text, the placeholder and the inputs
+    of the shifted one, and ends with other tokens."""
+    model, ids = with_inputs(Shifted), models.token_ids(2, 61)
+    generator = torch.Generator().manual_seed(0)
+    shift = (5 * torch.randn(model.config.hidden_size, generator=generator)).to(dtype)
+    types = torch.zeros(1, 61, dtype=torch.long)
+    types[0, 40] = 1
+
+    def prompt(ids: torch.Tensor, shift: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"input_ids": ids, "shift": shift, "token_type_ids": types}
+
+    text, shifted = {"input_ids": ids[:1]}, prompt(ids[:1], shift)
+    first, last = prompt(ids[1:], 0 * shift), prompt(ids[:1].clone(), shift)
+    last["input_ids"][0, 50:] = ids[1, 50:]
+    calls = [first, *([text, shifted] if is_text_first else [shifted, text]), last]
+    with PagedEngine(model, SMALL) as engine:
+        for call in calls:
+            ask(engine, [call])
+    for call in calls:
+        same(model, call, max_new_tokens=batch_call.MIN_CACHED_TOKENS - 61)
+
+
+# -- which content is which ------------------------------------------------------------------------
 
 
 def colliding_pictures(picture: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -340,332 +477,13 @@ def test_inputs_of_other_names_kinds_and_shapes_have_other_digests() -> None:
             digest_of({"x": value})
 
 
-@pytest.mark.slow
-def test_rows_whose_decode_steps_need_more_are_not_packed() -> None:
-    name = "Kosmos2ForConditionalGeneration"
-    route = same(model_of(name), pictures(name))
-    assert route.road == "engine" and "image_embeds" in route.reason
-    assert not route.reason.startswith("packed")
-
-
-STOCK = inspect.signature(transformers.LlamaForCausalLM.forward)
-
-
-def signature_with(*names: str) -> inspect.Signature:
-    """The signature of Llama's forward with more inputs."""
-    parameters = list(STOCK.parameters.values())
-    more = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in names]
-    return STOCK.replace(parameters=[*parameters[:-1], *more, parameters[-1]])
-
-
-class Steered(transformers.LlamaForCausalLM):
-    """Adds `alpha` and ten thousand times a token's type to the logit of token 7 and, in the first
-    forward alone, `start` to that of token 8."""
-
-    @functools.wraps(transformers.LlamaForCausalLM.forward)
-    def forward(
-        self,
-        *args: Any,
-        alpha: Any = 0.0,
-        start: Any = 0.0,
-        token_type_ids: torch.Tensor | None = None,
-        own_token_type_ids: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        cache = kwargs.get(compat.OUTPUT_CACHE)
-        is_first = cache is None or cache.get_seq_length() == 0
-        outputs = super().forward(*args, **kwargs)
-        logits = outputs.logits.clone()
-        logits[..., 7] += float(alpha)
-        if is_first:
-            logits[..., 8] += float(start)
-        for types in (token_type_ids, own_token_type_ids):
-            if types is not None:
-                logits[..., 7] += 1e4 * types[:, -logits.shape[1] :]
-        outputs.logits = logits
-        return outputs
-
-    forward.__signature__ = signature_with(  # type: ignore[attr-defined]
-        "alpha", "start", "token_type_ids", "own_token_type_ids"
-    )
-
-
-def with_inputs(kind: type[Any]) -> Any:
-    """A model of this class, whose forward takes inputs that no forward of transformers takes."""
-    model = kind(models.config("llama")).eval()
-    models.init_weights(model, 0)
-    model.generation_config = models.build("llama").generation_config
-    return model
-
-
-@pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the names of the checks of prompts that run."""
-    names = list[str]()
-
-    def watched(name: str, check: Any, trial: Any) -> Any:
-        names.append(name)
-        return check(trial)
-
-    for name in ("prompts_check", "inputs_check"):
-        check = functools.partial(watched, name, getattr(checks, name))
-        monkeypatch.setattr(checks, name, check)
-    return names
-
-
-@pytest.mark.parametrize("kind", [torch.tensor, float, str], ids=["tensor", "float", "str"])
-def test_inputs_of_decode_steps_keep_their_effect_in_later_calls(
-    kind: Any, checked: list[str]
-) -> None:
-    """The first value has none."""
-    model, ids = with_inputs(Steered), models.token_ids(2, 12)
-    calls = [{"input_ids": ids, "alpha": kind(alpha)} for alpha in (0.0, 1e4, 0.0, -1e4, 3.0)]
-    for route in [same(model, call, max_new_tokens=24) for call in calls]:
-        assert route.road == "engine" and not route.reason.startswith("packed")
-    assert checked == (["prompts_check", "inputs_check"] if kind is torch.tensor else [])
-    with PagedEngine(model, SMALL) as engine:
-        for alpha in (0.0, 1e4):
-            with pytest.raises(ServedByGenerateError, match="decode steps"):
-                engine.add_request(ids[:1], GREEDY, inputs={"alpha": kind(alpha)})
-
-
-class Masked(transformers.LlamaForCausalLM):
-    """Allows only the tokens that `allowed` `(vocab_size,)` does not mark with 0."""
-
-    @functools.wraps(transformers.LlamaForCausalLM.forward)
-    def forward(self, *args: Any, allowed: Any = None, **kwargs: Any) -> Any:
-        outputs = super().forward(*args, **kwargs)
-        if allowed is not None:
-            outputs.logits = outputs.logits.masked_fill(allowed == 0, float("-inf"))
-        return outputs
-
-    forward.__signature__ = signature_with("allowed")  # type: ignore[attr-defined]
-
-
-class Capped(transformers.LlamaForCausalLM):
-    """Bounds the logits by `cap`."""
-
-    @functools.wraps(transformers.LlamaForCausalLM.forward)
-    def forward(self, *args: Any, cap: Any = None, **kwargs: Any) -> Any:
-        outputs = super().forward(*args, **kwargs)
-        if cap is not None:
-            outputs.logits = outputs.logits.clamp(max=cap)
-        return outputs
-
-    forward.__signature__ = signature_with("cap")  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize("dtype", [torch.float, torch.bfloat16, torch.int64], ids=str)
-@pytest.mark.parametrize("kind", [Masked, Capped])
-def test_inputs_that_have_an_effect_with_few_values_keep_it_in_later_calls(
-    kind: Any, dtype: torch.dtype
-) -> None:
-    """The first value has none, and neither has one more than it."""
-    model, ids = with_inputs(kind), models.token_ids(2, 12)
-    if kind is Masked:
-        only_7 = torch.arange(models.VOCAB_SIZE) == 7
-        name, values = "allowed", [torch.ones_like(only_7, dtype=dtype), only_7.to(dtype)]
-    else:
-        name, values = "cap", [torch.tensor(value, dtype=dtype) for value in (1000, -1000)]
-    for value in values:
-        same(model, {"input_ids": ids, name: value})
-
-
-@pytest.mark.parametrize("name", ["token_type_ids", "own_token_type_ids"])
-def test_types_of_a_last_token_keep_their_effect_in_later_calls(name: str) -> None:
-    """transformers repeats the former for the tokens that follow, and passes on the latter."""
-    model, ids = with_inputs(Steered), models.token_ids(2, 12)
-    types = torch.zeros_like(ids)
-    for last in (0, 1):
-        types[:, -1] = last
-        same(model, {"input_ids": ids, name: types})
-
-
-def test_inputs_that_decode_steps_ignore_are_checked_once(checked: list[str]) -> None:
-    model, ids = with_inputs(Steered), models.token_ids(2, 12)
-    for start in (0.0, 1e4, -1e4):
-        route = same(model, {"input_ids": ids, "start": torch.tensor(start)})
-        assert route.reason.startswith("packed")
-    assert checked == ["prompts_check", "inputs_check"]
-
-
-class Shifted(transformers.LlamaForCausalLM):
-    """Adds `shift` to the embeddings of a prompt."""
-
-    @functools.wraps(transformers.LlamaForCausalLM.forward)
-    def forward(
-        self, *args: Any, shift: Any = None, token_type_ids: Any = None, **kwargs: Any
-    ) -> Any:
-        ids = kwargs["input_ids"]
-        if shift is not None and ids.shape[1] > 1:
-            embeds = self.model.embed_tokens(ids) + shift
-            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": embeds}
-        return super().forward(*args, **kwargs)
-
-    forward.__signature__ = signature_with(  # type: ignore[attr-defined]
-        "shift", "token_type_ids"
-    )
-
-
-@needs_fingerprints
-@pytest.mark.slow_cases("torch.float32-True", "torch.int64-False")
-@pytest.mark.parametrize("is_text_first", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float, torch.int64], ids=str)
-def test_an_input_that_acts_in_prompts_alone_shares_no_prefix(
-    dtype: torch.dtype, is_text_first: bool
-) -> None:
-    """The first value has no effect. The last prompt has the text, the placeholder and the inputs
-    of the shifted one, and ends with other tokens."""
-    model, ids = with_inputs(Shifted), models.token_ids(2, 61)
-    generator = torch.Generator().manual_seed(0)
-    shift = (5 * torch.randn(model.config.hidden_size, generator=generator)).to(dtype)
-    types = torch.zeros(1, 61, dtype=torch.long)
-    types[0, 40] = 1
-
-    def prompt(ids: torch.Tensor, shift: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"input_ids": ids, "shift": shift, "token_type_ids": types}
-
-    text, shifted = {"input_ids": ids[:1]}, prompt(ids[:1], shift)
-    first, last = prompt(ids[1:], 0 * shift), prompt(ids[:1].clone(), shift)
-    last["input_ids"][0, 50:] = ids[1, 50:]
-    calls = [first, *([text, shifted] if is_text_first else [shifted, text]), last]
-    with PagedEngine(model, SMALL) as engine:
-        for call in calls:
-            ask(engine, [call])
-    for call in calls:
-        same(model, call, max_new_tokens=batch_call.MIN_CACHED_TOKENS - 61)
-
-
-@pytest.mark.parametrize("name", [LLAVA, QWEN])
-def test_pictures_of_other_sizes_and_contents_are_checked_once(
-    name: str, checked: list[str]
-) -> None:
-    model = tiny_model(getattr(transformers, name))
-    torch.manual_seed(1)
-    rows = media_rows(model)["image"]
-    for call in (*rows, other_pictures(rows[0])):
-        assert same(model, call).reason.startswith("packed")
-    assert sorted(checked) == sorted({*checked}) and "prompts_check" in checked
-
-
-@pytest.mark.slow
-def test_streamers_and_threads() -> None:
-    model, inputs = model_of(QWEN), pictures(QWEN)
-    streamers = [Recorder(), Recorder()]
-    tokens = model.generate(**inputs, **GREEDY, **models.PAGED, streamer=streamers)
-    assert torch.equal(tokens, model.generate(**inputs, **GREEDY))
-    for streamer, row in zip(streamers, tokens.tolist()):
-        assert streamer.values[1:] == [[token] for token in row[-8:]]
-    calls = [inputs, other_pictures(inputs)] * 2
-    options = {**GREEDY, "max_new_tokens": 30}
-    expected = [model.generate(**call, **options) for call in calls]
-    jobs = [functools.partial(model.generate, **call, **options, **models.PAGED) for call in calls]
-    assert all(map(torch.equal, expected, in_threads(*jobs)))
-    assert_pool_empty(model)
-
-
-def test_inputs_that_do_not_fit_raise_what_plain_raises() -> None:
-    model, inputs = model_of(LLAVA), pictures(LLAVA)
-    wrong, told = {**inputs, "pixel_values": inputs["pixel_values"][:1]}, []
-    for paged in ({}, models.PAGED):
-        with pytest.raises(ValueError) as caught:
-            model.generate(**wrong, **GREEDY, **paged)
-        told.append(str(caught.value))
-    assert told[0] == told[1]
-    same(model, inputs)
-
-
-@needs_fingerprints
-@pytest.mark.slow_cases(but=["LlavaForConditionalGeneration"])
-@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
-def test_an_engine_takes_what_a_processor_gives(name: str) -> None:
-    model, rows, words = model_of(name), questions(name), [7, 8, 9, 10, 11]
-    with PagedEngine(model, SMALL) as engine:
-        ask(engine, [*rows, *map(other_pictures, rows), words])
-        assert engine.route.road == "engine" and engine.route.reason.startswith("packed")
-        assert all(r.num_prefix_hit_tokens for r in ask(engine, [*rows, words])[:2])
-        given = {key: x for key, x in rows[0].items() if key not in ("input_ids", "attention_mask")}
-        engine.add_request(rows[0]["input_ids"], GREEDY, inputs=given, request_id="ids")
-        for mode in ("beams", "sampled"):
-            engine.add_request(rows[1], {**GREEDY, **MODES[mode]}, request_id=mode, seed=5)
-        results = run_all(engine)
-    assert results["ids"].token_ids == answer(model, rows[0])
-    for mode in ("beams", "sampled"):
-        torch.manual_seed(5)
-        plain = model.generate(**rows[1], **{**GREEDY, **MODES[mode]})
-        tokens = [sequence.token_ids for sequence in results[mode].sequences]
-        assert tokens == plain[:, rows[1]["input_ids"].shape[1] :].tolist()
-
-
-@pytest.mark.slow_cases("*-Gemma3ForConditionalGeneration", "recompute-*")
-@pytest.mark.parametrize("name", [QWEN, GEMMA])
-@pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param({"num_blocks": 13, "preemption": "swap"}, id="swap"),
-        pytest.param({"num_blocks": 13, "preemption": "recompute"}, id="recompute"),
-        pytest.param({"max_num_batched_tokens": 8}, id="chunks"),
-    ],
-)
-def test_pictures_in_small_budgets(name: str, config: dict[str, Any]) -> None:
-    words = [list(range(5, 5 + count)) for count in (21, 3)]
-    with PagedEngine(model_of(name), {**UNCACHED, **config}) as engine:
-        ask(engine, [*rows_of(name), *words, *rows_of(name)], max_new_tokens=24)
-        stats = engine.stats()
-    assert bool(stats.num_preemptions) == ("preemption" in config)
-    assert bool(stats.num_swaps) == (config.get("preemption") == "swap")
-
-
-def test_an_engine_takes_embeddings_and_weights_change() -> None:
-    model = models.build("llama")
-    ids = torch.randint(5, 100, (1, 9), generator=torch.Generator().manual_seed(0))
-    embeds = model.get_input_embeddings()(ids).detach().flip(-1)
-    plain = model.generate(inputs_embeds=embeds, **GREEDY)[0].tolist()
-    with PagedEngine(model, SMALL) as engine:
-        for policy in (None, "recompute", "keep"):
-            name = engine.add_request(inputs={"inputs_embeds": embeds}, generation_config=GREEDY)
-            if policy is not None:
-                engine.step()
-                with engine.weights_update(policy):
-                    pass
-            assert run_all(engine)[name].token_ids == plain
-
-
-@pytest.mark.parametrize(
-    "prompt, inputs, message",
-    [
-        ([5, 6], {"max_new_tokens": 3}, "the prompt's inputs have max_new_tokens"),
-        ([5, 6], {"input_ids": torch.ones(1, 2)}, "only model inputs besides token ids"),
-        ([5, 6], [1], "pass a dict"),
-        (
-            {"input_ids": torch.ones(2, 2).long(), "token_type_ids": torch.zeros(2, 2).long()},
-            None,
-            "a request takes one prompt, but `token_type_ids` has 2 rows$",
-        ),
-        (
-            {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]]), "x": 1},
-            None,
-            "without padding",
-        ),
-        ([5, 6], {"pixels": torch.ones(1)}, "pixels"),
-    ],
-)
-def test_inputs_that_an_engine_refuses(prompt: Any, inputs: Any, message: str) -> None:
-    with PagedEngine(model_of(LLAVA), SMALL) as engine:
-        with pytest.raises(ValueError, match=message):
-            engine.add_request(prompt, {"max_new_tokens": 3}, inputs=inputs)
-        assert engine.stats().peak_blocks == 0 and not engine.has_unfinished
-
-
 @needs_fingerprints
 def test_pictures_that_move_to_other_rows_are_other_content(hits: list[int]) -> None:
     """The tensors are equal, and so are the token ids of the middle row, which has another
     picture."""
     model, inputs = model_of(LLAVA), with_question(pictures(LLAVA))
-    words = torch.randint(
-        5, 100, inputs["input_ids"][:1].shape, generator=torch.Generator().manual_seed(0)
-    )
     picture = inputs["input_ids"][inputs["attention_mask"].all(-1)][:1]
+    words = torch.randint(5, 100, picture.shape, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(3, words.shape[1], dtype=torch.long)
     for rows in ([picture, picture, words], [words, picture, picture], [words, picture, picture]):
         hits.clear()
@@ -683,8 +501,23 @@ def test_rows_without_a_known_placeholder_are_known_by_all_inputs() -> None:
         media = {"pixel_values": x["pixel_values"], "sound": x["pixel_values"]}
         keys.append(MediaPrompts(ids, media, [0, 0]).keys(model.config))
     first, equal, other = keys
-    assert first is not None and first == equal and first != other
-    assert first[1][0][0] != other[1][0][0]
+    assert first is not None and first == equal and first[1][0][0] != other[1][0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [GEMMA, PALI])
+def test_tokens_that_see_later_ones_are_not_shared(name: str, hits: list[int]) -> None:
+    """All of PaliGemma's prompt sees all of it; of Gemma's the question does not see later
+    tokens."""
+    model, inputs = model_of(name), with_question(pictures(name))
+    hf_paged.free(model)
+    others = [with_question(inputs), with_question(pictures(name), seed=2), other_pictures(inputs)]
+    for call in (inputs, *others, text(model)):
+        same(model, call, max_new_tokens=60)
+    assert any(hits) == (name == GEMMA)
+    if name == PALI:
+        first, second = behind_a_text(name)
+        assert not any(hits_behind(model, [first, second, other_pictures(first), first]))
 
 
 @pytest.mark.slow
@@ -720,7 +553,88 @@ def test_an_answer_about_a_picture_is_served_in_the_next_turn(hits: list[int]) -
     assert hits[0] > length + 80
 
 
-# -- several prompts in one forward ---------------------------------------------------------------
+# -- engines ---------------------------------------------------------------------------------------
+
+
+@needs_fingerprints
+@pytest.mark.slow_cases(but=["LlavaForConditionalGeneration"])
+@pytest.mark.parametrize("name", [LLAVA, QWEN, GEMMA])
+def test_an_engine_takes_what_a_processor_gives(name: str) -> None:
+    model, rows, words = model_of(name), questions(name), [7, 8, 9, 10, 11]
+    with PagedEngine(model, SMALL) as engine:
+        ask(engine, [*rows, *map(other_pictures, rows), words])
+        assert engine.route.road == "engine" and engine.route.reason.startswith("packed")
+        assert all(r.num_prefix_hit_tokens for r in ask(engine, [*rows, words])[:2])
+        given = {key: x for key, x in rows[0].items() if key not in ("input_ids", "attention_mask")}
+        engine.add_request(rows[0]["input_ids"], GREEDY, inputs=given, request_id="ids")
+        for mode in ("beams", "sampled"):
+            engine.add_request(rows[1], {**GREEDY, **MODES[mode]}, request_id=mode, seed=5)
+        results = run_all(engine)
+    assert results["ids"].token_ids == answer(model, rows[0])
+    for mode in ("beams", "sampled"):
+        torch.manual_seed(5)
+        plain = model.generate(**rows[1], **{**GREEDY, **MODES[mode]})
+        tokens = [sequence.token_ids for sequence in results[mode].sequences]
+        assert tokens == plain[:, rows[1]["input_ids"].shape[1] :].tolist()
+
+
+BUDGETS = {
+    "swap": {"num_blocks": 13, "preemption": "swap"},
+    "recompute": {"num_blocks": 13, "preemption": "recompute"},
+    "chunks": {"max_num_batched_tokens": 8},
+}
+
+
+@pytest.mark.slow_cases("*-Gemma3ForConditionalGeneration", "recompute-*")
+@pytest.mark.parametrize("name", [QWEN, GEMMA])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_pictures_in_small_budgets(name: str, budget: str) -> None:
+    words = [list(range(5, 5 + count)) for count in (21, 3)]
+    with PagedEngine(model_of(name), {**UNCACHED, **BUDGETS[budget]}) as engine:
+        ask(engine, [*rows_of(name), *words, *rows_of(name)], max_new_tokens=24)
+        stats = engine.stats()
+    assert bool(stats.num_preemptions) == (budget != "chunks")
+    assert bool(stats.num_swaps) == (budget == "swap")
+
+
+def test_an_engine_takes_embeddings_and_weights_change() -> None:
+    model = models.build("llama")
+    ids = torch.randint(5, 100, (1, 9), generator=torch.Generator().manual_seed(0))
+    embeds = model.get_input_embeddings()(ids).detach().flip(-1)
+    plain = model.generate(inputs_embeds=embeds, **GREEDY)[0].tolist()
+    with PagedEngine(model, SMALL) as engine:
+        for policy in (None, "recompute", "keep"):
+            name = engine.add_request(inputs={"inputs_embeds": embeds}, generation_config=GREEDY)
+            if policy is not None:
+                engine.step()
+                with engine.weights_update(policy):
+                    pass
+            assert run_all(engine)[name].token_ids == plain
+
+
+TWO_ROWS = {
+    "input_ids": torch.ones(2, 2).long(),
+    "token_type_ids": torch.zeros(2, 2).long(),
+}
+PADDED = {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]]), "x": 1}
+
+
+@pytest.mark.parametrize(
+    "prompt, inputs, message",
+    [
+        ([5, 6], {"max_new_tokens": 3}, "the prompt's inputs have max_new_tokens"),
+        ([5, 6], {"input_ids": torch.ones(1, 2)}, "only model inputs besides token ids"),
+        ([5, 6], [1], "pass a dict"),
+        (TWO_ROWS, None, "a request takes one prompt, but `token_type_ids` has 2 rows$"),
+        (PADDED, None, "without padding"),
+        ([5, 6], {"pixels": torch.ones(1)}, "pixels"),
+    ],
+)
+def test_inputs_that_an_engine_refuses(prompt: Any, inputs: Any, message: str) -> None:
+    with PagedEngine(model_of(LLAVA), SMALL) as engine:
+        with pytest.raises(ValueError, match=message):
+            engine.add_request(prompt, {"max_new_tokens": 3}, inputs=inputs)
+        assert engine.stats().peak_blocks == 0 and not engine.has_unfinished
 
 
 @needs_fingerprints
@@ -762,13 +676,8 @@ def test_prompts_that_differ_in_more_than_floats_begin_alone(forwards: list[int]
     assert [type(r.error) for r in results] == [ValueError, ValueError, type(None)]
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps"),
-    [
-        ("bad", [3, 1, 2]),  # all, the one that fails, the others in the next step
-        ("memory", [1, 1, 1]),
-    ],
-)
+# all, the one that fails, the others in the next step
+@pytest.mark.parametrize(("kind", "steps"), [("bad", [3, 1, 2]), ("memory", [1, 1, 1])])
 def test_prompts_that_fail_beside_others_begin_alone(
     kind: str, steps: list[int], monkeypatch: pytest.MonkeyPatch, forwards: list[int]
 ) -> None:
@@ -821,8 +730,12 @@ def test_black_pictures_begin_alone() -> None:
         ask(engine, [calls[0], calls[3]])
 
 
-def test_hooks_and_modes_that_change_while_requests_run_are_seen() -> None:
+def test_hooks_that_change_and_masks_with_holes_are_seen() -> None:
+    """While requests run; and after a call that a mask without a hole has let in."""
     model, (first, second) = model_of(LLAVA), of_lengths(LLAVA, (3, 5))
+    ids, pixels = first["input_ids"], first["pixel_values"]
+    hole = torch.ones_like(ids)
+    hole[0, -3] = 0
     with PagedEngine(model, SMALL) as engine:
         engine.add_request(first, GREEDY)
         handle = model.model.language_model.layers[0].register_forward_hook(lambda *_: None)
@@ -832,38 +745,13 @@ def test_hooks_and_modes_that_change_while_requests_run_are_seen() -> None:
         finally:
             handle.remove()
         engine.add_request(second, GREEDY)
-
-
-def test_a_hole_in_the_mask_is_looked_at_by_itself() -> None:
-    mask = torch.ones_like(of_lengths(LLAVA, (3,))[0]["input_ids"])
-    mask[0, -3] = 0
-    positions = {"position_ids": torch.arange(mask.shape[1])[None]}
-    with PagedEngine(model_of(LLAVA), SMALL) as engine:
-        for more in (positions, {"attention_mask": mask}):
-            (call,) = of_lengths(LLAVA, (3,))
-            ids, given = call["input_ids"], {"pixel_values": call["pixel_values"], **more}
-            if more is positions:
-                engine.add_request(ids, inputs=given)
+        positions = torch.arange(ids.shape[1])[None]
+        engine.add_request(ids, inputs={"pixel_values": pixels, "position_ids": positions})
         with pytest.raises(ValueError, match="an engine cannot serve these `inputs`"):
-            engine.add_request(ids, inputs=given)
+            engine.add_request(ids, inputs={"pixel_values": pixels, "attention_mask": hole})
 
 
-@pytest.mark.slow
-def test_a_picture_that_fails_beside_others_in_rectangles() -> None:
-    name = "Lfm2VlForConditionalGeneration"
-    row = rows_of(name)[0]
-    bad = {**row, "pixel_values": row["pixel_values"][:, :1]}
-    with PagedEngine(model_of(name), SMALL) as engine:
-        assert ask(engine, [row, bad, row])[1].error is not None
-
-
-# -- text before a picture ------------------------------------------------------------------------
-
-
-def rows_of_two_sizes(name: str) -> list[dict[str, Any]]:
-    """Two prompts with pictures of different grids, if the model takes such, behind the same
-    text."""
-    return [with_system_text(row) for row in questions(name)]
+# -- text before a picture -------------------------------------------------------------------------
 
 
 @needs_fingerprints
@@ -871,7 +759,7 @@ def rows_of_two_sizes(name: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", [*BEHIND_TEXT, "Qwen3VLForConditionalGeneration"])
 def test_a_new_picture_behind_a_known_text(name: str) -> None:
     """Pictures of two grids: none drops what is known."""
-    model, (first, second) = model_of(name), rows_of_two_sizes(name)
+    model, (first, second) = model_of(name), behind_a_text(name)
     calls = [first, second, other_pictures(first)]
     hits = hits_behind(model, calls * 2)
     if name in BEHIND_TEXT:
@@ -892,7 +780,7 @@ def test_a_new_picture_behind_a_known_text(name: str) -> None:
 )
 def test_a_picture_behind_a_text_of_the_same_step(config: dict[str, Any]) -> None:
     """In the second engine the picture waits for the next step."""
-    model, (first, second) = model_of(LLAVA), rows_of_two_sizes(LLAVA)
+    model, (first, second) = model_of(LLAVA), behind_a_text(LLAVA)
     words = [first["input_ids"][0, :26], second["input_ids"][0, -13:]]
     with PagedEngine(model, {"block_size": 8, **config}) as engine:
         ask(engine, [{"input_ids": torch.cat(words)[None]}, first])
@@ -902,18 +790,16 @@ def test_a_picture_behind_a_text_of_the_same_step(config: dict[str, Any]) -> Non
 @needs_fingerprints
 def test_a_prompt_in_the_blocks_that_another_computes_in_the_same_unpacked_step() -> None:
     model, prompt = models.build("llama"), models.token_ids(1, 33)
-    expected = model.generate(prompt, **GREEDY)[0, 33:].tolist()
     model.model.norm.register_forward_hook(lambda *args: None)
-    with PagedEngine(model, {"block_size": 8}) as engine:
-        for result in engine.generate([prompt[0].tolist()] * 2, GREEDY):
-            assert result.token_ids == expected
+    with PagedEngine(model, SMALL) as engine:
+        ask(engine, [prompt[0].tolist()] * 2)
 
 
 def test_a_buffer_of_pictures_may_be_reused() -> None:
-    model, first = model_of(LLAVA), rows_of_two_sizes(LLAVA)[0]
+    model, first = model_of(LLAVA), behind_a_text(LLAVA)[0]
     frame = first["pixel_values"].clone()
     calls, names = [first, other_pictures(first)], []
-    with PagedEngine(model, {"block_size": 8}) as engine:
+    with PagedEngine(model, SMALL) as engine:
         for call in calls:
             frame.copy_(call["pixel_values"])
             names.append(engine.add_request({**call, "pixel_values": frame}, GREEDY))
@@ -930,7 +816,7 @@ def test_a_generate_call_begins_behind_a_known_text(
     name: str, hits: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_call, "MIN_CACHED_TOKENS", 0)  # also short calls keep theirs
-    model, (first, second) = model_of(name), rows_of_two_sizes(name)
+    model, (first, second) = model_of(name), behind_a_text(name)
     ample = {"num_blocks": 128}
     for options in MODES.values():
         hf_paged.free(model)
@@ -941,17 +827,9 @@ def test_a_generate_call_begins_behind_a_known_text(
 
 
 @pytest.mark.slow
-def test_a_text_that_sees_the_picture_behind_it_is_not_shared() -> None:
-    """All of PaliGemma's prompt sees all of it."""
-    name = "PaliGemmaForConditionalGeneration"
-    first, second = rows_of_two_sizes(name)
-    assert not any(hits_behind(model_of(name), [first, second, other_pictures(first), first]))
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", BEHIND_TEXT)
 def test_requests_behind_a_known_text_run_beside_others_and_are_preempted(name: str) -> None:
-    first, second = rows_of_two_sizes(name)
+    first, second = behind_a_text(name)
     other = with_system_text(second, seed=6)
     calls = [first, second, other_pictures(first), other, other_pictures(second), [7, 8, 9]]
     tight = {"num_blocks": 30}
@@ -960,29 +838,3 @@ def test_requests_behind_a_known_text_run_beside_others_and_are_preempted(name: 
             engine.generate(calls[:1], GREEDY)
             results = ask(engine, calls, max_new_tokens=20)
             assert results[1].num_prefix_hit_tokens == 24
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_a_medium_of_another_size_drops_no_prefix() -> None:
-    """Hits of a prompt that comes again, at once and after one with a picture, clip or sound of
-    another size."""
-    names, dropped = set(), dict[tuple[str, str], list[int]]()
-    for name in filter(lambda name: takes_media(getattr(transformers, name)), list_architectures()):
-        try:
-            model = tiny_model(getattr(transformers, name))
-        except ImportError:  # a package is not installed
-            continue
-        torch.manual_seed(1)
-        media = {} if model.config.is_encoder_decoder else media_rows(model)
-        for medium, rows in media.items():
-            first, second = (with_system_text(row) for row in rows[:2])
-            with contextlib.suppress(ServedByGenerateError):
-                hits = [
-                    hits_behind(model, calls)[-1]
-                    for calls in ([first, first], [first, second, first])
-                ]
-                names |= {name} if hits[0] else set()
-                if hits[0] != hits[1]:
-                    dropped[name, medium] = hits
-    assert not dropped and len(names) >= 20

@@ -6,12 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 import hf_paged
 from hf_paged import PagedEngine, compat
-from hf_paged.model.structure import overridden
 from tests.support import models
+from tests.support.checks import assert_paged_is_plain
 
 OPTIONS: dict[str, dict[str, Any]] = {
     compat.SAMPLE: {"do_sample": False},
@@ -44,34 +43,29 @@ def override(model: Any, name: str, where: str) -> list[str]:
 
 
 def test_the_methods_are_those_that_the_engine_does_not_call() -> None:
-    common = {"_prefill", "_has_unfinished_sequences"}
-    assert common <= set(compat.REPLACED_METHODS[compat.SAMPLE])
-    own = common | {"_flatten_beam_dim", "_unflatten_beam_dim", "_reorder_cache"}
-    assert own <= set(compat.REPLACED_METHODS[compat.BEAM_SEARCH])
-    assert "_get_candidate_generator" in compat.REPLACED_METHODS[compat.ASSISTED_DECODING]
+    assert {"_prefill", "_has_unfinished_sequences", "_flatten_beam_dim"} <= LOOPS.keys()
+    assert {"_unflatten_beam_dim", "_reorder_cache", "_get_candidate_generator"} <= LOOPS.keys()
     called = {*compat.BEAM_METHODS, compat.UPDATE_INPUTS, "prepare_inputs_for_generation"}
     assert not called & LOOPS.keys()
-    model = models.get("llama")
-    for loop in OPTIONS:  # what stock models have is no override
-        assert overridden(model, loop) is None
 
 
 @pytest.mark.parametrize("where", ["class", "instance"])
 @pytest.mark.parametrize("name", sorted(LOOPS))
 def test_an_override_is_called(name: str, where: str) -> None:
+    """In its own loop; others stay the engine's."""
     options = {"max_new_tokens": 4, **OPTIONS[LOOPS[name]]}
     model, inputs = models.build("llama", num_hidden_layers=1), models.prompt("llama", 1, 9)
     calls = override(model, name, where)
-    plain = model.generate(**inputs, **options)
+    model.generate(**inputs, **options)
     count = len(calls)
-    ours = model.generate(**inputs, **options, **models.PAGED)
-    assert torch.equal(plain, ours) and count and len(calls) == 2 * count
-    route = hf_paged.last_route(model)
-    assert (
-        route is not None and route.road == "hf_loop" and f"it overrides `{name}`" in route.reason
-    )
+    route = assert_paged_is_plain(model, inputs, options)
+    assert count and len(calls) == 3 * count
+    assert route.road == "hf_loop" and f"it overrides `{name}`" in route.reason
     with PagedEngine(model) as engine, pytest.raises(ValueError, match=f"overrides `{name}`"):
         engine.add_request([5, 6, 7], options)
+    if LOOPS[name] == compat.BEAM_SEARCH:
+        model.generate(**inputs, max_new_tokens=2, do_sample=False, **models.PAGED)
+        assert hf_paged.last_route(model).road == "engine"
 
 
 @pytest.mark.parametrize("loop", [compat.SAMPLE, compat.BEAM_SEARCH])
@@ -80,13 +74,3 @@ def test_an_engine_refuses_a_loop_of_the_models_own(loop: str) -> None:
     override(model, loop, "class")
     with PagedEngine(model) as engine, pytest.raises(ValueError, match=f"overrides `{loop}`"):
         engine.add_request([5, 6, 7], {"max_new_tokens": 2, **OPTIONS[loop]})
-
-
-def test_an_override_of_beam_search_is_no_obstacle_to_other_calls() -> None:
-    model = models.build("llama", num_hidden_layers=1)
-    override(model, "_flatten_beam_dim", "class")
-    model.generate(
-        **models.prompt("llama", 2, 9), max_new_tokens=2, do_sample=False, **models.PAGED
-    )
-    route = hf_paged.last_route(model)
-    assert route is not None and route.road == "engine"

@@ -18,40 +18,21 @@ from tests.support.architecture_configs import tiny_model
 from tests.support.checks import model_state
 
 NUM = 32  # positions
-_IDS = {
-    "vocab_size": models.VOCAB_SIZE,
-    "pad_token_id": models.PAD,
-    "bos_token_id": models.BOS,
-    "eos_token_id": None,
-}
-_GPT = {"n_positions": NUM, "n_embd": 48, "n_layer": 2, "n_head": 4}
-_BERT = {
-    "max_position_embeddings": NUM,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-_BERT |= {"intermediate_size": 64}
-_BART = {
-    "max_position_embeddings": NUM,
-    "d_model": 48,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-}
-_BART |= {
-    "decoder_ffn_dim": 64,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 64,
-}
-_NEO = {
-    "max_position_embeddings": NUM,
-    "hidden_size": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "window_size": 8,
-}
-_SEQ2SEQ = {"eos_token_id": models.EOS, "decoder_start_token_id": models.BOS}
+_IDS = dict(vocab_size=models.VOCAB_SIZE, pad_token_id=models.PAD, bos_token_id=models.BOS)
+_GPT: dict[str, Any] = dict(n_positions=NUM, n_embd=48, n_layer=2, n_head=4)
+_WIDTHS = dict(max_position_embeddings=NUM, hidden_size=48, intermediate_size=64)
+_BERT: dict[str, Any] = dict(**_WIDTHS, num_hidden_layers=2, num_attention_heads=4)
+_DECODER = dict(decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64)
+_ENCODER = dict(encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=64)
+_BART: dict[str, Any] = dict(max_position_embeddings=NUM, d_model=48, **_DECODER, **_ENCODER)
+_ONE_STACK = dict(is_decoder=True, is_encoder_decoder=False)
+_NEO = dict(hidden_size=48, num_layers=2, num_heads=4, window_size=8)
+_LAYERS = dict(attention_types=[[["global", "local"], 1]], max_position_embeddings=NUM)
+_MPT = dict(max_seq_len=NUM, d_model=48, n_layers=2, n_heads=4)
+_XGLM = dict(max_position_embeddings=NUM, d_model=48, num_layers=2, attention_heads=4, ffn_dim=64)
+_SEQ2SEQ = dict(eos_token_id=models.EOS, decoder_start_token_id=models.BOS)
+_AUDIO = dict(max_target_positions=NUM, max_source_positions=16, num_mel_bins=8)
+_T5 = dict(d_model=48, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
 
 # name -> config class, model class, config arguments; tables of NUM positions that end
 LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -61,42 +42,20 @@ LEARNED: dict[str, tuple[str, str, dict[str, Any]]] = {
     # nothing is left of a head behind the rotated part
     "gptj_whole_heads": ("GPTJConfig", "GPTJForCausalLM", {**_GPT, "rotary_dim": 12}),
     "codegen": ("CodeGenConfig", "CodeGenForCausalLM", {**_GPT, "n_ctx": NUM, "rotary_dim": 4}),
-    "gpt_neo": (
-        "GPTNeoConfig",
-        "GPTNeoForCausalLM",
-        {**_NEO, "attention_types": [[["global", "local"], 1]]},
-    ),
+    "gpt_neo": ("GPTNeoConfig", "GPTNeoForCausalLM", {**_NEO, **_LAYERS}),
     "big_code": ("GPTBigCodeConfig", "GPTBigCodeForCausalLM", _GPT),
     "biogpt": ("BioGptConfig", "BioGptForCausalLM", _BERT),
-    "mpt": (
-        "MptConfig",
-        "MptForCausalLM",
-        {"max_seq_len": NUM, "d_model": 48, "n_layers": 2, "n_heads": 4},
-    ),
+    "mpt": ("MptConfig", "MptForCausalLM", _MPT),
     "openai": ("OpenAIGPTConfig", "OpenAIGPTLMHeadModel", _GPT),
     "ctrl": ("CTRLConfig", "CTRLLMHeadModel", {**_GPT, "dff": 64}),
     "bert": ("BertConfig", "BertLMHeadModel", {**_BERT, "is_decoder": True}),
-    "bart_decoder": (
-        "BartConfig",
-        "BartForCausalLM",
-        {**_BART, "is_decoder": True, "is_encoder_decoder": False},
-    ),
+    "bart_decoder": ("BartConfig", "BartForCausalLM", {**_BART, **_ONE_STACK}),
 }
 UNLIMITED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _BERT),
     "bloom": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 48, "n_layer": 2, "n_head": 4}),
     "falcon": ("FalconConfig", "FalconForCausalLM", {**_BERT, "alibi": True}),
-    "xglm": (  # its table grows
-        "XGLMConfig",
-        "XGLMForCausalLM",
-        {
-            "max_position_embeddings": NUM,
-            "d_model": 48,
-            "num_layers": 2,
-            "attention_heads": 4,
-            "ffn_dim": 64,
-        },
-    ),
+    "xglm": ("XGLMConfig", "XGLMForCausalLM", _XGLM),  # its table grows
 }
 ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bart": ("BartConfig", "BartForConditionalGeneration", {**_BART, **_SEQ2SEQ}),
@@ -104,26 +63,17 @@ ENCODERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "whisper": (
         "WhisperConfig",
         "WhisperForConditionalGeneration",
-        {
-            **_BART,
-            **_SEQ2SEQ,
-            "max_target_positions": NUM,
-            "max_source_positions": 16,
-            "num_mel_bins": 8,
-        },
+        {**_BART, **_SEQ2SEQ, **_AUDIO},
     ),
     "m2m": ("M2M100Config", "M2M100ForConditionalGeneration", {**_BART, **_SEQ2SEQ}),
-    "t5": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        {"d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, **_SEQ2SEQ},
-    ),
+    "t5": ("T5Config", "T5ForConditionalGeneration", {**_T5, **_SEQ2SEQ}),
 }
 
 
 def build(name: str) -> PreTrainedModel:
     config, kind, arguments = {**LEARNED, **UNLIMITED, **ENCODERS}[name]
-    model = getattr(transformers, kind)(getattr(transformers, config)(**{**_IDS, **arguments}))
+    given = {**_IDS, "eos_token_id": None, **arguments}
+    model = getattr(transformers, kind)(getattr(transformers, config)(**given))
     models.init_weights(model, 3)
     model.generation_config = GenerationConfig(
         pad_token_id=models.PAD,
@@ -143,14 +93,10 @@ def get(name: str) -> PreTrainedModel:
 @pytest.mark.parametrize("name", [*LEARNED, *UNLIMITED])
 def test_a_table_of_positions_is_found_by_what_is_read(name: str) -> None:
     model = get(name)
-    before, buffers = (
-        model_state(model),
-        {key: value.clone() for key, value in model.named_buffers()},
-    )
-    assert num_positions(Trial(model, None, None)) == (
-        NUM if name in LEARNED else None,
-        NUM if name == "xglm" else None,
-    )
+    before = model_state(model)
+    buffers = {key: value.clone() for key, value in model.named_buffers()}
+    expected = NUM if name in LEARNED else None, NUM if name == "xglm" else None
+    assert num_positions(Trial(model, None, None)) == expected
     assert model_state(model) == before
     assert all(torch.equal(value, buffers[key]) for key, value in model.named_buffers())
 
@@ -175,10 +121,8 @@ def test_masks_and_chosen_tokens_are_no_tables(name: str) -> None:
 def test_a_model_that_fails_has_no_table() -> None:
     """Fewer positions than the check computes: the forward's own error is raised later."""
     config = transformers.GPT2Config(**{**_IDS, **_GPT, "n_positions": 5})
-    assert num_positions(Trial(transformers.GPT2LMHeadModel(config).eval(), None, None)) == (
-        None,
-        None,
-    )
+    trial = Trial(transformers.GPT2LMHeadModel(config).eval(), None, None)
+    assert num_positions(trial) == (None, None)
 
 
 def test_each_way_to_read_one_place() -> None:
@@ -200,12 +144,10 @@ def test_each_way_to_read_one_place() -> None:
             read()
         is_parameter = name in ("embedding", "index", "select")
         assert PositionTable(9, 2, is_parameter) in found.tables, name
+    place.fill_(9)
+    message = "index 9 is read from an axis of size 9"
     for name in ("embedding", "index", "select", "gather"):
-        place.fill_(9)
-        with (
-            pytest.raises(IndexError, match="index 9 is read from an axis of size 9"),
-            PositionReads(3, model),
-        ):
+        with pytest.raises(IndexError, match=message), PositionReads(3, model):
             reads[name]()
     with PositionReads(3, model) as found:
         torch.nn.functional.embedding(torch.tensor([[1, 2]]), weight)

@@ -14,9 +14,11 @@ import hf_paged
 from hf_paged import PagedEngine, compat, last_route
 from hf_paged.model.forwards import code_of
 from tests.support import models
+from tests.support.checks import assert_paged_is_plain
+from tests.support.engine_helpers import assert_lone, prompts
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
-PROMPTS = [models.token_ids(1, length, seed=length)[0].tolist() for length in (5, 9, 3)]
+FOUND = "packed, its logits of decode steps are"
 
 
 def with_keyword(scale: int) -> Any:
@@ -33,15 +35,15 @@ def test_forwards_that_differ_in_a_keyword_have_keys_of_their_own() -> None:
 
 
 class _Single(nn.Module):
-    """Computes something else for a row of one token, like code that detects decode steps by their
-    shape."""
+    """Computes something else for a row of one token once `is_on`, like code that detects decode
+    steps by their shape."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, is_on: bool = True) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.is_on = inner, is_on
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(hidden) * (0.5 if hidden.shape[1] == 1 else 1.0)
+        return self.inner(hidden) * (0.5 if self.is_on and hidden.shape[1] == 1 else 1.0)
 
 
 class _CountsCached(transformers.LlamaForCausalLM):
@@ -56,130 +58,88 @@ class _CountsCached(transformers.LlamaForCausalLM):
         return outputs
 
 
-def _single() -> Any:
-    model = models.build("llama")
-    mlp: Any = model.model.layers[0]
-    mlp.mlp = _Single(mlp.mlp)
+def _halved(self: _Single, hidden: torch.Tensor) -> torch.Tensor:
+    return self.inner(hidden) * (0.5 if hidden.shape[1] == 1 else 1.0)
+
+
+def _build(kind: str) -> Any:
+    model: Any = models.build("llama")
+    if kind == "single":
+        model.model.layers[0].mlp = _Single(model.model.layers[0].mlp)
+    else:
+        model.__class__ = _CountsCached
     return model
 
 
-def _counts() -> Any:
-    model = _CountsCached(models.config("llama")).eval()
-    models.init_weights(model, 0)
-    model.generation_config = models.build("llama").generation_config
-    return model
+def _assert_found(model: Any, engine: PagedEngine) -> None:
+    """Asserts that rows run one by one, with plain's tokens."""
+    texts = prompts(5, 9, 3)
+    assert_lone(engine, texts, engine.generate(texts, OPTIONS), OPTIONS)
+    route = assert_paged_is_plain(model, models.padded_prompt("llama"), OPTIONS)
+    assert route.road == "engine" and FOUND in route.reason
 
 
-@pytest.mark.parametrize(("build", "road"), [(_single, "engine"), (_counts, "engine")])
-def test_code_that_acts_on_decode_steps_is_found_out(build: Any, road: str) -> None:
-    model = build()
-    inputs = models.padded_prompt("llama")
-    expected = model.generate(**inputs, **OPTIONS)
-    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
-    route = last_route(model)
-    assert route is not None and route.road == road  # rectangular rows, or packed
-    assert "packed, its logits of decode steps are" in route.reason
-    with PagedEngine(model) as engine:
-        results = engine.generate(PROMPTS, OPTIONS)
-    for prompt, result in zip(PROMPTS, results):
-        assert (
-            result.token_ids
-            == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
-        )
-
-
-@pytest.mark.parametrize("build", [_single, _counts])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_the_check_fails_in_half_precision_too(build: Any, dtype: torch.dtype) -> None:
-    model = build().to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["single", "counts"])
+def test_code_that_acts_on_decode_steps_is_found_out(kind: str, dtype: torch.dtype) -> None:
+    model = _build(kind).to(dtype)
+    if dtype is torch.float32:
+        with PagedEngine(model) as engine:
+            _assert_found(model, engine)
     model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
-    route = last_route(model)
-    assert route is not None and "packed, its logits of decode steps are" in route.reason
-
-
-class _Switch(_Single):
-    """As `_Single` once `is_on`."""
-
-    is_on = False
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return super().forward(hidden) if self.is_on else self.inner(hidden)
+    assert FOUND in last_route(model).reason
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", ["class", "attribute"])
-def test_code_that_changes_after_the_check_is_checked_again(
-    change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = models.build("llama")
-    layer: Any = model.model.layers[0]
-    layer.mlp = _Switch(layer.mlp)
-    inputs = models.padded_prompt("llama")
+def test_code_that_changes_after_the_check(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = models.build("llama")
+    single = model.model.layers[0].mlp = _Single(model.model.layers[0].mlp, is_on=False)
     with PagedEngine(model) as engine:
-        engine.generate(PROMPTS, OPTIONS)
-        model.generate(**inputs, **OPTIONS, **models.PAGED)
+        engine.generate(prompts(5, 9, 3), OPTIONS)
+        model.generate(**models.padded_prompt("llama"), **OPTIONS, **models.PAGED)
+        assert FOUND not in last_route(model).reason
         if change == "class":
-            monkeypatch.setattr(_Switch, "forward", _Single.forward)
+            monkeypatch.setattr(_Single, "forward", _halved)
         else:
-            layer.mlp.is_on = True
-        results = engine.generate(PROMPTS, OPTIONS)
-    for prompt, result in zip(PROMPTS, results):
-        assert (
-            result.token_ids
-            == model.generate(torch.tensor([prompt]), **OPTIONS)[0, len(prompt) :].tolist()
-        )
-    found = model.generate(**inputs, **OPTIONS, **models.PAGED)
-    route = last_route(model)
-    assert route is not None and "packed, its logits of decode steps are" in route.reason
-    assert torch.equal(found, model.generate(**inputs, **OPTIONS))
+            single.is_on = True
+        _assert_found(model, engine)
 
 
 class _Fails(nn.Module):
     """Raises in its first forward."""
 
-    def __init__(self, inner: nn.Module, kind: str) -> None:
+    def __init__(self, inner: nn.Module, error: Exception | None) -> None:
         super().__init__()
-        self.inner, self.kind = inner, kind
-        self.failures = iter([kind])  # not a list, whose elements the self-check would put back
+        self.inner = inner
+        self.failures = iter([error])  # not a list, whose elements the self-check would put back
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if next(self.failures, None) is not None:
-            if self.kind == "cpu":
+        for error in self.failures:
+            if error is None:
                 torch.empty(1 << 50)
-            if self.kind == "passing":
-                raise ValueError("the disk is away")
-            raise (
-                MemoryError
-                if self.kind == "python"
-                else torch.OutOfMemoryError("CUDA out of memory")
-            )
+            raise error
         return self.inner(hidden)
 
 
-@pytest.mark.parametrize("kind", ["cpu", "device", "python"])
-def test_memory_that_ran_out_is_no_verdict(kind: str) -> None:
-    model = models.build("llama")
-    model.model.layers[1].mlp = _Fails(model.model.layers[1].mlp, kind)  # type: ignore[union-attr]
+@pytest.mark.parametrize(
+    "error",
+    [None, torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), ValueError("no disk")],
+    ids=["cpu", "device", "python", "passing"],
+)
+def test_a_forward_that_fails_once_in_the_check_is_no_verdict(error: Exception | None) -> None:
+    """Memory that ran out is raised; another error leaves the call to another layout."""
+    model: Any = models.build("llama")
+    model.model.layers[1].mlp = _Fails(model.model.layers[1].mlp, error)
     inputs = models.padded_prompt("llama")
-    with pytest.raises((MemoryError, RuntimeError)):
-        model.generate(**inputs, **OPTIONS, **models.PAGED)
-    hf_paged.check_integrity(model)
-    paged = model.generate(**inputs, **OPTIONS, **models.PAGED)
-    route = last_route(model)
-    assert route is not None and route.road == "engine"
-    assert torch.equal(paged, model.generate(**inputs, **OPTIONS))
-
-
-def test_a_plain_forward_that_fails_in_the_check_is_no_verdict() -> None:
-    model = models.build("llama")
-    model.model.layers[1].mlp = _Fails(model.model.layers[1].mlp, "passing")  # type: ignore[union-attr]
-    inputs = models.padded_prompt("llama")
-    for reason in (
-        "not packed: its forward fails: the disk is away",
-        "packed forwards under the engine's scheduler",
-    ):
-        paged = model.generate(**inputs, **OPTIONS, **models.PAGED)
-        route = last_route(model)
-        assert route is not None and route.road == "engine"
-        assert reason in route.reason
-        assert torch.equal(paged, model.generate(**inputs, **OPTIONS))
+    if isinstance(error, ValueError):
+        found = model.generate(**inputs, **OPTIONS, **models.PAGED)
+        assert "not packed: its forward fails: no disk" in last_route(model).reason
+        assert torch.equal(found, model.generate(**inputs, **OPTIONS))
+    else:
+        with pytest.raises((MemoryError, RuntimeError)):
+            model.generate(**inputs, **OPTIONS, **models.PAGED)
+        hf_paged.check_integrity(model)
+    route = assert_paged_is_plain(model, inputs, OPTIONS)
+    assert route.road == "engine"
+    assert "packed forwards under the engine's scheduler" in route.reason

@@ -1,6 +1,5 @@
-"""Weights that change at any time, with or without unfinished requests, are
-never combined with older cached K/V. An engine follows a config whose windows change.
-"""
+"""Weights that change at any time, with or without unfinished requests, are never combined with
+older cached K/V. An engine follows a config whose windows change."""
 
 from __future__ import annotations
 
@@ -20,6 +19,7 @@ import hf_paged
 from hf_paged import PagedEngine
 from hf_paged.model import weights as weights_module
 from tests.support import models
+from tests.support.checks import assert_paged_is_plain
 from tests.support.engine_helpers import run_all
 from tests.support.rooms import KEEPS_PREFIXES, needs_fingerprints
 from tests.test_weights import data_add, value_projection
@@ -36,6 +36,10 @@ def greedy(new: int = NEW) -> dict[str, Any]:
 
 def plain(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
     return model.generate(torch.tensor([prompt]), **greedy(new))[0, len(prompt) :].tolist()
+
+
+def engine_of(model: Any, **config: Any) -> PagedEngine:
+    return PagedEngine(model, {"block_size": 8, **config})
 
 
 def finish(engine: PagedEngine) -> dict[str, Any]:
@@ -59,8 +63,7 @@ def expect(engine: PagedEngine, model: Any, hits: int) -> list[int]:
 
 
 class Meter:
-    def __init__(self) -> None:
-        self.calls = 0
+    calls = 0
 
 
 class Counted(nn.Module):
@@ -76,14 +79,12 @@ class Counted(nn.Module):
 
 
 @needs_fingerprints
-def test_prefixes_of_a_model_whose_forwards_change_it_are_dropped_and_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_prefixes_of_a_model_that_its_forwards_change(caplog: pytest.LogCaptureFixture) -> None:
     model = models.build("llama")
     for layer in model.model.layers:
         layer.mlp = Counted(layer.mlp).eval()
     caplog.set_level(logging.DEBUG, "hf_paged")
-    with PagedEngine(model, {"block_size": 8}) as engine:
+    with engine_of(model) as engine:
         for _ in range(2):
             assert "the cached prefixes of LlamaForCausalLM are dropped" not in caplog.text
             (result,) = engine.generate([PROMPT], greedy())
@@ -111,11 +112,9 @@ CHANGES = [data_add, by_numpy, other_weights, attention_of_another_model]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_while_a_request_is_unfinished(
-    change: Callable[[PreTrainedModel], None],
-) -> None:
+def test_a_change_beside_unfinished_requests(change: Callable[[PreTrainedModel], None]) -> None:
     model = models.build("llama")
-    with PagedEngine(model, {"block_size": 8}) as engine:
+    with engine_of(model) as engine:
         engine.add_request(OTHER, greedy(60))
         before = expect(engine, model, 0)
         expect(engine, model, HITS)
@@ -125,57 +124,46 @@ def test_a_change_while_a_request_is_unfinished(
         expect(engine, model, HITS)
         assert engine.has_unfinished, "nothing was unfinished: the test is void"
         finish(engine)
+        # while nothing is unfinished
+        (data_add if change is attention_of_another_model else attention_of_another_model)(model)
+        expect(engine, model, 0)
 
 
 def test_a_change_between_two_calls_of_generate() -> None:
     """Fill, change, the same prompt, directly; then with a call in between that hits nothing."""
-    model, inputs = models.build("llama"), {"input_ids": torch.tensor([PROMPT] * 4)}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+
+    def rows(prompt: list[int], count: int) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([prompt] * count)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    model, inputs, other = models.build("llama"), rows(PROMPT, 4), rows(OTHER, 5)
     before = model.generate(**inputs, **greedy())
-    assert torch.equal(model.generate(**inputs, **greedy(), **models.PAGED), before)
+    assert_paged_is_plain(model, inputs, greedy())
     data_add(model)
-    found = model.generate(**inputs, **greedy(), **models.PAGED)
-    assert torch.equal(found, model.generate(**inputs, **greedy())) and not torch.equal(
-        found, before
-    )
+    assert_paged_is_plain(model, inputs, greedy())
+    assert not torch.equal(model.generate(**inputs, **greedy()), before)
     data_add(model := models.build("llama"))
-    other = {
-        "input_ids": torch.tensor([OTHER] * 5),
-        "attention_mask": torch.ones(5, len(OTHER), dtype=torch.long),
-    }
     kept = copy.deepcopy(model.state_dict())
     model.generate(**inputs, **greedy(), **models.PAGED)
     by_numpy(model)
     model.generate(**other, **greedy(), **models.PAGED)
     model.load_state_dict(kept)
     for call in (other, inputs):
-        assert torch.equal(
-            model.generate(**call, **greedy(), **models.PAGED), model.generate(**call, **greedy())
-        )
-    hf_paged.check_integrity(model)
-
-
-def test_attention_of_another_model_while_nothing_is_unfinished() -> None:
-    model = models.build("llama")
-    with PagedEngine(model, {"block_size": 8}) as engine:
-        engine.generate([PROMPT], greedy())
-        attention_of_another_model(model)
-        expect(engine, model, 0)
+        assert_paged_is_plain(model, call, greedy())
 
 
 def test_what_was_filled_before_and_after_a_change_is_not_served() -> None:
     """A request computed half by one model, half by another, leaves no cached blocks."""
     model = models.build("llama")
     long = models.token_ids(1, 80, seed=3)[0].tolist()
-    with PagedEngine(model, {"block_size": 8, "max_num_batched_tokens": 16}) as engine:
+    with engine_of(model, max_num_batched_tokens=16) as engine:
         engine.add_request(long, greedy(30))
         for _ in range(3):
             engine.step()
         data_add(model)
         finish(engine)
-        expected = plain(model, long)
         (result,) = engine.generate([long], greedy())
-        assert result.token_ids == expected and result.num_prefix_hit_tokens == 0
+        assert result.token_ids == plain(model, long) and result.num_prefix_hit_tokens == 0
 
 
 @pytest.mark.parametrize("how", ["swap", "lora"])
@@ -196,7 +184,7 @@ def test_a_change_that_is_undone(how: str) -> None:
             other.copy_(kept)
 
     there, back = (swap, swap) if how == "swap" else (model.merge_adapter, model.unmerge_adapter)
-    with PagedEngine(model, {"block_size": 8}) as engine:
+    with engine_of(model) as engine:
         engine.add_request(OTHER, greedy(60))
         engine.step()
         there()
@@ -231,7 +219,7 @@ def mixed(
 def test_what_becomes_of_unfinished_requests(policy: str | None) -> None:
     model, steps, new = models.build("llama"), 4, 20
     before, after = models.build("llama"), models.build("llama", seed=5)
-    with PagedEngine(model, {"block_size": 8}) as engine:
+    with engine_of(model) as engine:
         name = engine.add_request(PROMPT, greedy(new))
         for _ in range(steps):
             engine.step()
@@ -244,57 +232,60 @@ def test_what_becomes_of_unfinished_requests(policy: str | None) -> None:
         assert kept != computed, "the two are the same: the test is void"
         assert found == (computed if policy == "recompute" else kept)
         model.load_state_dict(after.state_dict())
-        expected = plain(after, PROMPT + first)
         (result,) = engine.generate([PROMPT + first], greedy())
-        assert result.token_ids == expected
-        assert (result.num_prefix_hit_tokens > 0) == (HITS > 0 and policy == "recompute"), (
-            "mixed keys and values are not served"
-        )
+        assert result.token_ids == plain(after, PROMPT + first)
+        # mixed keys and values are not served
+        assert (result.num_prefix_hit_tokens > 0) == (HITS > 0 and policy == "recompute")
 
 
-@pytest.mark.parametrize("kind", ["beams", "samples", "swapped", "row by row"])
+KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "beams": ({"num_beams": 3}, {}),
+    "samples": ({"do_sample": True, "num_return_sequences": 3}, {}),
+    "swapped": ({}, {"num_blocks": 10, "preemption": "swap"}),
+    "row by row": ({}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_recompute_of_every_kind_of_request(kind: str) -> None:
     """All rows of a request are recomputed, including swapped ones and those of models that run row
     by row."""
     model, after = models.build("llama"), models.build("llama")
-    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-    config: dict[str, Any] = {"block_size": 8}
-    if kind == "beams":
-        options["num_beams"] = 3
-    elif kind == "samples":
-        options |= {"do_sample": True, "num_return_sequences": 3}
-    elif kind == "swapped":
-        config |= {"num_blocks": 10, "preemption": "swap"}
-    else:
+    options, config = KINDS[kind]
+    if kind == "row by row":
         for each in (model, after):
             each.model.register_forward_hook(lambda *args: None)
     by_numpy(after)
-    with PagedEngine(model, config) as engine:
-        requests = [engine.add_request(prompt, options, seed=3) for prompt in (PROMPT, OTHER)]
+    with engine_of(model, **config) as engine:
+        given = {**greedy(24), **options}
+        requests = [engine.add_request(prompt, given, seed=3) for prompt in (PROMPT, OTHER)]
         for _ in range(9):
             engine.step()
         with engine.weights_update():
             by_numpy(model)
         assert set(finish(engine)) == set(requests)
         engine.check_integrity()
-        expect(engine, after, 0 if kind in ("row by row",) else HITS)
+        expect(engine, after, 0 if kind == "row by row" else HITS)
 
 
 # ------------------------------------------------------------------------------- pause and errors
 
 
-def test_policy_is_checked_before_anything_happens() -> None:
-    with PagedEngine(models.build("llama")) as engine:
-        with pytest.raises(
-            ValueError, match=r"^`policy` is 'drop': it must be one of 'recompute', 'keep'$"
-        ):
-            with engine.weights_update("drop"):
-                pass
-        engine.generate([PROMPT], greedy())
-        with pytest.raises(
-            RuntimeError,
-            match=r"^the engine is not paused: every `resume` needs a `pause` before it$",
-        ):
+def test_updates_that_are_wrong_or_fail_leave_the_engine_running() -> None:
+    model = models.build("llama")
+    with engine_of(model) as engine:
+        policy = r"^`policy` is 'drop': it must be one of 'recompute', 'keep'$"
+        with pytest.raises(ValueError, match=policy), engine.weights_update("drop"):
+            pass
+        engine.add_request(PROMPT, greedy(20))
+        engine.step()
+        with pytest.raises(KeyError), engine.weights_update():
+            data_add(model)
+            raise KeyError("half done")
+        finish(engine)
+        expect(engine, model, HITS)
+        paused = r"^the engine is not paused: every `resume` needs a `pause` before it$"
+        with pytest.raises(RuntimeError, match=paused):
             engine.resume()
 
 
@@ -302,7 +293,7 @@ def test_policy_is_checked_before_anything_happens() -> None:
 def test_no_thread_takes_a_step_in_a_pause() -> None:
     model = models.build("llama")
     found: list[Any] = []
-    with PagedEngine(model, {"block_size": 8}) as engine:
+    with engine_of(model) as engine:
         engine.pause()
         engine.add_request(OTHER, greedy())
         for call in (engine.step, lambda: engine.generate([PROMPT], greedy())):
@@ -313,57 +304,41 @@ def test_no_thread_takes_a_step_in_a_pause() -> None:
         with engine.weights_update():
             data_add(model)
         thread.join(0.3)
-        assert thread.is_alive() and engine.stats().num_steps == 0, (
-            "a pause goes on after one inside it"
-        )
+        # a pause goes on after one inside it
+        assert thread.is_alive() and engine.stats().num_steps == 0
         engine.resume()
         thread.join(60)
         assert found[0].token_ids == plain(model, PROMPT)
         finish(engine)
 
 
-def test_an_error_within_an_update_ends_the_pause() -> None:
-    model = models.build("llama")
-    with PagedEngine(model, {"block_size": 8}) as engine:
-        engine.add_request(PROMPT, greedy(20))
-        engine.step()
-        with pytest.raises(KeyError), engine.weights_update():
-            data_add(model)
-            raise KeyError("half done")
-        finish(engine)
-        expect(engine, model, HITS)
-
-
 # ------------------------------------------------------------------------------------------ costs
+
+
+class Told:
+    """A streamer that counts all tokens."""
+
+    count = 0
+
+    def put(self, value: torch.Tensor) -> None:
+        Told.count += value.dim() == 1 and len(value) == 1
+
+    def end(self) -> None:
+        pass
 
 
 @pytest.fixture
 def fingerprints(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Number of reported tokens when each full fingerprint was taken."""
-    taken: list[int] = []
-    original = weights_module.fingerprint
+    """Number of tokens that streamers got when each full fingerprint was taken."""
+    taken, original = list[int](), weights_module.fingerprint
 
     def fingerprint(*args: Any) -> Any:
-        taken.append(len(TOLD))
+        taken.append(Told.count)
         return original(*args)
 
-    TOLD.clear()
+    monkeypatch.setattr(Told, "count", 0)
     monkeypatch.setattr(weights_module, "fingerprint", fingerprint)
     return taken
-
-
-TOLD: list[int] = []
-
-
-class Told:
-    """A streamer that counts tokens."""
-
-    def put(self, value: torch.Tensor) -> None:
-        if value.dim() == 1 and len(value) == 1:
-            TOLD.append(int(value))
-
-    def end(self) -> None:
-        pass
 
 
 @needs_fingerprints
@@ -374,27 +349,28 @@ def test_the_first_token_waits_for_a_fingerprint_only_where_something_is_cached(
     monkeypatch.setattr(TextStreamer, "put", Told.put)
     monkeypatch.setattr(TextStreamer, "end", Told.end)
     streamer: Any = TextStreamer(models.tokenizer()) if is_known else Told()
-    model, first, second = (
-        models.build("llama"),
-        models.token_ids(1, 130),
-        models.token_ids(1, 130, seed=1),
-    )
-    for prompt, expected in ((first, [is_known]), (first, [0]), (second, [is_known])):
-        model.generate(prompt, **greedy(), streamer=streamer, **models.PAGED)
-        assert fingerprints == expected
-        fingerprints.clear()
-        TOLD.clear()
-    with PagedEngine(model, {"block_size": 8}) as engine:
-        for expected in ([is_known], [0]):
-            engine.generate([PROMPT], greedy(), streamer=streamer)
+    model = models.build("llama")
+    first, second = (models.token_ids(1, 130, seed=seed) for seed in (0, 1))
+    with engine_of(model) as engine:
+        for prompt, expected in (
+            (first, [is_known]),
+            (first, [0]),
+            (second, [is_known]),
+            (PROMPT, [is_known]),
+            (PROMPT, [0]),
+        ):
+            if prompt is PROMPT:
+                engine.generate([PROMPT], greedy(), streamer=streamer)
+            else:
+                model.generate(prompt, **greedy(), streamer=streamer, **models.PAGED)
             assert fingerprints == expected
             fingerprints.clear()
-            TOLD.clear()
+            Told.count = 0
 
 
 @needs_fingerprints
 def test_steps_of_decodes_take_no_fingerprint(fingerprints: list[int]) -> None:
-    with PagedEngine(models.build("llama"), {"block_size": 8}) as engine:
+    with engine_of(models.build("llama")) as engine:
         engine.add_request(PROMPT, greedy(30))
         for _ in engine.stream([OTHER], greedy(20)):
             pass
@@ -411,28 +387,22 @@ def test_steps_of_decodes_take_no_fingerprint(fingerprints: list[int]) -> None:
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_an_engine_follows_a_config_whose_windows_change(name: str) -> None:
     model = models.build(name)
-
-    def change() -> None:
-        if name == "mistral":
-            model.config.sliding_window = 17
-        else:
-            model.config.layer_types = ["sliding_attention", "full_attention", "full_attention"]
-
-    with PagedEngine(model, {"block_size": 8}) as engine:
+    with engine_of(model) as engine:
         before = plain(model, PROMPT, 20)
         assert engine.generate([PROMPT], greedy(20))[0].token_ids == before
         engine.add_request(PROMPT, greedy(20))
         engine.step()
-        change()
+        if name == "mistral":
+            model.config.sliding_window = 17
+        else:
+            model.config.layer_types = ["sliding_attention", "full_attention", "full_attention"]
         with pytest.raises(ValueError, match=r"unfinished requests began with \[.*8.*\]: change"):
             engine.add_request(OTHER, greedy())
         engine.free()
         after = plain(model, PROMPT, 20)
         assert after != before, "the change does nothing: the test is void"
-        assert [engine.generate([PROMPT], greedy(20))[0].token_ids for _ in range(2)] == [
-            after,
-            after,
-        ]
+        for _ in range(2):
+            assert engine.generate([PROMPT], greedy(20))[0].token_ids == after
         engine.check_integrity()
 
 

@@ -14,14 +14,18 @@ import torch
 from torch import nn
 
 import hf_paged
+from hf_paged.batching.factory import choose_layout
 from hf_paged.model import writes
 from hf_paged.model.state import fingerprint
 from hf_paged.model.writes import Snapshot
 from hf_paged.rooms import is_installed
 from tests.support import models
+from tests.support.checks import assert_paged_is_plain
 from tests.support.rooms import needs_fingerprints
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
+IDS = models.token_ids(1, 9)
+INPUTS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 
 class Wrapped(nn.Module):
@@ -49,11 +53,8 @@ class Counting(Wrapped):
         self.register_buffer("count", torch.zeros(1))
         self.register_buffer("last", torch.zeros(1))
         self.plain, self.number, self.kind = torch.zeros(2), 0, "none"
-        self.log, self.recent, self.by_name = (
-            list[int](),
-            deque[int](maxlen=3),
-            {"count": 0, "tensor": torch.zeros(1)},
-        )
+        self.log, self.recent = list[int](), deque[int](maxlen=3)
+        self.by_name = {"count": 0, "tensor": torch.zeros(1)}
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         self.count += 1
@@ -103,9 +104,33 @@ class Drawing(Wrapped):
         self.generators = {"noise": torch.Generator().manual_seed(3)}
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.inner(
-            hidden + 0.01 * torch.randn(hidden.shape[-1], generator=self.generators["noise"])
-        )
+        noise = torch.randn(hidden.shape[-1], generator=self.generators["noise"])
+        return self.inner(hidden + 0.01 * noise)
+
+
+class Running(Wrapped):
+    """Adds a running number that is far too small to matter to the checks."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.inner(hidden) * (1 + 1e-6 * self.count)
+
+
+class Lazy(Wrapped):
+    """Makes a table in the first forward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.table: torch.Tensor | None = None
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.linspace(0.9, 1.1, hidden.shape[-1])
+        return self.inner(hidden * self.table)
 
 
 def with_layer(make: Callable[[nn.Module], Wrapped]) -> tuple[Any, Any]:
@@ -118,12 +143,11 @@ def with_layer(make: Callable[[nn.Module], Wrapped]) -> tuple[Any, Any]:
 
 def state(module: nn.Module) -> dict[str, Any]:
     """Everything that a forward of these modules changes, as it is now."""
-    found: dict[str, Any] = {
-        name: [round(y, 5) for y in x.tolist()] for name, x in module.named_buffers() if x.dim()
-    }
-    found |= {name: x.item() for name, x in module.named_buffers() if not x.dim()}
+    buffers = module.named_buffers()
+    found: dict[str, Any] = {name: x.double().round(decimals=5).tolist() for name, x in buffers}
     found |= {f"{name}.training": part.training for name, part in module.named_modules()}
-    for name in ("plain", "number", "kind", "log", "recent", "by_name", "nested", "record"):
+    names = ("plain", "number", "kind", "log", "recent", "by_name", "nested", "record", "begun")
+    for name in names:
         if hasattr(module, name):
             found[name] = repr(getattr(module, name))
     found["random"] = [x.get_state().tolist() for x in getattr(module, "generators", {}).values()]
@@ -136,22 +160,20 @@ def test_a_call_leaves_the_model_as_the_plain_call_does(
     make: Callable[[nn.Module], Wrapped],
 ) -> None:
     model, module = with_layer(make)
-    plain, its = copy.deepcopy(model), None
+    plain = copy.deepcopy(model)
     its = plain.model.layers[0].mlp
     if make is Drawing:
         its.generators["noise"].set_state(module.generators["noise"].get_state())
-    ids = models.token_ids(1, 9)
     for _ in range(2):
         torch.manual_seed(0)
-        expected = plain.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
+        expected = plain.generate(**INPUTS, **OPTIONS)
         before = state(its)
         torch.manual_seed(0)
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS, **models.PAGED)
+        found = model.generate(**INPUTS, **OPTIONS, **models.PAGED)
         assert torch.equal(found, expected) and state(module) == before
     route = hf_paged.last_route(model)
-    assert route is not None and route.road == (
-        "hf_loop" if make in (Drawing, Nesting) else "engine"
-    )
+    assert route is not None
+    assert route.road == ("hf_loop" if make in (Drawing, Nesting) else "engine")
 
 
 class Closed(list[int]):
@@ -160,26 +182,18 @@ class Closed(list[int]):
 
 
 @pytest.mark.parametrize("make", [Wrapped, Counting])
-def test_a_container_that_cannot_be_iterated_fails_no_call(
-    make: Callable[[nn.Module], Wrapped],
-) -> None:
+def test_containers_that_cannot_be_iterated(make: Callable[[nn.Module], Wrapped]) -> None:
     model, module = with_layer(make)
-    ids = models.token_ids(1, 9)
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS)
     module.held = Closed([1])
-    found = model.generate(ids, attention_mask=torch.ones_like(ids), **OPTIONS, **models.PAGED)
-    assert torch.equal(found, expected)
+    assert_paged_is_plain(model, INPUTS, OPTIONS)
 
 
 @pytest.mark.slow
 def test_the_recording_of_a_step_leaves_the_model_as_it_was() -> None:
     model, module = with_layer(Normed)
     plain = copy.deepcopy(model)
-    ids = models.token_ids(1, 9)
-    options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 120}
-    assert torch.equal(
-        model.generate(ids, **options, **models.PAGED), plain.generate(ids, **options)
-    )
+    options = {**INPUTS, "do_sample": False, "max_new_tokens": 120}
+    assert torch.equal(model.generate(**options, **models.PAGED), plain.generate(**options))
     route = hf_paged.last_route(model)
     assert route is not None
     assert route.num_captured_steps > 100 or not is_installed("tape")
@@ -197,7 +211,8 @@ def test_a_check_that_ends_early_leaves_no_trace(turn: int, error: type[BaseExce
     model, module = with_layer(Counting)
     turns = iter(range(1, 100))
 
-    def fail(*_: Any) -> None:
+    def fail() -> None:
+        module.begun = True  # an attribute that was not there
         if next(turns) == turn:
             raise error("in a check")
 
@@ -206,10 +221,10 @@ def test_a_check_that_ends_early_leaves_no_trace(turn: int, error: type[BaseExce
     module.inner.forward = lambda hidden: (fail(), inner(hidden))[1]
     cache = hf_paged.PagedCache(model.config)
     if error is RuntimeError:
-        hf_paged.batching.factory.choose_layout(model, cache)
+        choose_layout(model, cache)
     else:
         with pytest.raises(error):
-            hf_paged.batching.factory.choose_layout(model, cache)
+            choose_layout(model, cache)
     assert next(turns) > turn and state(module) == before
 
 
@@ -218,14 +233,13 @@ def test_a_write_that_could_not_be_taken_back_is_made_once(monkeypatch: pytest.M
     model, module = with_layer(Running)
     module.count = torch.zeros(1 << 10)
     module.forward = lambda hidden: (module.count.add_(1), module.inner(hidden))[1]
-    ids = models.token_ids(1, 9)
-    options = {"attention_mask": torch.ones_like(ids), **OPTIONS, **models.PAGED}
-    model.generate(ids, **options)
-    after_first = int(module.count[0])
-    model.generate(ids, **options)
+    counts = []
+    for _ in range(2):
+        model.generate(**INPUTS, **OPTIONS, **models.PAGED)
+        counts.append(int(module.count[0]))
     route = hf_paged.last_route(model)
     assert route is not None and route.road == "hf_loop" and "4096 bytes of buffers" in route.reason
-    assert module.count[0] - after_first == 8
+    assert counts[1] - counts[0] == 8
 
 
 def test_a_snapshot_copies_no_parameter() -> None:
@@ -235,10 +249,10 @@ def test_a_snapshot_copies_no_parameter() -> None:
     assert copied <= {x.shape for x in model.buffers()}
 
 
-def hits_of(model: Any, calls: int = 3) -> list[int]:
+def hits_of(model: Any) -> list[int]:
     ids = models.token_ids(1, 40)[0].tolist()
     with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:
-        return [engine.generate([ids], OPTIONS)[0].num_prefix_hit_tokens for _ in range(calls)]
+        return [engine.generate([ids], OPTIONS)[0].num_prefix_hit_tokens for _ in range(3)]
 
 
 @needs_fingerprints
@@ -257,43 +271,15 @@ def test_what_every_forward_writes_and_none_reads_does_not_count() -> None:
     assert fingerprint(model) != before
 
 
-class Running(Wrapped):
-    """Adds a running number that is far too small to matter to the checks."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__(inner)
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        return self.inner(hidden) * (1 + 1e-6 * self.count)
-
-
-def test_a_model_that_reads_what_it_wrote_shares_no_prefixes(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_model_that_reads_what_it_wrote(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = with_layer(Running)
+    ids = models.token_ids(1, 40)[0].tolist()
     with caplog.at_level(logging.WARNING):
         assert hits_of(model) == [0, 0, 0]
-        ids = models.token_ids(1, 40)[0].tolist()
         with hf_paged.PagedEngine(model, {"block_size": 8}) as engine:  # nor within one step
-            assert not any(
-                result.num_prefix_hit_tokens for result in engine.generate([ids, ids], OPTIONS)
-            )
+            results = engine.generate([ids, ids], OPTIONS)
+            assert not any(result.num_prefix_hit_tokens for result in results)
     assert sum("Running.count" in record.getMessage() for record in caplog.records) == 1
-
-
-class Lazy(Wrapped):
-    """Makes a table in the first forward."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__(inner)
-        self.table: torch.Tensor | None = None
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self.table is None:
-            self.table = torch.linspace(0.9, 1.1, hidden.shape[-1])
-        return self.inner(hidden * self.table)
 
 
 @needs_fingerprints
@@ -303,13 +289,6 @@ def test_a_table_that_the_first_forward_makes_is_part_of_the_model() -> None:
     before = fingerprint(model)
     module.table += 1
     assert fingerprint(model) != before
-
-
-def test_a_number_that_stays_nan_is_not_altered() -> None:
-    value = [float("nan"), 1.0]
-    assert writes.values_are_equal(value, [float("nan"), 1.0])
-    assert not writes.values_are_equal(value, writes.alter_value(value))
-    assert writes.values_are_equal(float("nan"), writes.alter_value(float("nan")))
 
 
 class Counted(dict[str, Any]):
@@ -331,16 +310,17 @@ class Single(dict[str, int]):
 
 
 def test_copies_of_containers_keep_their_class() -> None:
-    missing = defaultdict(list, {"a": torch.zeros(1)})
-    counted = Counted("mine")
+    missing, counted = defaultdict(list, {"a": torch.zeros(1)}), Counted("mine")
     counted["a"] = 1
-    recent = deque([1, 2], maxlen=2)
-    originals = [missing, OrderedDict(b=2, a=1), Counter("aab"), counted, recent, {1, 2}, [1]]
+    recent, nan = deque([1, 2], maxlen=2), float("nan")
+    originals = [missing, OrderedDict(b=2, a=1), Counter("aab"), counted, recent, {1, 2}, [nan, 1]]
     for original in originals:
         for copied in (writes.copy_value(original), writes.alter_value(original)):
             assert type(copied) is type(original) and len(copied) == len(original)
         assert writes.values_are_equal(original, writes.copy_value(original))
         assert not writes.values_are_equal(original, writes.alter_value(original))
+    assert writes.values_are_equal([nan, 1.0], [float("nan"), 1.0])
+    assert writes.values_are_equal(nan, writes.alter_value(nan)), "a number that stays NaN"
     altered = writes.alter_value(missing)
     assert altered["new"] == [] and altered["a"].item() == 1 and missing["a"].item() == 0
     assert writes.copy_value(counted).name == "mine"

@@ -19,12 +19,12 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine, compat
 from hf_paged.generation import batch_call
 from hf_paged.speculation.mtp import MtpHeads
-from hf_paged.speculation.sources import DrawnDraft, StepCosts
+from hf_paged.speculation.sources import StepCosts
 from tests.support import models
 from tests.support.engine_helpers import (
     MODES,
+    Asked,
     assert_drained,
-    assert_same_as_lone,
     lone_run,
     prompts,
     run_all,
@@ -34,6 +34,8 @@ pytestmark = pytest.mark.skipif(not compat.HAS_MTP, reason="transformers has no 
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
 CONFIG = {"block_size": 8}
+PAGED = {"cache_implementation": "paged", "cache_config": CONFIG}
+MTP = {"use_mtp": True}
 WORDS = 20  # the vocabulary
 
 
@@ -49,46 +51,22 @@ def always_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SIZES: dict[str, Any] = {
-    **{
-        "vocab_size": WORDS,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "moe_intermediate_size": 32,
-    },
-    **{"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2},
-    **{
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 2048,
-        "pad_token_id": 0,
-        "eos_token_id": None,
-    },
+    **dict(vocab_size=WORDS, hidden_size=64, intermediate_size=96, moe_intermediate_size=32),
+    **dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2),
+    **dict(num_experts_per_tok=2, max_position_embeddings=2048, pad_token_id=0, eos_token_id=None),
 }
-PLAIN = {"head_dim": 16}
-GLM = {"n_routed_experts": 4, "first_k_dense_replace": 1}
-LATENTS = {
-    "q_lora_rank": None,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
+PLAIN: dict[str, Any] = {"head_dim": 16}
+GLM: dict[str, Any] = {"n_routed_experts": 4, "first_k_dense_replace": 1}
+LATENTS: dict[str, Any] = {
+    **dict(q_lora_rank=None, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16),
+    **dict(v_head_dim=16, num_key_value_heads=4, n_group=1, topk_group=1),
 }
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 11}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm": ("Glm4Moe", {**PLAIN, **GLM}),
-    # latents
-    "deepseek": (
-        "DeepseekV3",
-        {**GLM, **LATENTS, "num_key_value_heads": 4, "n_group": 1, "topk_group": 1},
-    ),
+    "deepseek": ("DeepseekV3", {**GLM, **LATENTS}),
     # the head looks back a few tokens
-    "mellum": (
-        "Mellum",
-        {
-            **PLAIN,
-            "num_experts": 4,
-            "sliding_window": 11,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-    ),
+    "mellum": ("Mellum", {**PLAIN, **WINDOWS, "num_experts": 4}),
 }
 MELLUM_NAMES = {
     "0.eh_proj": "mtp.fc",
@@ -112,12 +90,9 @@ def checkpoint(folder: Path, kind: str, num_heads: int) -> Path:
     are right."""
     path = folder / f"{kind}-{num_heads}"
     name, sizes = KINDS[kind]
-    config, cls = (
-        getattr(transformers, f"{name}Config"),
-        getattr(transformers, f"{name}ForCausalLM"),
-    )
+    config = getattr(transformers, f"{name}Config")(**SIZES | sizes, num_mtp_layers=num_heads)
     torch.manual_seed(0)
-    model = cls(config(**{**SIZES, **sizes, "num_mtp_layers": num_heads})).float().eval()
+    model = getattr(transformers, f"{name}ForCausalLM")(config).float().eval()
     heads = compat.MtpModel(model, num_heads).float()
     with torch.no_grad():
         for name, parameter in [*model.named_parameters(), *heads.layers.named_parameters()]:
@@ -132,21 +107,16 @@ def checkpoint(folder: Path, kind: str, num_heads: int) -> Path:
                 parameter.copy_(torch.randn(parameter.shape) * 0.2 / parameter.shape[-1] ** 0.5)
     model.save_pretrained(path)
     (file,) = path.glob("*.safetensors")
-    own = {
-        name_in_checkpoint(kind, name): x.contiguous()
-        for name, x in heads.layers.state_dict().items()
-    }
+    tensors = heads.layers.state_dict().items()
+    own = {name_in_checkpoint(kind, name): x.contiguous() for name, x in tensors}
     save_file({**load_file(file), **own}, file, metadata={"format": "pt"})
     return path
 
 
 @functools.cache
 def load(folder: Path, num_heads: int, kind: str = "glm") -> PreTrainedModel:
-    model: Any = (
-        getattr(transformers, f"{KINDS[kind][0]}ForCausalLM")
-        .from_pretrained(checkpoint(folder, kind, num_heads))
-        .eval()
-    )
+    kinds = getattr(transformers, f"{KINDS[kind][0]}ForCausalLM")
+    model: Any = kinds.from_pretrained(checkpoint(folder, kind, num_heads)).eval()
     if kind != "mellum":  # the class names the layers of real sizes
         model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[2-9]\..*"]
     model.generation_config.pad_token_id = 0
@@ -164,52 +134,42 @@ def padded(*lengths: int) -> dict[str, torch.Tensor]:
 
 
 class Watch:
-    """Drafts of transformers' generator, and of ours, after each text, with their scores `(n,
-    vocab)`."""
+    """Drafts of transformers' generator, and of ours, after each text. `test_sampled_rows` compares
+    what depends on their scores."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.plain: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
-        self.ours: dict[tuple[int, ...], tuple[list[int], torch.Tensor]] = {}
+        self.plain: dict[tuple[int, ...], list[int]] = {}
+        self.ours: dict[tuple[int, ...], list[int]] = {}
         generator = candidate_generator.MTPCandidateGenerator
-        theirs, propose, add = generator.get_candidates, MtpHeads.propose, MtpHeads.add_tokens
-        logits: dict[Any, list[torch.Tensor]] = {}
+        theirs, propose = generator.get_candidates, MtpHeads.propose
 
         def get_candidates(own: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
             found = theirs(own, input_ids, *args, **kwargs)
-            if found[0].shape[1] > input_ids.shape[1]:
-                drawn = found[0][0, input_ids.shape[1] :].tolist()
-                self.plain[tuple(input_ids[0].tolist())] = drawn, found[1][0]
+            if drawn := found[0][0, input_ids.shape[1] :].tolist():
+                self.plain[tuple(input_ids[0].tolist())] = drawn
             return found
 
-        def add_tokens(rows: Any, found: torch.Tensor) -> None:
-            for row, own in zip(rows, found):
-                logits.setdefault(row, []).append(own)
-            add(rows, found)
-
         def drafts_of(heads: Any, wanted: Any) -> Any:
-            logits.clear()
             found = propose(heads, wanted)
-            for (row, target, _), draft in zip(wanted, found):
-                assert draft is not None
-                scores = draft.scores if isinstance(draft, DrawnDraft) else torch.stack(logits[row])
+            for row, target, _ in wanted:
                 drawn = row.sequence.token_ids[row.num_target_tokens :]
-                self.ours[tuple(target.token_ids)] = drawn, scores
+                self.ours[tuple(target.token_ids)] = drawn
             return found
 
         monkeypatch.setattr(generator, "get_candidates", get_candidates)
         monkeypatch.setattr(MtpHeads, "propose", drafts_of)
-        monkeypatch.setattr(MtpHeads, "add_tokens", staticmethod(add_tokens))
 
     def assert_same(self, least: int) -> None:
         """Compares texts drafted by both: transformers verifies all drafts, and continues after
         other texts."""
         both = self.plain.keys() & self.ours.keys()
         assert len(both) >= least
-        for text in both:
-            assert self.ours[text][0] == self.plain[text][0]
-            torch.testing.assert_close(
-                self.ours[text][1], self.plain[text][1], atol=1e-4, rtol=1e-4
-            )
+        assert {text: self.ours[text] for text in both} == {text: self.plain[text] for text in both}
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
+    return Watch(monkeypatch)
 
 
 @pytest.mark.slow_cases("cpu-*")
@@ -217,25 +177,17 @@ class Watch:
     ("kind", "num_heads"), [("glm", 1), ("glm", 3), ("deepseek", 2), ("mellum", 1)]
 )
 def test_a_batch_gives_plain_tokens_and_transformers_candidates(
-    kind: str, num_heads: int, folder: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    kind: str, num_heads: int, folder: Path, device: torch.device, watch: Watch
 ) -> None:
-    model, inputs = (
-        models.put(load(folder, num_heads, kind), device),
-        models.put(padded(5, 17, 9, 26), device),
-    )
-    watch = Watch(monkeypatch)
+    model = models.put(load(folder, num_heads, kind), device)
+    inputs = models.put(padded(5, 17, 9, 26), device)
     expected = model.generate(**inputs, **GREEDY)
-    out = model.generate(
-        **inputs, **GREEDY, use_mtp=True, cache_implementation="paged", cache_config=CONFIG
-    )
-    assert torch.equal(out, expected)
+    assert torch.equal(model.generate(**inputs, **GREEDY, **MTP, **PAGED), expected)
     route = hf_paged.last_route(model)
     assert route is not None and route.road == "engine"
     assert 0 < route.num_accepted_tokens < route.num_draft_tokens
     for prompt in texts(5, 17, 9, 26):
-        assert lone_run(model, prompt, GREEDY) == lone_run(
-            model, prompt, {**GREEDY, "use_mtp": True}
-        )
+        assert lone_run(model, prompt, GREEDY) == lone_run(model, prompt, {**GREEDY, **MTP})
     watch.assert_same(least=12)
     hf_paged.check_integrity(model)
 
@@ -243,12 +195,12 @@ def test_a_batch_gives_plain_tokens_and_transformers_candidates(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_heads", [1, 3])
 def test_sampled_rows_draw_as_one_row_of_transformers_does(
-    num_heads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    num_heads: int, folder: Path, watch: Watch
 ) -> None:
     """Except for a last token without a draft: there transformers proposes a draft that it cannot
     use."""
-    model, watch = load(folder, num_heads), Watch(monkeypatch)
-    options = {"do_sample": True, "temperature": 0.8, "top_k": 12, "use_mtp": True}
+    model = load(folder, num_heads)
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 12, **MTP}
     asked = []
     with PagedEngine(model, PagedConfig(**CONFIG)) as engine:
         for row, text in enumerate(texts(*range(5, 21), 40)):
@@ -262,9 +214,8 @@ def test_sampled_rows_draw_as_one_row_of_transformers_does(
             num_whole += is_whole
             count = len(expected) - (not is_whole)
             assert results[name].token_ids[:count] == expected[:count]
-        assert (
-            num_whole and 0 < engine.stats().num_accepted_tokens < engine.stats().num_draft_tokens
-        )
+        stats = engine.stats()
+        assert num_whole and 0 < stats.num_accepted_tokens < stats.num_draft_tokens
         watch.assert_same(least=20)
         assert_drained(engine)
 
@@ -272,109 +223,91 @@ def test_sampled_rows_draw_as_one_row_of_transformers_does(
 @pytest.mark.slow
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_beside_others_with_few_blocks_and_all_options(preemption: str, folder: Path) -> None:
-    model = load(folder, 2)
     modes = ["greedy", "greedy_eos", "max_length", "min_new_tokens", "beams"]
     config = PagedConfig(**CONFIG, num_blocks=16, max_num_batched_tokens=24, preemption=preemption)
-    with PagedEngine(model, config) as engine:
-        asked = {}
+    with PagedEngine(load(folder, 2), config) as engine:
+        asked = Asked(engine)
         for number, text in enumerate(texts(5, 17, 9, 26, 12, 30, 8)):
             mode = modes[number % len(modes)]
-            options = (
-                {**MODES[mode], "eos_token_id": [4, 11]}
-                if "eos_token_id" in MODES[mode]
-                else MODES[mode]
-            )
-            mtp = {} if mode == "beams" or number == 5 else {"use_mtp": True}
-            asked[engine.add_request(text, {**options, **mtp})] = text, options
-        results = run_all(engine)
-        for name, (text, options) in asked.items():
-            assert_same_as_lone(lone_run(model, text, options), results[name], options, name)
+            options = MODES[mode]
+            if "eos_token_id" in options:
+                options = {**options, "eos_token_id": [4, 11]}
+            mtp = {} if mode == "beams" or number == 5 else MTP
+            name = engine.add_request(text, {**options, **mtp})
+            asked.asked[name] = text, options, None
+        asked.check()
         stats = engine.stats()
         assert stats.num_preemptions and 0 < stats.num_accepted_tokens <= stats.num_draft_tokens
-        assert_drained(engine)
 
 
 @pytest.mark.slow
-def test_heads_read_long_prompts_in_parts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, watch = load(folder, 3), Watch(monkeypatch)
-    with PagedEngine(model, PagedConfig(**CONFIG, max_num_batched_tokens=16)) as engine:
-        results = engine.generate(texts(17, 40, 61), {**GREEDY, "use_mtp": True})
-        for text, result in zip(texts(17, 40, 61), results):
-            assert result.token_ids == lone_run(model, text, GREEDY)[0]
-            lone_run(model, text, {**GREEDY, "use_mtp": True})
-        watch.assert_same(least=6)
-        assert_drained(engine)
-
-
-@pytest.mark.slow
-def test_prefixes_have_their_hidden_states(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_in_parts_and_prefixes_have_hidden_states(folder: Path, watch: Watch) -> None:
     """Drafts after cached tokens are the same; blocks cached by rows without heads have no hidden
     states."""
-    model, watch = load(folder, 2), Watch(monkeypatch)
+    model = load(folder, 2)
+
+    def ask(engine: PagedEngine, text: list[int], num_hits: int) -> None:
+        (result,) = engine.generate([text], {**GREEDY, **MTP})
+        assert result.token_ids == lone_run(model, text, GREEDY)[0]
+        assert result.num_prefix_hit_tokens == num_hits
+        lone_run(model, text, {**GREEDY, **MTP})
+        assert_drained(engine)
+
+    with PagedEngine(model, PagedConfig(**CONFIG, max_num_batched_tokens=16)) as engine:
+        for text in texts(17, 41, 61):
+            ask(engine, text, 0)
     (document,), endings = texts(40), texts(3, 5, seed=7)
     with PagedEngine(model, PagedConfig(**CONFIG)) as engine:
         engine.generate([document + endings[0]], GREEDY)
         for ending, num_hits in zip([*endings, endings[0]], (0, 40, 40)):
-            (result,) = engine.generate([document + ending], {**GREEDY, "use_mtp": True})
-            assert result.num_prefix_hit_tokens == num_hits
-            assert result.token_ids == lone_run(model, document + ending, GREEDY)[0]
-            lone_run(model, document + ending, {**GREEDY, "use_mtp": True})
-        watch.assert_same(least=10)
-        assert_drained(engine)
+            ask(engine, document + ending, num_hits)
+    watch.assert_same(least=16)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("captures", [False, True])
 def test_recorded_steps_keep_hidden_states(
-    captures: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    captures: bool, folder: Path, watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls share a memory and recordings: with hidden states, and without."""
-    model, watch = load(folder, 2), Watch(monkeypatch)
-    monkeypatch.setattr(
-        batch_call, "MIN_CACHED_TOKENS", 0
-    )  # cached blocks keep their memory, and graphs
+    model = load(folder, 2)
+    # cached blocks keep their memory, and graphs
+    monkeypatch.setattr(batch_call, "MIN_CACHED_TOKENS", 0)
     config = {"cache_implementation": "paged", "cache_config": {**CONFIG, "capture": captures}}
     hf_paged.free(model)
-    options, mtp = {**GREEDY, "max_new_tokens": 40}, {"use_mtp": True}
+    options = {**GREEDY, "max_new_tokens": 40}
     for lengths, own in (
-        ((7, 8), {"max_new_tokens": 3, **mtp}),
+        ((7, 8), {"max_new_tokens": 3, **MTP}),
         ((30, 12, 5, 6, 7, 8, 9, 10), {}),
-        ((9, 21), mtp),
+        ((9, 21), MTP),
     ):
-        out = model.generate(**padded(*lengths), **{**options, **own}, **config)
+        given = {**padded(*lengths), **options, **own}
+        out = model.generate(**given, **config)
         route = hf_paged.last_route(model)
-        assert torch.equal(
-            out, model.generate(**padded(*lengths), **{**options, **own, "use_mtp": None})
-        )
+        assert torch.equal(out, model.generate(**{**given, "use_mtp": None}))
     assert route is not None and (route.num_captured_steps > 0) == captures
     for text in texts(9, 21):
-        lone_run(model, text, {**options, **mtp})
+        lone_run(model, text, {**options, **MTP})
     watch.assert_same(least=10)
 
 
-@pytest.mark.slow
-def test_what_has_no_heads_says_so(folder: Path) -> None:
-    with PagedEngine(models.get("llama"), PagedConfig(**CONFIG)) as engine:
-        with pytest.raises(ValueError, match="num_mtp_layers"):
-            engine.add_request([5, 6], {"use_mtp": True})
-        assert engine.generate([[5, 6]], {**GREEDY, "use_mtp": False})[0].error is None
-    model = type(load(folder, 1))(load(folder, 1).config).eval()
-    model.config.name_or_path = str(folder / "nowhere")
+@pytest.mark.slow_cases("llama", "files")
+@pytest.mark.parametrize("kind", ["llama", "files", "lm_head", "embed_tokens"])
+def test_what_has_no_heads_of_its_own_says_so(kind: str, folder: Path) -> None:
+    """A model without them, one without its files, and one with adapters on what heads share."""
+    model: Any = models.get("llama")
+    message = "num_mtp_layers"
+    if kind == "files":
+        model = type(load(folder, 1))(load(folder, 1).config).eval()
+        message = model.config.name_or_path = str(folder / "nowhere")
+    elif kind != "llama":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=2, target_modules=[kind, "q_proj"])
+        model = peft.get_peft_model(copy.deepcopy(load(folder, 1)), config)
+        message = "embeddings or `lm_head` have an adapter"
     with PagedEngine(model, PagedConfig(**CONFIG)) as engine:
-        with pytest.raises(Exception, match="nowhere"):
-            engine.add_request([5, 6], {"use_mtp": True})
+        with pytest.raises(Exception, match=message):
+            engine.add_request([5, 6], MTP)
         assert not engine.has_unfinished
-        assert engine.generate([[5, 6]], GREEDY)[0].error is None
-        assert_drained(engine)
-
-
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_adapters_on_what_heads_share_are_refused(folder: Path, target: str) -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=[target, "q_proj"])
-    wrapped = peft.get_peft_model(copy.deepcopy(load(folder, 1)), config)
-    with PagedEngine(wrapped, PagedConfig(**CONFIG)) as engine:
-        with pytest.raises(ValueError, match="embeddings or `lm_head` have an adapter"):
-            engine.add_request([5, 6], {"use_mtp": True})
-        assert engine.generate([[5, 6]], GREEDY)[0].error is None
+        assert engine.generate([[5, 6]], {**GREEDY, "use_mtp": False})[0].error is None
         assert_drained(engine)

@@ -17,14 +17,10 @@ from tests.speculation.test_speculation import (
     GREEDY,
     NGRAM,
     check_accept_lengths,
-    check_all_kinds,
     repeating,
 )
 from tests.support import models
-from tests.support.engine_helpers import (
-    Asked,
-    lone_run,
-)
+from tests.support.engine_helpers import lone_run
 from tests.support.forwards import build
 
 
@@ -51,20 +47,12 @@ def test_random_accept_lengths(name: str) -> None:
     assert sum(accepted for _, accepted in seen) > 30
 
 
-@pytest.mark.parametrize("name", slow("Qwen3NextForCausalLM", "BambaForCausalLM"))
-def test_requests_of_all_kinds_in_one_batch(name: str) -> None:
-    assert check_all_kinds(build(name)).num_draft_tokens > 0
-
-
 @pytest.mark.slow_cases("Lfm2ForCausalLM")
 @pytest.mark.parametrize("name", ["Lfm2ForCausalLM", *slow("Qwen3NextForCausalLM")])
 def test_generate_speculates_by_ngrams(name: str) -> None:
     """One row and several; a rejected draft's tokens are in no cached prefix."""
     model: Any = build(name)
-    paged = {
-        "cache_implementation": "paged",
-        "cache_config": {"block_size": 8, "speculation": "ngram"},
-    }
+    paged = {"cache_implementation": "paged", "cache_config": NGRAM}
     for rows in ([list(range(4, 150))], repeating(9, 5, 7)):
         # what the first one has behind any token
         inputs = models.left_padded(rows)
@@ -74,16 +62,6 @@ def test_generate_speculates_by_ngrams(name: str) -> None:
             route = hf_paged.last_route(model)
             assert route is not None and route.road == "engine" and route.num_draft_tokens > 0
     hf_paged.check_integrity(model)
-
-
-@pytest.mark.slow
-def test_an_assistant_proposes_for_a_model_with_states() -> None:
-    model: Any = build("Qwen3NextForCausalLM")
-    assistant: Any = build("LlamaForCausalLM")
-    prompts = [text(6, 1), text(11, 2)]
-    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        Asked(engine, prompts, GREEDY, assistant_model=assistant).check()
-        assert engine.stats().num_draft_tokens > 0
 
 
 @pytest.mark.slow

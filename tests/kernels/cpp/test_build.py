@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 
 from hf_paged.kernels import cpp
+from hf_paged.kernels.cpp.compiler import link_flags
 
 OTHER_USER = 12345
 TIMED = r"hf_paged: compiled the CPU kernels in \d+\.\d s \[troubleshooting.md#cpp-kernels\]"
 FOLDER = "HF_PAGED_CACHE_DIR"
-SOURCES = Path(cpp.__file__).parent
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
 
 
@@ -35,7 +35,8 @@ def compile_library(source: Path, path: Path) -> Path:
 @pytest.fixture(scope="module")
 def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The real library, compiled once."""
-    return compile_library(SOURCES / "kernels.cpp", tmp_path_factory.mktemp("built") / "kernels.so")
+    source = Path(cpp.__file__).with_name("kernels.cpp")
+    return compile_library(source, tmp_path_factory.mktemp("built") / "kernels.so")
 
 
 @pytest.fixture(scope="module")
@@ -58,10 +59,10 @@ class Host:
         self,
         path: Path,
         prebuilt: Path,
-        monkeypatch: pytest.MonkeyPatch,
+        patch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture,
     ) -> None:
-        self.path, self.monkeypatch, self.caplog = path, monkeypatch, caplog
+        self.path, self.patch, self.caplog = path, patch, caplog
         self.folder = path / ".cache" / "hf_paged"  # if no variable names another
         self.compiler = path / "stub-c++"
         self.compiler.write_text(
@@ -71,12 +72,12 @@ class Host:
         )
         self.compiler.chmod(0o755)
         for name in ("HF_PAGED_CPP", FOLDER, "XDG_CACHE_HOME"):
-            monkeypatch.delenv(name, raising=False)
+            patch.delenv(name, raising=False)
         self.set(CXX=self.compiler, HOME=path)
 
     def set(self, **variables: str | Path) -> None:
         for name, value in variables.items():
-            self.monkeypatch.setenv(name, str(value))
+            self.patch.setenv(name, str(value))
 
     @property
     def runs(self) -> list[Path]:
@@ -100,18 +101,12 @@ class Host:
         self.folder = folder
         return folder
 
-    def slow_down(self, seconds: float) -> None:
-        """Makes the compiler take this long after it has noted its call."""
-        script = self.compiler.read_text()
-        self.compiler.write_text(script.replace('\nrm -f "$2"', f'\nsleep {seconds}; rm -f "$2"'))
-
     def refuses(self, folder: Path, reason: str) -> None:
         """Asserts that the folder is not used, with a warning; the library still works and leaves
         no files."""
         before = sorted(folder.iterdir()) if folder.is_dir() else []
         self.caplog.clear()
-        with self.caplog.at_level(logging.INFO, logger=cpp.__name__):
-            assert load()
+        assert load()
         record, compiled = self.caplog.records
         assert re.fullmatch(TIMED, compiled.getMessage())
         message = record.getMessage()
@@ -130,6 +125,7 @@ def host(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> Host:
+    caplog.set_level(logging.INFO, logger=cpp.__name__)
     return Host(tmp_path, prebuilt, monkeypatch, caplog)
 
 
@@ -154,7 +150,7 @@ def ends(process: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
 
 
-def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def give_away(path: Path, patch: pytest.MonkeyPatch) -> None:
     """Makes the path belong to another user; without root, fakes the system's answer."""
     if os.geteuid() == 0:
         os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
@@ -171,75 +167,69 @@ def give_away(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return told
 
     for name in ("stat", "lstat", "fstat"):
-        monkeypatch.setattr(os, name, as_other(getattr(os, name)))
+        patch.setattr(os, name, as_other(getattr(os, name)))
 
 
 # ------------------------------------------------------------------------------------- kept files
 
 
-def test_the_library_is_kept_in_a_folder_of_ours_alone(host: Host) -> None:
+def test_the_library_is_built_once_in_a_folder_of_ours_alone_and_says_so(host: Host) -> None:
     before = os.umask(0)
     try:
         assert load()
     finally:
         os.umask(before)
+    first, second = host.caplog.records
+    assert first.levelno == second.levelno == logging.WARNING
+    assert "hf_paged: compiling the CPU kernels, once on this machine ..." in first.getMessage()
+    assert re.fullmatch(TIMED, second.getMessage())
     for path in (host.folder.parent, host.folder, host.library):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
     (written,) = host.runs
-    assert written.parent == host.folder, "built under a name of its own, then renamed"
-    assert written != host.library
+    # built under a name of its own, then renamed
+    assert written.parent == host.folder and written != host.library
+    host.caplog.clear()
     host.folder.chmod(0o500)  # one that can only be read serves what it holds
     try:
-        assert load() and len(host.runs) == 1, "compiled again"
+        assert load() and len(host.runs) == 1 and not host.caplog.records
     finally:
         host.folder.chmod(0o700)
 
 
-@pytest.mark.slow
-def test_processes_that_build_at_once_compile_once(host: Host) -> None:
-    host.slow_down(0.3)
-    start = time.monotonic() + 0.2
-
-    def wait() -> bool:
-        while time.monotonic() < start:
-            pass
-        return load()
-
-    assert [ends(process) for process in [child(wait) for _ in range(4)]] == [0] * 4
-    assert host.library and len(host.runs) == 1
-    assert load() and len(host.runs) == 1
-
-
-def test_a_build_that_was_killed_holds_up_no_other_and_leaves_nothing(host: Host) -> None:
-    host.slow_down(60)
+def test_processes_wait_for_one_build_and_go_on_where_it_is_killed(host: Host) -> None:
+    go, script = host.path / "go", host.compiler.read_text()
+    waits = f'\nwhile [ ! -e "{go}" ]; do sleep 0.1; done; rm -f "$2"'
+    host.compiler.write_text(script.replace('\nrm -f "$2"', waits))
     process = child(lambda: os.setsid() or load())
     while not host.runs:
         time.sleep(0.01)
-    host.compiler.write_text(host.compiler.read_text().replace("sleep 60", "sleep 0"))
-    waiting = child(load)
-    time.sleep(0.1)
+    waiting = [child(load) for _ in range(3)]
     os.killpg(process, signal.SIGKILL)
-    assert (ends(process), ends(waiting)) == (-signal.SIGKILL, 0)
+    while len(host.runs) < 2:
+        time.sleep(0.01)
+    time.sleep(0.5)  # the others would begin, too
+    go.touch()
+    assert [*map(ends, (process, *waiting))] == [-signal.SIGKILL, 0, 0, 0]
     assert host.library and len(host.runs) == 2
+    assert load() and len(host.runs) == 2
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "cut short": lambda content: content[: len(content) // 2],
-    "empty": lambda content: b"",
-    "one byte": lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
-    "appended": lambda content: content + b"\0",
-}
+DAMAGES: list[Callable[[bytes], bytes]] = [
+    lambda content: content[: len(content) // 2],
+    lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:],
+    lambda content: content + b"\0",
+]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_library_that_is_not_what_was_built_is_built_again(host: Host, damage: str) -> None:
+def test_a_library_that_is_not_what_was_built_is_built_again(host: Host) -> None:
     assert load()
     library, content = host.library, host.library.read_bytes()
-    library.unlink()  # this process's mapping stays valid
-    library.write_bytes(DAMAGES[damage](content))
-    library.chmod(0o700)
-    assert ends(child(load)) == 0
-    assert len(host.runs) == 2 and library.read_bytes() == content
+    for number, damage in enumerate(DAMAGES, 2):
+        library.unlink()  # this process's mapping stays valid
+        library.write_bytes(damage(content))
+        library.chmod(0o700)
+        assert ends(child(load)) == 0
+        assert len(host.runs) == number and library.read_bytes() == content
     host.caplog.clear()
     assert load() and not host.caplog.records
 
@@ -248,22 +238,13 @@ def test_a_library_that_is_not_what_was_built_is_built_again(host: Host, damage:
 
 
 @pytest.mark.parametrize(
-    ("variable", "how"),
-    [
-        *(
-            (FOLDER, how)
-            for how in ("folder", "file", "parent", "link to the folder", "link of theirs")
-        ),
-        ("XDG_CACHE_HOME", "folder"),
-    ],
+    "how", ["folder", "file", "parent", "link to the folder", "link of theirs", "XDG_CACHE_HOME"]
 )
-def test_what_another_user_planted_does_not_run(
-    host: Host, planted: tuple[Path, Path], variable: str, how: str
-) -> None:
+def test_planted_files_do_not_run(host: Host, planted: tuple[Path, Path], how: str) -> None:
     folder = host.use("shared")
-    if variable != FOLDER:
-        host.monkeypatch.delenv(FOLDER)
-        host.set(**{variable: folder})
+    if how == "XDG_CACHE_HOME":
+        host.patch.delenv(FOLDER)
+        host.set(XDG_CACHE_HOME=folder)
         folder = host.folder = folder / "hf_paged"
     assert load()
     library = host.library
@@ -271,12 +252,12 @@ def test_what_another_user_planted_does_not_run(
     shutil.copy(planted[0], library)
     library.chmod(0o755)
     planted[1].unlink(missing_ok=True)
-    given = {"folder": folder, "file": library, "parent": host.path}.get(how, folder)
+    given = {"file": library, "parent": host.path}.get(how, folder)
     if how.startswith("link"):
         moved = shutil.move(folder, host.path / "theirs")
         folder.symlink_to(moved)
         given = folder if how == "link of theirs" else moved
-    give_away(given, host.monkeypatch)
+    give_away(given, host.patch)
     host.caplog.clear()
     assert load()
     assert not planted[1].exists(), "what another user planted has run"
@@ -286,32 +267,28 @@ def test_what_another_user_planted_does_not_run(
     assert f"belongs to user {OTHER_USER}, and {us}" in host.caplog.text
 
 
-@pytest.mark.parametrize(
-    ("variable", "value", "mode", "reason"),
-    [
-        # others can enter the folder
-        *(
-            (FOLDER, "{}/mine", mode, "chmod {1} {0}/mine")
-            for mode in (0o777, 0o755, 0o1777, 0o710)
-        ),
-        # or swap it on the way
-        (FOLDER, "{}/mine/new", 0o777, "other users can write to {0}/mine: chmod go-w {0}/mine"),
-        # it cannot be made
-        (FOLDER, "/dev/null/folder", 0o700, "/dev/null"),
-        (FOLDER, "/proc/folder", 0o700, "/proc/folder"),
-        (FOLDER, "{}/stub-c++", 0o700, "{0}/stub-c++"),
-        *(
-            (variable, value, 0o700, f"{variable} is {value!r}: it must be an absolute path")
-            for variable, value in ((FOLDER, "cache"), ("XDG_CACHE_HOME", "./cache"), ("HOME", "x"))
-        ),
-    ],
-)
+ABSOLUTE = "{} is {!r}: it must be an absolute path"
+REFUSED = [
+    # others can enter the folder, or swap it on the way
+    *((FOLDER, "{}/mine", mode, "chmod {1} {0}/mine") for mode in (0o777, 0o755, 0o1777, 0o710)),
+    (FOLDER, "{}/mine/new", 0o777, "other users can write to {0}/mine: chmod go-w {0}/mine"),
+    # it cannot be made
+    (FOLDER, "/dev/null/folder", 0o700, "/dev/null"),
+    (FOLDER, "/proc/folder", 0o700, "/proc/folder"),
+    (FOLDER, "{}/stub-c++", 0o700, "{0}/stub-c++"),
+    (FOLDER, "cache", 0o700, ABSOLUTE.format(FOLDER, "cache")),
+    ("XDG_CACHE_HOME", "./cache", 0o700, ABSOLUTE.format("XDG_CACHE_HOME", "./cache")),
+    ("HOME", "x", 0o700, ABSOLUTE.format("HOME", "x")),
+]
+
+
+@pytest.mark.parametrize(("variable", "value", "mode", "reason"), REFUSED)
 def test_a_folder_that_may_not_or_cannot_be_used(
     host: Host, variable: str, value: str, mode: int, reason: str
 ) -> None:
     """It is named, with what to do, and the library is made for the process alone."""
-    host.monkeypatch.chdir(host.use("mine", mode))
-    host.monkeypatch.delenv(FOLDER)
+    host.patch.chdir(host.use("mine", mode))
+    host.patch.delenv(FOLDER)
     folder = value.format(host.path)
     host.set(**{variable: folder})
     rights = "700" if mode & 0o1000 or not mode & 0o022 else "go-w"
@@ -320,38 +297,28 @@ def test_a_folder_that_may_not_or_cannot_be_used(
 
 
 @pytest.mark.parametrize("mode", [0o1777, 0o755], ids=oct)
-def test_a_folder_on_the_way_in_which_no_other_can_rename_ours_is_no_obstacle(
-    host: Host, mode: int
-) -> None:
+def test_folders_on_the_way_in_which_no_other_can_rename_ours(host: Host, mode: int) -> None:
     host.use("way/mine").parent.chmod(mode)
     assert load() and host.library
 
 
+# it can only be read, is full, or has no locks
 @pytest.mark.parametrize(
-    "error", [errno.EACCES, errno.ENOSPC, errno.ENOSYS], ids=errno.errorcode.get
+    "error",
+    [OSError(errno.EACCES, "why"), OSError(errno.ENOSPC, "why"), NotImplementedError("no locks")],
 )
-def test_a_folder_that_cannot_be_locked_leaves_a_library_for_the_process(
-    host: Host, error: int
-) -> None:
-    """Because it can only be read, or is full, or because its file system has no locks."""
-    raised = NotImplementedError("no locks") if error == errno.ENOSYS else OSError(error, "why")
-    host.monkeypatch.setattr(cpp.build.FileLock, "_acquire", raising(raised))
-    host.refuses(host.use("mine"), str(raised))
-
-
-def raising(error: Exception) -> Callable[[object], None]:
+def test_folders_that_cannot_be_locked_are_not_used(host: Host, error: Exception) -> None:
     def fail(self: object) -> None:
         raise error
 
-    return fail
+    host.patch.setattr(cpp.build.FileLock, "_acquire", fail)
+    host.refuses(host.use("mine"), str(error))
 
 
 @pytest.mark.parametrize(
     ("target", "end"), [("../disk/mine", ""), ("{}/disk/mine", ""), ("../disk", "mine")]
 )
-def test_a_link_of_ours_is_followed_and_where_it_leads_is_checked(
-    host: Host, target: str, end: str
-) -> None:
+def test_links_of_ours_are_followed_and_checked(host: Host, target: str, end: str) -> None:
     """Home directories are often links to other disks. Relative, absolute, and of a parent."""
     folder, disk = host.use("disk/mine"), host.path / "disk"
     link = host.path / "links" / "here"
@@ -382,7 +349,7 @@ def test_a_file_that_is_not_plainly_ours_is_not_loaded(host: Host, kind: str) ->
 def test_a_temporary_folder_that_others_can_swap_is_not_used(host: Host) -> None:
     """Then the portable path serves."""
     temporary = host.use("tmp", 0o777)
-    host.monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    host.patch.setattr("tempfile.tempdir", str(temporary))
     host.set(**{FOLDER: "cache"})
     assert not load() and not host.runs and not list(temporary.iterdir())
     message = host.caplog.records[-1].getMessage()
@@ -390,20 +357,13 @@ def test_a_temporary_folder_that_others_can_swap_is_not_used(host: Host) -> None
     assert f"other users can write to {temporary}" in message
 
 
-# --------------------------------------------------------------------------------------- messages
-
-
-def test_the_first_call_says_that_it_compiles(host: Host) -> None:
-    assert load()
-    first, second = host.caplog.records
-    assert first.levelno == second.levelno == logging.WARNING
-    assert "hf_paged: compiling the CPU kernels, once on this machine ..." in first.getMessage()
-    assert re.fullmatch(TIMED, second.getMessage())
-    host.caplog.clear()
-    assert load() and not host.caplog.records
-
+# -------------------------------------------------------------------------------------- compilers
 
 FAILS = '#!/bin/sh\n[ "$1" = --version ] && exit 0\nprintf "no \\377 such file" >&2\nexit 1\n'
+NONE = (
+    "hf_paged runs without its C++ kernels, on the slower portable path: found no C++ compiler"
+    " (tried c++, g++, clang++): install one, or set CXX [troubleshooting.md#cpp-kernels]"
+)
 
 
 @pytest.mark.parametrize(
@@ -413,13 +373,7 @@ FAILS = '#!/bin/sh\n[ "$1" = --version ] && exit 0\nprintf "no \\377 such file" 
         ({"CXX": "/bin/false"}, "WARNING", "returned non-zero"),
         # the first call crashed over words in another encoding
         ({}, "WARNING", "slower portable path: {} failed: no \ufffd such file"),
-        (
-            {"CXX": "", "PATH": "/nowhere"},
-            "WARNING",
-            "hf_paged runs without its C++ kernels, on the slower portable path: found no C++"
-            " compiler (tried c++, g++, clang++): install one, or set CXX"
-            " [troubleshooting.md#cpp-kernels]",
-        ),
+        ({"CXX": "", "PATH": "/nowhere"}, "WARNING", NONE),
     ],
     ids=["switched off", "failing", "words", "no compiler"],
 )
@@ -429,8 +383,23 @@ def test_absent_with_a_reason_in_the_log(
     folder = host.use("cache")
     host.compiler.write_text(FAILS)
     host.set(**variables)
-    with host.caplog.at_level("INFO", logger=cpp.__name__):
-        assert not load()
+    assert not load()
     record = host.caplog.records[-1]
     assert record.levelname == level and not list(folder.iterdir())
     assert reason.format(host.compiler) in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("command", "is_c"),
+    [("gcc -std=c++17", True), ("cc", True), ("ccache g++ -O2", False), ("clang++-18", False)],
+)
+def test_a_c_compiler_is_told_to_link_the_cpp_library(command: str, is_c: bool) -> None:
+    """PEFT's BOFT leaves `CXX=gcc` behind; the library lacked the C++ library then."""
+    assert bool(link_flags(command.split())) == is_c
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler")
+def test_a_c_compiler_builds_the_library(host: Host) -> None:
+    host.set(CXX="gcc -O0")
+    assert ends(child(load)) == 0

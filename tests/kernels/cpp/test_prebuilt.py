@@ -44,9 +44,7 @@ def level_of(path: Path | None) -> str | None:
         (("abm",), "x86-64-v2"),
     ],
 )
-def test_the_best_that_the_processor_runs(
-    folder: Path, without: tuple[str, ...], level: str
-) -> None:
+def test_the_best_level(folder: Path, without: tuple[str, ...], level: str) -> None:
     assert level_of(prebuilt.find(EVERY - set(without))) == level
 
 
@@ -64,9 +62,7 @@ def test_what_there_is_none_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     assert prebuilt.find(EVERY) is None
 
 
-def test_one_that_cannot_be_loaded_is_compiled(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_that_does_not_load(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prebuilt, "cpu_flags", lambda: EVERY)
     monkeypatch.setattr(
         build, "_find_compiler_and_key", lambda: (_ for _ in ()).throw(RuntimeError("compiles"))

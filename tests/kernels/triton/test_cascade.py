@@ -8,10 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
+from hf_paged.kernels.triton import attention, cascade
 from hf_paged.kernels.triton.cascade import CascadeCosts, SharedPrefix
+from hf_paged.kernels.triton.merge import merge
 from hf_paged.step import StepMetadata
 from tests.support.kernels.device import DEVICE, available
 
@@ -32,8 +36,6 @@ def call(query: Any, keys: Any, values: Any, step: StepMetadata, **features: Any
 def check(
     built: Any, plan: Any, tolerance: float = 2e-5, splits: int | None = None, **features: Any
 ) -> None:
-    from hf_paged.kernels.triton import attention
-
     query, *blocks, step = built
     with torch.no_grad():
         output = attention.cascade_attention(
@@ -79,21 +81,13 @@ def build(
 
 
 @pytest.mark.slow_cases(
-    "*-3",
-    "torch.bfloat16-*-1",
-    "torch.bfloat16-sinks-None",
-    "torch.float16--1",
-    "torch.float16-sinks-None",
-    "torch.float32-sinks-1",
+    *("*-3", "torch.bfloat16-*-1", "torch.bfloat16-sinks-None", "torch.float16--1"),
+    *("torch.float16-sinks-None", "torch.float32-sinks-1"),
 )
 @pytest.mark.parametrize("splits", [None, 1, 3])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_shared_prefixes_give_what_plain_decode_gives(
-    dtype: torch.dtype, sinks: bool, splits: int | None
-) -> None:
-    from hf_paged.kernels.triton import cascade
-
+def test_as_plain_decodes(dtype: torch.dtype, sinks: bool, splits: int | None) -> None:
     built = build(ROWS, dtype)
     features: dict[str, Any] = {}
     if sinks:
@@ -104,15 +98,12 @@ def test_shared_prefixes_give_what_plain_decode_gives(
     check(built, plan, TOLERANCE[dtype], splits, **features)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("window", "members"), [(60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)]
-)
-def test_rows_whose_window_ends_within_them_share_nothing(
-    window: int, members: list[int] | None
-) -> None:
-    from hf_paged.kernels.triton import cascade
+WINDOWS = [(60, [0, 2, 5, 1, 4]), (41, [0, 2, 5]), (40, [0, 5]), (28, None)]
 
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("window", "members"), WINDOWS)
+def test_windows_that_end_within_prefixes(window: int, members: list[int] | None) -> None:
     built = build(ROWS, torch.float32, window)
     plan = cascade.find_cascade(built[-1], FREE)
     if members is None:
@@ -122,24 +113,16 @@ def test_rows_whose_window_ends_within_them_share_nothing(
         check(built, plan)
 
 
-def test_short_prefixes_are_not_worth_two_more_launches() -> None:
-    from hf_paged.kernels.triton import cascade
-
-    query, keys, values, step = build(ROWS, torch.float32)
-    assert cascade.find_cascade(step, cascade.default_costs(query.shape[1], keys, values)) is None
-
-
-def test_a_cascade_of_given_groups_takes_any_part_of_what_is_shared() -> None:
-    from hf_paged.kernels.triton import cascade
-
+def test_groups_that_are_given_or_not_worth_two_more_launches() -> None:
+    """A cascade of given groups takes any part of what is shared."""
     built, groups = build(ROWS, torch.float32), (SharedPrefix((4, 1), 2), SharedPrefix((5, 0), 3))
-    check(built, cascade.make_cascade(groups, built[-1]))
+    query, keys, values, step = built
+    assert cascade.find_cascade(step, cascade.default_costs(query.shape[1], keys, values)) is None
+    check(built, cascade.make_cascade(groups, step))
 
 
 @pytest.mark.parametrize("with_tail", [False, True], ids=["parts", "tail"])
 def test_merging_gives_the_weighted_mean_and_skips_what_saw_nothing(with_tail: bool) -> None:
-    from hf_paged.kernels.triton.merge import merge
-
     partials, lse = torch.randn(3, 4, 5, 24), torch.randn(3, 4, 5) * 30
     out, tail_lse = torch.randn(6, 5, 24), torch.randn(6, 5)
     lse[0, 0] = lse[1, 1, 2] = lse[:, 2, 3] = tail_lse[5, 3] = tail_lse[1] = -torch.inf

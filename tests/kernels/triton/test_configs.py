@@ -3,6 +3,7 @@ without a table."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from pathlib import Path
@@ -21,9 +22,9 @@ from hf_paged.kernels.triton.configs import LaunchConfig, find_config
 from tests.support.kernels.device import DEVICE, available
 
 
-def test_the_table_of_the_chip_comes_before_the_rule(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_chips_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load = functools.cache(configs._load_table.__wrapped__)
+    monkeypatch.setattr(configs, "_load_table", load)
     monkeypatch.setattr(configs, "FOLDER", tmp_path)
     monkeypatch.setattr(configs, "chip_name", lambda device: "sm90")
     name, path = "decode/128x128/bfloat16/m16", tmp_path / "sm90.json"
@@ -33,10 +34,7 @@ def test_the_table_of_the_chip_comes_before_the_rule(
 
     def find(dtype: torch.dtype = torch.bfloat16) -> LaunchConfig:
         configs._load_table.cache_clear()
-        try:
-            return find_config("decode", 128, 128, dtype, 4, torch.device("cpu"))
-        finally:
-            configs._load_table.cache_clear()
+        return find_config("decode", 128, 128, dtype, 4, torch.device("cpu"))
 
     assert find() == rule
     tune.write(path, {"gpu": "NVIDIA H200"}, name, measured, {"best_us": 1.0})
@@ -125,10 +123,3 @@ def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.Monkey
             is_known = configs.entry_name("prefill", *dims, dtype, min(rows, 128)) in asked
             assert (find_config("prefill", *dims, dtype, rows, device) == found) == is_known
             assert is_known or rows < 4096
-
-
-def test_tune_says_that_it_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("sys.argv", ["benchmarks.tune"])
-    with pytest.raises(SystemExit, match="on a CUDA device, and there is none here"):
-        tune.main()

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.attention.backends.triton import unsupported_reason
+from hf_paged.kernels.triton import attention, configs
 from tests.attention import test_backends
 from tests.attention.test_backends import TOLERANCE, Call, Case, any_case, build
 from tests.support.kernels.device import available, on_device
@@ -23,9 +26,7 @@ pytestmark = [
 ]
 
 ONE_SPLIT = 256
-PROMPT = vars(
-    build(Case(seq_lens=(20, 20), queries=20, heads=4, key_dim=16, value_dim=16, block=8))
-)
+PROMPT = vars(build(Case((20, 20), queries=20, heads=4, key_dim=16, value_dim=16, block=8)))
 CASES = [case for case in test_backends.CASES if case.queries <= 16 and case.dtype != torch.float64]
 WIDE = [
     Case(seq_lens=(70, 3), heads=4, key_dim=80, value_dim=96),
@@ -33,16 +34,7 @@ WIDE = [
     Case(seq_lens=(40, 3), heads=4, key_dim=256, value_dim=256, block=8),
     Case(seq_lens=(40, 3), heads=20, kv_heads=1, key_dim=112, value_dim=100, queries=4, block=128),
     # blocks that fill large pages
-    Case(
-        (515, 3, 512),
-        block=512,
-        heads=3,
-        kv_heads=1,
-        key_dim=24,
-        value_dim=9,
-        window=100,
-        queries=2,
-    ),
+    Case((515, 3, 512), block=512, heads=3, kv_heads=1, key_dim=24, value_dim=9, window=100),
     Case((1026, 9), (990, 0), block=1024, heads=2, key_dim=16, value_dim=16, dtype=torch.bfloat16),
 ]
 
@@ -50,19 +42,14 @@ WIDE = [
 def run(call: Call, split_tokens: int, tile: int = 16, block_m: int = 16, **options: Any) -> Any:
     """The kernel with splits of at least `split_tokens` tokens, on a chip that always has room for
     another program; results on the CPU."""
-    from hf_paged.kernels.triton import attention, configs
-
     call = on_device(call)
     assert unsupported_reason(call.made()) is None
     shape, query = call.query.shape[::2], call.query.transpose(1, 2).flatten(0, 1)
     config = configs.LaunchConfig(tile, block_m, num_warps=4, num_stages=2)
-    before, attention.MIN_DECODE_SPLIT = attention.MIN_DECODE_SPLIT, split_tokens
-    try:
-        with torch.no_grad():
-            options = {"config": config, **call.options, **options}
-            out = attention.decode_attention(query, *call.inputs[1:], **options)
-    finally:
-        attention.MIN_DECODE_SPLIT = before
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(attention, "MIN_DECODE_SPLIT", split_tokens)
+        options = {"config": config, **call.options, **options}
+        out = attention.decode_attention(query, *call.inputs[1:], **options)
     if isinstance(out, tuple):
         return tuple(x.unflatten(0, shape).cpu() for x in out)
     return out.unflatten(0, shape).cpu()
@@ -97,20 +84,16 @@ def test_matches_dense_attention_on_any_sizes(seed: int) -> None:
     check(any_case(seed, max_queries=16), split_tokens, seed, tile=tile)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("seq_lens", "multiprocessors", "window"),
-    [((90, 1, 0, 17), 1, None), ((16, 33) * 8, 40, 50), ((5,), 7, None), ((90,) * 3, 13, 50)],
-)
-def test_every_split_has_an_item(
-    seq_lens: tuple[int, ...],
-    multiprocessors: int,
-    window: int | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from hf_paged.kernels.triton import attention
+SPLITS = [((90, 1, 0, 17), 1, None), ((16, 33) * 8, 40, 50), ((5,), 7, None), ((90,) * 3, 13, 50)]
 
-    monkeypatch.setattr(attention, "num_multiprocessors", lambda device: multiprocessors)
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("seq_lens", "count", "window"), SPLITS)
+def test_every_split_has_an_item(
+    seq_lens: tuple[int, ...], count: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For any `count` of multiprocessors."""
+    monkeypatch.setattr(attention, "num_multiprocessors", lambda device: count)
     check(Case(seq_lens, heads=1, kv_heads=1, key_dim=16, value_dim=16, window=window), 16)
 
 
@@ -122,7 +105,10 @@ def test_log_sum_exp(split_tokens: int) -> None:
     out, lse = run(call, split_tokens, return_lse=True)
     assert lse.shape == (3, 2, 4) and lse.dtype == torch.float32 and lse.is_contiguous()
     assert (lse[1:] == -math.inf).all() and not out[1:].any()
-    keys = _row_keys(call, 0, 70)
+    # `(tokens, heads, dim)`, K heads repeated over their groups
+    tokens, size = torch.arange(70), call.step.block_size
+    keys = call.key_blocks[call.step.block_tables[0].long()[tokens // size], :, tokens % size]
+    keys = keys.double().repeat_interleave(2, dim=1)
     for i, query in enumerate(call.query[0].double().transpose(0, 1)):
         scores = torch.einsum("hd,thd->ht", query, keys[: 69 + i]) * call.options["scale"]
         expected = scores.logsumexp(-1).float()
@@ -151,55 +137,36 @@ def test_dtypes_of_queries_and_blocks_may_differ() -> None:
     torch.testing.assert_close(run(half, 16), exact.run("reference"), atol=2e-5, rtol=2e-5)
 
 
-def test_a_bias_too_short_raises_where_the_host_knows() -> None:
-    from hf_paged.kernels.triton import attention
+STEP, HALF = build(Case()).step, torch.zeros(2, 4, 20, 16, dtype=torch.float16)
+SIZES = "block size 48: the kernels support powers of two from 4 to 16384"
+UNREPRESENTED = "blocks of a dtype that the queries' torch.float16 cannot represent"
+BIAS = "a bias that differs between queries, in rows of more than 16"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"query": torch.zeros(3, 14, 1, 64, dtype=torch.float64)}, "float64"),
+    ({"key_blocks": torch.zeros(16, 2, 16, 640)}, "head dims 640 and 64: at most 576"),
+    ({"key_blocks": torch.zeros(16, 2, 16, 128)[..., ::2]}, "not contiguous"),
+    ({"key_blocks": torch.zeros(16, 1, 16, 64)}, "over 1 K and 2 V heads"),
+    ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "requires a gradient"),
+    ({"step": replace(STEP, block_size=48)}, SIZES),
+    ({"step": replace(STEP, query_start=tuple(range(8194)))}, "8193 rows: at most 8192"),
+    # of more queries per row, which the prefill kernel handles
+    ({**PROMPT, "query": HALF}, UNREPRESENTED),
+    (
+        {**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)},
+        "values of 520 dimensions: at most 512",
+    ),
+    ({**PROMPT, "options": {"scale": 0.0}}, "a scale of 0.0: it must be positive"),
+    ({**PROMPT, "options": {"bias": torch.zeros(2, 4, 20, 1)}}, BIAS),
+]
 
-    call = build(Case(seq_lens=(40, 5)))
-    with pytest.raises(IndexError, match=r"covers 39 positions, but seq_lens are \(40, 5\)"):
-        attention._bias_arguments(torch.zeros(39), 14, 1, call.step)
 
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"query": torch.zeros(3, 14, 1, 64, dtype=torch.float64)}, "float64"),
-        ({"key_blocks": torch.zeros(16, 2, 16, 640)}, "head dims 640 and 64: at most 576"),
-        ({"key_blocks": torch.zeros(16, 2, 16, 128)[..., ::2]}, "not contiguous"),
-        ({"key_blocks": torch.zeros(16, 1, 16, 64)}, "over 1 K and 2 V heads"),
-        ({"query": torch.zeros(3, 14, 1, 64).requires_grad_()}, "requires a gradient"),
-        (
-            {"step": replace(build(Case()).step, block_size=48)},
-            "block size 48: the kernels support powers of two from 4 to 16384",
-        ),
-        (
-            {"step": replace(build(Case()).step, query_start=tuple(range(8194)))},
-            "8193 rows: at most 8192",
-        ),
-        # of more queries per row, which the prefill kernel handles
-        (
-            {**PROMPT, "query": torch.zeros(2, 4, 20, 16, dtype=torch.float16)},
-            "blocks of a dtype that the queries' torch.float16 cannot represent",
-        ),
-        (
-            {**PROMPT, "value_blocks": torch.zeros(9, 2, 8, 520)},
-            "values of 520 dimensions: at most 512",
-        ),
-        ({**PROMPT, "options": {"scale": 0.0}}, "a scale of 0.0: it must be positive"),
-        (
-            {**PROMPT, "options": {"bias": torch.zeros(2, 4, 20, 1)}},
-            "a bias that differs between queries, in rows of more than 16",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
+@pytest.mark.parametrize(("change", "reason"), REFUSED, ids=[reason for _, reason in REFUSED])
 def test_says_what_it_does_not_take(change: dict[str, Any], reason: str) -> None:
     found = unsupported_reason(replace(build(Case()), **change).made())
     assert found is not None and reason in found
 
 
-def _row_keys(call: Call, row: int, length: int) -> torch.Tensor:
-    """`(length, heads, dim)` float64, K/V heads repeated over their groups."""
-    t = torch.arange(length)
-    size = call.step.block_size
-    keys = call.key_blocks[call.step.block_tables[row].long()[t // size], :, t % size].double()
-    return keys.repeat_interleave(call.query.shape[1] // keys.shape[1], dim=1)
+def test_a_bias_too_short_raises_where_the_host_knows() -> None:
+    call = build(Case(seq_lens=(40, 5)))
+    with pytest.raises(IndexError, match=r"covers 39 positions, but seq_lens are \(40, 5\)"):
+        attention._bias_arguments(torch.zeros(39), 14, 1, call.step)

@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.attention.backends import triton
+from hf_paged.kernels.triton import cascade
+from hf_paged.kernels.triton.attention import prefill_attention
 from hf_paged.step import Lengths, StepMetadata
 from tests.attention.test_backends import TOLERANCE, Case, build
 from tests.kernels.triton import test_cascade, test_prefill
@@ -65,27 +69,6 @@ def test_latents(group: int) -> None:
     torch.testing.assert_close(out, exact.run("reference"), atol=2e-2, rtol=2e-2)
 
 
-def test_a_captured_launch_is_right_for_other_lengths() -> None:
-    case = Case(seq_lens=(600, 1, 300), heads=8, kv_heads=2, dtype=torch.float16)
-    call = build(case)
-    moved = on_device(call)
-    assert moved.step.lengths is not None
-    seq_lens = moved.step.lengths.seq_lens
-    tables, lengths = moved.step.block_tables.clone(), seq_lens.clone()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        seq_lens.fill_(1)  # captured with lengths other than the replay's
-        attend(triton, *moved.inputs, **moved.options)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = attend(triton, *moved.inputs, **moved.options)
-    seq_lens.copy_(lengths)
-    moved.step.block_tables.copy_(tables)
-    graph.replay()
-    torch.testing.assert_close(out.double().cpu(), call.expected, atol=3e-3, rtol=3e-3)
-
-
 ROWS = ((1000, 1), (0, 300), (777, 64), (0, 0), (130, 5), (0, 1))
 LATENT = dict(heads=16, kv_heads=1, key_dim=576, value_dim=512)
 PREFILL_HEADS = HEADS | {"deepseek-latent": LATENT}
@@ -116,10 +99,8 @@ def test_block_sizes(block: int, dtype: torch.dtype) -> None:
 
 def test_a_captured_launch_follows_lengths_that_change() -> None:
     """The kernel reads rows and tables on the device, so a replay with other lengths is right."""
-    first, second = (
-        Built(Packed(rows, block=16, dtype=torch.bfloat16))
-        for rows in (((0, 40), (90, 24)), ((70, 24), (8, 40)))
-    )
+    rows = ((0, 40), (90, 24)), ((70, 24), (8, 40))
+    first, second = (Built(Packed(x, block=16, dtype=torch.bfloat16)) for x in rows)
     width = max(x.step.block_tables.shape[1] for x in (first, second))
 
     def inputs_of(x: Built) -> list[torch.Tensor]:
@@ -139,8 +120,6 @@ def test_a_captured_launch_follows_lengths_that_change() -> None:
         for target, source in zip(static, inputs_of(x)):
             target.copy_(source)
 
-    from hf_paged.kernels.triton.attention import prefill_attention
-
     keys, values = pool.chunk(2, dim=1)
     load(first)
     with torch.no_grad():
@@ -158,16 +137,8 @@ def test_a_captured_launch_follows_lengths_that_change() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("splits", [None, 1, 7])
 def test_cascade_of_long_prompts(splits: int | None, dtype: torch.dtype) -> None:
-    from hf_paged.kernels.triton import cascade
-
-    rows = [
-        ("a", 60, 5),
-        ("b", 35, 1),
-        ("a", 60, 170),
-        ("", 0, 30),
-        ("b", 35, 9),
-        *[("a", 60, 3)] * 12,
-    ]
+    rows = [("a", 60, 5), ("b", 35, 1), ("a", 60, 170), ("", 0, 30), ("b", 35, 9)]
+    rows += [("a", 60, 3)] * 12
     built = test_cascade.build(rows, dtype, heads=8, num_blocks=200)
     plan = cascade.find_cascade(built[-1], test_cascade.FREE)
     assert plan is not None

@@ -25,9 +25,8 @@ def find_sanitizer() -> str | None:
     places = [shutil.which("compute-sanitizer") or "", f"{CUDA_HOME}/bin/compute-sanitizer"]
     for folder in site.getsitepackages():
         places += glob.glob(f"{folder}/nvidia/**/compute-sanitizer", recursive=True)
-    return next(
-        (place for place in places if os.access(place, os.X_OK) and os.path.isfile(place)), None
-    )
+    able = (place for place in places if os.access(place, os.X_OK) and os.path.isfile(place))
+    return next(able, None)
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -39,21 +38,8 @@ def test_memcheck(path: Path) -> None:
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     environment.pop("TRITON_INTERPRET", None)
     tests = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(path)]
-    run = subprocess.run(
-        [
-            sanitizer,
-            "--tool",
-            "memcheck",
-            "--error-exitcode",
-            "99",
-            "--target-processes",
-            "all",
-            *tests,
-        ],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    tool = [sanitizer, "--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "all"]
+    options = dict(env=environment, capture_output=True, text=True, timeout=600)
+    run = subprocess.run([*tool, *tests], **options)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert "passed" in run.stdout

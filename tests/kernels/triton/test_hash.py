@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged import kernels
 from hf_paged.kernels import cpp, hashing
 from hf_paged.kernels.hashing import hash_portable, hash_tensors
+from hf_paged.kernels.triton import hash as module
 from tests.support.kernels.device import DEVICE, available
 from tests.support.operations import Operations
 
@@ -38,8 +39,6 @@ def contents() -> list[bytes]:
 def test_hashes_what_the_plain_one_hashes(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs that hash many tensors, a part of one, or parts of two; tensors at every
     alignment."""
-    from hf_paged.kernels.triton import hash as module
-
     monkeypatch.setattr(module, "PROGRAMS_PER_SM", 1)
     monkeypatch.setattr(module, "num_multiprocessors", lambda device: programs)
     for offset in (0, 1, 4, 8) if programs == 5 else (0,):
@@ -53,37 +52,19 @@ def test_hashes_what_the_plain_one_hashes(programs: int, monkeypatch: pytest.Mon
     "dtype", [torch.bfloat16, torch.int8, torch.complex64, torch.bool, torch.float64], ids=str
 )
 def test_tensors_of_any_dtype_and_shape(dtype: torch.dtype) -> None:
-    from hf_paged.kernels.triton.hash import hash_all
-
-    tensors = [
-        torch.randint(0, 2, shape, device=DEVICE).to(dtype)
-        for shape in ((), (3,), (7, 11, 13), (0, 4))
+    shapes = ((), (3,), (7, 11, 13), (0, 4))
+    tensors = [torch.randint(0, 2, shape, device=DEVICE).to(dtype) for shape in shapes]
+    assert module.hash_all(tensors).tolist() == [
+        hash_portable(tensor).tolist() for tensor in tensors
     ]
-    assert hash_all(tensors).tolist() == [hash_portable(tensor).tolist() for tensor in tensors]
-
-
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Grids of the kernel's launches, in a process in which the kernel hashes all tensors."""
-    from hf_paged.kernels.triton import hash as module
-
-    grids: list[Any] = []
-    kernel = module._hash_kernel
-
-    class Counted:
-        def __getitem__(self, grid: Any) -> Any:
-            grids.append(grid)
-            return kernel[grid]
-
-    monkeypatch.setattr(module, "_hash_kernel", Counted())
-    monkeypatch.setattr(cpp, "is_available", lambda: False)
-    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
-    return grids
 
 
 @pytest.mark.slow
-def test_any_number_of_tensors_takes_one_launch(launches: list[Any]) -> None:
-    counts = []
+def test_any_number_of_tensors_takes_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpp, "is_available", lambda: False)
+    monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
+    launches, hash_all, counts = [], module.hash_all, []
+    monkeypatch.setattr(module, "hash_all", lambda x: (launches.append(x), hash_all(x))[1])
     for number in (3, 300):
         tensors = [torch.full((5,), i, device=DEVICE) for i in range(number)]
         with Operations() as operations:
@@ -93,29 +74,19 @@ def test_any_number_of_tensors_takes_one_launch(launches: list[Any]) -> None:
         with Operations() as operations:
             torch.stack([hash_portable(tensor) for tensor in tensors])
         assert operations.counts.total() > 20 * number, "which is what it replaces"
-    assert len(launches) == 2
-    assert counts[0] == counts[1] < 20, (
-        "most of which are the interpreter's, whatever the number of tensors"
-    )
-
-
-def test_other_devices_keep_the_operations(
-    launches: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = [torch.arange(5, device=DEVICE), torch.arange(6, device=DEVICE).view(2, 3).t()]
-    expected = hash_tensors(tensors)
-    assert len(launches) == 1
+    # most are the interpreter's, whatever the number of tensors
+    assert len(launches) == 2 and counts[0] == counts[1] < 20
     monkeypatch.setattr(hashing, "uses_triton", lambda tensor: False)
-    assert hash_tensors(tensors) == expected and len(launches) == 1
+    assert hash_tensors(tensors) == found and len(launches) == 2
 
 
 @pytest.mark.gpu
 def test_the_weights_of_a_large_model() -> None:
     """More than 2^32 bytes, in tensors of unequal sizes."""
-    from hf_paged.kernels.triton.hash import hash_all
-
     tensors = [
         torch.randn(size, device=DEVICE).to(torch.bfloat16)
         for size in (5, 1 << 28, 4097, (1 << 31) + 9, 1)
     ]
-    assert hash_all(tensors).tolist() == [hash_portable(tensor).tolist() for tensor in tensors]
+    assert module.hash_all(tensors).tolist() == [
+        hash_portable(tensor).tolist() for tensor in tensors
+    ]

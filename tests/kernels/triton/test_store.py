@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from hf_paged.cache import store
 from hf_paged.cache.store import choose_store, store_portable
+from hf_paged.kernels.triton import store as kernel
 from tests.support.kernels.device import DEVICE, available
 
 pytestmark = available
@@ -20,39 +23,25 @@ def _states(
     return torch.randn(batch, heads, tokens, 2 * dim).to(dtype)[..., ::2]  # no stride is 1
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "slot_dtype"),
-    [
-        (torch.float32, torch.float32, torch.int64),
-        (torch.bfloat16, torch.bfloat16, torch.int32),
-        (torch.float32, torch.bfloat16, torch.int64),
-        (torch.float16, torch.float32, torch.int32),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(
-    ("heads", "key_dim", "value_dim", "block", "transposed"),
-    [
-        (2, 16, 16, 8, True),
-        (3, 40, 9, 16, False),
-        (1, 64, 128, 2048, True),
-        (33, 80, 80, 8, False),
-    ],
-    ids=["h2-d16", "h3-d40_9-strided", "h1-d64_128-large", "h33-d80-strided"],
-)
-def test_stores_what_the_plain_one_stores(
-    heads: int,
-    key_dim: int,
-    value_dim: int,
-    block: int,
-    transposed: bool,
-    source: torch.dtype,
-    target: torch.dtype,
-    slot_dtype: torch.dtype,
-) -> None:
-    from hf_paged.kernels.triton import store as kernel
+DTYPES = [
+    (torch.float32, torch.float32, torch.int64),
+    (torch.bfloat16, torch.bfloat16, torch.int32),
+    (torch.float32, torch.bfloat16, torch.int64),
+    (torch.float16, torch.float32, torch.int32),
+]
+SIZES = {
+    "h2-d16": (2, (16, 16), 8, True),
+    "h3-d40_9-strided": (3, (40, 9), 16, False),
+    "h1-d64_128-large": (1, (64, 128), 2048, True),
+    "h33-d80-strided": (33, (80, 80), 8, False),
+}
 
-    dims = key_dim, value_dim
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize("name", SIZES)
+def test_stores_what_the_plain_one_stores(name: str, dtypes: tuple[torch.dtype, ...]) -> None:
+    heads, dims, block, transposed = SIZES[name]
+    source, target, slot_dtype = dtypes
     states = [_states(3, heads, 5, dim, source, transposed) for dim in dims]
     slots = torch.randperm(7 * block)[:15].view(3, 5).to(slot_dtype)
     slots[1, :2] = -1
@@ -67,25 +56,21 @@ def test_stores_what_the_plain_one_stores(
 
 
 def test_slots_outside_the_pool_are_not_written() -> None:
-    from hf_paged.kernels.triton.store import store
-
     memory = torch.zeros(6, 4, 8, 16, device=DEVICE)
     pool = memory[1:5]  # guard blocks before and after, to detect out-of-bounds writes
     states = torch.ones(1, 2, 4, 16, device=DEVICE)
     slots = torch.tensor([[-1, 4 * 8, 31, -7]], device=DEVICE)
-    store(states, states, *pool.chunk(2, dim=1), slots)
+    kernel.store(states, states, *pool.chunk(2, dim=1), slots)
     assert memory.count_nonzero() == 4 * 16 and (pool[3, :, 7] == 1).all()
     # slots may be a column of something
     states, slots = states.view(2, 2, 2, 16)[:, :, :1], slots.new_tensor([[3, 17], [0, 0]])
     memory.zero_()
-    store(states, states, *pool.chunk(2, dim=1), slots[:1].t())
+    kernel.store(states, states, *pool.chunk(2, dim=1), slots[:1].t())
     assert memory.count_nonzero() == 2 * 4 * 16
     assert (pool[0, :, 3] == 1).all() and (pool[2, :, 1] == 1).all()
 
 
 def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.kernels.triton import store as kernel
-
     taken: list[object] = []
     monkeypatch.setattr(kernel, "store", lambda *inputs: taken.append(inputs))
     monkeypatch.setattr(store, "uses_triton", lambda tensor: True)

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 import hf_paged
+from hf_paged.attention.backends import triton
+from hf_paged.kernels.triton import attention
+from hf_paged.kernels.triton import store as kernel
+from hf_paged.kernels.triton.merge import merge
 from hf_paged.step import StepMetadata
 from tests.support.kernels.device import DEVICE, available
 from tests.support.models import PAGED, build, token_ids
@@ -20,19 +26,10 @@ FAR = 1 << 30  # elements: a stride that fits in 31 bits; twice that does not
 
 @pytest.mark.slow
 def test_no_keys_are_stored_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_paged.attention.backends import triton
-    from hf_paged.kernels.triton import store as kernel
-
     monkeypatch.setenv("HF_PAGED_ATTENTION", "triton")
     monkeypatch.setattr(triton, "unsupported_reason", lambda call: "slow in the interpreter")
-    stored: list[torch.Tensor] = []
-    original = kernel.store
-
-    def count(keys: torch.Tensor, *rest: Any) -> None:
-        stored.append(keys)
-        original(keys, *rest)
-
-    monkeypatch.setattr(kernel, "store", count)
+    stored, original = [], kernel.store
+    monkeypatch.setattr(kernel, "store", lambda *x: (stored.append(x[0]), original(*x))[1])
     model = build("llama").to(DEVICE)
     ids = token_ids(2, 5).to(DEVICE)
     model.generate(ids, max_new_tokens=4, do_sample=False, **PAGED)
@@ -50,9 +47,8 @@ class Far:
         count = 4 * FAR + 4096
         if DEVICE.type == "cpu":
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-            self.memory = torch.frombuffer(
-                mmap.mmap(-1, 2 * count, flags=flags), dtype=torch.bfloat16
-            )
+            memory = mmap.mmap(-1, 2 * count, flags=flags)
+            self.memory = torch.frombuffer(memory, dtype=torch.bfloat16)
         else:
             self.memory = torch.zeros(count, dtype=torch.bfloat16, device=DEVICE)
         self.used = 0
@@ -78,26 +74,20 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def stored(heads: torch.Tensor) -> torch.Tensor:
-    from hf_paged.kernels.triton.store import store
-
     blocks = torch.zeros(2, 6, 8, 16, dtype=torch.bfloat16, device=DEVICE)
     keys = heads[None, :, None]  # [1, 3 heads, 1 token, 16]
-    store(keys, keys, blocks[:, :3], blocks[:, 3:], torch.tensor([[9]], device=DEVICE))
+    kernel.store(keys, keys, blocks[:, :3], blocks[:, 3:], torch.tensor([[9]], device=DEVICE))
     return blocks
 
 
 def written(heads: torch.Tensor) -> torch.Tensor:
-    from hf_paged.kernels.triton.store import store
-
     states, slots = -random(3, 16)[None, :, None], torch.zeros(1, 1, dtype=torch.int64)
-    store(states, states, *[heads[None, :, None]] * 2, slots.to(DEVICE))
+    kernel.store(states, states, *[heads[None, :, None]] * 2, slots.to(DEVICE))
     return heads
 
 
 def attended(query: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """By the kernel of decodes if there is a bias."""
-    from hf_paged.kernels.triton import attention
-
     blocks, query_len = random(1, 2, 8, 16), 1 if bias is None else 3
     table = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     step = StepMetadata.rectangle(table, (3,), 8, query_len=query_len)
@@ -108,8 +98,6 @@ def attended(query: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Ten
 
 
 def merged(weights: torch.Tensor) -> torch.Tensor:
-    from hf_paged.kernels.triton.merge import merge
-
     found = torch.zeros(1, 1, 16, device=DEVICE)
     merge(random(3, 16).float()[:, None, None], weights[:, :1, None], found)
     return found

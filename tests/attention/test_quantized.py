@@ -3,6 +3,7 @@ float32."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.build import batch_invariant
-from tests.attention.test_backends import CASES, TOLERANCE, Call, Case, build
+from tests.attention.test_backends import CASES, TOLERANCE, Call, Case, any_case, build
 from tests.support.kernels.device import DEVICE, available
 
 BACKENDS = ["reference", "gather", *(["cpp"] if cpp.is_available() else [])]
@@ -115,3 +116,10 @@ def test_latents_through_the_triton_kernels(dtype: torch.dtype) -> None:
         out = backends.triton.attend(moved._replace(blocks=moved.blocks.latents)).float().cpu()
         tolerance = 4 * TOLERANCE[dtype]
         torch.testing.assert_close(out, reference.attend(exact), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
+def test_matches_the_reference_on_any_sizes(kv_dtype: str) -> None:
+    for seed, backend in itertools.product(range(13), BACKENDS):
+        check(any_case(seed), backend, kv_dtype, seed)

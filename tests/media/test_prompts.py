@@ -24,8 +24,8 @@ from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import decoder_text
 from tests.support.architecture_media import media_inputs, media_rows
-from tests.support.checks import assert_paged_is_plain
-from tests.support.engine_helpers import run_all
+from tests.support.checks import assert_paged_is_plain, assert_pool_empty, in_threads
+from tests.support.engine_helpers import Recorder, run_all
 from tests.support.rooms import needs_fingerprints
 
 LLAVA, QWEN, GEMMA = (f"{name}ForConditionalGeneration" for name in ("Llava", "Qwen2VL", "Gemma3"))
@@ -838,3 +838,19 @@ def test_requests_behind_a_known_text_run_beside_others_and_are_preempted(name: 
             engine.generate(calls[:1], GREEDY)
             results = ask(engine, calls, max_new_tokens=20)
             assert results[1].num_prefix_hit_tokens == 24
+
+
+@pytest.mark.slow
+def test_streamers_and_threads() -> None:
+    model, inputs = model_of(QWEN), pictures(QWEN)
+    streamers = [Recorder(), Recorder()]
+    tokens = model.generate(**inputs, **GREEDY, **models.PAGED, streamer=streamers)
+    assert torch.equal(tokens, model.generate(**inputs, **GREEDY))
+    for streamer, row in zip(streamers, tokens.tolist()):
+        assert streamer.values[1:] == [[token] for token in row[-8:]]
+    calls = [inputs, other_pictures(inputs)] * 2
+    options = {**GREEDY, "max_new_tokens": 30}
+    expected = [model.generate(**call, **options) for call in calls]
+    jobs = [functools.partial(model.generate, **call, **options, **models.PAGED) for call in calls]
+    assert all(map(torch.equal, expected, in_threads(*jobs)))
+    assert_pool_empty(model)

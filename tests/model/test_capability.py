@@ -32,6 +32,7 @@ from hf_paged.topics import Topic
 from tests.model import test_positions as tables
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.architecture_inputs import decoder_text
 from tests.support.checks import assert_paged_is_plain
 from tests.support.precision import TensorFloats, default_precision
 
@@ -510,3 +511,50 @@ def test_the_check_leaves_no_trace() -> None:
     assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     groups = cache.memory.groups.values()
     assert cache.memory.num_used == 0 and not any(group.storage.layers for group in groups)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    models.BEFORE_5_18, reason="plain GIT counts positions twice in decode steps: it is not packed"
+)
+def test_packed_rows_with_padding_that_plain_counts_stay_together() -> None:
+    model = tiny_model(transformers.GitForCausalLM)
+    inputs = decoder_text(model.config)
+    options = {"do_sample": False, "max_new_tokens": 10, "min_new_tokens": 10}
+    for padded in (True, False):
+        given = inputs if padded else {name: x[:1] for name, x in inputs.items()}
+        expected = model.generate(**given, **options)
+        assert torch.equal(
+            model.generate(**given, **options, cache_implementation="paged"), expected
+        )
+        route = hf_paged.last_route(model)
+        assert (
+            route is not None and route.road == "engine" and ("padding" in route.reason) == padded
+        ), route
+
+
+def test_a_check_whose_forward_fails_runs_again_ever_more_rarely() -> None:
+    model = models.build("llama")
+    own = model.model.forward
+    messages: list[str] = ["lasting"]
+    forwards: list[None] = []  # a number would be part of the function's key
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        forwards.append(None)
+        raise LookupError(messages[-1])
+
+    def calls_with_checks(num_calls: int) -> list[int]:
+        numbers = []
+        for number in range(num_calls):
+            num_before = len(forwards)
+            assert "its forward fails" in (reason(model) or "")
+            if len(forwards) > num_before:
+                numbers.append(number)
+        return numbers
+
+    model.model.forward = fail
+    assert calls_with_checks(12) == [0, 1, 4, 11]
+    messages.append("another")
+    assert calls_with_checks(18) == [14, 15]  # a new reason is as good as the first
+    model.model.forward = own
+    assert reason(model) is None

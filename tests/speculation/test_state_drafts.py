@@ -20,7 +20,7 @@ from tests.speculation.test_speculation import (
     repeating,
 )
 from tests.support import models
-from tests.support.engine_helpers import lone_run
+from tests.support.engine_helpers import Asked, lone_run
 from tests.support.forwards import build
 
 
@@ -74,3 +74,13 @@ def test_rows_that_cannot_go_back_are_refused() -> None:
         (result,) = engine.generate([repeating(9)[0]], GREEDY)
         assert not result.num_draft_tokens
     assert result.token_ids == lone_run(model, repeating(9)[0], GREEDY)[0]
+
+
+@pytest.mark.slow
+def test_an_assistant_proposes_for_a_model_with_states() -> None:
+    model: Any = build("Qwen3NextForCausalLM")
+    assistant: Any = build("LlamaForCausalLM")
+    prompts = [text(6, 1), text(11, 2)]
+    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
+        Asked(engine, prompts, GREEDY, assistant_model=assistant).check()
+        assert engine.stats().num_draft_tokens > 0

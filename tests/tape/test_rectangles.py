@@ -539,3 +539,47 @@ def test_a_bias_of_the_encoders_columns_is_not_lost() -> None:
         assert_same_samples(model, {**inputs, "attention_mask": weights.clone()}, 24)
         if number == 1:
             assert_recorded(model, 20)
+
+
+class OwnUpdate(transformers.BertLMHeadModel):
+    """Overrides the update of a step's inputs, as classes of transformers do."""
+
+    reads_outputs = False
+
+    def _update_model_kwargs_for_generation(self, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        updated = super()._update_model_kwargs_for_generation(outputs, *args, **kwargs)
+        if self.reads_outputs:
+            updated["last"] = outputs.logits[:, -1].argmax(-1)
+        return updated
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        last = kwargs.pop("last", None)
+        prepared = super().prepare_inputs_for_generation(*args, **kwargs)
+        if last is not None:
+            prepared["input_ids"] = (prepared["input_ids"] + last[:, None]) % 150
+        return prepared
+
+
+@pytest.mark.parametrize("is_of_transformers", [True, False])
+@pytest.mark.parametrize("reads_outputs", [False, True])
+def test_an_update_of_the_models_own_is_replayed_unless_it_reads_outputs(
+    is_of_transformers: bool, reads_outputs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A method of a user may do more than return inputs, so it sees each forward."""
+    if is_of_transformers:
+        update = OwnUpdate._update_model_kwargs_for_generation
+        monkeypatch.setattr(update, "__module__", "transformers.models.bert.modeling_bert")
+    model = as_subclass(OwnUpdate, "BertLMHeadModel")
+    model.reads_outputs = reads_outputs
+    for seed in range(3):
+        assert_as_plain(model, inputs_of("BertLMHeadModel", seed))
+    may_replay = is_of_transformers and not reads_outputs and records_on_cpu()
+    assert (route_of(model).num_captured_steps > 0) == may_replay
+
+
+def test_token_types_of_new_tokens_are_constants_of_a_replay() -> None:
+    name = "PaliGemmaForConditionalGeneration"  # its new tokens have the type 1
+    for seed in range(3):
+        assert_as_plain(build(name), inputs_of(name, seed))
+    if not models.BEFORE_5_24:
+        assert_recorded(build(name), 10)

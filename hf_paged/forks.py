@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from .topics import Topic
+from .weak_sets import members_of
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ def notify_around_forks(listener: Any) -> None:
 
 def _notify(name: str) -> None:
     """Calls the method `name` of each listener of `notify_around_forks`, even if others raise."""
-    for listener in list(_fork_listeners):
+    for listener in members_of(_fork_listeners):
         try:
             getattr(listener, name)()
         except Exception:
@@ -84,14 +85,14 @@ def _notify(name: str) -> None:
 
 def _after_fork() -> None:
     freed = set()
-    for lock in list(_locks):
+    for lock in members_of(_locks):
         if lock.acquire(blocking=False):  # it was free, or this thread holds it
             lock.release()
         else:
             lock._at_fork_reinit()  # as the standard library does
             freed.add(lock)
     _notify("after_in_child")
-    for listener in list(_child_listeners):
+    for listener in members_of(_child_listeners):
         try:
             listener.after_fork(freed)
         except Exception:  # the other listeners must still be notified

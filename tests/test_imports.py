@@ -39,6 +39,7 @@ PLACES = {
             "threads",
             "timing",
             "topics",
+            "weak_sets",
         ),
         "base",
     ),

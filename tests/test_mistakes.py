@@ -295,7 +295,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "tokenizer of no assistant": (
         lambda: add(assistant_tokenizer=models.tokenizer()),
         ValueError,
-        ("`assistant_tokenizer` goes with an `assistant_model`", "leave both out"),
+        ("`assistant_tokenizer` goes with an `assistant_model`", "leave out the tokenizer"),
     ),
     "request of no id": (
         lambda: textless().cancel("lost"),

@@ -12,7 +12,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged import PagedEngine, compat, last_route
-from hf_paged.model.forwards import code_of
+from hf_paged.model.forwards import behavior_key
 from tests.support import models
 
 OPTIONS = {"max_new_tokens": 12, "do_sample": False}
@@ -27,9 +27,13 @@ def with_keyword(scale: int) -> Any:
 
 
 def test_forwards_that_differ_in_a_keyword_have_keys_of_their_own() -> None:
-    assert code_of(with_keyword(1)) == code_of(with_keyword(1)) != code_of(with_keyword(2))
+    assert (
+        behavior_key(with_keyword(1))
+        == behavior_key(with_keyword(1))
+        != behavior_key(with_keyword(2))
+    )
     first, second = (functools.partial(with_keyword(1), **{name: 1}) for name in ("x", "scale"))
-    assert code_of(first) != code_of(second)
+    assert behavior_key(first) != behavior_key(second)
 
 
 class _Single(nn.Module):

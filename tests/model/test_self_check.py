@@ -187,3 +187,32 @@ def test_a_plain_forward_that_fails_in_the_check_is_no_verdict() -> None:
         assert route is not None and route.road == "engine"
         assert reason in route.reason
         assert torch.equal(paged, model.generate(**inputs, **OPTIONS))
+
+
+def with_cell(value: Any) -> Any:
+    return lambda: value
+
+
+class _Scale:
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def test_keys_do_not_depend_on_the_addresses_of_objects_that_are_freed() -> None:
+    """Dicts that were made for a key and freed gave their ids to the next dicts."""
+    first, second = with_cell(1), with_cell(1)
+    parts = behavior_key(functools.partial(max, first, second))
+    assert parts[2] == parts[3] == behavior_key(first)
+    # Python makes the dict of an object's attributes when it is first read
+    keys = [behavior_key(functools.partial(first, _Scale(scale))) for scale in (2, 3, 2)]
+    assert keys[0] != keys[1] and keys[0] == keys[2]
+
+
+def test_keys_tell_scalars_of_several_types_and_signs_apart() -> None:
+    values = (1, True, 1.0, 0, False, 0.0, -0.0, float("nan"), None, "1")
+    assert len({behavior_key(with_cell(value)) for value in values}) == len(values)
+    one, other = (behavior_key(with_cell(float("nan"))) for _ in range(2))
+    assert one == other

@@ -53,12 +53,12 @@ def unsupported_reason(call: AttentionCall) -> str | None:
         return "blocks whose head dimension is not contiguous"
     if step.num_rows > MAX_BATCH:
         return f"{step.num_rows} rows: at most {MAX_BATCH}"
-    if fits_decode_kernel(step):
+    if _fits_decode_kernel(step):
         return None
     return _prefill_unsupported_reason(call)
 
 
-def fits_decode_kernel(step: StepMetadata) -> bool:
+def _fits_decode_kernel(step: StepMetadata) -> bool:
     """Whether all rows have the same number of queries, at most `MAX_QUERIES`."""
     return step.query_len is not None and step.query_len <= MAX_QUERIES
 
@@ -87,7 +87,7 @@ def attend(call: AttentionCall) -> Tensor:
     from ...kernels.triton import attention  # needs Triton
 
     step = call.step
-    if fits_decode_kernel(step):
+    if _fits_decode_kernel(step):
         return _attend_rows(call)
     outputs = []
     query = call.query

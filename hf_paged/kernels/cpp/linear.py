@@ -134,10 +134,10 @@ def linear(
     also be int8, and is then multiplied as if converted to float32; with `scales` `(width, groups)`
     of a dtype in `FLOAT_DTYPE_NUMBERS`, and perhaps `zeros` `(width, groups)` int8, as if it were
     `(weight - zeros) * scales`, where each group of columns, of a length that `is_group_supported`
-    accepts, has one number a row. The last dimensions of `x` and `bias`, and one dimension of `weight`
-    (int8: the last), must be contiguous, as must `scales` and `zeros`. A row's result does not
-    depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises `TypeError`
-    for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
+    accepts, has one number a row. The last dimensions of `x` and `bias`, and one dimension of
+    `weight` (int8: the last), must be contiguous, as must `scales` and `zeros`. A row's result does
+    not depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises
+    `TypeError` for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
     has_codes = weight.dtype is torch.int8
     # as `Conv1D` stores it
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1 and not has_codes

@@ -36,7 +36,9 @@ from hf_paged.batching import engine_core, prompt_forms, streams
 from hf_paged.batching.decoding import prepare, sample, sampler
 from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.ledger import Ledger
+from hf_paged.cache import free_memory, handles
 from hf_paged.fingerprints.state import StateReading
+from hf_paged.kernels.cpp import build
 from hf_paged.model import writes
 from hf_paged.rooms import ROOMS, is_installed
 from hf_paged.switches import Switches
@@ -862,6 +864,10 @@ def test_an_error_that_replaces_no_interrupt_is_none() -> None:
                 assert not interrupts.is_interrupt(error)
 
 
+class Stopped(TimeoutError, RuntimeError):
+    """An error of a handler, of the types that most code handles."""
+
+
 class Rings:
     """An object of the caller whose every method is interrupted."""
 
@@ -918,7 +924,7 @@ def ring_in_elements(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> Non
 def ring_in_source(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
     with patch.context() as inner:
         inner.setattr(switch.inspect, "getsource", lambda code: ring())
-        with pytest.raises(TimedOut):
+        with pytest.raises(Stopped):
             switch._tree(RingsInList)
     assert switch._tree(RingsInList) is not None  # the lack of a tree was not cached
     ring()
@@ -985,6 +991,59 @@ def ring_in_loading(function: str, ring: Callable[[], None], patch: pytest.Monke
         loading.load_tokenizer("a name", SimpleNamespace(name_or_path="a name"))
 
 
+def ring_in_find(function: str, ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    from hf_paged.tools import models as tool_models
+
+    for kind in (transformers.AutoConfig, transformers.GenerationConfig):
+        patch.setattr(kind, "from_pretrained", lambda *args, **kwargs: ring())
+    getattr(tool_models, function)("a name")
+
+
+def ring_in_folder(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    from hf_paged.tiers import block_files
+
+    patch.setattr(block_files, "_make_private", lambda folder: ring())
+    block_files.check_folder("folder")
+
+
+def ring_in_build(function: str, ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(build.ctypes, "CDLL", lambda path: ring())
+    patch.setattr(build, "_read_private", lambda path: ring())
+    patch.setattr(build.prebuilt, "find", lambda: Path("library.so"))
+    folder: Any = SimpleNamespace(glob=lambda pattern: [Path("library.so")])
+    if function == "load":
+        build._load()
+    else:
+        build._find_library(folder, "key")
+
+
+def ring_in_libc(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(free_memory.ctypes, "CDLL", lambda path: ring())
+    free_memory._libc_function.__wrapped__("malloc_trim")
+
+
+def ring_in_copy(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    snapshot: Any = object.__new__(writes.Snapshot)
+    snapshot._copies = []
+    snapshot._try_copy(Rings(ring))
+
+
+def ring_in_handle(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    """The step after the interrupted operation used to read contiguous keys."""
+    cache = hf_paged.PagedCache(paged_config={"block_size": 8})
+    for _ in range(2):
+        keys, _ = cache.update(*2 * [torch.ones(1, 2, 3, 16)], 0)
+    original, rings = handles.PagedTensor.dense, [ring]
+
+    def dense(handle: Any) -> torch.Tensor:
+        if rings:
+            rings.pop()()
+        return original(handle)
+
+    patch.setattr(handles.PagedTensor, "dense", dense)
+    keys.view(-1)
+
+
 def chat(tokenizer: Any) -> None:
     prompt_forms.prompt_ids([{"role": "user", "content": "text"}], tokenizer)
 
@@ -998,6 +1057,11 @@ SWALLOWED: dict[str, Callable[[Callable[[], None], pytest.MonkeyPatch], object]]
     "source code": ring_in_source,
     "values of a model": ring_in_weights_state,
     "a prompt that cannot be added": ring_in_prompt,
+    "a library is loaded": functools.partial(ring_in_build, "load"),
+    "a library is read": functools.partial(ring_in_build, "read"),
+    "the C library": ring_in_libc,
+    "a copy of a tensor": ring_in_copy,
+    "an operation on keys": ring_in_handle,
 }
 IN_ROOMS: dict[str, Callable[[Callable[[], None], pytest.MonkeyPatch], object]] = {
     "a pending request": ring_in_pending,
@@ -1006,6 +1070,9 @@ IN_ROOMS: dict[str, Callable[[Callable[[], None], pytest.MonkeyPatch], object]] 
     "an adapter is loaded": functools.partial(ring_in_adapter, "load"),
     "a model of a tool": ring_in_config,
     "a model's config": functools.partial(ring_in_loading, "model"),
+    "a config is found": functools.partial(ring_in_find, "find_model"),
+    "a generation config": functools.partial(ring_in_find, "saved_generation_config"),
+    "a folder of blocks": ring_in_folder,
     "a tokenizer": functools.partial(ring_in_loading, "tokenizer"),
 }
 
@@ -1016,15 +1083,19 @@ IN_ROOMS: dict[str, Callable[[Callable[[], None], pytest.MonkeyPatch], object]] 
 def test_an_interrupt_passes_code_that_handles_any_error(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with alarmed() as ring:
-        handler = signal.getsignal(signal.SIGALRM)
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Stopped
 
-        def ring_while_handled() -> None:  # not later, when pytest shows an object
-            if signal.getsignal(signal.SIGALRM) is handler:
-                ring()
+    def ring() -> None:
+        if signal.getsignal(signal.SIGALRM) is stop:  # not later, when pytest shows an object
+            signal.raise_signal(signal.SIGALRM)
 
-        with pytest.raises(TimedOut):
-            {**SWALLOWED, **IN_ROOMS}[case](ring_while_handled, monkeypatch)
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.raises(Stopped):
+            {**SWALLOWED, **IN_ROOMS}[case](ring, monkeypatch)
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 @needs_all_rooms

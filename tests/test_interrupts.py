@@ -1010,6 +1010,7 @@ def ring_in_build(function: str, ring: Callable[[], None], patch: pytest.MonkeyP
     patch.setattr(build.ctypes, "CDLL", lambda path: ring())
     patch.setattr(build, "_read_private", lambda path: ring())
     patch.setattr(build.prebuilt, "find", lambda: Path("library.so"))
+    patch.setattr(build, "_find_compiler_and_key", lambda: pytest.fail("it would be compiled"))
     folder: Any = SimpleNamespace(glob=lambda pattern: [Path("library.so")])
     if function == "load":
         build._load()

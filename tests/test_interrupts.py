@@ -1030,7 +1030,6 @@ def ring_in_copy(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
 
 
 def ring_in_handle(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
-    """The step after the interrupted operation used to read contiguous keys."""
     cache = hf_paged.PagedCache(paged_config={"block_size": 8})
     for _ in range(2):
         keys, _ = cache.update(*2 * [torch.ones(1, 2, 3, 16)], 0)
@@ -1042,7 +1041,9 @@ def ring_in_handle(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
         return original(handle)
 
     patch.setattr(handles.PagedTensor, "dense", dense)
-    keys.view(-1)
+    patch.setattr(keys.layer, "rows", object())  # as in rows at contiguous addresses
+    patch.setattr(handles.PagedTensor, "make_contiguous", lambda handle: True)
+    torch.neg(keys)
 
 
 def chat(tokenizer: Any) -> None:

@@ -13,8 +13,7 @@ from ...step import StepMetadata
 from .. import quantized
 from .build import batch_invariant, best_path, kernel, observer
 
-FLOAT_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Numbers by which the C++ code identifies dtypes."""
+FLOAT_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ids in C++
 
 # struct AttentionCall: fields of the call and its bias, of the step, of the choice of instructions,
 # and of the layer
@@ -178,9 +177,8 @@ class Attention:
                 " (tokens, heads, dim), blocks (num_blocks, kv_heads, block_size, dim)"
             )
         if sinks is not None:
-            is_supported = (
-                sinks.is_cpu and sinks.dtype in FLOAT_DTYPE_NUMBERS and sinks.stride() == (1,)
-            )
+            is_float = sinks.dtype in FLOAT_DTYPE_NUMBERS
+            is_supported = sinks.is_cpu and is_float and sinks.stride() == (1,)
             if not is_supported or sinks.shape != query.shape[1:2]:
                 error_type = ValueError if is_supported else TypeError
                 raise error_type(
@@ -324,7 +322,6 @@ class Store:
         Raises `TypeError` for unsupported dtypes, devices and strides, and `ValueError` for shapes
         that do not fit.
         """
-        has_one_format = quantized.have_one_format(key_blocks, value_blocks)
         for states, blocks in ((keys, key_blocks), (values, value_blocks)):
             fits = (
                 states.dim() == blocks.dim() == 4
@@ -347,7 +344,7 @@ class Store:
             else:
                 is_supported = states.dtype is blocks.dtype
             is_supported &= all(x.is_cpu and x.stride(3) == 1 for x in (states, blocks))
-            if not (is_supported and has_one_format):
+            if not (is_supported and quantized.have_one_format(key_blocks, value_blocks)):
                 raise TypeError(
                     f"new states are {_describe(states)}, their blocks {_describe(blocks)}: the"
                     " kernel takes tensors on the CPU with a contiguous last dimension, and blocks"

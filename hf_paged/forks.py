@@ -85,14 +85,14 @@ def _notify(name: str) -> None:
 
 def _after_fork() -> None:
     freed = set()
-    for lock in members_of(_locks):
+    for lock in list(_locks):
         if lock.acquire(blocking=False):  # it was free, or this thread holds it
             lock.release()
         else:
             lock._at_fork_reinit()  # as the standard library does
             freed.add(lock)
     _notify("after_in_child")
-    for listener in members_of(_child_listeners):
+    for listener in list(_child_listeners):
         try:
             listener.after_fork(freed)
         except Exception:  # the other listeners must still be notified

@@ -55,7 +55,7 @@ def launch(
     except Exception as error:  # Triton fails in many ways
         interrupt = interrupt_of(error)  # Triton replaces errors of signal handlers by its own
         if interrupt is not None:
-            raise interrupt from None
+            raise interrupt from interrupt.__cause__
         if not is_recoverable(error, device):
             raise
         lines = str(error).strip().splitlines() or [""]

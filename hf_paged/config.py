@@ -41,7 +41,11 @@ def shown(value: Any) -> str:
     """Returns a shortened `repr` on one line; if `repr` fails, a text with the type's name."""
     try:
         return " ".join(reprlib.repr(value).split())
-    except Exception:  # an object's `__repr__` fails, or an integer has too many digits
+    except Exception as error:  # an object's `__repr__` fails, or an integer has too many digits
+        from .interrupts import is_interrupt  # imports torch
+
+        if is_interrupt(error):
+            raise
         return f"a value of type {type(value).__name__}"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from .topics import Topic
+from .weak_sets import members_of
 
 T = TypeVar("T")
 
@@ -74,7 +75,7 @@ def notify_around_forks(listener: Any) -> None:
 
 def _notify(name: str) -> None:
     """Calls the method `name` of each listener of `notify_around_forks`, even if others raise."""
-    for listener in list(_fork_listeners):
+    for listener in members_of(_fork_listeners):
         try:
             getattr(listener, name)()
         except Exception:

@@ -70,6 +70,8 @@ class GrammarCompiler:
             try:
                 info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
             except Exception as error:
+                if is_interrupt(error):
+                    raise
                 raise ValueError(
                     f"xgrammar cannot read the tokenizer {type(tokenizer).__name__}: {error}"
                 ) from error

@@ -14,14 +14,18 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
-from types import CodeType, FrameType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from .weak_sets import members_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -192,7 +196,7 @@ def _restore_state(num_open: int, restore_torch: Callable[[], None]) -> None:
 
 
 def _clean_up_owners() -> None:
-    for owner in list(_owners):
+    for owner in members_of(_owners):
         owner.clean_up_after_error()
     _thread_contexts.is_cleanup_due = False
 
@@ -221,13 +225,46 @@ def ensure_done(undo: Callable[[], object]) -> None:
 
 def is_interrupt(error: BaseException) -> bool:
     """Whether an error must reach the caller instead of being handled as a failure of the running
-    code: it is not an `Exception`, or a signal handler raised it."""
-    if not isinstance(error, Exception):
-        return True
-    handler_codes = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {
-        None
-    }
-    trace = error.__traceback__
+    code: it is not an `Exception`, or `interrupt_of` finds an interrupt."""
+    return not isinstance(error, Exception) or interrupt_of(error) is not None
+
+
+def interrupt_of(error: BaseException) -> BaseException | None:
+    """Returns the interrupt, a `KeyboardInterrupt` or an error of a signal handler, that `error` is
+    or that other code has caught and replaced by `error`; `None` if there is none."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    handler_codes = set(map(_code_of, handlers)) - {None}
+    for earlier in _with_replaced(error):
+        if isinstance(earlier, KeyboardInterrupt):
+            return earlier
+        if _is_from_handler(earlier.__traceback__, handler_codes):
+            return earlier
+    return None
+
+
+def _with_replaced(error: BaseException) -> list[BaseException]:
+    """Returns an error, and the errors that it has replaced: its causes and contexts, except those
+    that a running frame has caught, since the error was raised later, in that frame's handler."""
+    running_ids = set[int]()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        running_ids.add(id(frame))
+        frame = frame.f_back
+    errors = [error]
+    for later in errors:  # which grows
+        for earlier in (later.__cause__, later.__context__):
+            if earlier is None or any(earlier is known for known in errors):
+                continue
+            trace = earlier.__traceback__
+            if trace is None or id(trace.tb_frame) not in running_ids:
+                errors.append(earlier)
+    return errors
+
+
+def _is_from_handler(
+    trace: TracebackType | None, handler_codes: AbstractSet[CodeType | None]
+) -> bool:
+    """Whether a traceback passes through a signal handler."""
     interrupted: FrameType | None = None
     while trace is not None:
         frame = trace.tb_frame

@@ -22,7 +22,7 @@ above the core, which imports none of them."""
 # What is not in a folder of its package's name. The first that fits a module's name counts.
 BASE = (
     "after_import compat compiled config forks interrupts plan rooms seams step switches threads"
-    " timing topics"
+    " timing topics weak_sets"
 )
 PLACES = {
     **dict.fromkeys(("", "__main__", "inspect", *ROOMS), "rooms"),

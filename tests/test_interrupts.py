@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _signal
+import _weakrefset
 import ast
 import contextlib
 import dis
@@ -15,22 +16,27 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import FrameType, FunctionType
+from types import FrameType, FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.overrides import TorchFunctionMode
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_paged
-from hf_paged import PagedEngine, interrupts, threads
+from hf_paged import PagedConfig, PagedEngine, config, forks, interrupts, threads
 from hf_paged.attention import switch
-from hf_paged.batching import engine_core
-from hf_paged.batching.decoding import sample, sampler
+from hf_paged.batching import engine_core, prompt_forms, streams
+from hf_paged.batching.decoding import prepare, sample, sampler
 from hf_paged.batching.engine_core import EngineCore
 from hf_paged.batching.ledger import Ledger
+from hf_paged.cache import free_memory, handles
+from hf_paged.fingerprints.state import StateReading
+from hf_paged.kernels.cpp import build
+from hf_paged.model import writes
 from hf_paged.rooms import ROOMS, is_installed
 from hf_paged.switches import Switches
 from tests.support import models
@@ -617,3 +623,363 @@ def test_no_lock_is_acquired_outside_of_with_and_attempt() -> None:
         "threads.py: lock.acquire()",  # of a condition, by its holder
         "threads.py: lock.acquire(timeout=seconds)",  # `attempt`
     }
+
+
+class Replaced(RuntimeError):
+    """The error that code raises in place of one that it has caught."""
+
+
+def replace_from_none(raises: Callable[[], object]) -> None:
+    try:
+        raises()
+    except BaseException:
+        raise Replaced from None  # as Triton's code generator does
+
+
+def replace_from_cause(raises: Callable[[], object]) -> None:
+    cause = None
+    try:
+        raises()
+    except BaseException as error:
+        cause = error
+    raise Replaced from cause
+
+
+def replace_twice(raises: Callable[[], object]) -> None:
+    try:
+        replace_from_none(raises)
+    except Replaced as error:
+        raise Replaced from error
+
+
+def interrupt_by_keyboard() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("replace", [replace_from_none, replace_from_cause, replace_twice])
+def test_an_error_that_replaces_an_interrupt_is_one(replace: Callable[..., None]) -> None:
+    with alarmed() as ring:
+        for raises, kind in ((ring, TimedOut), (interrupt_by_keyboard, KeyboardInterrupt)):
+            with pytest.raises(Replaced) as caught:
+                replace(raises)
+            assert interrupts.is_interrupt(caught.value)
+            assert type(interrupts.interrupt_of(caught.value)) is kind
+
+
+def test_an_error_that_replaces_no_interrupt_is_none() -> None:
+    class PanicException(BaseException):
+        """As a Rust library raises it."""
+
+    def panic() -> None:
+        raise PanicException
+
+    with pytest.raises(Replaced) as caught:
+        replace_twice(panic)
+    assert not interrupts.is_interrupt(caught.value)
+    # a call in a handler of an interrupt: the context of its errors is the interrupt
+    with alarmed() as ring:
+        try:
+            ring()
+        except TimedOut:
+            try:
+                replace_twice(lambda: [][0])
+            except Replaced as error:
+                assert error.__context__ is not None
+                assert not interrupts.is_interrupt(error)
+
+
+class Stopped(TimeoutError, RuntimeError):
+    """An error of a handler, of the types that most code handles."""
+
+
+class Rings:
+    """An object of the caller whose every method is interrupted."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self.ring = ring
+
+    def __repr__(self) -> str:
+        self.ring()
+        return ""
+
+    def __reduce__(self) -> str:
+        return repr(self)
+
+    def __iter__(self) -> Iterator[Any]:
+        repr(self)
+        return iter(())
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: repr(self)
+
+
+class RingsInList(list[int]):
+    ring: Callable[[], None]
+
+    def __iter__(self) -> Iterator[int]:
+        self.ring()
+        return iter(())
+
+
+def ring_in_repr(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    # `reprlib` itself swallows errors of objects
+    patch.setattr(config.reprlib, "repr", lambda value: ring())
+    config.shown(5)
+
+
+def ring_in_capture(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    class Model:
+        def generate(self, **arguments: Any) -> None:
+            capture = prepare.capturing.get()
+            assert capture is not None
+            capture.calls.append(prepare.LoopCall("", {}, None))
+            ring()
+
+    model: Any = Model()
+    prepare.capture_call(model)
+
+
+def ring_in_elements(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    value = RingsInList()
+    value.ring = ring
+    writes._elements(value)
+
+
+def ring_in_source(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    with patch.context() as inner:
+        inner.setattr(switch.inspect, "getsource", lambda code: ring())
+        with pytest.raises(Stopped):
+            switch._tree(RingsInList)
+    assert switch._tree(RingsInList) is not None  # the lack of a tree was not cached
+    ring()
+
+
+def ring_in_weights_state(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    reading: Any = object.__new__(StateReading)
+    reading._owners, reading._iterated, reading._globals = [], [Rings(ring)], []
+    reading._read_values()
+
+
+def ring_in_prompt(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
+        patch.setattr(streams, "prompt_ids", lambda *args: ring())
+        engine.generate([[]], GREEDY)  # cannot be added
+
+
+def ring_in_pending(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    from hf_paged.native import pending
+
+    patch.setattr(pending, "prompt_ids", lambda *args: ring())
+    make_config: Any = None
+    pending.PendingRequest(["0"], [5], make_config, None, False, False, None, {}, None)
+
+
+def ring_in_grammar(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    from hf_paged import grammar
+
+    patch.setattr(grammar, "_xgrammar", lambda: SimpleNamespace(TokenizerInfo=Rings(ring)))
+    grammar.GrammarCompiler()._compiler_for(None, 9)
+
+
+def ring_in_adapter(function: str, ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    from hf_paged.adapters import files
+
+    patch.setattr(files, "_read_config", lambda path: ring())
+    file: Any = SimpleNamespace(path="adapter")
+    if function == "read":
+        files.read_adapter_file("adapter")
+    else:
+        files.load_adapter(torch.nn.Linear(2, 2), file)
+
+
+def ring_in_config(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    from hf_paged.tools import models as tool_models
+
+    model = models.build("llama")
+    patch.setattr(tool_models.compat, "from_config", lambda *args, **kwargs: ring())
+    tool_models._forward_caches(model)
+
+
+def ring_in_loading(function: str, ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import peft
+
+    from hf_paged.tools import loading
+
+    if function == "model":
+        patch.setattr(peft, "maybe_load_adapters", lambda *args: ring())
+        loading.load_model("a name")
+    else:
+        load = transformers.AutoTokenizer
+        patch.setattr(load, "from_pretrained", lambda *args, **kwargs: ring())
+        loading.load_tokenizer("a name", SimpleNamespace(name_or_path="a name"))
+
+
+def ring_in_find(function: str, ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    from hf_paged.tools import models as tool_models
+
+    for kind in (transformers.AutoConfig, transformers.GenerationConfig):
+        patch.setattr(kind, "from_pretrained", lambda *args, **kwargs: ring())
+    getattr(tool_models, function)("a name")
+
+
+def ring_in_folder(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    from hf_paged.tiers import block_files
+
+    patch.setattr(block_files, "_make_private", lambda folder: ring())
+    block_files.check_folder("folder")
+
+
+def ring_in_build(function: str, ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(build.ctypes, "CDLL", lambda path: ring())
+    patch.setattr(build, "_read_private", lambda path: ring())
+    patch.setattr(build.prebuilt, "find", lambda: Path("library.so"))
+    patch.setattr(build, "_find_compiler_and_key", lambda: pytest.fail("it would be compiled"))
+    folder: Any = SimpleNamespace(glob=lambda pattern: [Path("library.so")])
+    if function == "load":
+        build._load()
+    else:
+        build._find_library(folder, "key")
+
+
+def ring_in_libc(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(free_memory.ctypes, "CDLL", lambda path: ring())
+    free_memory._libc_function.__wrapped__("malloc_trim")
+
+
+def ring_in_copy(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    snapshot: Any = object.__new__(writes.Snapshot)
+    snapshot._copies = []
+    snapshot._try_copy(Rings(ring))
+
+
+def ring_in_handle(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
+    cache = hf_paged.PagedCache(paged_config={"block_size": 8})
+    for _ in range(2):
+        keys, _ = cache.update(*2 * [torch.ones(1, 2, 3, 16)], 0)
+    original, rings = handles.PagedTensor.dense, [ring]
+
+    def dense(handle: Any) -> torch.Tensor:
+        if rings:
+            rings.pop()()
+        return original(handle)
+
+    patch.setattr(handles.PagedTensor, "dense", dense)
+    patch.setattr(keys.layer, "rows", object())  # as in rows at contiguous addresses
+    patch.setattr(handles.PagedTensor, "make_contiguous", lambda handle: True)
+    torch.neg(keys)
+
+
+def chat(tokenizer: Any) -> None:
+    prompt_forms.prompt_ids([{"role": "user", "content": "text"}], tokenizer)
+
+
+SWALLOWED: dict[str, Callable[[Callable[[], None], pytest.MonkeyPatch], object]] = {
+    "an argument is shown": ring_in_repr,
+    "a config is pickled": lambda ring, patch: prepare._pickled(Rings(ring)),
+    "a chat": lambda ring, patch: chat(Rings(ring)),
+    "a prepared call": ring_in_capture,
+    "elements of a container": ring_in_elements,
+    "source code": ring_in_source,
+    "values of a model": ring_in_weights_state,
+    "a prompt that cannot be added": ring_in_prompt,
+    "a library is loaded": functools.partial(ring_in_build, "load"),
+    "a library is read": functools.partial(ring_in_build, "read"),
+    "the C library": ring_in_libc,
+    "a copy of a tensor": ring_in_copy,
+    "an operation on keys": ring_in_handle,
+}
+IN_ROOMS: dict[str, Callable[[Callable[[], None], pytest.MonkeyPatch], object]] = {
+    "a pending request": ring_in_pending,
+    "a grammar": ring_in_grammar,
+    "an adapter is read": functools.partial(ring_in_adapter, "read"),
+    "an adapter is loaded": functools.partial(ring_in_adapter, "load"),
+    "a model of a tool": ring_in_config,
+    "a model's config": functools.partial(ring_in_loading, "model"),
+    "a config is found": functools.partial(ring_in_find, "find_model"),
+    "a generation config": functools.partial(ring_in_find, "saved_generation_config"),
+    "a folder of blocks": ring_in_folder,
+    "a tokenizer": functools.partial(ring_in_loading, "tokenizer"),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [*SWALLOWED, *(pytest.param(name, marks=needs_all_rooms) for name in IN_ROOMS)]
+)
+def test_an_interrupt_passes_code_that_handles_any_error(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Stopped
+
+    def ring() -> None:
+        if signal.getsignal(signal.SIGALRM) is stop:  # not later, when pytest shows an object
+            signal.raise_signal(signal.SIGALRM)
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.raises(Stopped):
+            {**SWALLOWED, **IN_ROOMS}[case](ring, monkeypatch)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@needs_all_rooms
+def test_all_code_that_handles_any_error_looks_for_interrupts() -> None:
+    """Except for code that no signal handler interrupts, or whose caller gets the error."""
+    unaware = set[str]()
+    for path in Path(OURS).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ExceptHandler) and node.type is not None:
+                body = ast.unparse(node)
+                is_broad = "Exception" in map(ast.unparse, ast.walk(node.type))
+                raises_all = body.endswith("raise") and "return" not in body and "if" not in body
+                is_aware = any(
+                    name in body for name in ("is_interrupt", "interrupt_of", "is_forward_failure")
+                )
+                if is_broad and not is_aware and not raises_all:
+                    unaware.add(path.relative_to(OURS).as_posix())
+    assert unaware == {
+        "cache/idle.py",  # in a thread
+        "forks.py",  # during `os.fork`, which raises no errors
+        "native/manager_thread.py",  # in the engine's thread
+        "native/pending.py",  # `end`: in the engine's thread
+        "tools/openai_answers.py",  # raised in the reading task
+        "tools/served_request.py",  # raised by `get`
+    }
+
+
+@pytest.mark.parametrize("name", ["owners", "listeners"])
+def test_other_threads_may_add_to_sets_that_are_being_read(name: str) -> None:
+    """Other threads ran between the lines of `WeakSet.__iter__`."""
+    num_done = 0
+
+    class Member:
+        def done(self) -> None:
+            nonlocal num_done
+            num_done += 1
+
+        clean_up_after_error = before_fork = done
+
+    register, run = {
+        "owners": (interrupts.register_for_cleanup, interrupts._clean_up_owners),
+        "listeners": (forks.notify_around_forks, functools.partial(forks._notify, "before_fork")),
+    }[name]
+    members = [Member(), Member()]
+    others = list[Member]()
+    for member in members:
+        register(member)
+
+    def other_thread(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename == _weakrefset.__file__:
+            others.append(Member())
+            register(others[-1])
+        return other_thread
+
+    before = sys.gettrace()
+    sys.settrace(other_thread)
+    try:
+        run()
+    finally:
+        sys.settrace(before)
+    assert num_done >= len(members)

@@ -97,7 +97,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "`schema` constrains text…`tokenizer=`": {"schema": {"type": "object"}},
     f"`num_beams` is 2.0: {COUNT}": {"config": GenerationConfig(num_beams=2.0)},
     "`assistant_model` is 'gpt2'…a model": {"assistant_model": "gpt2"},
-    "`assistant_tokenizer` goes with an `assistant_model`…leave both out": {
+    "`assistant_tokenizer` goes with an `assistant_model`…leave out the tokenizer": {
         "assistant_tokenizer": models.tokenizer()
     },
     f"`seed` is 1180591620717411303424: {SEEDS}": {"seed": 2**70},

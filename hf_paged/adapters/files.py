@@ -22,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ..cache.free_memory import free_bytes
+from ..interrupts import is_interrupt
 from ..kernels.lora import LoraWeights
 from ..rooms import ResolvedAdapter
 from ..threads import start
@@ -125,6 +126,8 @@ def read_adapter_file(name: str) -> AdapterFile:
     except AdapterError:
         raise
     except Exception as error:
+        if is_interrupt(error):
+            raise
         raise AdapterError(name, f"the adapter in {name!r} cannot be read: {error}") from error
     return AdapterFile(path, version, 4 * num_values)
 
@@ -224,6 +227,8 @@ def load_adapter(model: nn.Module, file: AdapterFile) -> dict[nn.Module, LoraWei
             raise ValueError("its files have changed since the request was added: add it again")
         return weights
     except Exception as error:
+        if is_interrupt(error):
+            raise
         raise AdapterError(
             file,
             f"the adapter in {file.path!r} cannot be loaded: {error}",

@@ -132,7 +132,7 @@ class AdapterPages:
         dropped = self._adapters
         self._adapters, self._adapter_by_block = {}, {}
         if self._group_index is not None:
-            self._pool.drop_all(self._on_evict_block)
+            self._pool.forget_kept_by(self._on_evict_block)
         for adapter, resident in dropped.items():
             for table in resident.sequence.tables:
                 table.abandon()

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .. import compat, forks
 from ..compiled import is_compiled, is_switched
+from ..interrupts import is_interrupt
 from ..rooms import LatentRoom, room_if_installed
 from ..switches import Switches, Switching
 from ..topics import Topic
@@ -271,7 +272,9 @@ def _tree(code: Any) -> ast.Module | None:
     with _parsing:  # CPython 3.11 counts the parser's recursion depth over all threads
         try:
             return ast.parse(textwrap.dedent(inspect.getsource(code)))
-        except (OSError, TypeError, SyntaxError):
+        except (OSError, TypeError, SyntaxError) as error:
+            if is_interrupt(error):
+                raise
             return None
 
 

@@ -18,7 +18,7 @@ from .. import compat
 from ..config import PagedConfig, is_whole, shown, suggest
 from ..model.forwards import compute_device
 from ..model.structure import is_stock
-from ..model.wrappers import base_model
+from ..model.wrappers import unwrap_model
 
 
 class ServedByGenerateError(ValueError):
@@ -60,7 +60,7 @@ class RequestOptions:
 class Assistance:
     """Arguments of assisted generation that are not part of the generation config."""
 
-    model: Any = None  # a smaller `PreTrainedModel`
+    assistant_model: Any = None  # a smaller `PreTrainedModel`
     tokenizer: Any = None  # of the assisted model; used only if the assistant has a different one
     assistant_tokenizer: Any = None  # of the assistant, if it differs
 
@@ -99,7 +99,7 @@ def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after
 
 
 def reject_engine_arguments(options: Mapping[str, Any]) -> None:
-    """Raises `TypeError` for `options`, the unknown keyword arguments of a call of [`PagedEngine`];
+    """Raises `TypeError` for `options`, the unknown keyword arguments of a call to [`PagedEngine`];
     does nothing if there are none."""
     if not options:
         return
@@ -170,7 +170,7 @@ def check_weights(model: Any) -> None:
     """Raises `ValueError` for a model on the meta device."""
     if compute_device(model).type == "meta":
         raise ValueError(
-            f"the weights of {type(model).__name__} are on the meta device, which holds no numbers:"
+            f"the weights of {type(model).__name__} are on the meta device, which holds no data:"
             " load them with `from_pretrained`"
         )
 
@@ -215,8 +215,8 @@ def check_assistant(value: Any, tokenizer: Any = None) -> None:
         raise ValueError(f"`assistant_model` is {shown(value)}: it must be None or a model")
     if value is None and tokenizer is not None:
         raise ValueError(
-            "`assistant_tokenizer` goes with an `assistant_model`: pass it as well, or leave"
-            " both out"
+            "`assistant_tokenizer` goes with an `assistant_model`: pass one, or leave out the"
+            " tokenizer"
         )
 
 
@@ -243,7 +243,7 @@ def checked_options(options: RequestOptions, default_salt: str | None) -> Reques
         options,
         adapter=adapter,
         cache_salt=default_salt if options.cache_salt is None else options.cache_salt,
-        assistant_model=base_model(options.assistant_model),
+        assistant_model=unwrap_model(options.assistant_model),
     )
 
 
@@ -326,8 +326,8 @@ def check_streamed_rows(streamer: Any, num_rows: int, remedy: str) -> None:
 def check_ids(value: Any, mask: Any, is_whole_prompt: bool) -> None:
     """Raises `ValueError` unless `value` is `None` or an int64 or int32 tensor `(rows, length,
     ...)` with at least one row. If no cached tokens or embeddings precede the ids
-    (`is_whole_prompt`), each row needs at least one id. If both are 2-D, `mask` must have the shape
-    of the ids."""
+    (`is_whole_prompt`), each row needs at least one id. If the ids and `mask` are both 2-D, their
+    shapes must be equal."""
     if value is None:
         return
     if not isinstance(value, Tensor):

@@ -17,7 +17,7 @@ from ..config import PagedConfig
 from ..interrupts import ensure_done, guarded, restoring
 from ..model.forwards import compute_device
 from ..model.registry import check_tiers
-from ..model.wrappers import base_model, resolve_adapter
+from ..model.wrappers import resolve_adapter, unwrap_model
 from ..rooms import TiersRoom, room
 from ..seams import DEFAULT_PARTS, EngineParts
 from .arguments import (
@@ -90,7 +90,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     ) -> None:
         reject_engine_arguments(unknown)
         reject_tokenizer_as_config(config)
-        self.model: PreTrainedModel = base_model(model)
+        self.model: PreTrainedModel = unwrap_model(model)
         check_generates(self.model)
         check_tokenizer(tokenizer)
         requested = PagedConfig.coerce(config, "config")

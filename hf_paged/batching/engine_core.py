@@ -26,7 +26,7 @@ from ..config import PagedConfig
 from ..forks import lazy_property
 from ..interrupts import guarded, is_interrupt, register_for_cleanup, restoring, setting
 from ..model.sharding import lead
-from ..model.wrappers import adapters_for
+from ..model.wrappers import adapters_room_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import setup_seconds
@@ -345,7 +345,7 @@ class EngineCore(EngineLoop):
     def _end_unsupported(self) -> None:
         """Ends requests whose adapter only PEFT's own `generate` can compute. `add` rejects such
         adapters, but the caller may have activated one since."""
-        adapters = adapters_for(self.model)
+        adapters = adapters_room_for(self.model)
         if adapters is None or not adapters.has_activated_lora(self.model):
             return
         for state in list(self.requests.values()):

@@ -248,7 +248,7 @@ class EngineLoop:
         assert assistance is not None and self.loop is not None
         if reason is None and not self.loop.executor.runner.supports_drafts:
             reason = Topic.ASSISTED("rotary factors depend on a row's length")
-        option = option_for_drafts(config, assistance.model)
+        option = option_for_drafts(config, assistance.assistant_model)
         if option is not None:
             if reason is None:
                 speculation: SpeculationRoom = room("speculation", f"`{option}`")

@@ -14,6 +14,7 @@ from transformers import GenerationConfig
 
 from .. import compat
 from ..config import is_whole, shown
+from ..interrupts import is_interrupt
 from ..model.own_loop import map_tensors, mismatched_rows
 from .arguments import quoted
 
@@ -117,6 +118,8 @@ def _chat_ids(messages: Any, tokenizer: Any) -> Any:
             messages, add_generation_prompt=True, tokenize=True, return_dict=False
         )
     except Exception as error:  # raised by the jinja2 template
+        if is_interrupt(error):
+            raise
         raise ValueError(
             f"the tokenizer's chat template does not take these messages: {error}"
         ) from error

@@ -113,9 +113,12 @@ class RequestStream:
                     request_id = options.request_id
                     if not isinstance(request_id, str):
                         request_id = self.core.make_id()
-                    with contextlib.suppress(Exception):  # an invalid prompt may raise anything
+                    try:
                         text_or_ids, _ = split_inputs(prompt, None)
                         ids = prompt_ids(text_or_ids, None)
+                    except Exception as prompt_error:  # an invalid prompt may raise anything
+                        if is_interrupt(prompt_error):
+                            raise
                     result = RequestResult(request_id, ids, error=error)
                     self.output_queue.append(RequestOutput(request_id, result=result))
                 self.request_ids.append(request_id)

@@ -161,12 +161,12 @@ class BlockManager:
         self.trim(blocks, num_committed)
         allocated_ids = None
         while allocated_ids is None:
-            needs = [table.num_needed(end - table.num_tokens) for table in tables]
+            needs = [table.num_needed_blocks(end - table.num_tokens) for table in tables]
             allocated_ids = self.take(needs, tables)
             if allocated_ids is None and not self._unregister_state(blocks):
                 return False
         for table, copies, new_ids in zip(tables, self._copies, allocated_ids):
-            unused_ids = new_ids[table.num_needed(end - table.num_tokens) :]
+            unused_ids = new_ids[table.num_needed_blocks(end - table.num_tokens) :]
             if unused_ids:  # `take` dropped this sequence's snapshot, so its slot needs no copy
                 table.pool.release(unused_ids)
                 new_ids = new_ids[: -len(unused_ids)]

@@ -24,9 +24,9 @@ class OutOfBlocksError(TopicError, RuntimeError):
 
 
 class BlockPool:
-    """Block ids `0 .. num_blocks - 1` of one layer group. A block is used (held by `refcount` block
-    tables), cached (held by none, content kept) or free. Cached blocks are evicted in LRU order
-    (PagedAttention, arXiv 2309.06180, section 4.2)."""
+    """Block ids `0 .. num_blocks - 1` of one layer group (PagedAttention, arXiv 2309.06180, section
+    4.2). A block is used (held by `refcount` block tables), cached (held by none, content kept) or
+    free. Cached blocks are evicted in LRU order (RadixAttention, arXiv 2312.07104, section 3)."""
 
     def __init__(self, num_blocks: int = 0, select: BlockSelector | None = None) -> None:
         """`select` selects the blocks to allocate; by default, those free for the longest time."""
@@ -165,7 +165,7 @@ class BlockPool:
             raise ValueError(f"block {block_id} is unused or already kept")
         self._kept[block_id] = on_evict
 
-    def drop_all(self, on_evict: Callable[[int], None]) -> None:
+    def forget_kept_by(self, on_evict: Callable[[int], None]) -> None:
         """Stops keeping every block with this `on_evict`, without calling it. The caller must then
         call `recount`."""
         self._kept = {
@@ -331,15 +331,18 @@ class BlockTable:
         return copies
 
     def slots(self, first: int, end: int) -> list[int]:
-        """Returns the slots, `block_id * block_size + offset`, of tokens `[first, end)`, where 0 is
-        the token at `first_token`. Raises `ValueError` for tokens without a slot."""
+        """Returns the slots, `block_id * block_size + offset`, of tokens `[first, end)`. Raises
+        `ValueError` for tokens without a slot."""
         size = self.block_size
         ids = self.block_ids
-        num_slots = len(ids) * size
-        if first < 0 or end > num_slots:
+        num_dropped_tokens = self.num_dropped * size
+        if first < num_dropped_tokens or end > num_dropped_tokens + len(ids) * size:
             raise ValueError(
                 f"tokens [{first}, {end}) are not in the table's {len(ids)} blocks of {size} tokens"
+                f" from token {num_dropped_tokens} on"
             )
+        first -= num_dropped_tokens
+        end -= num_dropped_tokens
         if end - first == 1:
             base = ids[first // size] * size
             return [base + first % size]
@@ -354,7 +357,7 @@ class BlockTable:
             slots += range(first_slot, end_slot)
         return slots
 
-    def num_needed(self, num_tokens: int) -> int:
+    def num_needed_blocks(self, num_tokens: int) -> int:
         """Returns how many blocks `append(num_tokens)` needs, including one for copy-on-write."""
         num_new = self.num_new_blocks(num_tokens)
         needs_copy = num_tokens > 0 and self.read_only_tail is not None
@@ -365,15 +368,15 @@ class BlockTable:
         num_tokens: int,
         new_ids: Sequence[int] | None = None,
     ) -> tuple[int, int] | None:
-        """Extends the table by `num_tokens` tokens. `new_ids`: ids of `num_needed(num_tokens)`
-        allocated blocks; `None` allocates them. If `read_only_tail` is replaced, returns the copy
-        `(source, target)` that must precede any write; otherwise `None`. Raises `OutOfBlocksError`
-        with the table unchanged."""
+        """Extends the table by `num_tokens` tokens. `new_ids`: ids of as many allocated blocks as
+        `num_needed_blocks` says; `None` allocates them. If `read_only_tail` is replaced, returns
+        the copy `(source, target)` that must precede any write; otherwise `None`. Raises
+        `OutOfBlocksError` with the table unchanged."""
         if num_tokens == 0:
             return None
         tail = self.read_only_tail
         if new_ids is None:
-            new_ids = self.pool.allocate(self.num_needed(num_tokens), self.block_ids)
+            new_ids = self.pool.allocate(self.num_needed_blocks(num_tokens), self.block_ids)
         copy = None
         if tail is not None:
             copy = (tail, new_ids[0])

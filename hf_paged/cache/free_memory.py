@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from ..interrupts import is_interrupt
 from . import budget
 from .groups import GroupSpec
 
@@ -207,7 +208,9 @@ def trim() -> None:
 def _libc_function(name: str) -> Any:
     try:
         return getattr(ctypes.CDLL(None), name)
-    except (AttributeError, OSError, TypeError):  # Windows, or another C library
+    except (AttributeError, OSError, TypeError) as error:  # Windows, or another C library
+        if is_interrupt(error):
+            raise
         return None
 
 

@@ -262,8 +262,8 @@ class PagedTensor(ReadOnlyTensor):
                 handle.make_contiguous()
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        except RuntimeError:  # such as a view that requires a contiguous tensor
-            if func._schema.is_mutable:
+        except RuntimeError as error:  # such as a view that requires a contiguous tensor
+            if func._schema.is_mutable or is_interrupt(error):
                 raise
             num_changed = sum(handle.make_contiguous() for handle in handles)
             if not num_changed:

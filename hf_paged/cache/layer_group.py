@@ -268,12 +268,14 @@ class LayerGroup:
         origins = []
         slots = array("q")
         for table, padding in zip(tables, self.paddings):
-            origin = padding + table.num_dropped * size
+            num_dropped_tokens = table.num_dropped * size
+            origin = padding + num_dropped_tokens
             end = max(0, length - origin)
             start = max(0, length - origin - query_len)
             if query_len:
                 num_unstored = query_len - (end - start)
-                slots.extend([-1] * num_unstored + table.slots(start, end))
+                slots.extend([-1] * num_unstored)
+                slots.extend(table.slots(num_dropped_tokens + start, num_dropped_tokens + end))
             seq_lens.append(end)
             origins.append(origin)
         first_column = self.spec.first_visible(length - query_len)

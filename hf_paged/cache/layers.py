@@ -7,8 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import transformers
-from packaging.version import Version
 from torch import Tensor
 from torch.autograd import forward_ad
 from transformers import cache_utils
@@ -23,9 +21,6 @@ from .layer_group import LayerGroup
 from .reading import read_pair
 from .store import StoreSignature, store_signature
 from .waits import Shortage
-
-# Before transformers 5.18, `crop` also accepted the length to keep, as a positive number.
-_CROP_TAKES_A_LENGTH = Version(transformers.__version__) < Version("5.18")
 
 # Layers that store nothing, such as those that read another layer's K/V. Older versions of
 # transformers lack the class.
@@ -66,7 +61,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         graph if gradients reach new or stored K/V, `own_attention.row_tensors` in a step with a
         `key_len`, dense tensors in decodes with `should_gather`, otherwise handles. Raises, with
         nothing stored: `OutOfBlocksError`; `ValueError` for another batch size or K/V that do not
-        fit; `NotPackable` for another shape than the packed step's; and `RuntimeError` for K/V that
+        fit; `NotPackable` for a shape other than the packed step's; and `RuntimeError` for K/V that
         a function transform traces (`torch.func`, forward-mode differentiation), or if the layer
         missed an operation (`_check_current`)."""
         self._check_states(key_states, value_states)
@@ -109,12 +104,12 @@ class PagedLayer(cache_utils.DynamicLayer):
         key_shape = key_states.shape
         value_shape = value_states.shape
         have_four_axes = len(key_shape) == 4 and len(value_shape) == 4
-        have_same_tokens = key_shape[::2] == value_shape[::2]  # and batch size
-        if not (have_four_axes and have_same_tokens):
+        sizes_match = key_shape[::2] == value_shape[::2]  # batch size and number of tokens
+        if not (have_four_axes and sizes_match):
             raise ValueError(
                 f"layer {self.index} got keys of shape {tuple(key_shape)} and values of shape"
-                f" {tuple(value_shape)}: both need (batch, heads, tokens, dim), with one batch size"
-                " and one number of tokens"
+                f" {tuple(value_shape)}: both must be (batch, heads, tokens, dim), with the same"
+                " batch size and number of tokens"
             )
         self._check_current()
         if _is_transformed(key_states) or _is_transformed(value_states):
@@ -298,8 +293,9 @@ class PagedLayer(cache_utils.DynamicLayer):
         tables. Raises `IndexError`, with nothing changed, for other tensors or missing rows."""
         beam_idx = _as_tensor(beam_idx)
         is_vector = beam_idx.dim() == 1
-        is_integer = beam_idx.dtype in (torch.int32, torch.int64)
-        if beam_idx.numel() and not (is_vector and is_integer):
+        # an empty list becomes a float tensor
+        is_integer = beam_idx.dtype in (torch.int32, torch.int64) or not beam_idx.numel()
+        if not (is_vector and is_integer):
             raise IndexError(
                 f"row indices must be a vector of int32 or int64, not {beam_idx.dtype} of shape"
                 f" {tuple(beam_idx.shape)}"
@@ -321,15 +317,10 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside
-        the window. Raises `RuntimeError` if the window is full and the past is not recorded, and,
-        from transformers 5.18 on, `ValueError` for a positive number."""
+        the window. Raises `RuntimeError` if the window is full and the past is not recorded. A
+        positive number is the length to keep in older versions of transformers, which log that it
+        is deprecated; newer versions raise `ValueError`."""
         count = int(tokens_to_remove)
-        if count > 0:
-            if not _CROP_TAKES_A_LENGTH:
-                raise ValueError(
-                    f"`crop` takes the tokens to remove as a negative number, not {count}"
-                )
-            count = min(0, count - self.num_positions)
         window = self.group.spec.window
         is_full = window is not None and self.num_positions >= window
         if is_full and not self.group.record_past:
@@ -337,6 +328,9 @@ class PagedLayer(cache_utils.DynamicLayer):
                 "`crop` cannot go back: the sliding window is full and older tokens were freed."
                 " Call `activate_past_recording` on the cache first"
             )
+        if count > 0:
+            cache_utils.DynamicLayer().crop(count)  # logs or raises as this version does
+            count = min(0, count - self.num_positions)
         num_removed = min(self.num_positions, -count)
         # if another layer of the group holds more positions, this layer's updates overwrite them
         self._run_once(self.group.rows.crop, num_removed)
@@ -344,7 +338,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         if num_removed:
             self._select_in_graph(lambda kv: kv[:, :, : max(0, kv.shape[2] - num_removed)])
 
-    def take(self, length: int) -> None:
+    def set_length(self, length: int) -> None:
         """Called after the cache has taken over rows of `length` positions each."""
         # handles are dropped, since a deep copy would gather stale ones
         self.num_positions, self.packed_handles = length, {}

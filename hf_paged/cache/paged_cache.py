@@ -250,7 +250,7 @@ class PagedCache(DynamicCache):
                 group.set_rows(paddings, group.length if length is None else length)
         if length is not None:
             for layer in self.paged_layers:
-                layer.take(length)
+                layer.set_length(length)
 
     def set_packed_steps(
         self,

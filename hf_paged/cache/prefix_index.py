@@ -219,7 +219,7 @@ class PrefixIndex:
         recount the pools."""
         self._roots, self._registered, self._step_blocks = {}, [{} for _ in self._pools], None
         for pool, on_evict in zip(self._pools, self._on_evict):
-            pool.drop_all(on_evict)
+            pool.forget_kept_by(on_evict)
 
     def remove_before(self, epoch: int) -> None:
         """Removes every node that belongs to an epoch before `epoch`, with its subtree."""

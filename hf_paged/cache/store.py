@@ -57,7 +57,8 @@ def choose_store(
         are_supported = all(
             tensor.dtype in supported_dtypes and tensor.device == device for tensor in tensors
         )
-        if has_equal_heads and are_supported:
+        has_one_format = quantized.have_one_format(key_blocks, value_blocks)
+        if has_equal_heads and are_supported and has_one_format:
             write = _store_triton
     elif has_equal_heads and cpp.is_available():
         key_dtype = keys.dtype

@@ -189,7 +189,9 @@ class StateReading(Reading):
             plain = map(np.asarray, self._arrays)
             arrays = list(map(operator.methodcaller("tobytes"), plain))
             return values, _pointers(values), arrays
-        except Exception:
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             return None
 
     def _read_content(self) -> tuple[list[int], bytes]:

@@ -28,7 +28,7 @@ from ..cache.waits import Shortage, claimed, held
 from ..config import PagedConfig
 from ..model.own_loop import cache_parts
 from ..model.sharding import is_sharded
-from ..model.wrappers import adapters_for
+from ..model.wrappers import adapters_room_for
 from ..plan import StepPlan
 from ..rooms import room, room_if_installed
 from ..switches import NOTHING
@@ -49,7 +49,7 @@ def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
     the reason in the call and returns `None`; raises `ValueError` instead if the call needs
     `batch_invariant`, which only the engine supports."""
     with contextlib.ExitStack() as stack:
-        adapters = adapters_for(call.model)
+        adapters = adapters_room_for(call.model)
         adapter_names = None
         if adapters is not None:
             # hides the names from PEFT, which would apply them to the rows of each forward instead
@@ -129,7 +129,7 @@ class BatchCall(Candidate):
             claim = NOTHING
             if generation.keep_blocks:  # rows then keep their blocks until the call ends
                 preemption = loop.scheduler.preemption
-                num_needed = sum(map(preemption.num_needed, generation.requests))
+                num_needed = sum(map(preemption.num_needed_blocks, generation.requests))
                 claim = claimed(loop.memory, num_needed, lambda: loop.blocks.num_total)
             try:
                 with claim:
@@ -242,7 +242,7 @@ class BatchCall(Candidate):
             if not len(plan) and not shortage.wait():
                 first = unfinished[0]
                 count = first.num_to_compute - 1
-                num_needed = sum(table.num_needed(count) for table in first.blocks.tables)
+                num_needed = sum(table.num_needed_blocks(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(
                     f"a row of the returned cache needs {num_needed} more blocks, but"
                     f" only {loop.blocks.num_free} are free: raise `num_blocks`, or leave"

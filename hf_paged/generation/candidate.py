@@ -107,7 +107,7 @@ class Candidate:
                 }
             )
         if self.assistance is not None:
-            option = option_for_drafts(self.config, self.assistance.model)
+            option = option_for_drafts(self.config, self.assistance.assistant_model)
             speculation: rooms.SpeculationRoom = rooms.room("speculation", f"`{option}`")
             yield from speculation.reasons_against_call(self, self.assistance)
 

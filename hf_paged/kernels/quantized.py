@@ -37,6 +37,11 @@ def is_quantized(blocks: Tensor) -> bool:
     return blocks.dtype in MAX_CODES
 
 
+def have_one_format(key_blocks: Tensor, value_blocks: Tensor) -> bool:
+    """Whether the blocks are quantized to the same dtype, or both unquantized, as kernels need."""
+    return DTYPE_NUMBERS.get(key_blocks.dtype) == DTYPE_NUMBERS.get(value_blocks.dtype)
+
+
 def check_alignment(block_size: int, dim: int) -> None:
     """Raises `ValueError` if the scales of a tile would not be aligned for float32."""
     if block_size * dim % SCALE_BYTES:

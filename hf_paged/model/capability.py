@@ -31,7 +31,7 @@ from .checks import (
     judge_writes,
     packed_check,
 )
-from .forwards import code_of, compute_device, hooks_of, tensors_of_module
+from .forwards import behavior_key, compute_device, hooks_of, tensors_of_module
 from .layout import Layout
 from .sharding import processes_of
 from .structure import Modules, reasons_against
@@ -265,7 +265,7 @@ def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
     device = compute_device(model)
     return (
         module_types,
-        tuple(map(code_of, attributes)),
+        tuple(map(behavior_key, attributes)),
         tuple(functions),
         tuple(map(model_attention, configs)),
         tuple(shapes),

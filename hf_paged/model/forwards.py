@@ -62,18 +62,19 @@ def has_foreign_hook(module: nn.Module) -> bool:
     )
 
 
-def code_of(function: Any, visited: set[int] | None = None) -> Any:
+def behavior_key(function: Any, visited: dict[int, Any] | None = None) -> Any:
     """A hashable key for what a function, method, callable object, wrapper or hook computes: its
     code, the scalars in its closure and defaults or in the attributes of its object, and the keys
     of callables among these. Callables that were created alike have equal keys. A key keeps code
     and classes alive."""
     kind = type(function)
     if kind in _SCALARS:
-        return function
-    visited = set() if visited is None else visited
+        # the `repr` of a float tells 0.0 from -0.0, and is the same for each nan
+        return kind, repr(function) if kind is float else function
+    visited = {} if visited is None else visited
     if id(function) in visited:  # some functions have themselves in their closures
         return kind
-    visited.add(id(function))
+    visited[id(function)] = function  # kept alive, so that no other object gets its id
     head: Any = kind
     parts: Iterable[Any] = ()
     if kind is types.FunctionType:
@@ -92,7 +93,7 @@ def code_of(function: Any, visited: set[int] | None = None) -> Any:
         parts = (part for name, x in named for part in (str(name), x))
     elif callable(function) and not isinstance(function, (nn.Module, type)):
         parts = (getattr(function, "__dict__", {}),)
-    return head, *(code_of(part, visited) for part in parts)
+    return head, *(behavior_key(part, visited) for part in parts)
 
 
 def compute_device(model: Any) -> torch.device:

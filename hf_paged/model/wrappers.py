@@ -14,7 +14,7 @@ from ..rooms import AdaptersRoom, ResolvedAdapter, room
 from ..switches import NOTHING
 
 
-def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
+def adapters_room_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
     """The room `adapters`, if a request names an `adapter` or if PEFT has added adapters to the
     model; otherwise `None`. Raises `RoomMissingError` if the room is needed but not installed."""
     if adapter is None and not getattr(model, "peft_config", None):
@@ -26,7 +26,7 @@ def adapters_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
 def resolve_adapter(model: Any, name: str | None, has_only_ids: bool = True) -> ResolvedAdapter:
     """As `AdaptersRoom.resolve_adapter`, but returns an empty [`ResolvedAdapter`] if the room is
     not needed."""
-    adapters = adapters_for(model, name)
+    adapters = adapters_room_for(model, name)
     if adapters is None:
         return ResolvedAdapter()
     return adapters.resolve_adapter(model, name, has_only_ids)
@@ -34,20 +34,20 @@ def resolve_adapter(model: Any, name: str | None, has_only_ids: bool = True) -> 
 
 def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
     """As `AdaptersRoom.use_adapter`, but the name `None` leaves the model as it is."""
-    adapters = adapters_for(None, name)
+    adapters = adapters_room_for(None, name)
     if adapters is None:
         return NOTHING
     return adapters.use_adapter(model, name)
 
 
-def base_model(model: Any) -> Any:
+def unwrap_model(model: Any) -> Any:
     """The transformers model inside wrappers of `torch.compile`, PEFT and data parallelism, or the
     model itself. Raises `ValueError` for a model sharded by FSDP, and for adapters that only PEFT's
-    own `generate` computes and that cannot be switched off."""
+    own `generate` can apply and that cannot be disabled."""
     levels = [model]
     while (inner := _inner_model(levels[-1])) is not None:
         levels.append(inner)
-    rooms = (adapters_for(level) for level in levels)
+    rooms = (adapters_room_for(level) for level in levels)
     adapters = next(filter(None, rooms), None)
     if adapters is not None:
         adapters.check_wrapped(levels)

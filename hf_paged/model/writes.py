@@ -121,7 +121,9 @@ class Snapshot:
     def _try_copy(self, tensor: Tensor) -> bool:
         try:
             self._copies.append((tensor, tensor.detach().clone()))
-        except RuntimeError:  # out of memory
+        except RuntimeError as error:  # out of memory
+            if is_interrupt(error):
+                raise
             return False
         return True
 
@@ -215,7 +217,9 @@ def _elements(value: Any) -> list[Any]:
         if isinstance(value, dict):
             return [*value, *value.values()]
         return [*value]
-    except Exception:  # user code
+    except Exception as error:  # user code
+        if is_interrupt(error):
+            raise
         return []
 
 

@@ -24,8 +24,9 @@ from ..attention.switch import NAME
 from ..batching.engine import PagedEngine
 from ..batching.results import RequestResult
 from ..interrupts import guarded, restoring
-from ..model.wrappers import adapters_for, base_model
+from ..model.wrappers import adapters_room_for, unwrap_model
 from ..topics import Topic
+from ..weak_sets import members_of
 from .manager_config import make_paged_config, make_request_config
 from .manager_thread import ManagerThread
 from .one_call import EffectiveOptions, sample_together
@@ -402,9 +403,9 @@ def _generate_batch(
     if not len(inputs):
         return {}
     # raises for active adapters that PEFT's layers in the model do not compute on their own
-    base_adapters = adapters_for(base_model(model))
+    base_adapters = adapters_room_for(unwrap_model(model))
     if base_adapters is not None:
-        base_adapters.check_served(base_model(model), None)
+        base_adapters.check_served(unwrap_model(model), None)
     default_config = generation_config or model.generation_config
     options = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in options.items() if name != "tokenizer"}
@@ -454,7 +455,7 @@ def _generate_batch(
 def destroy_kept_managers() -> None:
     """Destroys the managers that models keep for the next session, which transformers' own methods
     would otherwise use after an uninstall."""
-    for model in list(_models_with_kept_managers):
+    for model in members_of(_models_with_kept_managers):
         if isinstance(getattr(model, compat.CACHED_MANAGER, None), PagedBatchingManager):
             _destroy_cached_manager(model)
     _models_with_kept_managers.clear()
@@ -471,7 +472,7 @@ replacements: dict[str, Callable[..., Any]] = {
 
 def _make_wrapper_method(name: str) -> Callable[..., Any]:
     def method(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(base_model(wrapper), name)(*args, **kwargs)
+        return getattr(unwrap_model(wrapper), name)(*args, **kwargs)
 
     method.__name__ = name
     return method

@@ -27,6 +27,7 @@ from ..config import PagedConfig
 from ..interrupts import restoring
 from ..threads import NO_THREAD, make, start_made, wait
 from ..topics import Topic
+from ..weak_sets import members_of
 from .pending import PendingRequest
 from .serving_mode import serving_mode, set_eval_mode_again
 
@@ -458,7 +459,7 @@ _running: weakref.WeakSet[ManagerThread] = weakref.WeakSet()
 @atexit.register
 def _stop_all() -> None:
     """Stops all threads before the interpreter exits, since no forward may be running then."""
-    for thread in list(_running):
+    for thread in members_of(_running):
         if thread.is_alive:
             thread.stop(is_hard=True)
             thread.join(MAX_EXIT_SECONDS)

@@ -15,6 +15,7 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 
 from ..batching.prompt_forms import prompt_ids
 from ..batching.results import RequestOutput, RequestResult
+from ..interrupts import is_interrupt
 from ..topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,9 @@ class PendingRequest:
         self.times = defaultdict[int, list[float]](list)
         try:
             self.prompt_ids = prompt_ids(self.prompt, None)
-        except Exception:  # the engine reports the error
+        except Exception as error:  # the engine reports the error
+            if is_interrupt(error):
+                raise
             self.prompt_ids = []
 
     def add(self, output: RequestOutput) -> list[GenerationOutput]:

@@ -27,11 +27,12 @@ from ..cache.group_memory import GroupMemory
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.swap import HostBlocks
 from ..config import PagedConfig
+from ..interrupts import is_interrupt
 from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..model.sharding import RankLostError, is_sharded
 from ..model.state import ModelState
-from ..model.wrappers import base_model
+from ..model.wrappers import unwrap_model
 from ..plan import StepPlan
 from ..switches import NOTHING
 from ..topics import Topic
@@ -334,6 +335,8 @@ class Follower:
                 compute = executor.runner.compute
                 executor.compute(compute, tokens, extra_indices, None, context or None)
         except Exception as error:
+            if is_interrupt(error):
+                raise
             self._failure = error
 
     def check_all_failed(self) -> None:
@@ -385,7 +388,7 @@ class Follower:
 
 def serve(model: Any) -> None:
     """Implements `hf_paged.serve_rank`."""
-    shard = base_model(model)
+    shard = unwrap_model(model)
     check_generates(shard)
     if not is_sharded(shard):
         raise _not_served(shard, "is not in shards")

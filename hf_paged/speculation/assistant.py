@@ -64,7 +64,9 @@ def can_batch_rows(assistance: Assistance, config: Any) -> bool:
     """Whether the assistant is a separate model with the target's vocabulary: only then can its
     rows be batched."""
     has_other_vocabulary = None not in (assistance.tokenizer, assistance.assistant_tokenizer)
-    is_separate_model = assistance.model is not None and config.assistant_early_exit is None
+    is_separate_model = (
+        assistance.assistant_model is not None and config.assistant_early_exit is None
+    )
     return is_separate_model and not has_other_vocabulary
 
 

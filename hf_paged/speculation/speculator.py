@@ -83,7 +83,7 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
 def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:
     """Returns why the engine cannot draft for rows with this generation config, whatever their
     layout; `None` if it can."""
-    assistant = assistance.model
+    assistant = assistance.assistant_model
     method = overridden(model, compat.ASSISTED_DECODING)
     if method is not None:
         return Topic.ASSISTED(f"it overrides `{method}`")
@@ -147,7 +147,7 @@ class Speculator:
         has_adaptive_length = not decoding.do_sample
         drafts_first_token = False
         source: Source
-        if option_for_drafts(config, assistance.model) is None:
+        if option_for_drafts(config, assistance.assistant_model) is None:
             source = self._ngram_source(request)
             has_adaptive_length = True
         elif uses_mtp(config):
@@ -156,7 +156,7 @@ class Speculator:
             source = AssistantRow(self._heads, decoding)
         else:
             if can_batch_rows(assistance, config):
-                source = AssistantRow(self._assistant_of(assistance.model), decoding)
+                source = AssistantRow(self._assistant_of(assistance.assistant_model), decoding)
             else:
                 source = self._candidate_source(decoding, assistance)
                 has_adaptive_length |= config.prompt_lookup_num_tokens is not None
@@ -222,7 +222,7 @@ class Speculator:
             inputs_tensor=decoding.input_ids,
             logits_processor=None if is_lookup else processors,
             model_kwargs={"use_cache": True},
-            assistant_model=assistance.model,
+            assistant_model=assistance.assistant_model,
             target_tokenizer=assistance.tokenizer,
             assistant_tokenizer=assistance.assistant_tokenizer,
         )

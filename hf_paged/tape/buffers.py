@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..cache.free_memory import discard
-from ..kernels.cpp.attention import FLOAT_NUMBERS
+from ..kernels.cpp.attention import FLOAT_DTYPE_NUMBERS
 
-DTYPE_NUMBERS = {**FLOAT_NUMBERS, torch.int64: 3}
+DTYPE_NUMBERS = {**FLOAT_DTYPE_NUMBERS, torch.int64: 3}
 """The numbers in C++ of the dtypes that row operations can read."""
 _ALIGNMENT = 64  # bytes: a cache line
 

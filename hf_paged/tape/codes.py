@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels.cpp.attention import FLOAT_NUMBERS
+from ..kernels.cpp.attention import FLOAT_DTYPE_NUMBERS
 from ..kernels.cpp.linear import is_group_supported
 from .record import Operation
 
@@ -59,7 +59,7 @@ class CodedWeights:
             made = self._with_zeros(*args)
         elif name == "aten::mul.Tensor":
             made = self._with_scales(*args)
-        if made is None or result.dtype not in FLOAT_NUMBERS or self.is_written(result):
+        if made is None or result.dtype not in FLOAT_DTYPE_NUMBERS or self.is_written(result):
             return
         if made.scales is not None:
             made = replace(made, dtypes=made.dtypes | {result.dtype})
@@ -79,7 +79,7 @@ class CodedWeights:
         if made is None or made.scales is not None or not _is_per_row(scales, floats):
             return None
         length = floats.shape[-1]
-        is_supported = scales.dtype in FLOAT_NUMBERS and self.is_constant(scales)
+        is_supported = scales.dtype in FLOAT_DTYPE_NUMBERS and self.is_constant(scales)
         if not is_supported or made.length not in (0, length):
             return None
         return _Made(made.codes, length, made.zeros, scales)

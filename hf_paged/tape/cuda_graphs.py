@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..cache.free_memory import is_out_of_memory
+from ..interrupts import is_interrupt
 from .record import CaptureGuard, CreatesOnHost, HostResultReplay, HostResults
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
@@ -79,7 +80,7 @@ class CudaGraphs:
             self._record(graph, run)
             return graph
         except Exception as error:
-            if is_retry or not is_out_of_memory(error):
+            if is_retry or is_interrupt(error) or not is_out_of_memory(error):
                 raise
         finally:
             torch._C._cuda_clearCublasWorkspaces()

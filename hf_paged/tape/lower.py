@@ -17,7 +17,7 @@ from ..cache.handles import written_tensors
 from ..kernels.cpp.build import batch_invariant
 from ..kernels.cpp.linear import max_rows
 from ..step import NotCapturable
-from .buffers import DTYPE_NUMBERS, FLOAT_NUMBERS, Buffers, buffer_ids_of
+from .buffers import DTYPE_NUMBERS, FLOAT_DTYPE_NUMBERS, Buffers, buffer_ids_of
 from .codes import CodedWeights
 from .entries import Entry, KernelEntry, Linear, LinearPiece, TorchOp
 from .exact import is_along_last_axis, is_batch_invariant, is_view_in_place
@@ -164,14 +164,14 @@ class Lowering:
         sizes: tuple[int, ...],
         inputs: Sequence[Tensor | None],
         output: Tensor,
-        dtypes: Iterable[torch.dtype] = FLOAT_NUMBERS,
+        dtypes: Iterable[torch.dtype] = FLOAT_DTYPE_NUMBERS,
     ) -> tuple[RowOps, list[int], TensorLayout] | None:
         """Prepares an operation whose tensors are broadcast to `sizes`. Returns the list that the
         operation joins (the last entry if possible, otherwise a new one), the registers of the
         inputs that are not `None`, and the layout of the output; `None` if row operations cannot
         compute it."""
         tensors = [x for x in (*inputs, output) if x is not None]
-        if output.dtype not in FLOAT_NUMBERS or not output.numel():
+        if output.dtype not in FLOAT_DTYPE_NUMBERS or not output.numel():
             return None
         if not all(x.is_cpu and x.dtype in dtypes for x in tensors):
             return None
@@ -229,7 +229,7 @@ class Lowering:
             # this memory by other strides, must not write to it. (It also ends before `_sizes`,
             # which might otherwise return its sizes.)
             self._end_row_ops()
-        dtypes = DTYPE_NUMBERS if op == "copy" else FLOAT_NUMBERS
+        dtypes = DTYPE_NUMBERS if op == "copy" else FLOAT_DTYPE_NUMBERS
         prepared = self._prepare(self._sizes(output), tensors, output, dtypes)
         if prepared is None:
             return False
@@ -349,7 +349,7 @@ class Lowering:
             weight = coded.codes.t()
         result: Tensor = operation.result
         is_scaled = any(operation.kwargs.get(name, 1) != 1 for name in ("alpha", "beta"))
-        if is_scaled or x.dtype not in FLOAT_NUMBERS or not result.numel():
+        if is_scaled or x.dtype not in FLOAT_DTYPE_NUMBERS or not result.numel():
             return False
         is_stored = self.buffers.id_of(weight) is None
         if not is_stored or (coded is None and weight.dtype is not x.dtype):

@@ -267,6 +267,8 @@ def check_folder(path: str) -> None:
         with os.scandir(path):
             os.stat(os.path.join(path, os.curdir))
     except OSError as error:
+        if is_interrupt(error):
+            raise
         if error.errno is not None:
             reason = os.strerror(error.errno)
         else:

@@ -34,6 +34,7 @@ from ..model.forwards import compute_device
 from ..model.layout import Layout
 from ..threads import attempt, start
 from ..topics import Topic
+from ..weak_sets import members_of
 from .block_files import FORMAT, DiskFolder, Layers, check_folder, num_bytes
 from .prefixes import TierError, restore_path
 
@@ -439,7 +440,7 @@ _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 def _write_all() -> None:
     """At exit, evicts all cached blocks of pools with a disk tier, except pools that stay locked,
     and writes the confirmed ones to disk."""
-    for store in list(_stores):
+    for store in members_of(_stores):
         with contextlib.suppress(ReferenceError):  # the store's memory was freed
             if store._disk is not None:
                 with attempt(store.memory.lock, seconds=1) as is_held:

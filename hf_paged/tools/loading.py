@@ -7,6 +7,7 @@ import logging
 import os
 from typing import Any
 
+from ..interrupts import is_interrupt
 from ..topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,9 @@ def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     try:
         _, base, _ = maybe_load_adapters(name_or_path, source_options)
         architectures = AutoConfig.from_pretrained(base, **source_options).architectures
-    except (OSError, ValueError):  # if there is no model, `from_pretrained` raises below
+    except (OSError, ValueError) as error:  # if there is no model, `from_pretrained` raises below
+        if is_interrupt(error):
+            raise
         architectures = None
     name = (architectures or [""])[0]
     model_class = getattr(transformers, name, AutoModelForCausalLM)
@@ -61,6 +64,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **options: 
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, **source_options)
         except (OSError, ValueError) as failure:
+            if is_interrupt(failure):
+                raise
             error = error or failure
         else:
             # without files, transformers makes a useless tokenizer: it has only the special tokens

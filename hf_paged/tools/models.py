@@ -3,7 +3,6 @@ its kernels. The route is that of a short call with random weights."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 from collections import Counter, defaultdict
@@ -28,6 +27,7 @@ from ..attention.switch import foreign_attention, switchable_configs
 from ..cache.groups import GroupSpec
 from ..cache.kv_blocks import KVBlocks
 from ..cache.stand_ins import spec_of
+from ..interrupts import is_interrupt
 from ..model.registry import Route, last_route
 from ..model.trial import first_line
 from ..rooms import LatentRoom, room_if_installed
@@ -59,6 +59,8 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
         try:
             config = AutoConfig.from_pretrained(str(file), local_files_only=True)
         except (OSError, ValueError) as error:
+            if is_interrupt(error):
+                raise
             raise ValueError(
                 f"transformers {transformers.__version__} cannot read the configuration {file}:"
                 f" {first_line(error)}"
@@ -75,9 +77,11 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
             _, generative = _find_class(config)
             raise ValueError(f"{name} does not generate: use {generative.__name__}")
         return config, cls
-    with contextlib.suppress(OSError, ValueError):  # not cached on this machine
-        config = AutoConfig.from_pretrained(name, local_files_only=True)
-        return _find_class(config)
+    try:
+        return _find_class(AutoConfig.from_pretrained(name, local_files_only=True))
+    except (OSError, ValueError) as error:  # not cached on this machine
+        if is_interrupt(error):
+            raise
     names = [*CONFIG_MAPPING.keys(), *dir(transformers)]
     similar_names = ", ".join(difflib.get_close_matches(name, names, n=5))
     raise ValueError(
@@ -93,9 +97,12 @@ def saved_generation_config(name: str) -> GenerationConfig | None:
     [`find_model`]); `None` if there is none."""
     path = Path(name)
     folder = str(path.parent if path.is_file() else path)
-    with contextlib.suppress(OSError, ValueError):  # missing, or not cached on this machine
+    try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
-    return None
+    except (OSError, ValueError) as error:  # missing, or not cached on this machine
+        if is_interrupt(error):
+            raise
+        return None
 
 
 def _find_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
@@ -132,6 +139,8 @@ def build_model(
             config_copy = copy.deepcopy(config)
             model: PreTrainedModel = compat.from_config(cls, config_copy, dtype=dtype)
     except Exception as error:  # inconsistent configurations raise errors of any type
+        if is_interrupt(error):
+            raise
         raise ValueError(
             f"{cls.__name__} cannot be built from its configuration: {first_line(error)}"
         ) from error
@@ -182,6 +191,8 @@ def _forward_caches(model: PreTrainedModel) -> dict[str, DynamicCache]:
             new_model = build_model(model.config, type(model), model.dtype, device)
             return _run_forward(new_model)
         except Exception as error:  # the forward needs values, or the configuration is inconsistent
+            if is_interrupt(error):
+                raise
             last_error = error
     raise ValueError(
         f"the shapes of {type(model).__name__}'s keys and values are unknown, since its forward"
@@ -278,6 +289,8 @@ def find_route(model: PreTrainedModel) -> Route:
                 reason = f"{route.reason} (of a call on random weights{addition})"
                 return replace(route, reason=reason)
         except Exception as error:  # some configurations cannot have fewer layers, or need inputs
+            if is_interrupt(error):
+                raise
             reason = f"a short call fails: {first_line(error)}"
     return Route("undecided", reason, in_place)
 

@@ -24,6 +24,7 @@ from .. import compat
 from ..batching.arguments import RequestOptions, ServedByGenerateError
 from ..batching.engine import PagedEngine
 from ..cache.block_pool import OutOfBlocksError
+from ..interrupts import is_interrupt
 from ..native.continuous_batching import PagedBatchingManager
 from ..native.pending import make_output_ids
 from ..threads import start, submit
@@ -428,7 +429,7 @@ async def _answer(
         raise
     except Exception as error:
         # libraries for templates, images and audio raise errors of many types for invalid input
-        if request.errors_are_internal:
+        if request.errors_are_internal or is_interrupt(error):
             raise
         raise RefusedError(f"{type(error).__name__}: {error}") from error
     is_stream = isinstance(answers[0], StreamingResponse)

@@ -30,6 +30,7 @@ from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, Virtua
 from ..step import StepMetadata
 from ..threads import attempt
 from ..topics import Topic
+from ..weak_sets import members_of
 from .mappings import PlaneLayout, Region, RowMappings
 from .pages import MemoryFile, Pages, pages_for
 from .row_slots import Placement, RowSlots, RowViews
@@ -429,7 +430,7 @@ class MappedStorage(BlockStorage):
         the mapped pages with the parent."""
         if not isinstance(self.pages, MemoryFile):
             return
-        for rows in list(self._all_layer_rows):
+        for rows in members_of(self._all_layer_rows):
             rows.preserve_views()
         holder_counts = enumerate(self.pool.holder_counts())
         ids = [block_id for block_id, count in holder_counts if count]  # -1 if cached
@@ -461,7 +462,7 @@ _storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
 def _unmap_idle_slots(placement: Placement, placed_in: RowSlots) -> None:
     """Unmaps the slots that no step reads, in all storages that no other thread is using, except
     the slots of `placement` in `placed_in`. The caller holds the lock of `placed_in`."""
-    for storage in list(_storages):
+    for storage in members_of(_storages):
         slots = storage.slots
         with attempt(slots.lock) as is_held:
             if not is_held:

@@ -27,8 +27,8 @@ def test_keys_and_values_of_different_tokens_are_refused(
 ) -> None:
     cache, first = PagedCache(paged_config={"block_size": 8}), torch.randn(2, 2, 4, 8)
     message = (
-        f"layer 0 got keys of shape {keys} and values of shape {values}: both need (batch, heads,"
-        " tokens, dim), with one batch size and one number of tokens"
+        f"layer 0 got keys of shape {keys} and values of shape {values}: both must be (batch,"
+        " heads, tokens, dim), with the same batch size and number of tokens"
     )
     for length in (0, 4):
         with pytest.raises(ValueError, match=re.escape(message)):

@@ -15,8 +15,9 @@ import hf_paged
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
+from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.store import choose_store
-from hf_paged.kernels import triton
+from hf_paged.kernels import quantized, triton
 from hf_paged.kernels.triton.cascade import CascadeCosts
 from tests.attention.test_backends import Case, build
 from tests.attention.test_packed import MIXED, PROMPTS, Built, causal_mask
@@ -143,3 +144,13 @@ def test_cpu_tensors_are_not_interpreted_unless_asked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(store, "store", None)
     choose_store(states, states, pool[:, :2], pool[:, 2:], slots)(states, states, slots)
     assert (pool[0, :, 3] == 1).all()
+
+
+def test_keys_and_values_in_blocks_of_different_formats_are_not_taken() -> None:
+    call = build(Case()).made()
+    tiles = torch.zeros(*call.blocks.keys.shape[:2], quantized.tile_bytes(16, 64)).byte()
+    codes = quantized.codes(tiles, 16, torch.int8)
+    blocks = KVBlocks((codes, call.blocks.values), codes, call.blocks.values)
+    assert backends.triton.unsupported_reason(call) is None
+    reason = backends.triton.unsupported_reason(call._replace(blocks=blocks))
+    assert reason == "key blocks in torch.int8 and value blocks in torch.float32"

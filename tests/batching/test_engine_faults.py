@@ -672,7 +672,7 @@ OUTSIDE = {
     "blocks are named": "loop.blocks.register",
     "the timeline": "loop.scheduler.timeline.record_step",
     "copies": "loop.blocks.flush_copies",
-    "adapters are checked": "engine_core.adapters_for",
+    "adapters are checked": "engine_core.adapters_room_for",
     "a model change is handled": "loop.executor.handle_model_change",
     "logits are given to requests": "loop.ledger.deliver",
     "tokens are applied": "loop.ledger.apply",

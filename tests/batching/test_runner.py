@@ -43,7 +43,7 @@ class Row:
         for group, window, table in zip(self.bench.groups, self.bench.runner.windows, tables):
             if window is not None:
                 table.drop_before(max(0, self.num_computed_tokens - window + 1))
-            group.ensure_free(table.num_needed(query_len))
+            group.ensure_free(table.num_needed_blocks(query_len))
             assert table.append(query_len) is None
         end = self.num_computed_tokens + query_len
         self.token_ids = self.tokens[: end if known is None else known]

@@ -162,3 +162,14 @@ def test_a_kept_block_that_may_be_written_to_is_not_called_shared() -> None:
     with pytest.raises(AssertionError, match=message):
         SequenceBlocks((table,), capacity=SIZE).check_integrity()
     table.free()
+
+
+def test_slots_of_a_sequences_tokens_after_dropped_ones() -> None:
+    table = BlockTable(BlockPool(4), SIZE)
+    table.append(3 * SIZE)
+    expected = table.slots(SIZE, 3 * SIZE)
+    table.drop_before(SIZE + 1)
+    assert table.first_token == SIZE and table.slots(SIZE, 3 * SIZE) == expected
+    for first, end in ((SIZE - 1, SIZE + 1), (SIZE, 3 * SIZE + 1)):
+        with pytest.raises(ValueError, match=f"2 blocks of {SIZE} tokens from token {SIZE} on"):
+            table.slots(first, end)

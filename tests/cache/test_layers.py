@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch.autograd import forward_ad
-from transformers import AutoModelForCausalLM, DynamicCache, FalconH1ForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, FalconH1ForCausalLM, cache_utils
 
 import hf_paged
 from hf_paged import PagedCache, compat
@@ -73,3 +73,42 @@ def test_rows_of_an_empty_cache_can_be_selected_by_any_mask() -> None:
     for cache in (DynamicCache(config=CONFIGS["full"]), PagedCache(CONFIGS["full"])):
         cache.batch_select_indices(torch.tensor([True, False]))
         assert cache.get_seq_length() == 0
+
+
+def crop_of_older_versions(layer: Any, tokens_to_remove: int) -> None:
+    """`DynamicLayer.crop` as in transformers 5.19: a positive number is the length to keep."""
+    num_removed = abs(tokens_to_remove)
+    if tokens_to_remove > 0:
+        num_removed = max(0, layer.get_seq_length() - tokens_to_remove)
+    if num_removed:
+        layer.keys, layer.values = (x[:, :, :-num_removed] for x in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("is_older", [False, True], ids=["installed version", "older version"])
+def test_a_positive_number_crops_as_in_the_stock_cache(
+    is_older: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_older:
+        monkeypatch.setattr(cache_utils.DynamicLayer, "crop", crop_of_older_versions)
+    outcomes = []
+    for cache in (DynamicCache(config=CONFIGS["full"]), PagedCache(CONFIGS["full"])):
+        for index in range(CONFIGS["full"].num_hidden_layers):
+            cache.update(*2 * [torch.ones(1, 2, 9, 16)], index)
+        try:
+            cache.crop(5)
+        except ValueError as error:
+            outcomes.append(str(error))
+        else:
+            outcomes.append(f"{cache.get_seq_length()} tokens")
+    assert outcomes[0] == outcomes[1]
+    assert not is_older or outcomes[0] == "5 tokens"
+
+
+def test_row_indices_of_two_dimensions_are_refused_even_if_there_are_none() -> None:
+    cache = PagedCache(CONFIGS["full"])
+    cache.update(*2 * [torch.ones(2, 2, 3, 16)], 0)
+    with pytest.raises(IndexError, match=r"of shape \(2, 0\)"):
+        cache.layers[0].reorder_cache(torch.empty(2, 0))
+    assert len(cache.layers[0].group.rows.sequences) == 2
+    cache.layers[0].reorder_cache([])  # a vector without indices keeps no row
+    assert not cache.layers[0].group.rows.sequences

@@ -77,7 +77,7 @@ def test_a_refused_call_takes_nothing_from_a_cache_that_the_caller_holds() -> No
     model, inputs = models.build("llama"), models.prompt("llama", 2, 5)
     options = {**OPTIONS, "return_dict_in_generate": True}
     expected, ours = generate_both(model, inputs, options)
-    with pytest.raises(ValueError, match="both need"):
+    with pytest.raises(ValueError, match="both must be"):
         call(model, REFUSED["ids of three dimensions"], **models.PAGED)
     for layer, stock in zip(ours.past_key_values.layers, expected.past_key_values.layers):
         torch.testing.assert_close(layer.keys + 0, stock.keys)

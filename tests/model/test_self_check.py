@@ -12,7 +12,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged import PagedEngine, compat, last_route
-from hf_paged.model.forwards import code_of
+from hf_paged.model.forwards import behavior_key
 from tests.support import models
 from tests.support.checks import assert_paged_is_plain
 from tests.support.engine_helpers import assert_lone, prompts
@@ -29,9 +29,13 @@ def with_keyword(scale: int) -> Any:
 
 
 def test_forwards_that_differ_in_a_keyword_have_keys_of_their_own() -> None:
-    assert code_of(with_keyword(1)) == code_of(with_keyword(1)) != code_of(with_keyword(2))
+    assert (
+        behavior_key(with_keyword(1))
+        == behavior_key(with_keyword(1))
+        != behavior_key(with_keyword(2))
+    )
     first, second = (functools.partial(with_keyword(1), **{name: 1}) for name in ("x", "scale"))
-    assert code_of(first) != code_of(second)
+    assert behavior_key(first) != behavior_key(second)
 
 
 class _Single(nn.Module):
@@ -143,3 +147,32 @@ def test_a_forward_that_fails_once_in_the_check_is_no_verdict(error: Exception |
     route = assert_paged_is_plain(model, inputs, OPTIONS)
     assert route.road == "engine"
     assert "packed forwards under the engine's scheduler" in route.reason
+
+
+def with_cell(value: Any) -> Any:
+    return lambda: value
+
+
+class _Scale:
+    def __init__(self, scale: int) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def test_keys_do_not_depend_on_the_addresses_of_objects_that_are_freed() -> None:
+    """Dicts that were made for a key and freed gave their ids to the next dicts."""
+    first, second = with_cell(1), with_cell(1)
+    parts = behavior_key(functools.partial(max, first, second))
+    assert parts[2] == parts[3] == behavior_key(first)
+    # Python makes the dict of an object's attributes when it is first read
+    keys = [behavior_key(functools.partial(first, _Scale(scale))) for scale in (2, 3, 2)]
+    assert keys[0] != keys[1] and keys[0] == keys[2]
+
+
+def test_keys_tell_scalars_of_several_types_and_signs_apart() -> None:
+    values = (1, True, 1.0, 0, False, 0.0, -0.0, float("nan"), None, "1")
+    assert len({behavior_key(with_cell(value)) for value in values}) == len(values)
+    one, other = (behavior_key(with_cell(float("nan"))) for _ in range(2))
+    assert one == other

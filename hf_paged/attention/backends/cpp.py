@@ -12,7 +12,7 @@ from torch import Tensor
 from ...cache.kv_blocks import KVBlocks
 from ...kernels import cpp as kernels_cpp
 from ...kernels import quantized
-from ...kernels.cpp.attention import FLOAT_NUMBERS, Attention
+from ...kernels.cpp.attention import FLOAT_DTYPE_NUMBERS, Attention
 from ...kernels.cpp.build import PATHS, batch_invariant, best_path
 from ...step import StepMetadata
 from ...threads import start
@@ -161,7 +161,7 @@ def attend_prepared(call: AttentionCall) -> Tensor | None:
 
 
 def _supports_bias(bias: Tensor | None) -> bool:
-    return bias is None or (bias.dtype in FLOAT_NUMBERS and bias.is_cpu)
+    return bias is None or (bias.dtype in FLOAT_DTYPE_NUMBERS and bias.is_cpu)
 
 
 def _signature(call: AttentionCall) -> tuple[object, ...]:

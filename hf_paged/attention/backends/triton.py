@@ -47,17 +47,23 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     value_heads = values.shape[1]
     if key_heads != value_heads or heads % key_heads:
         return f"{heads} query heads over {key_heads} K and {value_heads} V heads"
+    if not quantized.have_one_format(keys, values):
+        return f"key blocks in {keys.dtype} and value blocks in {values.dtype}"
     if keys.stride(3) != 1 or values.stride(3) != 1:
         return "blocks whose head dimension is not contiguous"
     if step.num_rows > MAX_BATCH:
         return f"{step.num_rows} rows: at most {MAX_BATCH}"
-    is_decode = step.query_len is not None and step.query_len <= MAX_QUERIES
-    if is_decode:
+    if _fits_decode_kernel(step):
         return None
-    return _prefill_reason(call)
+    return _prefill_unsupported_reason(call)
 
 
-def _prefill_reason(call: AttentionCall) -> str | None:
+def _fits_decode_kernel(step: StepMetadata) -> bool:
+    """Whether all rows have the same number of queries, at most `MAX_QUERIES`."""
+    return step.query_len is not None and step.query_len <= MAX_QUERIES
+
+
+def _prefill_unsupported_reason(call: AttentionCall) -> str | None:
     """Returns why the prefill kernel does not support a call that the decode kernel supports;
     `None` if it does."""
     keys = call.blocks.keys
@@ -81,7 +87,7 @@ def attend(call: AttentionCall) -> Tensor:
     from ...kernels.triton import attention  # needs Triton
 
     step = call.step
-    if step.query_len is not None and step.query_len <= MAX_QUERIES:
+    if _fits_decode_kernel(step):
         return _attend_rows(call)
     outputs = []
     query = call.query
@@ -107,9 +113,10 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:
-    """Computes `attend` for rows with equally many queries, at most `MAX_QUERIES`: by the step's
-    cascade, or one that is estimated to be faster, if there is one, the call has no bias, and the
-    prefill kernel supports it; otherwise by the decode kernel."""
+    """Computes `attend` for rows with the same number of queries, at most `MAX_QUERIES`. Uses the
+    step's cascade, or one that `find_cascade` estimates to be faster. Falls back to the decode
+    kernel if there is no such cascade, if the call has a bias, or if the prefill kernel does not
+    support the call."""
     from ...kernels.triton import attention  # needs Triton
 
     query = call.query
@@ -117,7 +124,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     keys = call.blocks.keys
     values = call.blocks.values
     may_cascade = step.block_ids or step.cascade
-    if may_cascade and call.bias is None and _prefill_reason(call) is None:
+    if may_cascade and call.bias is None and _prefill_unsupported_reason(call) is None:
         step_cascade = step.cascade
         if not step_cascade:
             costs = cascade.default_costs(query.shape[1], keys, values)

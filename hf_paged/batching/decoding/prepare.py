@@ -22,6 +22,7 @@ from transformers import (
 
 from ... import compat
 from ...config import shown
+from ...interrupts import is_interrupt
 from ...model.forwards import compute_device
 from ...model.structure import is_stock
 from ...model.wrappers import use_adapter
@@ -129,9 +130,9 @@ def capture_call(model: PreTrainedModel, **arguments: Any) -> LoopCall:
     token = capturing.set(capture)
     try:
         model.generate(**arguments)
-    except Exception:
+    except Exception as error:
         # a model's own `generate` may fail on the fake result after the captured call
-        if not capture.calls:
+        if not capture.calls or is_interrupt(error):
             raise
     finally:
         capturing.reset(token)
@@ -427,7 +428,9 @@ def _pickled(value: Any) -> bytes | None:
     """Returns the pickled value; `None` if it cannot be pickled."""
     try:
         return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    except Exception:  # objects in `value` may raise any error
+    except Exception as error:  # objects in `value` may raise any error
+        if is_interrupt(error):
+            raise
         return None
 
 

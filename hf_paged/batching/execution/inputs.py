@@ -132,9 +132,9 @@ def _pack_group(plan: StepPlan, group_index: int, block_size: int, num_simple: i
         table = all_tables[row]
         count = plan.counts[row]
         origin = table.num_dropped * block_size
-        first = plan.starts[row] - origin
-        slots += table.slots(first, first + count)
-        lengths = _row_ends(first, count, plan.sequences[row].draft)
+        start = plan.starts[row]
+        slots += table.slots(start, start + count)
+        lengths = _row_ends(start - origin, count, plan.sequences[row].draft)
         seq_lens += lengths
         tables += [table.block_ids] * len(lengths)
         origins += [origin] * len(lengths)

@@ -127,7 +127,7 @@ class Preemption:
 
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even alone in the memory."""
-        needed = self.num_needed(request)
+        needed = self.num_needed_blocks(request)
         total = self.blocks.num_total
         if needed > total:
             raise OutOfBlocksError(
@@ -137,7 +137,7 @@ class Preemption:
                 " length or the number of sequences"
             )
 
-    def num_needed(self, request: Request) -> int:
+    def num_needed_blocks(self, request: Request) -> int:
         """Returns the number of blocks with which the request can finish alone in the memory, if
         need be in chunks of one token, for which layers with windows need the fewest blocks."""
         size = self.blocks.block_size

@@ -1,4 +1,4 @@
-"""Calls of the C++ kernels that attend to K/V blocks, store new K/V and gather blocks. Arguments
+"""Calls to the C++ kernels that attend to K/V blocks, store new K/V and gather blocks. Arguments
 that are the same in many steps are packed once. Unsupported calls raise errors."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ...step import StepMetadata
 from .. import quantized
 from .build import batch_invariant, best_path, kernel, observer
 
-FLOAT_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers in C++
+FLOAT_DTYPE_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # ids in C++
 
 # struct AttentionCall: fields of the call and its bias, of the step, of the choice of instructions,
 # and of the layer
@@ -143,13 +143,13 @@ class Attention:
         dtype_number = quantized.DTYPE_NUMBERS.get(key_blocks.dtype, 0)
         dtype = key_blocks.dtype if dtype_number else query.dtype
         is_supported = (
-            query.dtype in FLOAT_NUMBERS
+            query.dtype in FLOAT_DTYPE_NUMBERS
             and key_blocks.dtype == dtype
             and value_blocks.dtype == dtype
         )
         if not is_supported or not all(x.is_cpu for x in tensors):
             queries, keys, values = (f"{x.dtype} on {x.device}" for x in tensors)
-            # this error and the next name no sizes, since each different message is a warning
+            # no sizes in this error and the next: each distinct message is logged as a warning
             raise TypeError(
                 "the C++ kernel takes queries in float32, bfloat16 or float16 on the CPU, with keys"
                 f" and values in the same dtype or quantized: queries are {queries}, keys {keys},"
@@ -177,7 +177,8 @@ class Attention:
                 " (tokens, heads, dim), blocks (num_blocks, kv_heads, block_size, dim)"
             )
         if sinks is not None:
-            is_supported = sinks.is_cpu and sinks.dtype in FLOAT_NUMBERS and sinks.stride() == (1,)
+            is_float = sinks.dtype in FLOAT_DTYPE_NUMBERS
+            is_supported = sinks.is_cpu and is_float and sinks.stride() == (1,)
             if not is_supported or sinks.shape != query.shape[1:2]:
                 error_type = ValueError if is_supported else TypeError
                 raise error_type(
@@ -191,11 +192,11 @@ class Attention:
         self._step_shape = num_tokens, block_size
         self._kernel = kernel("attention")
         token_stride, head_stride, _ = query.stride()
-        sinks_dtype = 0 if sinks is None else FLOAT_NUMBERS[sinks.dtype]
+        sinks_dtype = 0 if sinks is None else FLOAT_DTYPE_NUMBERS[sinks.dtype]
         self._packed = _LAYER.pack(
             key_blocks.data_ptr(),
             value_blocks.data_ptr(),
-            FLOAT_NUMBERS[query.dtype],
+            FLOAT_DTYPE_NUMBERS[query.dtype],
             sinks_dtype,
             heads,
             kv_heads,
@@ -245,7 +246,7 @@ class Attention:
         bias_address = 0
         packed_bias = _NO_BIAS
         if bias is not None:
-            if bias.dtype not in FLOAT_NUMBERS or not bias.is_cpu:
+            if bias.dtype not in FLOAT_DTYPE_NUMBERS or not bias.is_cpu:
                 raise TypeError(
                     f"the bias is {bias.dtype} on {bias.device}: the kernel takes floats on the CPU"
                 )
@@ -259,7 +260,7 @@ class Attention:
                 0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride())
             )
             bias_address = bias.data_ptr()
-            packed_bias = _BIAS.pack(FLOAT_NUMBERS[bias.dtype], *strides, num_keys)
+            packed_bias = _BIAS.pack(FLOAT_DTYPE_NUMBERS[bias.dtype], *strides, num_keys)
         out = query.new_empty(self._out_shape)
         sinks_address = 0 if sinks is None else sinks.data_ptr()
         addresses = _CALL.pack(query.data_ptr(), out.data_ptr(), sinks_address, bias_address)
@@ -315,7 +316,7 @@ class Store:
         Args:
             keys, values: `(batch, kv_heads, n, dim)`.
             key_blocks, value_blocks: `(num_blocks, kv_heads, block_size, dim)`, in the dtype of
-                keys and values or quantized.
+                keys and values, or quantized alike.
             slots: `(batch, n)` int64.
 
         Raises `TypeError` for unsupported dtypes, devices and strides, and `ValueError` for shapes
@@ -339,14 +340,15 @@ class Store:
                     " blocks (num_blocks, heads, block_size, dim)"
                 )
             if quantized.is_quantized(blocks):
-                is_supported = states.dtype in FLOAT_NUMBERS
+                is_supported = states.dtype in FLOAT_DTYPE_NUMBERS
             else:
                 is_supported = states.dtype is blocks.dtype
-            if not is_supported or any(not x.is_cpu or x.stride(3) != 1 for x in (states, blocks)):
+            is_supported &= all(x.is_cpu and x.stride(3) == 1 for x in (states, blocks))
+            if not (is_supported and quantized.have_one_format(key_blocks, value_blocks)):
                 raise TypeError(
                     f"new states are {_describe(states)}, their blocks {_describe(blocks)}: the"
                     " kernel takes tensors on the CPU with a contiguous last dimension, and blocks"
-                    " in the dtype of the states or quantized"
+                    " in the dtype of the states or quantized, those of keys and values alike"
                 )
         batch, kv_heads, tokens, key_dim = keys.shape
         self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
@@ -371,8 +373,8 @@ class Store:
             key_dim * key_blocks.element_size(),
             value_dim * value_blocks.element_size(),
             quantized.DTYPE_NUMBERS.get(key_blocks.dtype, 0),
-            FLOAT_NUMBERS.get(keys.dtype, 0),
-            FLOAT_NUMBERS.get(values.dtype, 0),
+            FLOAT_DTYPE_NUMBERS.get(keys.dtype, 0),
+            FLOAT_DTYPE_NUMBERS.get(values.dtype, 0),
             _scales_offset(key_blocks),
             _scales_offset(value_blocks),
         )

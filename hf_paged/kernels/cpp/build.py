@@ -145,6 +145,8 @@ def _load() -> ctypes.CDLL:
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:
+            if is_interrupt(error):
+                raise
             logger.info("not using the wheel's library, which does not load: %s", error)
     compiler, key = _find_compiler_and_key()
     try:
@@ -197,6 +199,8 @@ def _find_library(folder: Path, key: str, level: int = logging.WARNING) -> Path 
         try:
             content = _read_private(path)
         except OSError as error:
+            if is_interrupt(error):
+                raise
             logger.log(
                 level,
                 Topic.CPP_KERNELS(

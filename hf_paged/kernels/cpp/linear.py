@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .attention import FLOAT_NUMBERS
+from .attention import FLOAT_DTYPE_NUMBERS
 from .build import PATHS, best_path, kernel
 from .compiler import cpu_vendor
 
@@ -103,14 +103,14 @@ def pack(
         group, scale_dtype = code_format.group, code_format.scale_dtype
     packed = LINEAR.pack(
         address,
-        FLOAT_NUMBERS[dtype],
+        FLOAT_DTYPE_NUMBERS[dtype],
         rows,
         depth,
         row_stride,
         is_transposed,
         code_format is not None,
         group,
-        FLOAT_NUMBERS[scale_dtype],
+        FLOAT_DTYPE_NUMBERS[scale_dtype],
         path,
         torch.get_num_threads(),
         len(pieces),
@@ -130,20 +130,20 @@ def linear(
     zeros: Tensor | None = None,
 ) -> Tensor:
     """Returns `F.linear` of `x` `(rows, depth)`, `weight` `(width, depth)` and `bias` `(width,)`,
-    all on the CPU and of one dtype in `FLOAT_NUMBERS`, as `(rows, width)`. The weight may also be
-    int8, and is then multiplied as if converted to float32; with `scales` `(width, groups)` of a
-    dtype in `FLOAT_NUMBERS`, and perhaps `zeros` `(width, groups)` int8, as if it were `(weight -
-    zeros) * scales`, where each group of columns, of a length that `is_group_supported` accepts,
-    has one number a row. The last dimensions of `x` and `bias`, and one dimension of `weight`
-    (int8: the last), must be contiguous, as must `scales` and `zeros`. A row's result does not
-    depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises `TypeError`
-    for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
+    all on the CPU and of one dtype in `FLOAT_DTYPE_NUMBERS`, as `(rows, width)`. The weight may
+    also be int8, and is then multiplied as if converted to float32; with `scales` `(width, groups)`
+    of a dtype in `FLOAT_DTYPE_NUMBERS`, and perhaps `zeros` `(width, groups)` int8, as if it were
+    `(weight - zeros) * scales`, where each group of columns, of a length that `is_group_supported`
+    accepts, has one number a row. The last dimensions of `x` and `bias`, and one dimension of
+    `weight` (int8: the last), must be contiguous, as must `scales` and `zeros`. A row's result does
+    not depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises
+    `TypeError` for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
     has_codes = weight.dtype is torch.int8
     # as `Conv1D` stores it
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1 and not has_codes
     stored = weight.t() if is_transposed else weight
     for tensor in (x, stored) if bias is None else (x, stored, bias):
-        is_float = tensor.dtype in FLOAT_NUMBERS and tensor.dtype is x.dtype
+        is_float = tensor.dtype in FLOAT_DTYPE_NUMBERS and tensor.dtype is x.dtype
         is_supported = is_float or (has_codes and tensor is stored)
         if not (is_supported and tensor.is_cpu) or tensor.stride(-1) != 1:
             raise TypeError(
@@ -202,7 +202,7 @@ def _format(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> CodeFormat:
             f"zeros of shape {tuple(zeros.shape)} do not fit scales of shape {tuple(scales.shape)}:"
             " they must be equal"
         )
-    for tensor, dtypes in ((scales, set(FLOAT_NUMBERS)), (zeros, {torch.int8})):
+    for tensor, dtypes in ((scales, set(FLOAT_DTYPE_NUMBERS)), (zeros, {torch.int8})):
         if tensor is None or (tensor.dtype in dtypes and tensor.is_cpu and tensor.is_contiguous()):
             continue
         raise TypeError(

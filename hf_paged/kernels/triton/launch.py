@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...interrupts import is_interrupt
+from ...interrupts import interrupt_of, is_interrupt
 from ...topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -53,12 +53,15 @@ def launch(
         with torch.accelerator.device_index(device.index):
             kernel[grid](*args, **kwargs)
     except Exception as error:  # Triton fails in many ways
-        if is_interrupt(error):
+        interrupt = interrupt_of(error)  # Triton replaces errors of signal handlers by its own
+        if interrupt is not None:
+            raise interrupt from interrupt.__cause__
+        if not is_recoverable(error, device):
             raise
-        if not has_not_started(error, device):
-            raise
-        reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
-        if "out of memory" not in reason:  # memory may become free
+        lines = str(error).strip().splitlines() or [""]
+        is_out_of_memory = "out of memory" in str(error)  # torch appends advice in further lines
+        reason = f"{type(error).__name__}: {lines[0] if is_out_of_memory else lines[-1]}"
+        if not is_out_of_memory:  # memory may become free
             _failed.add(_variant(kernel, args, kwargs, device))
         if kernel.__name__ not in _logged:
             _logged.add(kernel.__name__)
@@ -70,8 +73,9 @@ def launch(
         _compile_log.note(_variant(kernel, args, kwargs, device), seconds)
 
 
-def has_not_started(error: Exception, device: torch.device) -> bool:
-    """Whether a launch that raised `error` has written nothing and left `device` usable."""
+def is_recoverable(error: Exception, device: torch.device) -> bool:
+    """Whether a launch that raised `error` has written nothing and left `device` usable. Raises
+    interrupts that arrive meanwhile."""
     if device.type == "cpu":  # Triton's interpreter: an `InterpreterError` is a bug in a kernel
         from triton.errors import TritonError
         from triton.runtime.errors import InterpreterError
@@ -82,7 +86,9 @@ def has_not_started(error: Exception, device: torch.device) -> bool:
     # raises if an earlier kernel failed; during a capture, always raises and ends the capture
     try:
         torch.accelerator.synchronize(device)
-    except Exception:
+    except Exception as device_error:
+        if is_interrupt(device_error):
+            raise
         return False
     return True
 
@@ -110,24 +116,25 @@ class CompileLog:
     the last message."""
 
     def __init__(self) -> None:
-        # compiled variants: if a later launch of one is slow, it waits for the device
+        # compiled variants: a later slow launch of one was waiting for the device, not compiling
         self._compiled: set[Hashable] = set()
-        self._num_kernels, self._seconds = 0, 0.0
+        self._num_variants, self._seconds = 0, 0.0
 
     def note(self, variant: Hashable, seconds: float) -> None:
         """Counts a launch of `seconds`, long enough to have compiled `variant`."""
         if variant in self._compiled:
             return
         self._compiled.add(variant)
-        self._num_kernels += 1
+        self._num_variants += 1
         self._seconds += seconds
         if self._seconds >= MIN_LOGGED_SECONDS:
             logger.info(
-                "compiled %d kernels in %.1f s; later processes find them in Triton's cache",
-                self._num_kernels,
+                "compiled kernels in %.1f s (variants: %d); later processes find them in Triton's"
+                " cache",
                 self._seconds,
+                self._num_variants,
             )
-            self._num_kernels, self._seconds = 0, 0.0
+            self._num_variants, self._seconds = 0, 0.0
 
 
 _compile_log = CompileLog()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.cache.store import choose_store
-from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp.attention import Attention
+from hf_paged.kernels import cpp, quantized
+from hf_paged.kernels.cpp.attention import Attention, Store
 from hf_paged.step import Lengths, StepMetadata
 from tests.attention.test_backends import Case, build, check
 from tests.support.attention import attend
@@ -82,3 +83,23 @@ def test_portable_path_serves_where_the_build_fails(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, "cpp")
     with pytest.raises(RuntimeError, match="could not be built or loaded"):
         backends.select(build(Case()).made())
+
+
+def mixed_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Blocks `(4, 2, 8, 16)`: float32, int8 and float8."""
+    tiles = torch.zeros(2, 4, 2, quantized.tile_bytes(8, 16), dtype=torch.uint8)
+    codes = (quantized.codes(x, 8, dtype) for x, dtype in zip(tiles, quantized.MAX_CODES))
+    return torch.zeros(4, 2, 8, 16), *codes
+
+
+@built
+def test_keys_and_values_in_blocks_of_different_formats_are_not_stored_by_the_kernel() -> None:
+    states, slots = torch.randn(1, 2, 3, 16), torch.arange(3)[None]
+    for key_blocks, value_blocks in itertools.permutations(mixed_blocks(), 2):
+        with pytest.raises(TypeError, match="those of keys and values alike"):
+            Store(states, states, key_blocks, value_blocks, slots)
+        choose_store(states, states, key_blocks, value_blocks, slots)(states, states, slots)
+        for blocks in (key_blocks, value_blocks):
+            index = torch.zeros(3, dtype=torch.long), slice(None), slots[0]
+            found = quantized.read(blocks, index, torch.float32)
+            torch.testing.assert_close(found, states[0].transpose(0, 1), atol=0.1, rtol=0.1)

@@ -4,11 +4,13 @@ warning says so."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import logging
+import signal
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -219,8 +221,8 @@ def test_errors_of_the_kernels_own_code_are_raised(launches: Launches) -> None:
             store()
     assert not launches.warnings
     lost = RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered")
-    assert launch.has_not_started(lost, DEVICE)
-    assert not launch.has_not_started(lost, torch.device("meta"))  # which cannot be synchronized
+    assert launch.is_recoverable(lost, DEVICE)
+    assert not launch.is_recoverable(lost, torch.device("meta"))  # which cannot be synchronized
 
 
 def test_compiling_is_logged_from_two_seconds_on(caplog: pytest.LogCaptureFixture) -> None:
@@ -232,7 +234,7 @@ def test_compiling_is_logged_from_two_seconds_on(caplog: pytest.LogCaptureFixtur
         log.note("prefill", 1.0)
         log.note("store", 0.3)
     assert caplog.messages == [
-        "compiled 2 kernels in 2.5 s; later processes find them in Triton's cache"
+        "compiled kernels in 2.5 s (variants: 2); later processes find them in Triton's cache"
     ]
 
 
@@ -296,3 +298,56 @@ def test_a_recording_that_fails_leaves_the_step_to_the_engine(
     monkeypatch.undo()
     assert_as_lone(model, jobs, found)
     assert launches.warnings == [kernel]
+
+
+class TimedOut(TimeoutError):
+    """As handlers of `signal.alarm` raise it."""
+
+
+@contextlib.contextmanager
+def alarmed() -> Iterator[Callable[[], None]]:
+    """Yields a function that raises `TimedOut` from a signal handler."""
+
+    def handle(signum: int, frame: object) -> None:
+        raise TimedOut
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        yield lambda: signal.raise_signal(signal.SIGALRM)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_an_interrupt_that_the_compiler_replaces_is_raised(launches: Launches) -> None:
+    with alarmed() as ring:
+
+        def compile_kernel(name: str, number: int) -> None:
+            try:
+                ring()
+            except Exception:
+                raise errors()["compiler"] from None  # as Triton's code generator does
+
+        launches.fail = compile_kernel
+        with pytest.raises(TimedOut):
+            store()
+    assert not launch._failed and not launches.warnings
+
+
+def test_an_interrupt_while_the_device_is_checked_is_raised(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with alarmed() as ring:
+        monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: ring())
+        with pytest.raises(TimedOut):
+            launch.is_recoverable(RuntimeError(), torch.device("meta"))
+
+
+def test_a_kernel_that_lacks_memory_is_launched_again_whichever_line_says_so(
+    launches: Launches, caplog: pytest.LogCaptureFixture
+) -> None:
+    message = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions.\n"
+    launches.fail = lambda name, number: RuntimeError(message)
+    with caplog.at_level(logging.WARNING, logger=launch.__name__):
+        store()
+    assert not launch._failed and launches.warnings
+    assert "RuntimeError: CUDA error: out of memory" in caplog.text

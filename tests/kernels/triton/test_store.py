@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 
 from hf_paged.cache import store
 from hf_paged.cache.store import choose_store, store_portable
+from hf_paged.kernels import quantized
 from hf_paged.kernels.triton import store as kernel
 from tests.support.kernels.device import DEVICE, available
 
@@ -84,3 +85,18 @@ def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
         taken.clear()
         choose_store(*inputs, slots)(*inputs[:2], slots)
         assert bool(taken) == is_taken
+
+
+def test_blocks_of_different_formats_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[object] = []
+    monkeypatch.setattr(kernel, "store", lambda *inputs: taken.append(inputs))
+    monkeypatch.setattr(store, "uses_triton", lambda tensor: True)
+    blocks, states = torch.zeros(4, 2, 8, 16, device=DEVICE), torch.ones(1, 2, 1, 16).to(DEVICE)
+    slots = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    tiles = torch.zeros(4, 2, quantized.tile_bytes(8, 16), dtype=torch.uint8, device=DEVICE)
+    codes = quantized.codes(tiles, 8, torch.int8)
+    for pair in ((codes, blocks), (blocks, codes)):
+        choose_store(states, states, *pair, slots)(states, states, slots)
+    assert not taken and blocks.count_nonzero() == 32
+    choose_store(states, states, codes, codes, slots)(states, states, slots)
+    assert taken

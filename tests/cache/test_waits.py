@@ -11,7 +11,6 @@ import pytest
 
 from hf_paged.cache import waits
 from hf_paged.cache.waits import Claim, Shortage, claimed, claims_on
-from tests.support.checks import in_threads
 
 
 class Call:
@@ -93,21 +92,6 @@ def test_a_call_inside_of_another_one_does_not_wait_for_it() -> None:
         assert len(memory.holders) == 2
         assert not any(holder.is_progressing(threading.get_ident()) for holder in memory.holders)
     assert not memory.holders
-
-
-def test_calls_take_turns_where_they_do_not_fit_together() -> None:
-    memory, most = memory_with(), [0]
-    running: list[None] = []
-
-    def call() -> None:
-        for _ in range(3):
-            with claimed(memory, 3, lambda: 8):
-                running.append(None)
-                most[0] = max(most[0], len(running))
-                running.pop()
-
-    in_threads(*[call] * 5)
-    assert 1 <= most[0] <= 2 and not memory.holders
 
 
 def test_a_call_that_waits_for_blocks_does_not_count_as_one_that_goes_on() -> None:

@@ -10,14 +10,13 @@ import pytest
 from hf_paged import PagedConfig, PagedEngine, rooms
 from hf_paged.batching import factory
 from hf_paged.batching.execution import executor, runner
-from hf_paged.kernels import cpp
 from hf_paged.rooms import RoomMissingError
 from hf_paged.seams import EngineParts
 from tests.batching.test_runner import SIZE
 from tests.support import models
 from tests.support.engine_helpers import assert_same_as_lone, lone_run, prompts, run_all
 
-pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("needs_compiler")
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
 
 

@@ -108,15 +108,6 @@ def test_any_load_in_any_budget(seed: int) -> None:
         assert_drained(engine)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [8, 9])  # 7 for its tokens, a slot; and one for the snapshot
-def test_a_prompt_that_fits_alone_fits_with_a_snapshot(num_blocks: int) -> None:
-    options = {**GREEDY, "max_new_tokens": 7}
-    with engine_of(build(CLASSES[0]), num_blocks=num_blocks) as engine:
-        hits = [run(engine, text(50, 1), options) for _ in range(3)]
-    assert (hits[1] > 0) == (num_blocks == 9)
-
-
 @contextlib.contextmanager
 def interrupt(model: Any, call: int) -> Iterator[None]:
     """In the forward of this number, as the last layer is computed."""

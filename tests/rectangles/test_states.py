@@ -72,14 +72,6 @@ def test_a_few_snapshots_are_kept_without_a_budget() -> None:
     assert group.pool.num_cached == KEPT_STATES and group.pool.num_blocks == KEPT_STATES + 1
 
 
-def test_a_state_is_one_slot() -> None:
-    spec = StateSpec()
-    assert len({GroupSpec(), StateSpec(), StateSpec()}) == 2
-    size = PagedMemory(PagedConfig()).group(spec).block_size
-    assert size == UNBOUNDED
-    assert spec.num_spanned(0, 100_000, 1, 0, size) == 1 and spec.num_spanned(0, 0, 1, 0, size) == 0
-
-
 def test_slots_without_states_are_not_counted_as_shared_blocks() -> None:
     memory = PagedMemory(PagedConfig(block_size=8))
     blocks = memory.manager([GroupSpec(), StateSpec(is_empty=True)])

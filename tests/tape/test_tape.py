@@ -398,15 +398,3 @@ def test_what_is_written_outside_is_read_in_its_order(between: Callable[[Tensor]
             run()
             torch.testing.assert_close(replayed, found)
             torch.testing.assert_close(after, kept)
-
-
-def test_a_known_storage_keeps_its_id_at_a_fixed_address() -> None:
-    buffers, empty = Buffers(), Buffers()
-    known, other = torch.zeros(4), torch.zeros(4)
-    buffers.add(known)
-    buffers.add_fixed(known)
-    buffers.add(other)
-    assert buffers.fixed_addresses == {0: known.data_ptr()}, "the other one has no address"
-    assert (buffers.id_of(known), buffers.id_of(other)) == (0, 1)
-    empty.add_fixed(known[:0].clone())
-    assert not empty.fixed_addresses and not empty.num_bytes

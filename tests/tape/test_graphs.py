@@ -168,6 +168,7 @@ def test_graphs_are_of_the_kernels_that_torch_chooses(
     graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The precision of products may change while requests run."""
+    monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", 128)
     bench = CapturedBench(models.get("llama"), graphs)
     rows = bench.rows(2)
     bench.decode(*rows, times=2)
@@ -509,3 +510,13 @@ def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> 
         assert whole == rows * ((26 + new) // SIZE + 1) > 2 * min(sizes.values()), sizes
         assert set(grown) == {whole} if rows == 3 else max(grown, default=0) < whole
         grown.clear()  # from the model's checks, which use separate memory
+
+
+def test_scores_are_not_overwritten_by_the_next_step(graphs: FakeGraphs) -> None:
+    model, inputs = models.get("llama"), models.prompt("llama", 2)
+    names = ("return_dict_in_generate", "output_scores", "output_logits")
+    options = {**OF_A_CALL, **dict.fromkeys(names, True)}
+    expected, found = model.generate(**inputs, **options), generate(model, inputs, **options)
+    assert graphs.num_replays > 40
+    for name in ("logits", "scores"):
+        assert_close(torch.stack(found[name]), list(expected[name]))

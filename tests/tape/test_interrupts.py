@@ -33,7 +33,7 @@ class Interrupted(TorchDispatchMode):
 
 def test_an_interrupt_of_a_recording_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs, modes = models.get("llama"), models.prompt("llama", 1, 9), list[Interrupted]()
-    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     capture = recorders.Tapes.capture
 
     def interrupted(*args: Any) -> Any:

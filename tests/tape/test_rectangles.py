@@ -474,3 +474,15 @@ def test_a_bias_of_the_encoders_columns_is_not_lost() -> None:
         assert_same_samples(model, {**inputs, "attention_mask": weights.clone()}, 24)
         if number == 1:
             assert is_recorded(model, 20)
+
+
+@pytest.mark.parametrize("is_padded_first", [False, True])
+def test_a_padded_decoder_prompt_gets_the_bias_of_its_own_positions(is_padded_first: bool) -> None:
+    model, inputs = build(CLASSES[0]), inputs_of(CLASSES[0])
+    start = model.generation_config.decoder_start_token_id
+    inputs["decoder_input_ids"] = torch.tensor([[start, 21, 22, 23, 24], [0, 0, 0, start, 31]])
+    whole = {**inputs, "decoder_attention_mask": torch.ones(2, 5, dtype=torch.long)}
+    padded = {**inputs, "decoder_attention_mask": torch.tensor([[1] * 5, [0, 0, 0, 1, 1]])}
+    for call in (padded, whole) if is_padded_first else (whole, padded, whole):
+        assert_as_plain(model, call, times=2)
+    assert is_recorded(model)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import collections
+import itertools
 from typing import Any
 
 import pytest
 import torch
 
 from hf_paged import PagedConfig, PagedEngine, last_route
+from hf_paged.batching.loop import StepLoop
 from hf_paged.fingerprints.state import StateReading
+from tests.batching.test_changing_models import AT, SIMPLE, WIDTH, Processor
 from tests.support import models
-from tests.support.engine_helpers import prompts
+from tests.support.engine_helpers import lone_run, prompts
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
 
@@ -67,7 +70,7 @@ def test_a_step_after_other_code_looks_once(looks: collections.Counter[str]) -> 
 def test_equal_values_set_again_keep_what_was_recorded() -> None:
     model: Any = models.build("llama")
     scaling = model.model.layers[0].self_attn.scaling
-    inputs = models.token_ids(1, 17)
+    inputs = models.token_ids(1, WIDTH)
 
     def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         for layer in model.model.layers:
@@ -77,3 +80,26 @@ def test_equal_values_set_again_keep_what_was_recorded() -> None:
     expected = model.generate(inputs, **GREEDY)
     found = model.generate(inputs, **GREEDY, **models.PAGED, logits_processor=[process])
     assert torch.equal(found, expected) and last_route(model).num_captured_steps > 20  # type: ignore[union-attr]
+
+
+def test_weights_that_another_thread_replaces_between_steps_of_one_engine_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It should have paused the engine; a replay must not read memory that is not the model's."""
+    model, (text,) = models.build("llama"), prompts(WIDTH)
+    expected = lone_run(
+        model, text, GREEDY, logits_processor=[Processor(lambda: SIMPLE["weight"](model))]
+    )
+    changed: Any = models.build("llama")
+    propose, num_steps = StepLoop.propose, itertools.count()
+
+    def between(self: Any, *args: Any) -> None:
+        if next(num_steps) == AT + 1:  # a processor sees a token one forward later
+            SIMPLE["weight"](changed)
+        propose(self, *args)
+
+    with PagedEngine(changed, PagedConfig(block_size=8)) as engine:
+        monkeypatch.setattr(StepLoop, "propose", between)
+        (result,) = engine.generate([text], GREEDY)
+        assert engine.stats().num_captured_steps
+    assert [result.token_ids] == expected

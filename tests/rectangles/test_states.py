@@ -10,7 +10,7 @@ import pytest
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.group_memory import KEPT_STATES
-from hf_paged.cache.groups import UNBOUNDED, GroupSpec
+from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.sequence_blocks import SequenceBlocks
 from hf_paged.config import PagedConfig

@@ -27,11 +27,12 @@ from hf_paged.tape import graph_keys, recorders
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.graph_keys import GraphKey as Key
 from hf_paged.tape.torch_options import torch_options
-from tests.batching.test_runner import SIZE
+from tests.batching.test_runner import SIZE, assert_close
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
     assert_drained,
+    assert_same_as_lone,
     prompts,
     run_all,
 )
@@ -520,3 +521,30 @@ def test_scores_are_not_overwritten_by_the_next_step(graphs: FakeGraphs) -> None
     assert graphs.num_replays > 40
     for name in ("logits", "scores"):
         assert_close(torch.stack(found[name]), list(expected[name]))
+
+
+@pytest.mark.slow
+def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, and beside others: a graph for a set of adapters."""
+    pytest.importorskip("peft")
+    monkeypatch.setattr(recording, "MIN_FIXED_MISSES", 8)
+    from tests.support.peft_models import ADAPTERS, lone_with, lora_model
+
+    model = lora_model()
+    names = (*ADAPTERS, "first")
+    jobs = [job(12, 16, adapter=name) for name in names]
+    prompt, options = jobs[0][0], jobs[0][1]["generation_config"]
+    expected = {name: lone_with(model, name, prompt, options) for name in names}
+    with PagedEngine(model, CONFIG) as engine:
+        for _ in range(4):
+            for batch in (*([each] for each in jobs[:3]), jobs):
+                for (_, each), result in zip(batch, results(engine, batch)):
+                    name = each["adapter"]
+                    assert_same_as_lone(expected[name], result, options, name)
+            count = len(graphs.graphs)
+        variants = {key.variant for key in keys(engine)}
+        assert variants > set(ADAPTERS) and any(isinstance(x, frozenset) for x in variants)
+        stats = engine.stats()
+        assert stats.num_captured_steps == graphs.num_replays > stats.num_steps // 2
+        results(engine, jobs)
+        assert len(graphs.graphs) == count, "kept while the engine is idle"

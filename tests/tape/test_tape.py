@@ -20,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 from hf_paged.kernels.cpp import linear
 from hf_paged.kernels.cpp.build import kernel
 from hf_paged.step import NotCapturable
-from hf_paged.tape.buffers import Buffers
 from hf_paged.tape.entries import TorchOp
 from hf_paged.tape.rows import CALL as ROWS_CALL
 from hf_paged.tape.rows import INSTRUCTION, MEMORY, OP_NUMBERS

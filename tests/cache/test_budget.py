@@ -255,3 +255,17 @@ def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
         in_threads(look, look, change, make)
     finally:
         sys.setswitchinterval(interval)
+
+
+@pytest.mark.slow
+def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
+    model, assistant, limit = models.build("llama"), models.build("llama", seed=3), 26 * BLOCK
+    options, texts = {**GREEDY, "max_new_tokens": 40}, prompts(50, 45, 100)
+    hf_paged.budget(limit)
+    with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
+        for chosen in (texts[:2], texts[2:], texts[1:2]):
+            results = engine.generate(chosen, options, assistant_model=assistant)
+            assert tokens_of(results) == [lone_run(model, text, options) for text in chosen]
+            assert held(engine) <= limit
+        assert engine.stats().num_drafts
+        assert_drained(engine)

@@ -310,3 +310,15 @@ def test_caches_in_cycles_are_freed_and_keys_that_outlive_them_stay(
         PagedCache(memory=memory).update(3 * states, states, 0)
     for number, key in enumerate(keys):
         assert torch.equal(key + 0, (states + number)[[1, 0]])
+
+
+def test_a_call_of_another_dtype_leaves_a_held_cache_alone() -> None:
+    model = build(CONFIGS["full"])
+    options = dict(
+        max_new_tokens=4, cache_implementation="paged", eos_token_id=None, pad_token_id=0
+    )
+    held = model.generate(tokens(2, 13), return_dict_in_generate=True, **options).past_key_values
+    before = held.layers[0].keys.clone()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.generate(tokens(1, 5), **options)
+    assert torch.equal(held.layers[0].keys.clone(), before)

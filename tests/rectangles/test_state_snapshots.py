@@ -311,3 +311,16 @@ def test_only_long_prompts_stop_and_others_decode_meanwhile() -> None:
         asked.add("stops", text(60, 2), GREEDY)
         asked.check()
     assert shapes[:5] == [(1, 56), (1, 1), (1, 4), (1, 1), (2, 1)], shapes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preempt", ["swap", "recompute", "auto"])
+@pytest.mark.parametrize("name", ["Qwen3NextForCausalLM", "FalconH1ForCausalLM", NEVER])
+def test_preempted_rows_come_back_with_their_states(name: str, preempt: str) -> None:
+    with engine_of(build(name), num_blocks=28, preemption=preempt) as engine:
+        asked = Asked(engine)
+        for length, mode in zip((20, 25, 9, 31), ("greedy", "samples", "beams", "sample")):
+            asked.add(mode, [*text(24, 1), *text(length, length)], MODES[mode], length)
+        asked.check()
+        assert engine.stats().num_preemptions > 0, "the budget was meant to be short"
+        assert (engine.stats().num_swaps > 0) == (preempt == "swap") or preempt == "auto"

@@ -405,7 +405,8 @@ def assert_same_samples(model: PreTrainedModel, inputs: dict[str, Any], num_toke
 @pytest.mark.parametrize("window", [40, 100])  # within the first graph's tables, and the second's
 def test_a_window_of_the_models_own_code(window: int) -> None:
     """GPT-Neo takes the window from the end of the keys that it gets."""
-    model = tiny_model(transformers.GPTNeoForCausalLM, window_size=window)
+    sizes = {"window_size": window, "max_position_embeddings": 300}
+    model = tiny_model(transformers.GPTNeoForCausalLM, **sizes)
     assert "local" in model.config.attention_layers
     ids = torch.randint(5, 90, (2, 11), generator=torch.Generator().manual_seed(0))
     inputs = models.left_padded([ids[0].tolist(), ids[1, 5:].tolist()])

@@ -16,6 +16,7 @@ from hf_paged.rectangles import preemption
 from hf_paged.rectangles.states import StateSpec
 from tests.support import models
 from tests.support.engine_helpers import (
+    MODES,
     Asked,
     assert_drained,
     assert_lone,

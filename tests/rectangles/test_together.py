@@ -13,7 +13,6 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 from hf_paged import (
-    OutOfBlocksError,
     PagedConfig,
     PagedEngine,
     check_integrity,
@@ -23,7 +22,7 @@ from hf_paged import (
 from hf_paged.rectangles.rectangle import Rectangle
 from hf_paged.rectangles.runner import RectangleRunner
 from tests.support.architecture_inputs import make_inputs
-from tests.support.engine_helpers import Asked, assert_drained, results_of, run_all
+from tests.support.engine_helpers import Asked, assert_drained, run_all
 from tests.support.forwards import build, prompts
 from tests.support.models import PAGED, UNRECORDED
 
@@ -148,26 +147,6 @@ def test_rows_that_depend_on_one_another_stay_on_the_loop_of_transformers(
     name: str, why: str
 ) -> None:
     assert why in assert_plain(name, GREEDY, road="hf_loop").reason
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [None, 15])
-@pytest.mark.parametrize("name", ENCODERS[:2])
-def test_requests_of_an_encoder_decoder_model(name: str, num_blocks: int | None) -> None:
-    """All modes in one batch; some wait for blocks of their encoders."""
-    with PagedEngine(build(name), PagedConfig(block_size=8, num_blocks=num_blocks)) as engine:
-        asked, results = Asked(engine), {}
-        for seed, (mode, prompt) in enumerate(zip(MODES, TEXTS)):
-            asked.add(mode, prompt, {**ENDING, **MODES[mode]}, seed)
-            if num_blocks is None:  # one more joins in each step
-                results |= results_of(engine.step())
-        asked.check(run_all(engine, results))
-        assert_drained(engine)
-        assert (engine.stats().num_preemptions > 0) == (num_blocks is not None)
-        if (name, num_blocks) == (T5, 15):
-            with pytest.raises(OutOfBlocksError, match="at most 15"):
-                engine.add_request([5] * 160, {**ENDING, **GREEDY})
-    assert [result.prompt_ids for result in map(results.get, MODES)] == TEXTS
 
 
 @pytest.mark.slow_cases("*-False")

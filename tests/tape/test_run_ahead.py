@@ -198,9 +198,9 @@ def test_steps_of_every_kind_are_launched_ahead(
     monkeypatch.setattr(Scheduler, "schedule", counted)
     for number in range(24):
         options, arguments = kinds[number % len(kinds)]
-        prompt, given = job(5 + number % 7, 30 + 5 * (number % 4), number, **arguments)
+        prompt, given = job(5 + number % 7, 30 + 5 * (number % 4), number)
         given["generation_config"] |= options
-        jobs.append((prompt, given))
+        jobs.append((prompt, given | arguments))
     with PagedEngine(model, PagedConfig(block_size=SIZE, max_num_seqs=4)) as engine:
         found = results(engine, jobs)
         assert_drained(engine)

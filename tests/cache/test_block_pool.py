@@ -9,6 +9,10 @@ from hf_paged.cache.sequence_blocks import SequenceBlocks
 SIZE = 8  # tokens in a block
 
 
+def ignore(block_id: int) -> None:
+    pass
+
+
 def test_blocks_are_allocated_once_and_the_least_recently_freed_comes_first() -> None:
     pool = BlockPool(3)
     a, b, c = pool.allocate(2) + pool.allocate(1)
@@ -29,26 +33,18 @@ def test_a_block_is_free_only_when_its_last_holder_releases_it() -> None:
     assert pool.num_free == 1
 
 
-@pytest.mark.parametrize(
-    ("operation", "message"),
-    [
-        ("acquire", "^block 0 is free and cannot be shared$"),
-        ("release", "^block 0 has no holder to remove$"),
-    ],
-    ids=["acquire", "release"],
-)
-def test_a_free_block_cannot_be_shared_or_released(operation: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        getattr(BlockPool(1), operation)([0])
-
-
-def test_check_integrity_sees_a_leak_and_a_stale_table() -> None:
-    pool = BlockPool(2)
-    ids = pool.allocate(1)
-    pool.check_integrity([ids])
-    for tables, count in (([], 0), ([ids, [1]], 1)):
-        with pytest.raises(AssertionError, match=f"held by {count} tables"):
-            pool.check_integrity(tables)
+def test_operations_that_do_not_fit_a_blocks_state_are_refused() -> None:
+    pool = BlockPool(1)
+    for operation, message in (
+        (lambda: pool.acquire([0]), "^block 0 is free and cannot be shared$"),
+        (lambda: pool.release([0]), "^block 0 has no holder to remove$"),
+        (lambda: pool.keep(0, ignore), "is unused"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            operation()
+    pool.keep(*pool.allocate(1), ignore)
+    with pytest.raises(ValueError, match="already kept"):
+        pool.keep(0, ignore)
 
 
 def test_kept_blocks_are_cached_then_evicted_least_recently_released_first() -> None:
@@ -58,9 +54,8 @@ def test_kept_blocks_are_cached_then_evicted_least_recently_released_first() -> 
         pool.keep(block_id, evicted.append)
     pool.release([b, d, a])
     assert (pool.num_free, pool.num_cached, pool.num_used, pool.num_available) == (1, 2, 1, 3)
-    with pytest.raises(
-        OutOfBlocksError, match="needs 4 blocks, but only 1 of 4 are free and 2 cached"
-    ):
+    message = "needs 4 blocks, but only 1 of 4 are free and 2 cached"
+    with pytest.raises(OutOfBlocksError, match=message):
         pool.allocate(4)
     assert not evicted
     assert pool.allocate(2) == [d, b] and evicted == [b]
@@ -68,35 +63,29 @@ def test_kept_blocks_are_cached_then_evicted_least_recently_released_first() -> 
     pool.check_integrity([[b, c, d]])
 
 
-def test_only_used_blocks_can_be_kept_and_only_once() -> None:
-    pool = BlockPool(1)
-    with pytest.raises(ValueError, match="is unused"):
-        pool.keep(0, lambda _: None)
-    pool.keep(*pool.allocate(1), lambda _: None)
-    with pytest.raises(ValueError, match="already kept"):
-        pool.keep(0, lambda _: None)
-
-
-def test_a_write_to_a_block_that_others_read_is_seen_ever_after() -> None:
-    pool = BlockPool(3)
+def test_checks_see_leaks_stale_tables_and_writes_to_blocks_that_others_read() -> None:
+    pool = BlockPool(4)
     shared, kept, own = pool.allocate(3)
     pool.acquire([shared])
-    pool.keep(kept, lambda _: None)
+    pool.keep(kept, ignore)
     tables = [[shared, kept, own], [shared]]
     pool.check_writable([own])
     pool.check_integrity(tables)
-    for block_id, found in ((shared, "refcount 2, kept: False"), (kept, "refcount 1, kept: True")):
-        message = f"block {block_id} would be overwritten: {found}"
+    for wrong, count in (([], 0), ([*tables, [3]], 1)):
+        with pytest.raises(AssertionError, match=f"held by {count} tables"):
+            pool.check_integrity(wrong)
+    for block_id, state in ((shared, "refcount 2, kept: False"), (kept, "refcount 1, kept: True")):
+        message = f"block {block_id} would be overwritten: {state}"
         with pytest.raises(AssertionError, match=message):
             pool.check_writable([own, block_id])
-        with pytest.raises(AssertionError, match=message):
+        with pytest.raises(AssertionError, match=message):  # ever after
             pool.check_integrity(tables)
 
 
 def test_a_pool_shrinks_to_its_last_used_block() -> None:
     pool = BlockPool(4)
     first, second, third, last = pool.allocate(4)
-    pool.keep(third, lambda block_id: None)
+    pool.keep(third, ignore)
     pool.release([first, third, last])
     assert pool.peak_used == 4
     pool.shrink()
@@ -124,33 +113,27 @@ def test_append_that_the_pool_cannot_serve_changes_nothing() -> None:
     assert (table.block_ids, table.num_tokens, pool.num_free) == ([0, 1], 9, 0)
 
 
-def test_blocks_that_were_freed_are_not_truncated_to() -> None:
-    table = filled(BlockPool(8), 3 * SIZE)
+def test_tables_begin_behind_blocks_that_were_freed_skipped_or_are_shared() -> None:
+    pool = BlockPool(8)
+    table = filled(pool, 3 * SIZE)
+    second = BlockTable(pool, SIZE)
+    second.attach(table.block_ids[1:], num_dropped=1)
+    assert (second.num_tokens, second.num_dropped, pool.num_shared) == (3 * SIZE, 1, 2)
+    assert second.append(1) is None  # after full blocks nothing is copied
+    with pytest.raises(ValueError, match="holds 25 tokens"):
+        second.attach(table.block_ids, 0)
     table.drop_before(SIZE + 1)
     table.truncate(SIZE)
     assert (table.block_ids, table.num_tokens, table.num_dropped) == ([], SIZE, 1)
     with pytest.raises(ValueError, match="have been freed"):
         table.truncate(SIZE - 1)
-
-
-def test_skip_starts_at_a_block() -> None:
-    table = BlockTable(BlockPool(4), SIZE)
-    table.skip(19)
-    assert (table.num_dropped, table.num_tokens) == (2, 16)
-    table.append(5)
-    assert len(table.block_ids) == 1
+    skipped = BlockTable(pool, SIZE)
+    skipped.skip(19)
+    assert (skipped.num_dropped, skipped.num_tokens) == (2, 16)
+    skipped.append(5)
+    assert len(skipped.block_ids) == 1
     with pytest.raises(ValueError, match="holds 21 tokens"):
-        table.skip(1)
-
-
-def test_attach_shares_full_blocks() -> None:
-    pool = BlockPool(6)
-    first, second = filled(pool, 3 * SIZE), BlockTable(pool, SIZE)
-    second.attach(first.block_ids[1:], num_dropped=1)
-    assert (second.num_tokens, second.num_dropped, pool.num_shared) == (3 * SIZE, 1, 2)
-    assert second.append(1) is None  # after full blocks nothing is copied
-    with pytest.raises(ValueError, match="holds 25 tokens"):
-        second.attach(first.block_ids, 0)
+        skipped.skip(1)
 
 
 def test_a_kept_block_that_may_be_written_to_is_not_called_shared() -> None:

@@ -1,14 +1,13 @@
-"""A byte limit on all pools: idle pools shrink, no pool exceeds it, and requests that fit alone do
-not fail."""
+"""A byte limit on all pools."""
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
-import time
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -139,21 +138,30 @@ def test_what_does_not_fit_alone_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_in_use_keeps_what_it_has(monkeypatch: Any) -> None:
+def test_a_pool_in_use_and_a_cache_of_ones_own_keep_what_they_have(monkeypatch: Any) -> None:
     monkeypatch.setattr(budgets, "PATIENCE", 0.2)
     model, other = models.build("llama"), models.build("llama", seed=1)
-    (prompt,), options = prompts(60), {**GREEDY, "max_new_tokens": 40}
+    (prompt,), long, options = prompts(60), prompts(100), {**GREEDY, "max_new_tokens": 40}
     expected = lone_run(model, prompt, options)[0]
     hf_paged.budget(20 * BLOCK)
     with hf_paged.PagedEngine(model, {"block_size": SIZE}) as engine:
         engine.add_request(prompt, options, request_id="0")
         engine.step()
         with pytest.raises(hf_paged.OutOfBlocksError, match="budget"):
-            call(other, prompts(100))
+            call(other, long)
         assert held(other, engine) <= 20 * BLOCK
         assert run_all(engine)["0"].token_ids == expected
-        call(other, prompts(100))  # it is idle now
+        call(other, long)  # it is idle now
         assert held(other, engine) <= 20 * BLOCK
+    cache = hf_paged.PagedCache(model.config, {"block_size": SIZE})
+    with torch.no_grad():
+        model(torch.tensor(prompts(80)), past_key_values=cache)
+    assert cache.stats().held_bytes == 10 * BLOCK
+    with pytest.raises(hf_paged.OutOfBlocksError, match="budget"):
+        call(other, long)
+    cache.free()
+    call(other, long)
+    assert cache.stats().held_bytes == 0
 
 
 def test_the_check_of_a_new_model_does_not_count() -> None:
@@ -175,26 +183,6 @@ def test_the_check_of_a_new_model_does_not_count() -> None:
         run_all(second)
 
 
-@pytest.mark.slow
-def test_a_cache_of_ones_own_counts(monkeypatch: Any) -> None:
-    monkeypatch.setattr(budgets, "PATIENCE", 0.2)
-    model, ids = models.build("llama"), prompts(80)
-    hf_paged.budget(12 * BLOCK)
-    cache = hf_paged.PagedCache(model.config, {"block_size": SIZE})
-    with torch.no_grad():
-        model(torch.tensor(ids), past_key_values=cache)
-    assert cache.stats().held_bytes == 10 * BLOCK
-    with pytest.raises(hf_paged.OutOfBlocksError, match="budget"):
-        call(model, ids)
-    cache.free()
-    call(model, ids)
-    assert cache.stats().held_bytes == 0
-
-
-def lacks_memory(*args: Any) -> Any:
-    raise MemoryError
-
-
 @pytest.mark.parametrize("reason", ["budget", "memory"])
 def test_a_wider_dtype_that_does_not_fit_leaves_the_cache_as_it_was(
     reason: str, monkeypatch: pytest.MonkeyPatch
@@ -204,7 +192,7 @@ def test_a_wider_dtype_that_does_not_fit_leaves_the_cache_as_it_was(
     if reason == "budget":
         hf_paged.budget(12 * BLOCK)
     else:
-        monkeypatch.setattr(BlockStorage, "promote", lacks_memory)
+        monkeypatch.setattr(BlockStorage, "promote", Mock(side_effect=MemoryError))
     with torch.no_grad():
         expected = model(ids).logits[:, -1]
         model(ids[:, :-1], past_key_values=cache)
@@ -217,18 +205,6 @@ def test_a_wider_dtype_that_does_not_fit_leaves_the_cache_as_it_was(
         logits = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(logits, expected)
     cache.free()
-
-
-@pytest.mark.slow
-def test_prefixes_of_a_pool_that_gives_way_stay_in_its_tiers(tmp_path: Any) -> None:
-    model, other, ids = models.build("llama"), models.build("llama", seed=1), prompts(160)
-    hf_paged.budget(30 * BLOCK)
-    expected = model.generate(torch.tensor(ids), **GREEDY)
-    for _ in range(2):
-        assert torch.equal(call(model, ids, prefix_tiers=str(tmp_path)), expected)
-        call(other, ids)
-        assert held(model) == 0
-    assert hf_paged.memory_stats(model).tier_restored_blocks >= 159 // SIZE
 
 
 @pytest.mark.slow
@@ -250,6 +226,38 @@ def test_a_window_leaves_the_other_layers_what_a_request_needs_alone(
 
 
 @pytest.mark.slow
+def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
+    memory, is_over = PagedMemory(hf_paged.PagedConfig()), threading.Event()
+    group = memory.group(FULL_ATTENTION)
+    group._expected_bytes = BLOCK
+
+    def look() -> None:
+        while not is_over.is_set():
+            memory.growth_limit(group)
+            budgets.num_uncharged_bytes()
+            budgets.charge(memory, 1)
+
+    def change() -> None:
+        while not is_over.is_set():
+            hf_paged.budget(1 << 30)
+            hf_paged.budget(None)
+
+    def make() -> None:
+        try:
+            for _ in range(200):
+                assert [PagedMemory(hf_paged.PagedConfig()) for _ in range(20)]
+        finally:
+            is_over.set()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(look, look, change, make)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.slow
 def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
     model, assistant, limit = models.build("llama"), models.build("llama", seed=3), 26 * BLOCK
     options, texts = {**GREEDY, "max_new_tokens": 40}, prompts(50, 45, 100)
@@ -261,33 +269,3 @@ def test_an_assistant_takes_no_memory_that_its_model_needs() -> None:
             assert held(engine) <= limit
         assert engine.stats().num_drafts
         assert_drained(engine)
-
-
-@pytest.mark.slow
-def test_threads_may_look_while_the_budget_changes_and_pools_are_made() -> None:
-    memory, end = PagedMemory(hf_paged.PagedConfig()), time.monotonic() + 0.5
-    group = memory.group(FULL_ATTENTION)
-    group._expected_bytes = BLOCK
-
-    def look() -> None:
-        memory.growth_limit(group)
-        budgets.num_uncharged_bytes()
-        budgets.charge(memory, 1)
-
-    def change() -> None:
-        hf_paged.budget(1 << 30)
-        hf_paged.budget(None)
-
-    def make() -> list[PagedMemory]:
-        return [PagedMemory(hf_paged.PagedConfig()) for _ in range(20)]
-
-    def repeat(action: Callable[[], Any]) -> None:
-        while time.monotonic() < end:
-            action()
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        in_threads(*(functools.partial(repeat, each) for each in (look, look, change, make)))
-    finally:
-        sys.setswitchinterval(interval)

@@ -34,19 +34,14 @@ def hit(engine: PagedEngine, **options: Any) -> int:
 @needs_fingerprints
 @pytest.mark.parametrize("own", [None, "alice"])
 def test_requests_with_different_salts_share_no_prefix(own: str | None) -> None:
-    """A request's salt comes before the config's."""
+    """A request's salt comes before the config's. Nor do running requests share blocks."""
     config = PagedConfig(block_size=8, num_blocks=64, cache_salt=own)
     salts: list[dict[str, Any]] = [{}, {"cache_salt": "bob"}, {"cache_salt": "carol"}]
-    with PagedEngine(models.build("llama"), config) as engine:
+    with PagedEngine(models.get("llama"), config) as engine:
         for expected in (0, 40):
             assert [hit(engine, **salt) for salt in salts] == [expected] * 3
         assert hit(engine, cache_salt="alice") == (0 if own is None else 40)
-
-
-@needs_fingerprints
-def test_running_requests_with_different_salts_hold_no_block_together() -> None:
-    with PagedEngine(models.build("llama"), PagedConfig(block_size=8, num_blocks=64)) as engine:
-        for salt, num_shared in (("alice", 0), ("bob", 0), ("bob", 5)):
+        for salt, num_shared in (("dave", 0), ("erin", 0), ("erin", 5)):
             engine.add_request(PROMPT, GREEDY, cache_salt=salt)
             engine.step()
             assert engine.stats().shared_blocks == num_shared

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -14,23 +15,17 @@ from tests.support.kernels.device import DEVICE, available
 
 
 @pytest.fixture(params=["portable", pytest.param("triton", marks=available)])
-def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[Any] | None:
-    """The tables of the kernel's launches; `None` if PyTorch makes the copies."""
+def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Observes the kernel's launches; `None` if PyTorch makes the copies."""
     if request.param == "portable":
         monkeypatch.setattr("hf_paged.cache.copies.uses_triton", lambda tensor: False)
         return None
     from hf_paged.kernels.triton import copy
 
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
-    made: list[Any] = []
-    original = copy.copy_blocks
-
-    def counted(places: Any, table: Any, pairs: Any) -> None:
-        made.append(table)
-        original(places, table, pairs)
-
+    counted = create_autospec(copy.copy_blocks, side_effect=copy.copy_blocks)
     monkeypatch.setattr(copy, "copy_blocks", counted)
-    return made
+    return counted
 
 
 def storage_of(num_layers: int) -> BlockStorage:
@@ -81,15 +76,15 @@ def test_copies(
     copies: list[tuple[int, int]],
     expected: list[int],
     num_launches: int,
-    launches: list[Any] | None,
+    launches: Any,
 ) -> None:
     storage = storage_of(5)
     storage.copy_blocks(copies)
     assert content(storage) == [expected] * 6
-    assert launches is None or len(launches) == num_launches
+    assert launches is None or launches.call_count == num_launches
 
 
-def test_the_table_is_kept_until_tensors_are_others(launches: list[Any] | None) -> None:
+def test_the_table_is_kept_until_tensors_are_others(launches: Any) -> None:
     storage = storage_of(2)
     for _ in range(2):
         storage.copy_blocks([(1, 0)])
@@ -103,11 +98,12 @@ def test_the_table_is_kept_until_tensors_are_others(launches: list[Any] | None) 
     storage.copy_blocks([(7, 1)])
     assert content(storage) == [[0, 7, 2, 3, 4, 5, 6, 7, 8]] * 3
     if launches is not None:
-        assert len(launches) == 4 and launches[0] is launches[1]
-        assert len({table.data_ptr() for table in launches}) == 3
+        tables = [call.args[1] for call in launches.call_args_list]
+        assert len(tables) == 4 and tables[0] is tables[1]
+        assert len({table.data_ptr() for table in tables}) == 3
 
 
-def test_blocks_that_are_not_there(launches: list[Any] | None) -> None:
+def test_blocks_that_are_not_there(launches: Any) -> None:
     if launches is None and DEVICE.type == "cuda":
         pytest.skip("PyTorch's kernel ends the process's use of the device")
     storage = storage_of(1)

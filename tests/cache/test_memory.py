@@ -1,5 +1,4 @@
-"""Bytes that a call's keys and values took, beside those of plain's cache for that call; which
-cached blocks stay."""
+"""Bytes that calls take, beside those of plain's cache; which cached blocks stay."""
 
 from __future__ import annotations
 
@@ -18,11 +17,14 @@ from hf_paged.model.own_loop import cache_parts
 from tests.support import models
 from tests.support.engine_helpers import prompts
 
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
 CALLS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
     "samples": {"do_sample": True, "num_return_sequences": 2},
 }
+# transformers' own loop on a paged cache; rows that advance by several tokens
+OTHER_LOOPS = {"chunks": {"prefill_chunk_size": 5}, "lookup": {"prompt_lookup_num_tokens": 3}}
 
 
 def plain_cache_bytes(model: Any, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> int:
@@ -40,15 +42,11 @@ def call(model: Any, inputs: Any, options: dict[str, Any], **config: Any) -> hf_
     return hf_paged.memory_stats(model)
 
 
-OTHER_LOOPS = {"chunks": {"prefill_chunk_size": 5}, "lookup": {"prompt_lookup_num_tokens": 3}}
-
-
 @pytest.mark.slow_cases("gemma2-*")
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
         *itertools.product(["llama", "gemma2", "gemma3", "t5"], CALLS),
-        # transformers' own loop on a paged cache; rows that advance by several tokens
         *(("gemma3", kind) for kind in OTHER_LOOPS),
     ],
 )
@@ -111,9 +109,6 @@ def test_calls_that_overlap_leave_the_bytes_of_the_last_lone_call() -> None:
     assert call(model, inputs[2], options).plain_bytes > lone.plain_bytes
 
 
-GREEDY = {"do_sample": False, "max_new_tokens": 8}
-
-
 def talk(engine: hf_paged.PagedEngine, chats: int, at_once: int) -> list[int]:
     """Four turns of each chat, `at_once` chats together; returns each turn's tokens that were
     cached."""
@@ -151,21 +146,19 @@ def test_chats_find_their_earlier_turns_without_a_limit(
         assert (engine.stats().cached_blocks, engine.memory.stats().held_bytes) == (0, 0)
 
 
-def test_cached_blocks_give_way_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_memory, "free_bytes", lambda device: 0)
-    with hf_paged.PagedEngine(models.build("llama")) as engine:
-        for seed in range(4):
-            engine.generate(prompts(70, seed=seed), GREEDY)
-        stats = engine.memory.stats()
-        assert stats.held_bytes == stats.peak_bytes and stats.cached_blocks == 4
-
-
-def test_a_call_evicts_before_its_pool_grows() -> None:
+def test_cached_blocks_give_way_before_a_pool_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a call, and in an engine where memory is short."""
     model = models.build("llama")
     for seed in range(4):
         call(model, {"input_ids": models.token_ids(1, 70, seed)}, GREEDY)
         stats = hf_paged.memory_stats(model)
         assert stats.held_bytes == stats.peak_bytes
+    monkeypatch.setattr(group_memory, "free_bytes", lambda device: 0)
+    with hf_paged.PagedEngine(model) as engine:
+        for seed in range(4):
+            engine.generate(prompts(70, seed=seed), GREEDY)
+        stats = engine.memory.stats()
+        assert stats.held_bytes == stats.peak_bytes and stats.cached_blocks == 4
 
 
 def test_a_reset_of_the_peaks_is_no_progress() -> None:

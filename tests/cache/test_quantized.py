@@ -46,11 +46,9 @@ def rounded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return functools.partial(round_caches, monkeypatch)
 
 
-def paged(kv_dtype: str, **options: Any) -> dict[str, Any]:
-    return {
-        "cache_implementation": "paged",
-        "cache_config": {"block_size": 8, "kv_dtype": kv_dtype, **options},
-    }
+def paged(kv_dtype: str | None) -> dict[str, Any]:
+    config = {"block_size": 8, "kv_dtype": kv_dtype}
+    return {"cache_implementation": "paged", "cache_config": config}
 
 
 def build(name: str) -> Any:
@@ -138,36 +136,27 @@ def states_of(cache: Any) -> list[Tensor]:
     return [x.dense().clone() for layer in cache.layers for x in (layer.keys, layer.values)]
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_copies_and_pickles_of_a_cache(kv_dtype: str) -> None:
+@pytest.mark.parametrize("kv_dtype", [None, *KV_DTYPES])
+def test_copies_and_pickles_of_a_cache(kv_dtype: str | None) -> None:
     model, ids, cache = cached(kv_dtype)
-    expected, step = states_of(cache), functools.partial(model, ids[:, -1:])
-    assert expected[0].dtype == torch.float32
+    cache.batch_repeat_interleave(2)
+    expected, used = states_of(cache), cache.stats().used_blocks
+    assert used == 2 * 3 and expected[0].dtype == torch.float32
+    step = functools.partial(model, ids[:, -1:].repeat_interleave(2, dim=0))
     logits = step(past_key_values=copy.deepcopy(cache)).logits
     assert cache.stats().copied_blocks > 0
     for twin in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache))):
+        assert twin.stats().used_blocks == used, "sharing is lost, or a copy takes blocks"
         assert all(map(torch.equal, states_of(twin), expected))
         assert torch.equal(step(past_key_values=twin).logits, logits)
         twin.check_integrity()
-    cache.batch_repeat_interleave(2)
     cache.reorder_cache(torch.tensor([3, 0, 1]))
-    assert all(torch.equal(x, y[[1, 0, 0]]) for x, y in zip(states_of(cache), expected))
-    assert len(pickle.dumps(cache)) < 0.5 * len(pickle.dumps(cached(None)[2]))
-
-
-@pytest.mark.parametrize("kernels", ["gather", "reference"])
-def test_a_cache_in_a_loop_of_the_callers(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each backend, with and without the C++ gather: the same logits to rounding."""
-    model, ids, cache = cached("int8")
-    expected = model(ids[:, :3], past_key_values=copy.deepcopy(cache)).logits
-    monkeypatch.setenv("HF_PAGED_ATTENTION", kernels)
-    dense = states_of(cache)
-    monkeypatch.setattr(reading.cpp, "is_available", lambda: False)
-    other = copy.deepcopy(cache)
-    assert all(map(torch.equal, states_of(other), dense))
-    torch.testing.assert_close(
-        model(ids[:, :3], past_key_values=other).logits, expected, atol=1e-4, rtol=1e-4
-    )
+    assert all(torch.equal(x, y[[3, 0, 1]]) for x, y in zip(states_of(cache), expected))
+    if kv_dtype is not None:
+        assert len(pickle.dumps(cache)) < 0.5 * len(pickle.dumps(cached(None)[2]))
+    cache.reset()
+    cache.check_integrity()
+    assert cache.stats().used_blocks == 0
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
@@ -192,11 +181,9 @@ def test_states_of_another_dtype_share_blocks() -> None:
 
 
 def test_other_kv_dtypes_are_other_pools() -> None:
-    model, inputs = models.build("llama"), models.prompt("llama", 2, 21)
-    sizes = {}
+    model, inputs, sizes = models.build("llama"), models.prompt("llama", 2, 21), {}
     for kv_dtype in (None, "int8", None):
-        model.generate(**inputs, max_new_tokens=8, do_sample=False, cache_implementation="paged",
-                       cache_config={"kv_dtype": kv_dtype})  # fmt: skip
+        model.generate(**inputs, max_new_tokens=8, do_sample=False, **paged(kv_dtype))
         stats = memory_stats(model)
         assert stats.kv_dtype == kv_dtype
         assert sizes.setdefault(kv_dtype, stats.peak_bytes) == stats.peak_bytes

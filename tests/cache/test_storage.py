@@ -23,13 +23,7 @@ from hf_paged.kernels import quantized
 from tests.support import models
 from tests.test_forks import holds_in_child
 
-CPU, WINDOW = torch.device("cpu"), GroupSpec(window=64)
-MPS = torch.device("mps")
-
-
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_memory, "free_bytes", lambda device: 200_000)
+CPU, MPS, WINDOW = torch.device("cpu"), torch.device("mps"), GroupSpec(window=64)
 
 
 def rows(most: int, live: int, device: torch.device = MPS) -> tuple[int, int]:
@@ -43,32 +37,28 @@ def rows(most: int, live: int, device: torch.device = MPS) -> tuple[int, int]:
     return full, window
 
 
-def test_layers_with_windows_leave_what_they_do_not_need_to_the_others(free: None) -> None:
+def test_layers_with_windows_leave_what_they_do_not_need_to_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is free is asked once."""
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: 200_000)
     assert rows(1 << 30, 50) == ((1000 - 6 * 50) // 2, 50)
     assert rows(1 << 30, 1 << 30) == (125, 125)
     assert rows(100, 50) == (100, 50) and rows(100, 1 << 30) == (100, 100)
     assert rows(1 << 30, 50, CPU) == (125, 125), "what is not touched costs nothing there"
     assert rows(40, 50, CPU) == (40, 40)
+    told, half = iter((1000, 10)), reservation()
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: next(told))
+    assert [half.num_layer_blocks(FULL_ATTENTION, 10, CPU) for _ in range(2)] == [25, 25]
 
 
-@pytest.fixture
 def reservation() -> Reservation:
     """Half of what is free, for two layers."""
     most = {FULL_ATTENTION: 1 << 30}
     return Reservation(most, most, {FULL_ATTENTION: 2}, 0.5)
 
 
-def test_what_is_free_is_asked_once(
-    reservation: Reservation, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = iter((1000, 10))
-    monkeypatch.setattr(free_memory, "free_bytes", lambda device: next(told))
-    assert [reservation.num_layer_blocks(FULL_ATTENTION, 10, CPU) for _ in range(2)] == [25, 25]
-
-
-def test_devices_that_tell_otherwise_or_not(
-    reservation: Reservation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_that_tell_otherwise_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """What torch's allocator holds in reserve is free."""
     mps = dict(recommended_max_memory=lambda: 900, driver_allocated_memory=lambda: 300)
     xpu = dict(mem_get_info=lambda device: (100, 1000), memory_reserved=lambda device: 500)
@@ -79,7 +69,7 @@ def test_devices_that_tell_otherwise_or_not(
     unknown: Any = torch.device("privateuseone")
     with pytest.raises(ValueError, match=r"the free memory of privateuseone.*`num_blocks`"):
         free_bytes(unknown)
-    assert reservation.num_layer_blocks(FULL_ATTENTION, 10, unknown) == 0
+    assert reservation().num_layer_blocks(FULL_ATTENTION, 10, unknown) == 0
 
 
 def test_a_device_of_which_nothing_is_known_grows_step_by_step(

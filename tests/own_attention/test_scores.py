@@ -11,16 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import BloomForCausalLM
-from transformers.models.bloom.modeling_bloom import BloomAttention
 
-from hf_paged import kernels, last_route
+from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.own_attention import row_tensors, with_key_len
 from hf_paged.step import Lengths, NotCapturable, NotPackable, StepMetadata
 from tests.attention.test_packed import DECODES, MIXED, PROMPTS, Built
-from tests.support import models
-from tests.support.architecture_configs import tiny_model
 from tests.support.attention import PackedCase as Case
 
 LOWEST = torch.finfo(torch.float32).min
@@ -237,41 +233,3 @@ def test_steps_that_show_no_rows() -> None:
         with_key_len(StepMetadata.rectangle(tables, (), 8, query_len=2, lengths=lengths))
     decodes = StepMetadata.rectangle(tables, (), 8, lengths=lengths)
     assert with_key_len(decodes).key_len == 8  # what the tables have room for
-
-
-class InPlaceAttention(BloomAttention):
-    """Bloom's attention with statements that write to the scores."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        residual: Tensor,
-        alibi: Tensor,
-        attention_mask: Tensor | None,
-        layer_past: Any = None,
-        **kwargs: Any,
-    ) -> Any:
-        query, key, value = self._reshape(self.query_key_value(hidden_states))
-        if layer_past is not None:
-            key, value = layer_past.update(key, value, self.layer_idx)
-        scores = query @ key.transpose(-1, -2)
-        scores.mul_(self.inv_norm_factor)
-        scores.add_(alibi.view(query.shape[0], self.num_heads, 1, -1))
-        if attention_mask is not None:
-            scores.add_(attention_mask)
-        output = self._merge_heads((F.softmax(scores, dim=-1) @ value).flatten(0, 1))
-        return residual + self.dense(output), None
-
-
-@pytest.mark.parametrize("paged", [models.PAGED, models.UNRECORDED], ids=["recorded", "forwards"])
-def test_a_model_that_writes_to_its_scores_gets_plain_tokens(paged: dict[str, Any]) -> None:
-    model = tiny_model(BloomForCausalLM)
-    for module in model.modules():
-        if type(module) is BloomAttention:
-            module.__class__ = InPlaceAttention
-    inputs = models.padded_prompt("llama")
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    tokens = model.generate(**inputs, **options, **paged)
-    route = last_route(model)
-    assert route is not None and route.reason.startswith("packed forwards"), route
-    assert torch.equal(tokens, model.generate(**inputs, **options))

@@ -1,5 +1,4 @@
-"""Models that cannot be packed run as rectangular batches: number of forwards, and tokens of each
-row alone."""
+"""Models that cannot be packed run as rectangular batches."""
 
 from __future__ import annotations
 
@@ -9,11 +8,11 @@ import pytest
 import torch
 import transformers
 
-from hf_paged import PagedConfig, PagedEngine, last_route
+from hf_paged import PagedConfig, PagedEngine
 from hf_paged.rectangles.states import StateSpec
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.checks import assert_paged_is_plain, assert_pool_empty
+from tests.support.checks import assert_paged_is_plain
 from tests.support.engine_helpers import (
     MODES,
     Asked,
@@ -21,7 +20,7 @@ from tests.support.engine_helpers import (
     assert_served_as_lone,
     run_all,
 )
-from tests.support.forwards import build, forwards, prompts, shapes_of
+from tests.support.forwards import build, forwards, prompts
 from tests.support.models import BEFORE_5_18
 
 CLASSES = [
@@ -32,7 +31,6 @@ CLASSES = [
 ]
 SMALL = PagedConfig(block_size=8)
 LENGTHS = (5, 19, 9, 14)
-ENDS = list(range(30, 60))  # enough ids that rows end at different steps
 
 
 def skip_where_plain_is_broken(name: str) -> None:
@@ -61,26 +59,6 @@ def test_requests_that_come_and_go_share_forwards(name: str) -> None:
     assert len(shapes) <= (max(counts) - 1) + 3, f"{len(shapes)} forwards: {shapes}"
     assert (4, 1) in shapes, f"four rows were meant to decode side by side: {shapes}"
     asked.check(results)
-
-
-@pytest.mark.slow_cases(but=["MambaForCausalLM"])
-@pytest.mark.parametrize("name", CLASSES)
-def test_rows_of_a_generate_call_leave_one_by_one(name: str) -> None:
-    model, texts = build(name), prompts(*LENGTHS)
-    width, inputs = max(LENGTHS), models.left_padded(texts)
-    options: dict[str, Any] = dict(
-        do_sample=False, max_new_tokens=24, eos_token_id=ENDS, pad_token_id=0
-    )
-    expected = model.generate(**inputs, **options)
-    lengths = [int((row[width:] != 0).sum()) for row in expected]
-    assert len(set(lengths)) > 1, f"the rows were meant to end at different steps: {lengths}"
-    found, shapes = shapes_of(model, inputs, options)
-    assert torch.equal(expected, found) and last_route(model).road == "engine"
-    assert len(shapes) == max(lengths) and shapes[0] == (4, width), shapes
-    assert sum(rows for rows, _ in shapes[1:]) == sum(lengths) - 4, (
-        "rows that ended were computed on"
-    )
-    assert_pool_empty(model)
 
 
 @pytest.mark.slow_cases("cpu-*")
@@ -152,15 +130,6 @@ def test_states_go_with_the_last_request() -> None:
             assert not [ref for ref, _ in states._rows.values() if ref() is not None]
             run_all(engine)
             assert_drained(engine)
-
-
-def test_a_model_with_states_in_its_modules_is_refused() -> None:
-    """Its rows would read each other's states; `generate` serves it."""
-    model: Any = tiny_model(transformers.RecurrentGemmaForCausalLM)
-    with pytest.raises(ValueError, match="keeps states in its modules"):
-        PagedEngine(model)
-    inputs = {"input_ids": torch.tensor(prompts(9))}
-    assert_paged_is_plain(model, inputs, dict(do_sample=False, max_new_tokens=6))
 
 
 def test_a_model_that_stores_tokens_of_its_own_leaves_the_pool_intact() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, OutOfBlocksError
 from hf_paged.cache.group_memory import KEPT_STATES
-from hf_paged.cache.groups import UNBOUNDED, GroupSpec
+from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.sequence_blocks import SequenceBlocks
 from hf_paged.config import PagedConfig
@@ -70,14 +70,6 @@ def test_a_few_snapshots_are_kept_without_a_budget() -> None:
         blocks.free(grown(blocks, range(100 * number, 100 * number + 10), 8))
         memory.check_integrity()
     assert group.pool.num_cached == KEPT_STATES and group.pool.num_blocks == KEPT_STATES + 1
-
-
-def test_a_state_is_one_slot() -> None:
-    spec = StateSpec()
-    assert len({GroupSpec(), StateSpec(), StateSpec()}) == 2
-    size = PagedMemory(PagedConfig()).group(spec).block_size
-    assert size == UNBOUNDED
-    assert spec.num_spanned(0, 100_000, 1, 0, size) == 1 and spec.num_spanned(0, 0, 1, 0, size) == 0
 
 
 def test_slots_without_states_are_not_counted_as_shared_blocks() -> None:

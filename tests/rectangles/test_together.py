@@ -1,6 +1,5 @@
-"""Rows that stay together from start to end, with everything the model's own loop carries:
-encoder-decoder models, positions counted by the cache, caches with more than K/V. Tokens equal
-plain `generate`'s."""
+"""Rows that stay together from start to end: encoder-decoder models, positions that the cache
+counts, caches with more than K/V."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ import torch
 from transformers import T5ForConditionalGeneration
 
 from hf_paged import (
-    OutOfBlocksError,
     PagedConfig,
     PagedEngine,
     check_integrity,
@@ -24,8 +22,8 @@ from hf_paged import (
 from hf_paged.rectangles.rectangle import Rectangle
 from hf_paged.rectangles.runner import RectangleRunner
 from tests.support.architecture_inputs import make_inputs
-from tests.support.engine_helpers import Asked, assert_drained, results_of, run_all
-from tests.support.forwards import build
+from tests.support.engine_helpers import Asked, assert_drained, run_all
+from tests.support.forwards import build, prompts
 from tests.support.models import PAGED, UNRECORDED
 
 T5 = "T5ForConditionalGeneration"
@@ -49,6 +47,9 @@ MODES = {
 ENDS = list(range(30, 60))  # enough ids that rows end at different steps
 NEW = 16
 GREEDY = {"do_sample": False}
+ENDING = {"max_new_tokens": NEW, "eos_token_id": ENDS, "pad_token_id": 0}
+SMALL = PagedConfig(block_size=8)
+TEXTS = prompts(5, 19, 9, 14, 11)
 LONG = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
 
 
@@ -66,8 +67,7 @@ def inputs_of(name: str) -> dict[str, Any]:
 
 def tokens(name: str, options: dict[str, Any], **paged: Any) -> torch.Tensor:
     torch.manual_seed(5)
-    given = {"max_new_tokens": NEW, "eos_token_id": ENDS, "pad_token_id": 0, **options}
-    return build(name).generate(**inputs_of(name), **given, **paged)
+    return build(name).generate(**inputs_of(name), **ENDING, **options, **paged)
 
 
 def assert_plain(name: str, options: dict[str, Any], road: str = "engine") -> Any:
@@ -116,7 +116,9 @@ def test_tokens_are_those_of_plain_generate(name: str, mode: str) -> None:
 
 
 @pytest.mark.slow_cases("T5ForConditionalGeneration")
-@pytest.mark.parametrize("name", [T5, "BartForCausalLM", "DeepseekV32ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", [T5, "BartForCausalLM", "DeepseekV32ForCausalLM", "MambaForCausalLM"]
+)
 def test_rows_leave_when_they_end(name: str, rows_of_forwards: list[int]) -> None:
     expected, model = tokens(name, GREEDY), build(name)
     width = 1 if model.config.is_encoder_decoder else inputs_of(name)["input_ids"].shape[1]
@@ -147,41 +149,6 @@ def test_rows_that_depend_on_one_another_stay_on_the_loop_of_transformers(
     assert why in assert_plain(name, GREEDY, road="hf_loop").reason
 
 
-# -- requests of an engine -----------------------------------------------------------------------
-
-LENGTHS = (5, 19, 9, 14, 11)
-SMALL = PagedConfig(block_size=8)
-
-
-def prompts() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(20, 100, (length,), generator=generator).tolist() for length in LENGTHS]
-
-
-def options_of(mode: str) -> dict[str, Any]:
-    return {"max_new_tokens": NEW, "eos_token_id": ENDS, "pad_token_id": 0, **MODES[mode]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_blocks", [None, 15])
-@pytest.mark.parametrize("name", ENCODERS[:2])
-def test_requests_of_an_encoder_decoder_model(name: str, num_blocks: int | None) -> None:
-    """All modes in one batch; some wait for blocks of their encoders."""
-    with PagedEngine(build(name), PagedConfig(block_size=8, num_blocks=num_blocks)) as engine:
-        asked, results = Asked(engine), {}
-        for seed, (mode, prompt) in enumerate(zip(MODES, prompts())):
-            asked.add(mode, prompt, options_of(mode), seed)
-            if num_blocks is None:  # one more joins in each step
-                results |= results_of(engine.step())
-        asked.check(run_all(engine, results))
-        assert_drained(engine)
-        assert (engine.stats().num_preemptions > 0) == (num_blocks is not None)
-        if (name, num_blocks) == (T5, 15):
-            with pytest.raises(OutOfBlocksError, match="at most 15"):
-                engine.add_request([5] * 160, options_of("greedy"))
-    assert [result.prompt_ids for result in map(results.get, MODES)] == prompts()
-
-
 @pytest.mark.slow_cases("*-False")
 @pytest.mark.parametrize(
     ("name", "joins_any"), [(T5, True), ("BartForConditionalGeneration", False)]
@@ -191,7 +158,7 @@ def test_requests_share_forwards(name: str, joins_any: bool, rows_of_forwards: l
     cache counts."""
     with PagedEngine(build(name), SMALL) as engine:
         asked = Asked(engine)
-        for i, prompt in enumerate(prompts()[:4]):
+        for i, prompt in enumerate(TEXTS[:4]):
             asked.add(str(i), prompt, LONG)
             if i % 2:
                 engine.step()  # two requests start together each time
@@ -216,7 +183,7 @@ class Steered(T5ForConditionalGeneration):
 
 
 def test_requests_with_other_values_of_an_input_keep_theirs() -> None:
-    model, prompt = copy.deepcopy(build(T5)), prompts()[0]
+    model, prompt = copy.deepcopy(build(T5)), TEXTS[0]
     model.__class__ = Steered
     with PagedEngine(model, SMALL) as engine:
         names = {}
@@ -230,7 +197,7 @@ def test_requests_with_other_values_of_an_input_keep_theirs() -> None:
 
 
 def test_calls_in_threads_share_forwards(rows_of_forwards: list[int]) -> None:
-    model, texts = build(T5), [torch.tensor([prompt]) for prompt in prompts()]
+    model, texts = build(T5), [torch.tensor([prompt]) for prompt in TEXTS]
     expected = [model.generate(ids, **LONG) for ids in texts]
     model.generate(texts[0], **LONG, **PAGED)  # with the checks
     rows_of_forwards.clear()
@@ -300,40 +267,10 @@ def test_inputs_that_have_a_graph(name: str) -> None:
     assert given[0]["inputs_embeds"].requires_grad
 
 
-@pytest.mark.slow
-def test_a_request_that_fits_waits_while_others_hold_blocks_of_encoders() -> None:
-    options = {"max_new_tokens": 24, **GREEDY}
-    with PagedEngine(build(T5), PagedConfig(block_size=8, num_blocks=15)) as engine:
-        asked = Asked(engine, [[5] * 64], options)
-        engine.step()  # the first now holds the 8 blocks of its encoder output
-        asked.add("second", [6] * 60, options)  # needs 11
-        asked.check()
-
-
-@pytest.mark.slow
-def test_new_weights_are_the_encoder_s_too() -> None:
-    model, prompt = copy.deepcopy(build(T5)), prompts()[1]
-    options = {"max_new_tokens": 12, **GREEDY}
-    with PagedEngine(model, SMALL) as engine:
-        name = engine.add_request(prompt, options)
-        for _ in range(4):
-            engine.step()
-        with engine.weights_update("recompute"), torch.no_grad():
-            for parameter in model.encoder.parameters():
-                parameter.mul_(1.3)
-        begun = list(engine._core.requests[name].request.sequences[0].token_ids)
-        result = run_all(engine)[name]
-        assert_drained(engine)
-    options["max_new_tokens"] = 13 - len(begun)
-    ids = torch.tensor([prompt])
-    expected = model.generate(ids, **options, decoder_input_ids=torch.tensor([begun]))
-    assert expected[0, 1:].tolist() == result.token_ids
-
-
 def test_a_request_whose_encoder_fails_after_new_weights_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model, (long, short) = copy.deepcopy(build(T5)), (prompts()[1] * 2, prompts()[1])
+    model, (long, short) = copy.deepcopy(build(T5)), (TEXTS[1] * 2, TEXTS[1])
     options = {"max_new_tokens": 12, **GREEDY}
     encode = model.encoder.forward
 
@@ -365,29 +302,11 @@ def test_a_request_whose_encoder_fails_after_new_weights_fails_alone(
     [
         ("MoonshineStreamingForConditionalGeneration", "writes to its inputs"),
         ("T5GemmaForConditionalGeneration", "own"),
+        ("RecurrentGemmaForCausalLM", "keeps states in its modules"),
     ],
 )
-def test_encoder_decoders_that_an_engine_cannot_serve(name: str, why: str) -> None:
+def test_models_that_an_engine_cannot_serve(name: str, why: str) -> None:
     inputs = {key: value[:1] for key, value in inputs_of(name).items()}
     with pytest.raises(ValueError, match=rf"{why}.*generate"):
         with PagedEngine(build(name), SMALL) as engine:
             engine.add_request(None, {"max_new_tokens": 3}, inputs=inputs)
-
-
-@pytest.mark.slow
-def test_a_prompt_that_fails_beside_others_fails_alone(rows_of_forwards: list[int]) -> None:
-    # of the decoder; the second has no embedding
-    begins = [torch.tensor([[0, token]]) for token in (7, 100_000, 9)]
-    with PagedEngine(build(T5), SMALL) as engine:
-        names = [
-            engine.add_request(prompt, LONG, inputs={"decoder_input_ids": ids})
-            for prompt, ids in zip(prompts(), begins)
-        ]
-        rows_of_forwards.clear()
-        results = run_all(engine)
-        assert rows_of_forwards[0] == 3 and isinstance(results[names[1]].error, IndexError)
-        assert_drained(engine)
-    for i in (0, 2):
-        ids = torch.tensor([prompts()[i]])
-        expected = build(T5).generate(ids, decoder_input_ids=begins[i], **LONG)
-        assert results[names[i]].token_ids == expected[0, -NEW:].tolist()

@@ -1,5 +1,4 @@
-"""With `batch_invariant` a row gets the same bits alone, in any batch, in chunks, preempted, after
-cached prefixes."""
+"""With `batch_invariant` a row gets the same bits however it is served."""
 
 from __future__ import annotations
 
@@ -26,13 +25,11 @@ from hf_paged.tape.invariant import (
 from tests.support import models
 from tests.support.checks import in_threads
 
-pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("needs_compiler")
 
 NEW_TOKENS = 9
-INVARIANT: dict[str, Any] = {
-    "cache_implementation": "paged",
-    "cache_config": {"batch_invariant": True},
-}
+CONFIG = {"batch_invariant": True}
+INVARIANT: dict[str, Any] = {"cache_implementation": "paged", "cache_config": CONFIG}
 
 
 def prompts(count: int, seed: int) -> list[list[int]]:
@@ -160,7 +157,7 @@ def test_generate(num_beams: int) -> None:
 
 
 class _Part(torch.nn.Module):
-    """A module of a model, with a function in its place that gets it and its input."""
+    """A function in a module's place, which gets it and its input."""
 
     def __init__(self, inner: torch.nn.Module, function: Any) -> None:
         super().__init__()
@@ -203,14 +200,10 @@ def test_models_and_calls_that_cannot_are_refused(what: str, reason: str) -> Non
         model.generate(models.token_ids(1, 4), max_new_tokens=2, **INVARIANT, **options)
 
 
-def test_a_sum_of_a_tensor_without_dimensions() -> None:
-    with torch.no_grad(), in_fixed_order(), batch_invariant_operations():
-        assert torch.tensor(2.5).sum(0) == 2.5
-
-
 def test_operations_without_a_kernel_are_refused() -> None:
     x = torch.randn(5, 41).abs()
     with torch.no_grad(), in_fixed_order(), batch_invariant_operations():
+        assert torch.tensor(2.5).sum(0) == 2.5  # without dimensions
         # numbers that are equal but not the same
         assert not torch.signbit(x * 0.0).any() and torch.signbit(x * -0.0).all()
         known = len(_programs)

@@ -44,23 +44,10 @@ def texts(
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_graphs_give_the_tokens_of_eager_steps(name: str) -> None:
-    """Rows end and join; tables outgrow their graphs; blocks leave windows."""
-    model = models.build(name).to("cuda")
-    expected, eager = texts(model, later=3, capture=False)
-    found, stats = texts(model, later=3)
-    assert found == expected
-    assert eager.num_captured_steps == 0 < stats.num_steps / 2 < stats.num_captured_steps
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_steps_ahead_give_the_tokens_of_steps_in_time(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The next step runs while the host waits for the previous step's tokens, which a separate copy
-    transfers."""
-    model, taken = models.build(name).to("cuda"), []
-    take = run_ahead.GraphRunAhead.take
+def test_graphs_give_the_tokens_of_eager_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows end and join; tables outgrow their graphs; blocks leave windows. The next step runs
+    while the host waits for the previous step's tokens, which a separate copy transfers."""
+    model, taken, take = models.build(name).to("cuda"), [], run_ahead.GraphRunAhead.take
 
     def counted(self: run_ahead.GraphRunAhead, plan: Any) -> Any:
         found = take(self, plan)
@@ -68,10 +55,17 @@ def test_steps_ahead_give_the_tokens_of_steps_in_time(
         return found
 
     monkeypatch.setattr(run_ahead.GraphRunAhead, "take", counted)
+    expected, eager = texts(model, later=3, capture=False)
+    taken.clear()
     found, stats = texts(model, later=3)
+    assert found == expected
+    assert eager.num_captured_steps == 0 < stats.num_steps / 2 < stats.num_captured_steps
     assert sum(count > 0 for count in taken) > stats.num_steps / 3
+    half = models.build(name).to("cuda", torch.bfloat16)
+    (found, stats), (again, _) = texts(half), texts(half)
+    assert found == again and stats.num_captured_steps > 20
     monkeypatch.setattr(run_ahead.GraphRunAhead, "fetch", lambda *arguments: None)
-    assert found == texts(model, later=3)[0]
+    assert texts(model, later=3)[0] == expected
 
 
 def test_tokens_come_before_what_is_launched_after_them() -> None:
@@ -81,32 +75,19 @@ def test_tokens_come_before_what_is_launched_after_them() -> None:
     assert arrived() == [0, 1, 2, 3, 4]
 
 
-def test_half_precision() -> None:
-    model = models.build("llama").to("cuda", torch.bfloat16)
-    found, stats = texts(model)
-    again, _ = texts(model)
-    assert found == again and stats.num_captured_steps > 20
-
-
 @pytest.mark.parametrize(
-    "options", [{"do_sample": True, "num_return_sequences": 3}, {"num_beams": 4}]
+    "options",
+    [
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 4, "do_sample": False},
+        {"do_sample": False},
+    ],
+    ids=["samples", "beams", "greedy"],
 )
-def test_generate(options: dict[str, Any]) -> None:
-    assert_as_plain(models.build("llama").to("cuda"), **options)
-
-
-def assert_as_plain(model: Any, **options: Any) -> None:
-    inputs, found = models.put(models.prompt("llama"), model.device), []
-    for paged in ({}, models.PAGED, models.PAGED):
-        torch.manual_seed(0)
-        found.append(model.generate(**inputs, max_new_tokens=60, **options, **paged))
-        assert torch.equal(found[0], found[-1])
-    assert hf_paged.last_route(model).num_captured_steps > 40  # type: ignore[union-attr]
-    hf_paged.check_integrity(model)
-
-
-def test_weights_changed_in_place_and_replaced() -> None:
+def test_generate_before_and_after_changes_of_weights(options: dict[str, Any]) -> None:
+    """In place, and replaced."""
     model = models.build("llama").to("cuda")
+    inputs = models.put(models.prompt("llama"), model.device)
     weight = model.model.layers[0].mlp.down_proj.weight
     for change in (
         lambda: None,
@@ -114,7 +95,13 @@ def test_weights_changed_in_place_and_replaced() -> None:
         lambda: setattr(weight, "data", -weight.data),
     ):
         change()
-        assert_as_plain(model, do_sample=False)
+        found = []
+        for paged in ({}, models.PAGED, models.PAGED):
+            torch.manual_seed(0)
+            found.append(model.generate(**inputs, max_new_tokens=60, **options, **paged))
+            assert torch.equal(found[0], found[-1])
+        assert hf_paged.last_route(model).num_captured_steps > 40  # type: ignore[union-attr]
+        hf_paged.check_integrity(model)
 
 
 def test_swap_and_growth() -> None:

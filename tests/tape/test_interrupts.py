@@ -15,37 +15,38 @@ from tests.support import models
 pytestmark = pytest.mark.usefixtures("sigint")
 
 
+class Interrupted(TorchDispatchMode):
+    """Interrupted as it ends, before it is popped; torch pops and pushes modes for every recorded
+    operation."""
+
+    has_ended = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+    def __exit__(self, *error: object) -> None:
+        if not self.has_ended:
+            self.has_ended = True
+            raise KeyboardInterrupt
+        super().__exit__(*error)
+
+
 def test_an_interrupt_of_a_recording_leaves_no_mode_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch pops and pushes modes for every recorded operation."""
-    model, reached, original = models.build("llama"), [], recorders.Tapes.capture
-    prompt = models.token_ids(1, 9)
+    model, inputs, modes = models.get("llama"), models.prompt("llama", 1, 9), list[Interrupted]()
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    capture = recorders.Tapes.capture
 
-    def capture(*args: Any) -> Any:
-        reached.append(torch._C._len_torch_dispatch_stack())
-        with _Mode():
+    def interrupted(*args: Any) -> Any:
+        assert torch._C._len_torch_dispatch_stack() == 0
+        modes.append(Interrupted())
+        with modes[0]:
             signal.raise_signal(signal.SIGINT)
-            return original(*args)
+            return capture(*args)
 
-    class _Mode(TorchDispatchMode):
-        """Interrupted as it ends, before it is popped."""
-
-        def __torch_dispatch__(
-            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            return function(*args, **kwargs or {})
-
-        def __exit__(self, *error: object) -> None:
-            if not reached[1:]:
-                reached.append("exit")
-                raise KeyboardInterrupt
-            super().__exit__(*error)
-
-    expected = model.generate(prompt, max_new_tokens=24, do_sample=False)
-    monkeypatch.setattr(recorders.Tapes, "capture", capture)
+    expected = model.generate(**inputs, **options)
+    monkeypatch.setattr(recorders.Tapes, "capture", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED)
-    assert reached == [0, "exit"] and torch._C._len_torch_dispatch_stack() == 0
+        model.generate(**inputs, **options, **models.PAGED)
+    assert modes[0].has_ended and torch._C._len_torch_dispatch_stack() == 0
     monkeypatch.undo()
-    assert torch.equal(
-        model.generate(prompt, max_new_tokens=24, do_sample=False, **models.PAGED), expected
-    )
+    assert torch.equal(model.generate(**inputs, **options, **models.PAGED), expected)

@@ -17,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.pytorch_utils import Conv1D
 
 from hf_paged import PagedEngine
-from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp import linear as kernel
 from hf_paged.kernels.cpp.build import batch_invariant, observer
 from hf_paged.kernels.cpp.compiler import cpu_flags
@@ -25,7 +24,7 @@ from hf_paged.tape import products
 from hf_paged.tape.products import KernelProducts
 from tests.support import models
 
-pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("needs_compiler")
 
 
 class Calls(list[torch.Size]):

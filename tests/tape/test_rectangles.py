@@ -1,9 +1,9 @@
-"""Decode steps of rectangles, and of positions on axes, as replays: plain's tokens, and which steps
-are none."""
+"""Decode steps of rectangles, and of positions on axes, as replays."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from typing import Any
 
 import pytest
@@ -16,14 +16,13 @@ from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
 from hf_paged import PagedConfig, PagedEngine, Route, check_integrity, last_route
 from hf_paged.rectangles.states import state_tensors
-from hf_paged.rooms import is_installed
 from hf_paged.tape import rectangles, step_cache
 from hf_paged.tape.static_states import StaticStates
 from tests.support import models
-from tests.support.architecture_configs import spread_weights
+from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
-from tests.support.checks import plain_run
-from tests.support.engine_helpers import assert_drained, run_all
+from tests.support.checks import generate_both, plain_run
+from tests.support.engine_helpers import assert_drained, assert_lone, run_all
 from tests.support.forwards import build, fresh
 from tests.support.rooms import records_on_cpu
 
@@ -71,34 +70,24 @@ def inputs_of(name: str, seed: int = 1) -> dict[str, Any]:
     return next(iter(make_inputs(build(name), seed).values()))
 
 
-def generate(
-    model: PreTrainedModel, inputs: dict[str, Any], is_paged: bool, **options: Any
-) -> torch.Tensor:
-    arguments = {name: x.clone() for name, x in inputs.items()}
-    arguments |= {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, **options}
-    if is_paged:
-        arguments["cache_implementation"] = "paged"
-        arguments.setdefault("cache_config", {"block_size": 8})
-    else:
-        arguments.pop("cache_config", None)
-    tensors = {name: x for name, x in arguments.items() if isinstance(x, torch.Tensor)}
-    options = {name: x for name, x in arguments.items() if name not in tensors}
-    return plain_run(model, tensors, options, seed=5)
+def exactly(num_tokens: int) -> dict[str, int]:
+    return {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
 
 
 def assert_as_plain(
-    model: PreTrainedModel, inputs: dict[str, Any], times: int = 1, **options: Any
+    model: PreTrainedModel,
+    inputs: dict[str, Any],
+    times: int = 1,
+    paged: dict[str, Any] = models.PAGED,
+    **options: Any,
 ) -> torch.Tensor:
     """Asserts that paged calls give the tokens of the plain one, and returns those."""
-    expected = generate(model, inputs, False, **options)
+    options = {**exactly(NUM_TOKENS), **options}
     for _ in range(times):
-        assert torch.equal(generate(model, inputs, True, **options), expected), options
+        expected, found = generate_both(model, inputs, options, paged, seed=5)
+        assert torch.equal(found, expected), options
         check_integrity(model)
     return expected
-
-
-def exactly(num_tokens: int) -> dict[str, int]:
-    return {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
 
 
 def assert_requests_as_plain(
@@ -114,9 +103,9 @@ def assert_requests_as_plain(
     expected = []
     with PagedEngine(model, PagedConfig(block_size=8, num_blocks=num_blocks)) as engine:
         for number, limit in enumerate(limits):
-            row, options = rows[number % len(rows)], exactly(limit)
-            expected.append(generate(model, row, False, **options)[0, -limit:].tolist())
-            engine.add_request(row, {**GREEDY, **options}, request_id=str(number))
+            row, options = rows[number % len(rows)], {**GREEDY, **exactly(limit)}
+            expected.append(plain_run(model, row, options, seed=5)[0, -limit:].tolist())
+            engine.add_request(row, options, request_id=str(number))
             for _ in range(num_steps):
                 engine.step()
         results = run_all(engine)
@@ -125,15 +114,6 @@ def assert_requests_as_plain(
         assert stats.num_captured_steps > 0 or not records_on_cpu()
         assert_drained(engine)
     return stats
-
-
-def assert_texts_as_plain(engine: PagedEngine, prompts: list[list[int]]) -> None:
-    expected = []
-    for ids in prompts:
-        output = generate(engine.model, {"input_ids": torch.tensor([ids])}, False)
-        expected.append(output[0, len(ids) :].tolist())
-    found = engine.generate(prompts, {**GREEDY, "max_new_tokens": NUM_TOKENS})
-    assert [result.token_ids for result in found] == expected
 
 
 def route_of(model: PreTrainedModel) -> Route:
@@ -181,13 +161,6 @@ def test_an_encoder_mask_hides_tokens_from_replays_too(name: str) -> None:
     assert route_of(model).num_captured_steps == 0
 
 
-@pytest.mark.slow
-def test_rows_outgrow_the_graph() -> None:
-    """Blocks of more tokens than the first graph's tables have room for."""
-    assert_as_plain(build(CLASSES[0]), inputs_of(CLASSES[0]), **exactly(1100))
-    assert_recorded(build(CLASSES[0]), 1000)
-
-
 @pytest.mark.slow_cases("Lfm2*", "FalconH1*")
 @pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3], *HYBRIDS])
 def test_requests_of_an_engine_join_and_leave(name: str) -> None:
@@ -210,9 +183,10 @@ def test_rows_that_share_a_prefix_start_from_its_states(name: str) -> None:
     """The kept states are copies, which the replays of earlier rows do not change."""
     start = list(range(30, 62))
     prompts = [[*start, *range(70 + 5 * n, 73 + 4 * n)] for n in range(6)]
+    options = {**GREEDY, "max_new_tokens": NUM_TOKENS}
     with PagedEngine(build(name), PagedConfig(block_size=8)) as engine:
         for batch in ([start], prompts, prompts[::-1], prompts):
-            assert_texts_as_plain(engine, batch)
+            assert_lone(engine, batch, engine.generate(batch, options), options)
         assert engine.stats().num_captured_steps > 0 or not records_on_cpu()
         engine.check_integrity()
 
@@ -311,14 +285,6 @@ def test_positions_on_axes_are_replayed(name: str, mode: str) -> None:
         assert_recorded(model, NUM_TOKENS - 2)
 
 
-def test_text_joins_requests_whose_positions_are_on_axes() -> None:
-    model = build("Qwen2_5_VLForConditionalGeneration")
-    with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        assert_texts_as_plain(engine, [list(range(20, 33)), list(range(40, 47))])
-        assert engine.stats().num_captured_steps > 0 or not is_installed("tape")
-    assert_as_plain(model, make_inputs(model)["image"])
-
-
 @pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3]])
 def test_requests_with_adapters_do_not_get_another_ones_replay(name: str) -> None:
     peft = pytest.importorskip("peft")
@@ -328,24 +294,20 @@ def test_requests_with_adapters_do_not_get_another_ones_replay(name: str) -> Non
     model = peft.get_peft_model(fresh(name), config, adapter_name="first")
     model.add_adapter("second", config)
     model.eval()
-    inputs = {"input_ids": inputs_of(name)["input_ids"][:1]}
-    names = [None, "first", "second", "first", None]
-    expected = []
-    for adapter in names:
-        if adapter is not None:
-            model.set_adapter(adapter)
-        with model.disable_adapter() if adapter is None else contextlib.nullcontext():
-            expected.append(assert_as_plain(model, inputs)[0, -NUM_TOKENS:].tolist())
-    assert len({*map(tuple, expected)}) == 3
+    inputs, expected = {"input_ids": inputs_of(name)["input_ids"][:1]}, {}
+    for adapter in ("first", "second", "__base__"):
+        is_base = adapter == "__base__"
+        model.set_adapter("first" if is_base else adapter)
+        with model.disable_adapter() if is_base else contextlib.nullcontext():
+            expected[adapter] = assert_as_plain(model, inputs)[0, -NUM_TOKENS:].tolist()
+    assert len({*map(tuple, expected.values())}) == 3
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         options = {**GREEDY, "max_new_tokens": NUM_TOKENS}
         for _ in range(2):
-            added = [
-                engine.add_request(inputs, options, adapter=adapter or "__base__")
-                for adapter in names
-            ]
-            results = run_all(engine)
-            assert [results[request].token_ids for request in added] == expected
+            names = ("__base__", "first", "second", "first", "__base__")
+            added = {engine.add_request(inputs, options, adapter=name): name for name in names}
+            for request, result in run_all(engine).items():
+                assert result.token_ids == expected[added[request]]
 
 
 @pytest.mark.parametrize("is_padded_first", [False, True])
@@ -403,26 +365,27 @@ def test_a_replay_is_of_the_constants_that_it_was_recorded_with() -> None:
     assert len(tokens) > 2
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "name",
+    ("name", "mode"),
     [
-        "BloomForCausalLM",  # a bias of positions
-        "FalconForCausalLM",  # one head of keys
-        "GPTNeoXJapaneseForCausalLM",  # baddbmm
-        "MptForCausalLM",  # a bias from the end of the keys
+        *itertools.product(
+            (
+                "BloomForCausalLM",  # a bias of positions
+                "FalconForCausalLM",  # one head of keys
+                "GPTNeoXJapaneseForCausalLM",  # baddbmm
+                "MptForCausalLM",  # a bias from the end of the keys
+            ),
+            MODES,
+        ),
+        ("DogeForCausalLM", "greedy"),  # reads keys through a window until it is full
+        ("GraniteSWAForCausalLM", "greedy"),
     ],
 )
-def test_attention_code_of_a_model_in_packed_steps_is_replayed(name: str, mode: str) -> None:
+def test_attention_code_of_a_model_is_replayed(name: str, mode: str) -> None:
     for seed in range(2):  # more tokens than the first graph's tables
         assert_as_plain(build(name), inputs_of(name, seed), **MODES[mode], **exactly(90))
-    assert_recorded(build(name), 80)
-
-
-@pytest.mark.parametrize("name", ["DogeForCausalLM", "GraniteSWAForCausalLM"])
-def test_keys_through_a_window_are_read_until_it_is_full(name: str) -> None:
-    for seed in range(2):
-        assert_as_plain(build(name), inputs_of(name, seed), **exactly(90))
+    if name not in ("DogeForCausalLM", "GraniteSWAForCausalLM"):
+        assert_recorded(build(name), 80)
 
 
 def test_lengths_beyond_a_size_of_the_model_are_not_replayed() -> None:
@@ -430,9 +393,10 @@ def test_lengths_beyond_a_size_of_the_model_are_not_replayed() -> None:
     name = "M2M100ForConditionalGeneration"
     model, inputs = fresh(name), inputs_of(name)
     lengths = exactly(len(model.model.decoder.embed_positions.weights) + 30)
-    expected = generate(build(name), inputs, False, **lengths)
+    expected = plain_run(build(name), inputs, lengths, seed=5)
     for _ in range(2):
-        assert torch.equal(generate(model, inputs, True, **lengths), expected)
+        torch.manual_seed(5)
+        assert torch.equal(model.generate(**inputs, **lengths, **models.PAGED), expected)
     assert_recorded(model, 20)
 
 
@@ -445,34 +409,21 @@ FACTOR = 3.0
 def assert_same_samples(model: PreTrainedModel, inputs: dict[str, Any], num_tokens: int) -> None:
     """Compares samples, which a small difference of logits changes, with plain's. Code that changes
     with the number of keys would give prefixes other keys and values, too."""
-    config = {"block_size": 8, "prefix_caching": False}
-    assert_as_plain(model, inputs, do_sample=True, **exactly(num_tokens), cache_config=config)
+    paged = {**models.PAGED, "cache_config": {"block_size": 8, "prefix_caching": False}}
+    assert_as_plain(model, inputs, paged=paged, do_sample=True, **exactly(num_tokens))
 
 
 @pytest.mark.slow_cases("40")
 @pytest.mark.parametrize("window", [40, 100])  # within the first graph's tables, and the second's
 def test_a_window_of_the_models_own_code(window: int) -> None:
     """GPT-Neo takes the window from the end of the keys that it gets."""
-    config = transformers.GPTNeoConfig(
-        vocab_size=160,
-        hidden_size=32,
-        num_layers=2,
-        num_heads=4,
-        attention_types=[[["global", "local"], 1]],
-        window_size=window,
-        max_position_embeddings=300,
-        intermediate_size=48,
-        bos_token_id=1,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = transformers.GPTNeoForCausalLM(config).eval()
-    spread_weights(model, 0)
-    ids = torch.randint(5, 150, (2, 11), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :5] = 0
+    sizes = {"window_size": window, "max_position_embeddings": 300}
+    model = tiny_model(transformers.GPTNeoForCausalLM, **sizes)
+    assert "local" in model.config.attention_layers
+    ids = torch.randint(5, 90, (2, 11), generator=torch.Generator().manual_seed(0))
+    inputs = models.left_padded([ids[0].tolist(), ids[1, 5:].tolist()])
     for num_tokens in (20, 20, 140, 140, 20):
-        assert_same_samples(model, {"input_ids": ids, "attention_mask": mask}, num_tokens)
+        assert_same_samples(model, inputs, num_tokens)
 
 
 class LongerRoFormer(RoFormerSelfAttention):
@@ -501,20 +452,17 @@ class LongerBloom(BloomAttention):
 def test_code_that_changes_with_the_number_of_keys(
     name: str, least: int, is_short_first: bool
 ) -> None:
-    """A rectangle, and a packed step; the change is within the first graph's tables or within the
-    second's."""
+    """In a packed step and a rectangle, within the first graph's tables and the second's."""
     model = fresh(name)
     new_class: Any = LongerBloom if name.startswith("Bloom") else LongerRoFormer
     for module in model.modules():
         if type(module) in new_class.__mro__[1:2]:
             module.__class__ = new_class
             module.least = least
-    ids = torch.randint(5, 100, (2, 60), generator=torch.Generator().manual_seed(0))
+    rows = torch.randint(5, 100, (2, 60), generator=torch.Generator().manual_seed(0)).tolist()
     lengths = [(60, 50), (60, 50), (10, 50), (10, 90)]
-    for prompt_length, num_tokens in sorted(lengths) if is_short_first else lengths:
-        mask = torch.ones(2, prompt_length, dtype=torch.long)
-        mask[1, :3] = 0
-        inputs = {"input_ids": ids[:, :prompt_length], "attention_mask": mask}
+    for width, num_tokens in sorted(lengths) if is_short_first else lengths:
+        inputs = models.left_padded([rows[0][:width], rows[1][3:width]])
         assert_same_samples(model, inputs, num_tokens)
         assert route_of(model).road == "engine"
 

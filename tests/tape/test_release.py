@@ -5,62 +5,44 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import create_autospec
 
 import pytest
 import torch
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine
+from hf_paged import PagedEngine
 from hf_paged.cache import free_memory
-from hf_paged.kernels import cpp
 from hf_paged.model import registry
 from hf_paged.tape import graphs, recorders
 from tests.support import models
-from tests.support.engine_helpers import run_all
+from tests.support.graph_helpers import graphs_of
 from tests.tape.test_rectangles import fresh, inputs_of
 from tests.test_forks import holds_in_child
 
-CLASSES = [
-    "LlamaForCausalLM",
-    "T5ForConditionalGeneration",
-    "MambaForCausalLM",  # states alone
-    "Qwen3NextForCausalLM",  # states and blocks
-    "BloomForCausalLM",  # reads all keys
-]
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 24}
-CONFIG: dict[str, Any] = {"block_size": models.BLOCK_SIZE, "idle_release_seconds": 0}
-PAGED: dict[str, Any] = {"cache_implementation": "paged", "cache_config": CONFIG}
+AT_ONCE: dict[str, Any] = {"block_size": models.BLOCK_SIZE, "idle_release_seconds": 0}
+NEVER = {**AT_ONCE, "idle_release_seconds": None}
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="addresses outlive their memory on Linux"),
-    pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler: nothing is recorded"),
+    pytest.mark.usefixtures("needs_compiler"),
 ]
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Gets an item for each recording."""
-    found: list[Any] = []
-    capture = recorders.Tapes.capture
-
-    def counted(self: Any, *args: Any) -> Any:
-        found.append(args)
-        return capture(self, *args)
-
+def captures(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Counts recordings."""
+    own = recorders.Tapes.capture
+    counted = create_autospec(own, side_effect=own)
     monkeypatch.setattr(recorders.Tapes, "capture", counted)
-    return found
+    return counted
 
 
 def memory_of(model: Any) -> Any:
     return registry._memories[model][1]
-
-
-def graphs_of(memory: Any) -> graphs.StepGraphs:
-    (recorder,) = memory.recorders.values()
-    return recorder
 
 
 def resident_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -86,92 +68,90 @@ def tensors_of(memory: Any) -> Iterator[torch.Tensor]:
     recorder = graphs_of(memory)
     yield from recorder._outputs._buffers.values()
     for step in recorder._graphs.values():
-        yield step.graph._arena._memory  # type: ignore[union-attr]
+        yield step.graph._arena._memory
         yield from step.inputs.state_buffers
 
 
-def assert_as_plain(model: Any, inputs: Any, **options: Any) -> None:
+def assert_released(memory: Any) -> None:
+    assert memory.stats().held_bytes == 0 and not resident_bytes(tensors_of(memory))
+
+
+def assert_as_plain(model: Any, inputs: Any, config: Any = AT_ONCE) -> None:
     expected = model.generate(**inputs, **GREEDY)
-    assert torch.equal(model.generate(**inputs, **GREEDY, **(options or PAGED)), expected)
+    options = {**GREEDY, "cache_implementation": "paged", "cache_config": config}
+    assert torch.equal(model.generate(**inputs, **options), expected)
     hf_paged.check_integrity(model)
 
 
-@pytest.mark.parametrize("class_name", CLASSES)
-def test_a_call_after_a_release_records_nothing(class_name: str, captures: list[Any]) -> None:
+@pytest.mark.parametrize(
+    "class_name",
+    [
+        "LlamaForCausalLM",
+        "T5ForConditionalGeneration",
+        "MambaForCausalLM",  # states alone
+        "Qwen3NextForCausalLM",  # states and blocks
+        "BloomForCausalLM",  # reads all keys
+    ],
+)
+def test_a_call_after_a_release_records_nothing(class_name: str, captures: Any) -> None:
     model, inputs = fresh(class_name), inputs_of(class_name)
-    kept = {**PAGED, "cache_config": {**CONFIG, "idle_release_seconds": None}}
-    assert_as_plain(model, inputs, **kept)
-    assert_as_plain(model, inputs, **kept)  # replays what the checks of the first have allowed
-    num_captures, memory = len(captures), memory_of(model)
+    assert_as_plain(model, inputs, NEVER)
+    assert_as_plain(model, inputs, NEVER)  # replays what the checks of the first have allowed
+    num_captures, memory = captures.call_count, memory_of(model)
     num_replays = hf_paged.last_route(model).num_captured_steps  # type: ignore[union-attr]
     assert num_captures and num_replays > 5
     has_pages = class_name != "MambaForCausalLM"  # its tensors may contain no whole page
     assert resident_bytes(tensors_of(memory)) or not has_pages
     for _ in range(2):
         memory.release()
-        assert memory.stats().held_bytes == 0 and not resident_bytes(tensors_of(memory))
-        assert_as_plain(model, inputs, **kept)
+        assert_released(memory)
+        assert_as_plain(model, inputs, NEVER)
         route = hf_paged.last_route(model)
         assert route is not None and route.num_captured_steps >= num_replays
         assert resident_bytes(tensors_of(memory)) or not has_pages
-    assert len(captures) == num_captures
+    assert captures.call_count == num_captures
 
 
-def test_an_engine_that_was_idle_records_nothing(captures: list[Any]) -> None:
-    model, prompt = models.build("llama"), models.token_ids(1, 9)[0].tolist()
-    config = {**CONFIG, "idle_release_seconds": 0.05}
-    with PagedEngine(model, config) as engine:
-        expected = engine.generate([prompt], GREEDY)[0].token_ids
-        assert len(captures) == 1
-        end = time.monotonic() + 10
-        while hf_paged.memory_stats(engine).held_bytes and time.monotonic() < end:
-            time.sleep(0.01)
-        assert not hf_paged.memory_stats(engine).held_bytes
-        assert not resident_bytes(tensors_of(engine.memory))
-        assert engine.generate([prompt], GREEDY)[0].token_ids == expected
-        assert len(captures) == 1
+def test_an_engine_that_was_idle_records_nothing(captures: Any) -> None:
+    prompts, found = models.token_ids(1, 9).tolist(), []
+    with PagedEngine(models.build("llama"), AT_ONCE) as engine:
+        for _ in range(2):
+            found += engine.generate(prompts, GREEDY)
+            assert_released(engine.memory)
         engine.check_integrity()
+    assert found[0].token_ids == found[1].token_ids and captures.call_count == 1
 
 
-def test_a_pool_of_another_size(captures: list[Any]) -> None:
-    """A smaller one fits in the addresses of a larger one; the other way it is recorded again."""
-    model = models.build("llama")
-    counts = []
+def test_other_sizes_and_weights_between_calls(captures: Any) -> None:
+    """A smaller pool fits in the addresses of a larger one; the other way it is recorded again. A
+    replay reads the weights at their addresses."""
+    model, counts = models.build("llama"), []
     for length in (9, 200, 9, 1, 200):
         assert_as_plain(model, models.prompt("llama", 3, length))
-        counts.append(len(captures))
-    assert counts == [1, 2, 2, 2, 2]
-
-
-def test_changes_of_the_model_while_its_pool_is_released(captures: list[Any]) -> None:
-    model, inputs = models.build("llama"), models.prompt("llama")
-    assert_as_plain(model, inputs)
+        counts.append(captures.call_count)
     with torch.no_grad():
         model.model.layers[0].self_attn.q_proj.weight.mul_(1.5)
-    assert_as_plain(model, inputs)
-    assert len(captures) == 1, "a replay reads the weights at their addresses"
+    assert_as_plain(model, models.prompt("llama"))
+    counts.append(captures.call_count)
     down = model.model.layers[1].mlp.down_proj
     down.weight = torch.nn.Parameter(down.weight.detach() * 1.5)
-    assert_as_plain(model, inputs)
-    assert len(captures) == 2
+    assert_as_plain(model, models.prompt("llama"))
+    assert [*counts, captures.call_count] == [1, 2, 2, 2, 2, 2, 3]
 
 
-def test_pools_that_give_way_to_each_other(captures: list[Any]) -> None:
+def test_pools_that_give_way_to_each_other(captures: Any) -> None:
     """Under a budget that is too small for both."""
-    pair = [models.build("llama", seed) for seed in (1, 2)]
-    inputs = models.prompt("llama")
-    kept = {**PAGED, "cache_config": {**CONFIG, "idle_release_seconds": None}}
-    assert_as_plain(pair[0], inputs, **kept)
+    pair, inputs = [models.build("llama", seed) for seed in (1, 2)], models.prompt("llama")
+    assert_as_plain(pair[0], inputs, NEVER)
     try:
         hf_paged.budget(int(1.5 * memory_of(pair[0]).stats().held_bytes))
         for _ in range(2):
             for model, other in (pair, pair[::-1]):
-                assert_as_plain(other, inputs, **kept)
-                assert not memory_of(model).stats().held_bytes
-                assert not resident_bytes(tensors_of(memory_of(model)))
+                assert_as_plain(other, inputs, NEVER)
+                assert_released(memory_of(model))
     finally:
         hf_paged.budget(None)
-    assert len(captures) == 2
+    assert captures.call_count == 2
 
 
 def test_recordings_with_adapters_go_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,30 +161,28 @@ def test_recordings_with_adapters_go_with_the_weights(monkeypatch: pytest.Monkey
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(models.build("llama"), lora, adapter_name="first").eval()
     model.add_adapter("second", lora)
-    names = ["__base__", "first", "second"]
-    prompt = models.token_ids(1, 9)
-    with PagedEngine(model, PagedConfig(**{**CONFIG, "idle_release_seconds": None})) as engine:
+    names, rows = ["__base__", "first", "second"], models.token_ids(1, 9).tolist() * 3
+    with PagedEngine(model, NEVER) as engine:
         found = []
         for _ in range(2):
-            added = [engine.add_request(prompt, GREEDY, adapter=name) for name in names]
-            results = run_all(engine)
-            found.append([results[request].token_ids for request in added])
-            recorder = graphs_of(engine.memory)
-            assert any(step.context is not None for step in recorder._graphs.values())
+            results = engine.generate(rows, GREEDY, adapter=names)
+            found.append([tuple(result.token_ids) for result in results])
+            steps = graphs_of(engine.memory)._graphs
+            assert any(step.context is not None for step in steps.values())
             assert engine.memory.release()
-            assert all(step.context is None for step in recorder._graphs.values())
-    assert found[0] == found[1] and len({*map(tuple, found[0])}) == 3
+            assert all(step.context is None for step in steps.values())
+    assert found[0] == found[1] and len({*found[0]}) == 3
 
 
 @pytest.mark.parametrize("class_name", ["LlamaForCausalLM", "MambaForCausalLM"])
 def test_addresses_are_given_back_where_they_are_limited(
-    class_name: str, captures: list[Any], monkeypatch: pytest.MonkeyPatch
+    class_name: str, captures: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, inputs = fresh(class_name), inputs_of(class_name)
     monkeypatch.setattr(free_memory, "address_limit", lambda: 1 << 46)
     for number in (1, 2):
         assert_as_plain(model, inputs)
-        assert len(captures) == number
+        assert captures.call_count == number
         memory = memory_of(model)
         assert not any(group.storage.released for group in memory.groups.values())
         recorder = graphs_of(memory)
@@ -212,15 +190,15 @@ def test_addresses_are_given_back_where_they_are_limited(
 
 
 @pytest.mark.slow
-def test_a_child_process_and_its_parent(captures: list[Any]) -> None:
+def test_a_child_process_and_its_parent(captures: Any) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     assert_as_plain(model, inputs)
 
     def records_once() -> bool:
         for _ in range(3):
             assert_as_plain(model, inputs)
-        return len(captures) == 2
+        return captures.call_count == 2
 
     assert holds_in_child(records_once)
     assert_as_plain(model, inputs)
-    assert len(captures) == 1
+    assert captures.call_count == 1

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
@@ -20,7 +19,6 @@ from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.kernels import cpp
 from hf_paged.tape.run_ahead import GraphRunAhead, LaunchedStep
 from tests.batching.test_runner import SIZE
 from tests.support import models
@@ -37,26 +35,13 @@ from tests.support.graph_helpers import (
     assert_as_lone,
     job,
     results,
-    use_fake_graphs,
 )
 from tests.support.pools import PoolGroup, manager_of
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 CONFIG = PagedConfig(block_size=SIZE)
-PAGED: dict[str, Any] = {
-    "cache_implementation": "paged",
-    "cache_config": {"block_size": SIZE},
-}
 
-
-pytestmark = pytest.mark.skipif(
-    not cpp.is_available(), reason="no C++ compiler: nothing reads lengths from tensors"
-)
-
-
-@pytest.fixture(autouse=True)
-def graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
-    return use_fake_graphs(monkeypatch)
+pytestmark = pytest.mark.usefixtures("graphs")
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +78,7 @@ def test_generate_gives_plain_tokens(
 ) -> None:
     model, inputs = models.build("llama"), models.padded_prompt("llama", (26, 4, 17))
     found = []
-    for options in ({}, PAGED, PAGED):
+    for options in ({}, models.PAGED, models.PAGED):
         torch.manual_seed(1)
         found.append((model.generate(**inputs, **MODES[mode], **options), torch.get_rng_state()))
         assert all(torch.equal(x, y) for x, y in zip(found[0], found[-1]))
@@ -106,7 +91,7 @@ def test_generate_gives_plain_tokens(
     if mode == "greedy_eos":
         assert seen["in part"], "rows end by EOS at different steps"
         count = len(graphs.graphs)
-        uncached = {**PAGED, "cache_config": {"block_size": SIZE, "prefix_caching": False}}
+        uncached = {**models.PAGED, "cache_config": {"block_size": SIZE, "prefix_caching": False}}
         model.generate(**inputs, **MODES[mode], **uncached)
         assert len(graphs.graphs) == count, "graphs are kept between calls"
 
@@ -127,33 +112,12 @@ def test_random_requests(name: str, seen: collections.Counter[str]) -> None:
     assert all(seen[x] for x in ("used", "in part", "joined")), seen
 
 
-class Rewrites(StoppingCriteria):
-    """Replaces the newest token by another, at random."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        if input_ids.shape[1] % 5 == 0:
-            input_ids[:, -1] = (input_ids[:, -1] + 7) % 40 + 3
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-@pytest.mark.slow
-def test_a_criterion_chooses_another_token(seen: collections.Counter[str]) -> None:
-    model, inputs = models.build("llama"), models.prompt("llama", 2)
-    options: dict[str, Any] = {**GREEDY, "max_new_tokens": 70}
-    plain = model.generate(**inputs, **options)
-    options["stopping_criteria"] = [Rewrites()]
-    expected = model.generate(**inputs, **options)
-    assert not torch.equal(expected, plain)
-    assert torch.equal(model.generate(**inputs, **options, **models.PAGED), expected)
-    assert seen["in vain"] >= 6 and seen["used"] >= 20
-
-
 def test_a_returned_cache_holds_what_it_says(seen: collections.Counter[str]) -> None:
     """Ended rows keep no block allocated for a token that was never generated."""
     model, inputs = models.build("llama"), models.padded_prompt("llama", (26, 4, 17))
     options = {**MODES["greedy_eos"], "return_dict_in_generate": True}
     continued = []
-    for paged in ({}, PAGED):
+    for paged in ({}, models.PAGED):
         outputs = model.generate(**inputs, **options, **paged)
         hf_paged.check_integrity(model)
         ids = torch.cat([outputs.sequences, torch.full((3, 4), 9)], dim=1)
@@ -214,25 +178,17 @@ def test_an_id_without_embedding_does_not_reach_the_device(
     assert seen["launched"] > seen["used"] > 5 and "could not be launched" not in caplog.text
 
 
-SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 20}
-PENALTY = {"repetition_penalty": 1.3}
-KINDS: dict[str, list[dict[str, Any]]] = {
-    "a waiting queue": [{}],
-    "greedy and sampled": [{}, SAMPLED, PENALTY, {**SAMPLED, **PENALTY}],
-    "seeds": [{**SAMPLED, "seed": 3}, SAMPLED, {**SAMPLED, "seed": 5}],
-    "all of it": [{}, {**SAMPLED, "seed": 3}, PENALTY, SAMPLED, {"return_logprobs": True}],
-}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-@pytest.mark.parametrize("kind", KINDS)
 def test_steps_of_every_kind_are_launched_ahead(
-    kind: str, name: str, seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
+    name: str, seen: collections.Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while requests wait for a seat. Exceptions: the first steps of a size, and those after
     an unforeseen admission, of a request that arrived meanwhile."""
     schedule, model, jobs = Scheduler.schedule, models.get(name), []
+    sampled, penalty = {"do_sample": True, "top_k": 20}, {"repetition_penalty": 1.3}
+    kinds: list[Any] = [({}, {}), (sampled, {"seed": 3}), (penalty, {}), (sampled, {})]
+    kinds.append(({}, {"return_logprobs": True}))
 
     def counted(self: Scheduler) -> Any:
         plan = schedule(self)
@@ -241,10 +197,9 @@ def test_steps_of_every_kind_are_launched_ahead(
 
     monkeypatch.setattr(Scheduler, "schedule", counted)
     for number in range(24):
-        own = dict(KINDS[kind][number % len(KINDS[kind])])
-        arguments = {name: own.pop(name) for name in ("seed", "return_logprobs") if name in own}
+        options, arguments = kinds[number % len(kinds)]
         prompt, given = job(5 + number % 7, 30 + 5 * (number % 4), number)
-        given["generation_config"] |= own
+        given["generation_config"] |= options
         jobs.append((prompt, given | arguments))
     with PagedEngine(model, PagedConfig(block_size=SIZE, max_num_seqs=4)) as engine:
         found = results(engine, jobs)
@@ -253,7 +208,7 @@ def test_steps_of_every_kind_are_launched_ahead(
         options, seed = given["generation_config"], given.get("seed")
         assert result.error is None and len(result.token_ids) == options["max_new_tokens"]
         if seed is not None or not options["do_sample"]:
-            assert_same_as_lone(lone_run(model, prompt, options, seed), result, GREEDY, kind)
+            assert_same_as_lone(lone_run(model, prompt, options, seed), result, GREEDY, name)
     assert seen["used"] >= 0.9 * seen["decode steps"] > 100, seen
 
 
@@ -301,14 +256,20 @@ def scheduler_of(sequences: list[Sequence]) -> Scheduler:
     return scheduler
 
 
-def test_a_row_whose_block_changed_is_not_taken() -> None:
-    """As that of a preempted sequence."""
+def test_a_row_that_changed_is_not_taken() -> None:
+    """Its block, as after a preemption, or its token, as a criterion may write it."""
     sequences = [Sequence([1] * length) for length in (3, 5)]
     scheduler = scheduler_of(sequences)
     plan, logits = scheduler.schedule(), torch.randn(2, 7)
     states = [(s.num_tokens, 7, [s.blocks.tables[0].block_ids[-1]]) for s in sequences]
-    for change, count in ((0, 2), (100, 1)):
-        sequences[1].blocks.tables[0].block_ids[-1] += change
+    last_blocks, last_tokens = sequences[1].blocks.tables[0].block_ids, sequences[1].token_ids
+    for values, change, count in (
+        (last_blocks, 0, 2),
+        (last_blocks, 100, 1),
+        (last_blocks, -100, 2),
+        (last_tokens, 1, 1),
+    ):
+        values[-1] += change
         ahead = GraphRunAhead(PagedMemory(CONFIG), scheduler)
         ahead._launched = LaunchedStep(logits, dict(zip(sequences, enumerate(states))))
         found, num_taken = ahead.take(plan)

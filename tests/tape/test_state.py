@@ -12,16 +12,13 @@ import torch
 from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.batching.loop import StepLoop
 from hf_paged.fingerprints.state import StateReading
-from hf_paged.kernels import cpp
 from tests.batching.test_changing_models import AT, SIMPLE, WIDTH, Processor
 from tests.support import models
 from tests.support.engine_helpers import lone_run, prompts
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
 
-pytestmark = pytest.mark.skipif(
-    not cpp.is_available(), reason="no C++ compiler: nothing is recorded"
-)
+pytestmark = pytest.mark.usefixtures("needs_compiler")
 
 
 @pytest.fixture
@@ -57,22 +54,17 @@ def test_a_call_that_runs_no_callers_code_is_read_once(
     assert looks["_read_parts"] <= 1 + num_eager and not looks["_read_values"]
 
 
-@pytest.mark.parametrize("has_processor", [True, False])
-def test_a_step_after_other_code_looks_once(
-    has_processor: bool, looks: collections.Counter[str]
-) -> None:
+def test_a_step_after_other_code_looks_once(looks: collections.Counter[str]) -> None:
     """An engine reads its model once for its guard and its recorded steps."""
-    processors = [lambda ids, scores: scores] if has_processor else []
     with PagedEngine(models.build("llama"), PagedConfig(block_size=8)) as engine:
-        engine.add_request(prompts(9)[0], GREEDY, logits_processor=processors)
+        engine.add_request(prompts(9)[0], GREEDY, logits_processor=[lambda ids, scores: scores])
         for _ in range(12):
             engine.step()
         assert engine.stats().num_captured_steps and looks["__init__"] == 1
         looks.clear()
         for _ in range(5):
             engine.step()
-    parts = ("_read_parts", "_read_values", "_read_content")
-    assert not has_processor or looks == dict.fromkeys(parts, 5)
+    assert looks == dict.fromkeys(("_read_parts", "_read_values", "_read_content"), 5)
 
 
 def test_equal_values_set_again_keep_what_was_recorded() -> None:

@@ -17,11 +17,9 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 from transformers.pytorch_utils import Conv1D
 
-from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp import linear
 from hf_paged.kernels.cpp.build import kernel
 from hf_paged.step import NotCapturable
-from hf_paged.tape.buffers import Buffers
 from hf_paged.tape.entries import TorchOp
 from hf_paged.tape.rows import CALL as ROWS_CALL
 from hf_paged.tape.rows import INSTRUCTION, MEMORY, OP_NUMBERS
@@ -29,7 +27,7 @@ from hf_paged.tape.tape import Tape
 from tests.support.kernel_fuzz import OPERATIONS
 from tests.support.precision import default_precision
 
-pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
+pytestmark = pytest.mark.usefixtures("needs_compiler")
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
@@ -113,18 +111,16 @@ def test_operations_on_two_tensors(dtypes: tuple[torch.dtype, torch.dtype]) -> N
         check(lambda a, b: (a * b + b) * a, a, b, exact=True, calls=0)
 
 
-def test_exponentials_that_are_denormal() -> None:
-    x = torch.linspace(-88.5, -86.5, 33).view(3, 11)
+def test_special_numbers() -> None:
+    x = torch.linspace(-88.5, -86.5, 33).view(3, 11)  # whose exponentials are denormal
     check(lambda x: (x.exp().reciprocal(), x.exp() * (-x).exp(), x.exp().log()), x, calls=0)
-
-
-@pytest.mark.parametrize("number", [-0.0, 1e39, -1e39, 1e-40, 1e-300, float("inf"), 0.1])
-def test_numbers_of_python(number: float) -> None:
     x = torch.tensor([[1.0, -2.0, 0.0, -0.0]])
-    check(lambda x: (x * number, x / number, x + number, x - number, -x), x, exact=True)
-
-
-def test_numbers_that_are_not_numbers() -> None:
+    for number in (-0.0, 1e39, -1e39, 1e-40, 1e-300, float("inf"), 0.1):
+        check(
+            lambda x, n=number: (x * n, x / n, x + n, x - n, -x),
+            x,
+            exact=True,
+        )
     inf, nan = torch.inf, torch.nan
     x = torch.tensor([[nan, 1.0, -1.0], [2.0, inf, 0.0], [30.0, -30.0, -inf]])
     check(lambda x: (x.clone(), x.relu(), x.tanh(), x.sigmoid()), x)
@@ -232,34 +228,28 @@ def test_products_with_weights_in_groups(dtype: torch.dtype, rows: int) -> None:
     """As in torchao: `(codes - zeros) * scales`, with scales of the model's dtype or in float32."""
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(-8, 8, (40, 96), dtype=torch.int8, generator=generator)
-    x, bias = tensor(rows, 96, dtype=dtype), tensor(40, seed=2).to(dtype)
+    x, bias, num_calls = tensor(rows, 96, dtype=dtype), tensor(40, seed=2).to(dtype), 0
 
-    def weight_of(length: int, has_zeros: bool, scale_dtype: torch.dtype) -> Callable[[], Tensor]:
+    def product(x: Tensor, zeros: Tensor | None, scales: Tensor) -> Tensor:
+        length = 96 // scales.shape[1]
+        in_groups = (40, length) if length == 96 else (40, -1, length)
+        floats = codes.view(*in_groups).to(dtype, copy=True)
+        if zeros is not None:
+            floats = floats - zeros.view(*in_groups[:-1], 1).to(dtype)
+        weight = (floats * scales.view(*in_groups[:-1], 1)).view(40, 96)
+        return F.linear(x, weight.to(dtype), bias)
+
+    read = itertools.product((96, 32, 16), (False, True), {dtype, torch.float32})
+    for length, has_zeros, scale_dtype in (*read, (48, True, dtype), (8, True, dtype)):
         shape = 40, 96 // length
         zeros = torch.randint(-8, 8, shape, dtype=torch.int8, generator=generator)
         scales = (torch.rand(shape, generator=generator) * 0.02).to(scale_dtype)
-        in_groups = (40, length) if shape[1] == 1 else (40, -1, length)
-
-        def weight() -> Tensor:
-            floats = codes.view(*in_groups).to(dtype, copy=True)
-            if has_zeros:
-                floats = floats - zeros.view(*in_groups[:-1], 1).to(dtype)
-            return (floats * scales.view(*in_groups[:-1], 1)).view(40, 96).to(dtype)
-
-        return weight
-
-    num_calls = 0
-    for length, has_zeros in itertools.product((96, 32, 16), (False, True)):
-        for scale_dtype in {dtype, torch.float32}:
-            weight = weight_of(length, has_zeros, scale_dtype)
-            product = lambda x, weight=weight: F.linear(x, weight(), bias)  # noqa: E731
-            tape = check(product, x, calls=0 if rows <= 64 else None)
-            num_calls += tape.kernel_names.count("linear")
+        given = dict(zeros=zeros if has_zeros else None, scales=scales)
+        is_read = length in (96, 32, 16) and rows <= 64  # in groups that the kernel reads
+        tape = check(functools.partial(product, **given), x, calls=0 if is_read else None)
+        assert is_read or "linear" not in tape.kernel_names
+        num_calls += tape.kernel_names.count("linear")
     assert (num_calls > 0) is (rows <= 64)
-    for length in (48, 8):  # no groups that the kernel reads
-        weight = weight_of(length, True, dtype)
-        tape = check(lambda x, weight=weight: F.linear(x, weight(), bias), x)
-        assert "linear" not in tape.kernel_names
 
 
 @pytest.mark.parametrize("rounded", [torch.bfloat16, torch.float16], ids=str)
@@ -290,14 +280,6 @@ def test_which_products_in_float32_it_computes(monkeypatch: pytest.MonkeyPatch) 
             torch.set_float32_matmul_precision("medium")
             assert linear.max_rows(torch.float32) == 0
             assert linear.max_rows(torch.float32, has_codes=True) == 0
-
-
-def test_lookups() -> None:
-    table, ids = nn.Embedding(11, 8), torch.tensor([[3, 10, 0, 3]])
-    tape = check(table, ids, exact=True, calls=0)
-    ids.fill_(11)
-    with pytest.raises(RuntimeError, match="'pick'"):
-        tape.replay()
 
 
 def test_a_list_that_loads_from_no_memory_is_refused() -> None:
@@ -415,15 +397,3 @@ def test_what_is_written_outside_is_read_in_its_order(between: Callable[[Tensor]
             run()
             torch.testing.assert_close(replayed, found)
             torch.testing.assert_close(after, kept)
-
-
-def test_a_known_storage_keeps_its_id_at_a_fixed_address() -> None:
-    buffers, empty = Buffers(), Buffers()
-    known, other = torch.zeros(4), torch.zeros(4)
-    buffers.add(known)
-    buffers.add_fixed(known)
-    buffers.add(other)
-    assert buffers.fixed_addresses == {0: known.data_ptr()}, "the other one has no address"
-    assert (buffers.id_of(known), buffers.id_of(other)) == (0, 1)
-    empty.add_fixed(known[:0].clone())
-    assert not empty.fixed_addresses and not empty.num_bytes

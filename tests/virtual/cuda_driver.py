@@ -24,16 +24,22 @@ _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_int64)
 _libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class CUresult(enum.IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_INVALID_VALUE = 1
     CUDA_ERROR_OUT_OF_MEMORY = 2
-    CUDA_ERROR_INVALID_CONTEXT = 201
 
 
-DONE = (CUresult.CUDA_SUCCESS,)
+class _Refused(Exception):
+    pass
+
+
+def _require(is_allowed: bool, what: str) -> None:
+    if not is_allowed:
+        raise _Refused(what)
 
 
 def _mmap(
@@ -44,17 +50,22 @@ def _mmap(
     return int(found)
 
 
-def _in_context(call: Any) -> Any:
-    """Refuses a call from a thread whose current context is not the device's."""
+def _driver_call(method: Any) -> Any:
+    """The method as a call of the driver, which needs the device's context."""
 
-    @functools.wraps(call)
-    def checked(self: Driver, *args: Any) -> Any:
-        if self.contexts[-1:] != [CONTEXT]:
-            self.broken.append(f"{call.__name__} in the context {self.contexts[-1:]}")
-            return (CUresult.CUDA_ERROR_INVALID_CONTEXT,)
-        return call(self, *args)
+    @functools.wraps(method)
+    def call(self: Driver, *args: Any) -> tuple[Any, ...]:
+        try:
+            current = self.contexts[-1:]
+            _require(current == [CONTEXT], f"{method.__name__} in the context {current}")
+            return CUresult.CUDA_SUCCESS, method(self, *args)
+        except MemoryError:
+            return (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+        except _Refused as error:
+            self.broken.append(str(error))
+            return (CUresult.CUDA_ERROR_INVALID_VALUE,)
 
-    return checked
+    return call
 
 
 class Driver:
@@ -67,14 +78,14 @@ class Driver:
     CUmemAllocationGranularity_flags = types.SimpleNamespace(
         CU_MEM_ALLOC_GRANULARITY_MINIMUM="least"
     )
+    CUmemAccessDesc = types.SimpleNamespace
 
     def __init__(self, granularity: int = 2 << 20, memory: int = 1 << 40) -> None:
         self.granularity, self.memory = granularity, memory
         self.broken: list[str] = []
-        self.calls: list[str] = []
         self._threads = threading.local()
         self._file = os.memfd_create("device")
-        self._size, self._next = 0, 1
+        self._size, self._next, self._is_synchronized = 0, 1, False
         self.reserved: dict[int, int] = {}  # size by address
         self.handles: dict[int, int] = {}  # offset in the file, by handle
         self.mapped: dict[int, int] = {}  # handle by address
@@ -90,27 +101,19 @@ class Driver:
         return self._threads.contexts
 
     def cuDeviceGet(self, number: int) -> tuple[Any, ...]:
-        return *DONE, number
+        return CUresult.CUDA_SUCCESS, number
 
     def cuDevicePrimaryCtxRetain(self, device: int) -> tuple[Any, ...]:
-        return *DONE, CONTEXT
+        return CUresult.CUDA_SUCCESS, CONTEXT
 
     def cuCtxPushCurrent(self, context: Any) -> tuple[Any, ...]:
-        self.contexts.append(context)
-        return DONE
+        return CUresult.CUDA_SUCCESS, self.contexts.append(context)
 
     def cuCtxPopCurrent(self) -> tuple[Any, ...]:
-        return *DONE, self.contexts.pop()
+        return CUresult.CUDA_SUCCESS, self.contexts.pop()
 
     def CUmemAllocationProp(self) -> Any:
         return types.SimpleNamespace(location=types.SimpleNamespace())
-
-    def CUmemAccessDesc(self) -> Any:
-        return types.SimpleNamespace()
-
-    def _refuse(self, why: str) -> tuple[CUresult]:
-        self.broken.append(why)
-        return (CUresult.CUDA_ERROR_INVALID_VALUE,)
 
     def _is_whole(self, *numbers: int) -> bool:
         return all(number >= 0 and number % self.granularity == 0 for number in numbers)
@@ -119,102 +122,77 @@ class Driver:
         spots = range(address, address + size, self.granularity)
         return self._is_whole(address, size) and all(at in self.mapped for at in spots)
 
-    def cuMemGetAllocationGranularity(self, properties: Any, option: Any) -> tuple[Any, ...]:
-        if (properties.type, properties.location.type, option) != ("pinned", "device", "least"):
-            return self._refuse("granularity of another allocation")
-        return *DONE, self.granularity
+    @_driver_call
+    def cuMemGetAllocationGranularity(self, properties: Any, option: Any) -> int:
+        given = properties.type, properties.location.type, option
+        _require(given == ("pinned", "device", "least"), "granularity of another allocation")
+        return self.granularity
 
-    @_in_context
-    def cuMemAddressReserve(
-        self, size: int, alignment: int, address: int, flags: int
-    ) -> tuple[Any, ...]:
-        if not size or not self._is_whole(size) or flags:
-            return self._refuse(f"reserve {size}")
+    @_driver_call
+    def cuMemAddressReserve(self, size: int, alignment: int, address: int, flags: int) -> int:
+        _require(size > 0 and self._is_whole(size) and not flags, f"reserve {size}")
         # aligned like the device's addresses
         start = _mmap(None, size + self.granularity, NONE, _PRIVATE | _ANONYMOUS | _NORESERVE)
         first = -(-start // self.granularity) * self.granularity
         self.reserved[first] = size
-        return *DONE, first
+        return first
 
-    @_in_context
-    def cuMemAddressFree(self, address: int, size: int) -> tuple[Any, ...]:
-        if self.reserved.get(address) != size:
-            return self._refuse("addresses are given up that were not reserved as one")
-        if any(address <= at < address + size for at in self.mapped):
-            return self._refuse("addresses are given up at which something is mapped")
+    @_driver_call
+    def cuMemAddressFree(self, address: int, size: int) -> None:
+        _require(self.reserved.get(address) == size, "what was not reserved as one is given up")
+        is_in_use = any(address <= at < address + size for at in self.mapped)
+        _require(not is_in_use, "addresses are given up at which something is mapped")
         del self.reserved[address]
         _libc.munmap(address, size)
-        return DONE
 
-    @_in_context
-    def cuMemCreate(self, size: int, properties: Any, flags: int) -> tuple[Any, ...]:
-        if size != self.granularity or properties.type != "pinned" or flags:
-            return self._refuse(f"create {size}")
+    @_driver_call
+    def cuMemCreate(self, size: int, properties: Any, flags: int) -> int:
+        is_known = size == self.granularity and properties.type == "pinned"
+        _require(is_known and not flags, f"create {size}")
         if (len(self.handles) + 1) * size > self.memory:
-            return (CUresult.CUDA_ERROR_OUT_OF_MEMORY,)
+            raise MemoryError
         offset, self._size = self._size, self._size + size
         os.ftruncate(self._file, self._size)
         handle, self._next = self._next, self._next + 1
         self.handles[handle] = offset
-        return *DONE, handle
+        return handle
 
-    @_in_context
-    def cuMemMap(
-        self, address: int, size: int, offset: int, handle: int, flags: int
-    ) -> tuple[Any, ...]:
-        if not self._is_whole(address, size) or size != self.granularity or offset or flags:
-            return self._refuse("part of a page is mapped")
+    @_driver_call
+    def cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> None:
+        is_page = self._is_whole(address) and size == self.granularity
+        _require(is_page and not offset and not flags, "part of a page is mapped")
         places = self.reserved.items()
-        if not any(at <= address and address + size <= at + room for at, room in places):
-            return self._refuse("a page is mapped at addresses that are not reserved")
-        if address in self.mapped:
-            return self._refuse("a page is mapped over another")
-        if handle not in self.handles:
-            return self._refuse("a page is mapped that was released")
+        is_reserved = any(at <= address and address + size <= at + room for at, room in places)
+        _require(is_reserved, "a page is mapped at addresses that are not reserved")
+        _require(address not in self.mapped, "a page is mapped over another")
+        _require(handle in self.handles, "a page is mapped that was released")
         _mmap(address, size, NONE, _SHARED | _FIXED, self._file, self.handles[handle])
         self.mapped[address] = handle
-        return DONE
 
-    @_in_context
-    def cuMemSetAccess(
-        self, address: int, size: int, access: list[Any], count: int
-    ) -> tuple[Any, ...]:
-        if len(access) != count != 1 or access[0].flags != "read and write":
-            return self._refuse("another access is set")
-        if not self._is_mapped(address, size):
-            return self._refuse("access is set where nothing is mapped")
+    @_driver_call
+    def cuMemSetAccess(self, address: int, size: int, access: list[Any], count: int) -> None:
+        flags = [each.flags for each in access]
+        _require(count == 1 and flags == ["read and write"], "another access is set")
+        _require(self._is_mapped(address, size), "access is set where nothing is mapped")
         _libc.mprotect(address, size, READ_WRITE)
-        return DONE
 
-    @_in_context
-    def cuCtxSynchronize(self) -> tuple[Any, ...]:
-        self.calls.append("synchronize")
-        return DONE
+    @_driver_call
+    def cuCtxSynchronize(self) -> None:
+        self._is_synchronized = True
 
-    @_in_context
-    def cuMemUnmap(self, address: int, size: int) -> tuple[Any, ...]:
-        if not self._is_mapped(address, size):
-            return self._refuse("what is not mapped is unmapped")
-        if "synchronize" not in self.calls:
-            return self._refuse("a page is unmapped while kernels may read it")
+    @_driver_call
+    def cuMemUnmap(self, address: int, size: int) -> None:
+        _require(self._is_mapped(address, size), "what is not mapped is unmapped")
+        _require(self._is_synchronized, "a page is unmapped while kernels may read it")
         for at in range(address, address + size, self.granularity):
             del self.mapped[at]
         _mmap(address, size, NONE, _PRIVATE | _ANONYMOUS | _NORESERVE | _FIXED)
-        return DONE
 
-    @_in_context
-    def cuMemRelease(self, handle: int) -> tuple[Any, ...]:
-        if handle not in self.handles:
-            return self._refuse("a page is released twice")
-        if handle in self.mapped.values():
-            return self._refuse("a page is released that is mapped")
-        _libc.fallocate(
-            self._file,
-            3,
-            ctypes.c_int64(self.handles.pop(handle)),
-            ctypes.c_int64(self.granularity),
-        )
-        return DONE
+    @_driver_call
+    def cuMemRelease(self, handle: int) -> None:
+        _require(handle in self.handles, "a page is released twice")
+        _require(handle not in self.mapped.values(), "a page is released that is mapped")
+        _libc.fallocate(self._file, 3, self.handles.pop(handle), self.granularity)
 
 
 class StandInPages(pages.CudaPages):

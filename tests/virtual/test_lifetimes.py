@@ -10,7 +10,6 @@ import io
 import os
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -163,23 +162,22 @@ def test_a_view_stays_readable_while_it_is_preserved() -> None:
     two mappings."""
     cache, expected = filled(VIRTUAL, length=5000)
     other, token = cache.empty_twin(cache.memory), numbers(1, 1)
-    view, is_over, found = lent(cache), False, list[bool]()
+    view, is_over, found = lent(cache), threading.Event(), list[bool]()
 
     def read() -> None:
-        while not is_over:
+        while not is_over.is_set():
             found.append(torch.equal(view, expected))
 
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        for _ in range(100):
+        while len(found) < 100 and reader.is_alive():
             view = lent(cache)
-            time.sleep(0.001)
             other.update(token, token, 0)
     finally:
-        is_over = True
+        is_over.set()
         reader.join()
-    assert len(found) > 50 and all(found)
+    assert len(found) >= 100 and all(found)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ import os
 import pickle
 import resource
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,13 +14,10 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    BloomConfig,
     BloomForCausalLM,
-    GPTNeoConfig,
     GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
 )
@@ -32,10 +28,10 @@ import hf_paged
 from hf_paged import PagedCache, PagedEngine, VirtualStorage, compat
 from hf_paged.model import registry
 from hf_paged.virtual import pages
-from hf_paged.virtual import storage as virtual
 from tests.support import engine_helpers, models
 from tests.support.engine_helpers import assert_drained, lone_run, tokens_of
 from tests.support.models import VOCAB_SIZE, init_weights
+from tests.support.models import token_ids as prompts
 from tests.test_forks import holds_in_child
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
@@ -53,40 +49,35 @@ COMMON = {
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 
 
+CLASSES: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
+    "llama": (LlamaForCausalLM, {**LAYERS, "num_key_value_heads": 2}),
+    "mistral": (MistralForCausalLM, {**LAYERS, "num_key_value_heads": 2, "sliding_window": 80}),
+    "bloom": (BloomForCausalLM, {"n_layer": 2, "n_head": 4}),
+    "gpt_neo": (
+        GPTNeoForCausalLM,
+        {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    ),
+}
+
+
 def build(name: str) -> PreTrainedModel:
-    config, cls = {
-        "llama": (LlamaConfig(**COMMON, **LAYERS, num_key_value_heads=2), LlamaForCausalLM),
-        "mistral": (
-            MistralConfig(**COMMON, **LAYERS, num_key_value_heads=2, sliding_window=80),
-            MistralForCausalLM,
-        ),
-        "bloom": (BloomConfig(**COMMON, n_layer=2, n_head=4), BloomForCausalLM),
-        "gpt_neo": (
-            GPTNeoConfig(
-                **COMMON, num_layers=2, num_heads=4, attention_types=[[["global", "local"], 1]]
-            ),
-            GPTNeoForCausalLM,
-        ),
-    }[name]
-    model = cls(config)
+    model_class, options = CLASSES[name]
+    model = model_class(model_class.config_class(**COMMON, **options))
     init_weights(model, 0)
     return model.eval()
 
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, PreTrainedModel]:
-    return {name: build(name) for name in ("llama", "mistral", "bloom", "gpt_neo")}
+    return {name: build(name) for name in CLASSES}
 
 
 @pytest.fixture(params=["cpp", "gather"])
-def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With the kernels of the device, and as on a host without a compiler."""
     if request.param == "gather":
         monkeypatch.setenv("HF_PAGED_ATTENTION", "gather")
-    yield request.param
-
-
-prompts = models.token_ids
+    return request.param
 
 
 GREEDY: dict[str, Any] = {"do_sample": False}
@@ -213,11 +204,6 @@ def test_an_engine_whose_blocks_run_out(
     assert tokens_of(results) == [lone_run(model, text, options) for text in texts]
 
 
-def storages(model: PreTrainedModel) -> list[virtual.MappedStorage]:
-    groups = registry._memories[model][1].groups.values()
-    return [group.storage for group in groups if isinstance(group.storage, virtual.MappedStorage)]
-
-
 @pytest.mark.parametrize(
     ("options", "rows", "limit"),
     [({"num_beams": 8}, 8, 0.25), ({"do_sample": True, "num_return_sequences": 16}, 16, 0.20)],
@@ -230,8 +216,8 @@ def test_beams_and_samples_share_pages(options: dict[str, Any], rows: int, limit
     model.generate(prompts(1, 500), max_new_tokens=32, **options, **virtual_call())
     # tokens, layers, K and V, heads, numbers of two bytes
     contiguous = rows * (500 + 32) * 2 * 2 * 2 * 64 * 2
-    (storage,) = storages(model)
-    assert 0 < storage.physical_bytes <= limit * contiguous
+    (group,) = registry._memories[model][1].groups.values()
+    assert 0 < group.storage.physical_bytes <= limit * contiguous
 
 
 @pytest.mark.slow_cases("gpt_neo")

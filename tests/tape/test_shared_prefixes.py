@@ -12,8 +12,7 @@ from tests.model.test_heterogeneous import build, pytestmark  # noqa: F401
 
 
 def test_costs_of_shared_prefixes_count_each_layers_heads() -> None:
-    model = build()
-    keys = torch.zeros(3, 1, 8, 16)
+    model, keys = build(), torch.zeros(3, 1, 8, 16)
     blocks = SimpleNamespace(keys=keys, values=keys, tiles=(keys,))
     layers = [dict.fromkeys(each, blocks) for each in ([0], [1], [0, 1])]
     groups: Any = [SimpleNamespace(storage=SimpleNamespace(layers=each)) for each in layers]

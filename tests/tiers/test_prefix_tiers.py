@@ -250,26 +250,6 @@ def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moves", [False, True])
-def test_evicted_blocks_wait_for_a_fingerprint(moves, tmp_path):
-    """Blocks evicted while a request runs are written once the weights are checked, and dropped if
-    they changed."""
-    model = build("llama")
-    with PagedEngine(model, config(tmp_path, num_blocks=26, capture=False)) as engine:
-        for text, count in zip(prompts(80, 80, 80), (6, 60, 6)):
-            engine.add_request(text, {**GREEDY, "max_new_tokens": count})
-        while not ((store := store_of(engine.memory)) and store._pending):
-            assert engine.has_unfinished, "nothing was evicted"
-            engine.step()
-        assert not store._host_entries and not blocks_on_disk(tmp_path)
-        if moves:
-            model.lm_head.weight.detach().numpy()[0, 0] += 1.0
-        run_all(engine)
-        store.wait()
-        assert not store._pending and bool(blocks_on_disk(tmp_path)) is not moves
-
-
-@pytest.mark.slow
 def test_why_a_model_or_a_pool_has_no_tiers(tmp_path):
     (prompt,), states = prompts(20), "snapshots of the model's states"
     hybrid = PagedEngine(build("qwen3_next"), config(tmp_path))

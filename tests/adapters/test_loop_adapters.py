@@ -54,6 +54,7 @@ def test_an_adapter_that_cannot_be_loaded_keeps_no_other_from_its_place(tmp_path
         first, *others = engine.generate(prompts(12, 12, 12), GREEDY, adapter=[wrong, *right])
         assert "cannot be loaded" in str(first.error)
         assert [result.error for result in others] == [None, None]
+        assert engine.stats().num_adapter_loads == 2
         assert_drained(engine)
     for copied in (pickle.loads(pickle.dumps(first.error)), copy.deepcopy(first.error)):
         assert type(copied) is type(first.error) and str(copied) == str(first.error)

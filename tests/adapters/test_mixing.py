@@ -83,25 +83,6 @@ def counted(engine):
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("from_folders", [False, True], ids=["own", "folders"])
-def test_eight_adapters_in_sixteen_forwards(from_folders, tmp_path):
-    model, texts = many(8), prompts(*range(9, 17))
-    names = list(model.peft_config)
-    expected = lone_runs(model, names, texts)
-    if from_folders:
-        names, model = saved(model, tmp_path), None
-    with engine_of(model) as engine:
-        # creates the pool
-        engine.generate(texts[:1], {**GREEDY, "max_new_tokens": 1}, adapter=names[0])
-        before, forwards = engine.stats().num_steps, counted(engine)
-        assert_served(engine, expected, names, texts)
-        stats = engine.stats()
-        assert len(forwards) == stats.num_steps - before == 16 and stats.num_captured_steps > 0
-        counts = stats.num_adapter_loads, stats.num_adapter_hits
-        assert counts == ((8, 1) if from_folders else (0, 0))
-
-
 @pytest.mark.slow_cases("cpu-*")
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams_eos"])
 def test_rows_of_all_kinds_beside_one_another(mode, tmp_path, device):
@@ -249,6 +230,22 @@ def test_adapter_names_with_drafts(source):
     assert torch.equal(model.generate(**inputs, **options, **more, **models.PAGED), expected)
     route = hf_paged.last_route(model)
     assert route.road == "engine" and route.num_draft_tokens > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["ngrams", "assistant"])
+def test_rows_that_draft_share_forwards(source):
+    model, names = many(3), ["a0", "a1", "a2", "__base__"]
+    texts = [(prompt * 4)[: 3 * len(prompt) + 2] for prompt in prompts(12, 17, 9, 14)]
+    is_assistant, options = source == "assistant", {**GREEDY, "max_new_tokens": 30}
+    more = {"assistant_model": models.get_assistant("llama")} if is_assistant else {}
+    expected = lone_runs(model, names, texts, options)
+    with engine_of(model, speculation=None if is_assistant else "ngram") as engine:
+        forwards = counted(engine)
+        for _ in range(2):  # the second time with cached prefixes, and recorded steps
+            assert_served(engine, expected, names, texts, options, **more)
+        stats = engine.stats()
+        assert stats.num_accepted_tokens > 0 and len(forwards) == stats.num_steps
 
 
 # ---- separate forwards
@@ -466,16 +463,6 @@ def test_weights_are_loaded_before_their_turn(can_start, tmp_path, monkeypatch):
         assert_drained(engine)
     threads = [thread for thread in threading.enumerate() if thread.daemon]
     assert not [thread for thread in threads if "adapter" in thread.name]
-
-
-def test_a_failed_load_is_not_counted(tmp_path):
-    (path,) = files_of(many(1), tmp_path)
-    file = adapter_files.read_adapter_file(str(path.parent))
-    path.unlink()
-    store = adapter_files.AdapterStore(models.build("llama"))
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        store.get(file)
-    assert store.num_loads == 0
 
 
 @pytest.mark.parametrize("error", [OnPurpose, KeyboardInterrupt])

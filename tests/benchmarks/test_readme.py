@@ -296,12 +296,11 @@ def test_figures_older_than_a_kernel_are_not_released(write, tmp_path, capsys):
     assert said(capsys, "--fresh", 0) == []
     new = f"{revisions.COMPUTES[1]}/new.py"
     for name in (step, new):  # not committed
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("step = 2\n")
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("step = 2\n")
         (line,) = said(capsys, "--fresh", 1)
         assert line.endswith(f" of revision {last}: changed since: {name}")
-        path.unlink()
+        (tmp_path / name).unlink()
         git("checkout", "-q", ".")
     for files, message in (
         ({"tree": "changed: step.py"}, "not of a clean work tree (changed: step.py)"),

@@ -3,7 +3,6 @@ anything is allocated, and nothing breaks."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import pickle
@@ -250,29 +249,6 @@ def test_only_the_owner_reads_files(mask, tmp_path):
     assert len(blocks_on_disk(mine)) == 6 and stat.S_IMODE(mine.stat().st_mode) == 0o755
     modes = {each.lstat().st_mode for each in mine.rglob("*")}
     assert modes == {stat.S_IFDIR | 0o700, stat.S_IFREG | 0o600}
-
-
-@pytest.mark.slow
-def test_a_tier_drops_files_with_other_content(tmp_path, caplog):
-    """In a new process, whose pool has no layers yet; one warning, and the blocks are computed."""
-    model = models.get("llama")
-    expected = lone_run(model, PROMPT, GREEDY)[0]
-    with PagedEngine(model, config(tmp_path)) as engine:
-        run(engine, PROMPT)
-        evict_all(engine)
-    contents = {path: path.read_bytes() for path in blocks_on_disk(tmp_path)}
-    changes = SEALED | RAW
-    for name, (path, content) in zip(changes, itertools.cycle(contents.items())):
-        path.write_bytes(changes[name](content))
-        caplog.clear()
-        with PagedEngine(model, config(tmp_path)) as engine:
-            tokens, num_hits = run(engine, PROMPT)
-            assert tokens == expected and num_hits < 48, name
-            assert_drained(engine)
-            (record,) = caplog.records
-            assert "is dropped, so its tokens are computed" in record.getMessage()
-            evict_all(engine)
-        assert opened(path.read_bytes())[1] == opened(content)[1], "it was not written again"
 
 
 def test_a_model_of_another_dtype_keeps_its_files(tmp_path, caplog):

@@ -15,8 +15,8 @@ import hf_paged
 from hf_paged import PagedEngine
 from tests.support import models
 from tests.support.checks import in_threads
-from tests.support.engine_helpers import MODES, assert_drained, assert_same_as_lone, lone_run
-from tests.support.peft_models import ADAPTERS, active, lone_with, lora, lora_model, peft
+from tests.support.engine_helpers import MODES
+from tests.support.peft_models import ADAPTERS, active, lora_model, peft
 from tests.test_faults import Countdown, FailingProcessor, OnPurpose
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}
@@ -83,32 +83,6 @@ def test_adapter_names_in_a_batch(mode, device):
     for more in ({"adapter_names": names}, {"adapter_names": names[::-1]}, {}):
         assert_paged_is_plain(model, inputs, options | more)
     hf_paged.check_integrity(model)
-
-
-@pytest.mark.slow
-def test_adapters_that_come_and_go_later():
-    model, prompt = lora_model(), PROMPT[0].tolist()
-    with PagedEngine(model, {"block_size": 8}) as engine:
-
-        def refused(name, message):
-            with pytest.raises(ValueError, match=message):
-                engine.add_request(prompt, GREEDY, adapter=name)
-
-        def served(name, expected):
-            (result,) = engine.generate([prompt], GREEDY, adapter=name)
-            assert_same_as_lone(expected, result, GREEDY, str(name))
-
-        refused("third", "'third' does not exist: the model has first, second")
-        model.add_adapter("third", lora(r=8))
-        served("third", lone_with(model, "third", prompt, GREEDY))
-        model.delete_adapter("third")
-        refused("third", "'third' does not exist")
-        model.merge_adapter()
-        refused("second", "merged")
-        served(None, lone_run(model, prompt, GREEDY))
-        model.unmerge_adapter()
-        served("second", lone_with(model, "second", prompt, GREEDY))
-        assert_drained(engine)
 
 
 @contextlib.contextmanager

@@ -38,6 +38,8 @@ def test_a_request_whose_adapter_is_deleted_fails_alone():
     with engine_of(model, max_num_seqs=2) as engine:
         for i, (prompt, adapter) in enumerate(zip(texts, ("first", "second", "first"))):
             engine.add_request(prompt, GREEDY, request_id=str(i), adapter=adapter)
+        with pytest.raises(ValueError, match="'third' does not exist: the model has first, second"):
+            engine.add_request(texts[0], GREEDY, adapter="third")
         engine.step()
         model.delete_adapter("first")
         results = run_all(engine)

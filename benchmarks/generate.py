@@ -228,7 +228,7 @@ def waste(device: str, quick: bool) -> Iterator[Case]:
     model, engine = build(shape, device, torch.bfloat16), Engine()
     trace = make_trace(SHAREGPT, 16 if quick else 64)
     batch = batch_of(trace, 0.25 if quick else 1.0, shape.vocab)
-    workload = Workload("waste", "", len(batch.prompts), (0, 0), (0, 0))
+    workload = Workload("waste", len(batch.prompts), (0, 0), (0, 0))
 
     def work(turn: int) -> Turn:
         if turn < 0:

@@ -1,72 +1,51 @@
-"""Pictures of the results of `benchmarks.generate`."""
+"""The picture of README: the memory of keys and values in whole calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import report, tables
-from benchmarks.peers import TITLES
-from benchmarks.runner import Data
 from benchmarks.workloads import WORKLOADS
 
-NAMES = {
-    "ours": 'generate, cache_implementation="paged"',
-    "engine": "PagedEngine",
-    "engine, a third of its peak": "PagedEngine in a third of its memory",
-}
+SYSTEMS = {"plain": "plain generate", "ours": 'generate, cache_implementation="paged"'}
+# two of Okabe and Ito's colours, distinct for colour-blind readers; hatches repeat the distinction
+STYLES = {"plain": ("#0072B2", ""), "ours": ("#E69F00", "//")}
+INCHES, PIXELS_PER_INCH = (8.0, 4.3), 100
 
 
-def draw_all(data: Mapping[str, Any], stem: Path) -> list[Path]:
-    """Draws what a result of `benchmarks.generate` holds to `<stem>.png` and
-    `<stem>-memory.png`."""
-    foot = report.caption(data["facts"], data["title"].partition(". ")[0].replace("`", ""))
-    drawn = []
-    faster = "Plain generate's time over each system's: above 1 is faster"
-    less = "Most memory that keys and values take in a call, MiB: less is better"
-    for name, values, height, digits, said in (
-        ("", speed(data["rows"]), 560, ".2f", faster),
-        ("-memory", memory(data["rows"]), 430, ".3g", less),
-    ):
-        figure, axis = report.figure(height, foot)
-        report.grouped_bars(axis, values, label=lambda value, digits=digits: f"{value:{digits}}")  # type: ignore[misc]
-        if not name:
-            axis.axvline(1.0, color="black", linewidth=0.8)
-        report.title(axis, said)
-        report.legend_below(figure, axis, 2)
-        drawn.append(report.save(figure, stem.with_name(f"{stem.name}{name}.png")))
-    return drawn
+def draw(data: Mapping[str, Any], stem: Path) -> Path:
+    """Draws a result of `benchmarks.generate` to `<stem>-memory.png`, of 64 colours."""
+    from matplotlib.figure import Figure
+    from PIL import Image  # comes with matplotlib
 
-
-def by_system(values: Iterable[tuple[Data, float]]) -> dict[str, dict[str, float]]:
-    """Values of rows by system, of an engine's settings the greatest, and by workload, in words."""
-    found: dict[str, dict[str, float]] = {}
-    for row, value in values:
-        mine = found.setdefault(NAMES.get(row["system"], row["system"].partition(",")[0]), {})
-        group = WORKLOADS[row["case"]].title
-        mine[group] = max(value, mine.get(group, 0.0))
-    return found
-
-
-def speed(rows: Sequence[Data]) -> dict[str, dict[str, float]]:
-    """Speedup of each system over the fastest plain `generate`, by workload; beside other engines
-    of ours only `generate`."""
-    has_peers = any(row["system"] in TITLES.values() for row in rows)
-    shown = ["ours", *TITLES.values()] if has_peers else {row["system"] for row in rows}
-    return by_system(
-        (row, ratio.value)
-        for row, base, ratio, _ in tables.comparisons(rows)
-        if base == "plain" and not row["system"].startswith("plain")
-        if row["case"] in WORKLOADS and row["system"] in shown
-    )
-
-
-def memory(rows: Sequence[Data]) -> dict[str, dict[str, float]]:
-    """Most MiB of K/V that plain `generate` and ours hold, by workload."""
-    return by_system(
-        (row | {"system": name}, row["figures"]["K/V, MiB"])
-        for case in WORKLOADS
-        for name, system in {"plain generate": "plain", "ours": "ours"}.items()
-        if (row := tables.base_of(rows, case, system)) is not None
-    )
+    figure = Figure(INCHES, dpi=PIXELS_PER_INCH, layout="constrained")
+    axis, small = figure.subplots(), {"fontsize": 8}
+    for offset, (system, name) in zip((-0.2, 0.2), SYSTEMS.items()):
+        found = [tables.base_of(data["rows"], case, system) for case in WORKLOADS]
+        held = [row["figures"]["K/V, MiB"] if row else 0.0 for row in found]
+        color, hatch = STYLES[system]
+        style = {"color": color, "hatch": hatch, "edgecolor": "white", "linewidth": 0.5}
+        places = [place + offset for place in range(len(held))]
+        bars = axis.barh(places, held, 0.38, label=name, **style)
+        axis.bar_label(bars, [f"{size:.3g}" for size in held], padding=3, **small)
+    groups = [workload.title.replace(", ", ",\n") for workload in WORKLOADS.values()]
+    axis.set_yticks(range(len(groups)), groups, fontsize=8.5)
+    axis.tick_params(axis="y", length=0)
+    axis.invert_yaxis()
+    axis.margins(x=0.09, y=0.02)
+    axis.grid(axis="x", color="#dddddd", linewidth=0.6)
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    said = "Most memory that keys and values take in a call, MiB: less is better"
+    axis.set_title(said, fontsize=10, loc="left")
+    figure.legend(loc="outside upper right", frameon=False, **small)
+    facts, model = data["facts"], data["title"].partition(". ")[0].replace("`", "")
+    parts = model, facts["cpu"], f"{facts['cores']} cores", report.revision_of(facts)
+    figure.supxlabel(", ".join([*parts, facts["date"].split()[0]]), fontsize=7.5, color="#555555")
+    drawn, path = io.BytesIO(), stem.with_name(f"{stem.name}-memory.png")
+    figure.savefig(drawn, format="png", facecolor="white")
+    Image.open(drawn).convert("RGB").quantize(64).save(path, format="PNG", optimize=True)
+    return path

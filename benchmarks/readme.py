@@ -3,7 +3,7 @@ between their marks.
 
     python -m benchmarks.readme [--check | --pictures | --fresh]
 
-With `--pictures` it draws the results' pictures again, from the same files. No figure in the text
+With `--pictures` it draws README's picture again, from the same files. No figure in the text
 is written by hand: `tests/test_truth.py` renders it again and compares. It fails if files of
 `benchmarks.all` are of several revisions or machines, or of a quick run; with `--fresh`, which
 writes nothing either, also if they are older than the code that they measure, as `.ci/release` asks.
@@ -39,9 +39,8 @@ from benchmarks import (
     virtual,
 )
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import plots
 from benchmarks.peers import TITLES
-from benchmarks.report import flow, machine_of, picture_of, result
+from benchmarks.report import flow, machine_of, result
 from benchmarks.sections import architectures, attention, gpu_day, overview, targets
 from benchmarks.sections.overview import WHOLE
 from benchmarks.workloads import ALL, WORKLOADS
@@ -114,11 +113,6 @@ def appendix(*parts: Callable[[], str]) -> Callable[[], str]:
     return lambda: "\n\n".join(filter(None, (part() for part in parts)))
 
 
-def paper_sections() -> str:
-    waste = picture_of(f"{PAPER}-waste", "Memory by use: reservation against blocks", "../..")
-    return "\n\n".join([*paper.sections(result(PAPER)), *waste])
-
-
 FIGURES_OF = generate, first_call, grpo, trainer, side_by_side, speculation, lora, tiers
 FIGURES: dict[str, Callable[[], str]] = {
     "whole-calls": appendix(lambda: workloads_section(), *sections(generate, first_call)),
@@ -131,7 +125,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         lambda: attention.quantized(list(map(result, attention.QUANTIZED))),
         lambda: compiled.section(result("compiled")),
     ),
-    "papers": paper_sections,
+    "papers": lambda: "\n\n".join(paper.sections(result(PAPER))),
 }
 """Pages of docs/figures: what the benchmarks print, by topic."""
 
@@ -182,13 +176,6 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
 }
 
 
-PICTURES: dict[str, Callable[[Any, Path], Any]] = {
-    WHOLE: lambda data, stem: pictures.draw_all(data, stem),
-    PAPER: lambda data, stem: plots.draw_all(data, stem),
-}
-"""What draws the pictures of a result, beside its JSON file."""
-
-
 def between(text: str, mark: str) -> tuple[int, int]:
     """Start and end of the text between two marks. Raises `ValueError` if each is not there
     once, in this order."""
@@ -222,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--fresh": runner.flag(
             "--check, and fail if kernels or the engine changed since the figures"
         ),
-        "--pictures": runner.flag("draw the pictures in benchmarks/results instead"),
+        "--pictures": runner.flag("draw README's picture instead"),
     }
     parser = runner.parser_of(__doc__, options)
     arguments = parser.parse_args(argv)
@@ -244,10 +231,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw() -> int:
-    """Draws the pictures of the results."""
-    for name, picture in PICTURES.items():
-        with report.reading("a picture"):
-            picture(result(name), report.RESULTS / name)
+    """Draws README's picture."""
+    with report.reading("the picture"):
+        pictures.draw(result(WHOLE), report.RESULTS / WHOLE)
     return 0
 
 

@@ -34,6 +34,7 @@ from hf_paged.batching.execution.executor import Executor
 from hf_paged.plan import StepPlan
 
 LONGEST_DRAFT = 40  # tokens per row; prompts are longer
+LENGTH = trained.TEXT_LENGTH
 OFF, NGRAMS = "off", "n-grams"
 
 
@@ -41,19 +42,22 @@ OFF, NGRAMS = "off", "n-grams"
 class Edits(Workload):
     """Texts of random words, to be edited."""
 
+    @property
+    def title(self) -> str:
+        return f"{self.name}: {ROWS[self.name]}, edit a text of {LENGTH} words"
+
     def batch(self, repeat: int, vocab: int) -> Batch:
         words = random.Random(f"{self.name} {repeat}")
         prompts = [trained.edit(words, vocab)[0] for _ in range(self.num_prompts)]
         return Batch(prompts, [self.new_tokens[0]] * len(prompts))
 
 
-def edits(name: str, rows: int, target: float) -> Edits:
-    length = trained.TEXT_LENGTH
-    title = f"{name}: {rows} row{'s' * (rows > 1)}, edit a text of {length} words"
-    return Edits(name, title, rows, (length + 2, length + 2), (length, length), target=target)
-
-
-EDITS = {"W7": edits("W7", 32, 1 / 0.75), "W8": edits("W8", 1, 1 / 0.6)}
+ROWS = {"W7": "32 rows", "W8": "1 row"}
+SIZES = (LENGTH + 2, LENGTH + 2), (LENGTH, LENGTH)
+EDITS = {
+    "W7": Edits("W7", 32, *SIZES, target=1 / 0.75),
+    "W8": Edits("W8", 1, *SIZES, target=1 / 0.6),
+}
 
 
 def accepted_a_step(answer: Answer) -> list[float]:

@@ -198,7 +198,7 @@ def _run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str,
     own: dict[str, Any] = {"command": report.command_line(), "facts": machine.facts()}
     path = options.out / f"{name}.json"
     others: dict[str, dict[str, Any]] = {}
-    with report.reading("the list of stages"):
+    with report.reading(os.path.relpath(path)):
         earlier = report.read(path) if path.exists() else None
         if earlier and earlier["facts"]["revision"] == own["facts"]["revision"]:
             others = {entry["name"]: entry for entry in earlier["stages"]}

@@ -226,13 +226,6 @@ class Engine(System):
         told = workload.num_beams == 1
         return Answer(rows, [row for name in times for row in times[name]] if told else [])
 
-    def add(self, prompt: list[int], new_tokens: int, options: dict[str, Any]) -> str:
-        """Queues a request of exactly `new_tokens` tokens."""
-        config = GenerationConfig(
-            **options, max_new_tokens=new_tokens, pad_token_id=PAD, eos_token_id=None
-        )
-        return self.engine.add_request(prompt, config, **self.options)
-
     def kv_bytes(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> int | None:
         return self.engine.stats().peak_bytes
 

@@ -46,7 +46,6 @@ class Workload:
     """
 
     name: str
-    title: str
     num_prompts: int
     prompt_lengths: tuple[int, int]
     new_tokens: tuple[int, int]
@@ -58,6 +57,11 @@ class Workload:
     fewest: int = 2
     processes: int = 1
     in_threads: bool = False
+
+    @property
+    def title(self) -> str:
+        """Its sizes in words."""
+        return TITLES.get(self.name, self.name)
 
     @property
     def rows_per_prompt(self) -> int:
@@ -97,93 +101,33 @@ class Workload:
         )
 
 
-WORKLOADS = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            "W1",
-            "32 prompts of 32 to 256 tokens, 64 new tokens each",
-            32,
-            (32, 256),
-            (64, 64),
-            target=1.3,
-        ),
-        Workload(
-            "W2",
-            "64 prompts of 32 to 256 tokens, 8 to 256 new tokens each",
-            64,
-            (32, 256),
-            (8, 256),
-            target=2.0,
-            batch_sizes=(32, 64),
-        ),
-        Workload(
-            "W3",
-            "64 prompts with the same first 512 tokens, 32 new tokens each",
-            64,
-            (8, 64),
-            (32, 32),
-            prefix=512,
-            target=3.0,
-        ),
-        Workload(
-            "W4",
-            "16 samples of a prompt of 512 tokens, 64 new tokens each",
-            1,
-            (512, 512),
-            (64, 64),
-            options={"do_sample": True, "num_return_sequences": 16, "top_k": 0},
-            target=2.0,
-            fewest=3,
-        ),
-        Workload(
-            "W5",
-            "8 beams of a prompt of 512 tokens, 64 new tokens",
-            1,
-            (512, 512),
-            (64, 64),
-            options={"do_sample": False, "num_beams": 8},
-            target=1.5,
-            fewest=3,
-        ),
-        Workload(
-            "W6",
-            "one prompt of 16 tokens, 64 new tokens",
-            1,
-            (16, 16),
-            (64, 64),
-            target=1 / NOT_SLOWER,
-            repeats=8,
-            fewest=8,
-            processes=2,
-        ),
-    )
+TITLES = {
+    "W1": "32 prompts of 32 to 256 tokens, 64 new tokens each",
+    "W2": "64 prompts of 32 to 256 tokens, 8 to 256 new tokens each",
+    "W3": "64 prompts with the same first 512 tokens, 32 new tokens each",
+    "W4": "16 samples of a prompt of 512 tokens, 64 new tokens each",
+    "W5": "8 beams of a prompt of 512 tokens, 64 new tokens",
+    "W6": "one prompt of 16 tokens, 64 new tokens",
+    "W9": "8 threads with a prompt of 64 to 128 tokens each, 32 new tokens",
+    "W10": "one prompt of 8000 tokens, 32 new tokens",
 }
-MORE = {
-    workload.name: workload
-    for workload in (
-        Workload(
-            "W9",
-            "8 threads with a prompt of 64 to 128 tokens each, 32 new tokens",
-            8,
-            (64, 128),
-            (32, 32),
-            target=2.5,
-            fewest=3,
-            in_threads=True,
-        ),
-        Workload(
-            "W10",
-            "one prompt of 8000 tokens, 32 new tokens",
-            1,
-            (8000, 8000),
-            (32, 32),
-            target=1.3,
-        ),
-    )
-}
-"""What else is measured in whole calls. (W7 and W8 are `benchmarks.speculation`'s.)"""
-ALL = WORKLOADS | MORE
+SAMPLES = {"do_sample": True, "num_return_sequences": 16, "top_k": 0}
+BEAMS = {"do_sample": False, "num_beams": 8}
+SHORT = {"repeats": 8, "fewest": 8, "processes": 2}
+LIST = (
+    Workload("W1", 32, (32, 256), (64, 64), target=1.3),
+    Workload("W2", 64, (32, 256), (8, 256), target=2.0, batch_sizes=(32, 64)),
+    Workload("W3", 64, (8, 64), (32, 32), prefix=512, target=3.0),
+    Workload("W4", 1, (512, 512), (64, 64), options=SAMPLES, target=2.0, fewest=3),
+    Workload("W5", 1, (512, 512), (64, 64), options=BEAMS, target=1.5, fewest=3),
+    Workload("W6", 1, (16, 16), (64, 64), target=1 / NOT_SLOWER, **SHORT),
+    Workload("W9", 8, (64, 128), (32, 32), target=2.5, fewest=3, in_threads=True),
+    Workload("W10", 1, (8000, 8000), (32, 32), target=1.3),
+)
+ALL = {workload.name: workload for workload in LIST}
+"""What is measured in whole calls. (W7 and W8 are `benchmarks.speculation`'s.)"""
+WORKLOADS = {name: ALL[name] for name in ("W1", "W2", "W3", "W4", "W5", "W6")}
+"""Those of README."""
 
 
 def texts(words: random.Random, lengths: Iterable[int], vocab: int) -> list[list[int]]:

@@ -22,8 +22,8 @@ from hf_paged.tape import graphs
 
 LLAMA, QWEN, TINY = "llama-3.1-8b", "qwen3-0.6b", "llama-tiny"
 TURNS = 3
-ONE = Workload("1 x 16", "", 1, (16, 16), (64, 64))
-MANY = Workload("64 x 2048", "", 64, (2048, 2048), (16, 16))
+ONE = Workload("1 x 16", 1, (16, 16), (64, 64))
+MANY = Workload("64 x 2048", 64, (2048, 2048), (16, 16))
 
 
 class UnrecordedChunks(Generate):

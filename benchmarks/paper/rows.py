@@ -49,7 +49,7 @@ class Row:
         name (`str`): The measured quantity.
         ours (`float` or `str`): Our figure, in `unit`.
         published, source, why (`str`): As in [`Published`]; empty if the papers have no figure.
-        details (*optional*): Numbers behind `ours`, for the JSON and the plots.
+        details (*optional*): Numbers behind `ours`, for the JSON file.
     """
 
     name: str

@@ -218,7 +218,7 @@ def on_engines(stage: str) -> str:
 
 
 def overview() -> str:
-    """The first page: at most ten sentences, and the pictures."""
+    """The first page: at most ten sentences, and the picture."""
     data = report.result(WHOLE)
     workloads = list(beside(data["rows"]))
     least, most = (end(workloads, key=lambda one: one.share) for end in (min, max))
@@ -230,11 +230,9 @@ def overview() -> str:
         if mine := ratios(stage, base, system):
             text = sentence.format(span(mine.values()), len(mine)).removesuffix(".")
             said.append(text + on_engines(stage))
-    pictures = [
-        *report.picture_of(WHOLE, "Plain generate's time over each system's, by workload"),
-        *report.picture_of(f"{WHOLE}-memory", "Memory of keys and values beside plain generate's"),
-    ]
-    return "\n\n".join([" ".join(said), *pictures, missing()])
+    name, shown = f"{WHOLE}-memory.png", "Memory of keys and values beside plain generate's"
+    picture = f"![{shown}](../benchmarks/results/{name})"
+    return "\n\n".join([" ".join(said), picture, missing()])
 
 
 def missing() -> str:

@@ -5,29 +5,27 @@ from __future__ import annotations
 import pytest
 
 from hf_paged.adapters.pages import AdapterPages
-from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
-from hf_paged.cache.groups import FULL_ATTENTION
 from tests.support.pools import PoolGroup, manager_of
 
 BYTES = 100
 
 
-class Group(PoolGroup):
-    size = BYTES
-
-    @property
-    def block_bytes(self) -> int:
-        return self.size
-
-
-def make(num_blocks: int) -> tuple[AdapterPages, BlockManager, Group, list[str]]:
-    group, evicted = Group(BlockPool(num_blocks), FULL_ATTENTION), list[str]()
+def make(num_blocks):
+    group, evicted = PoolGroup(BlockPool(num_blocks)), []
+    group.block_bytes = BYTES
     blocks = manager_of([group], 4)
     return AdapterPages(blocks, lambda: evicted.append), blocks, group, evicted
 
 
-def test_an_adapter_takes_as_many_blocks_as_hold_its_bytes() -> None:
+def use(pages, name, num_blocks):
+    """Of a request that is admitted and ends."""
+    assert pages.pin(name, num_blocks * BYTES, "a request")
+    pages.record_admission(name)
+    pages.unpin(name, "a request")
+
+
+def test_an_adapter_takes_as_many_blocks_as_hold_its_bytes():
     pages, blocks, group, _ = make(8)
     assert pages.pin("a", 2 * BYTES + 1, "r1") and group.pool.num_used == 3
     assert pages.pin("a", 2 * BYTES + 1, "r2") and group.pool.num_used == 3
@@ -41,15 +39,10 @@ def test_an_adapter_takes_as_many_blocks_as_hold_its_bytes() -> None:
     blocks.check_integrity()
 
 
-def test_the_least_recently_used_goes_first_and_as_a_whole() -> None:
+def test_the_least_recently_used_goes_first_and_as_a_whole():
     pages, blocks, group, evicted = make(6)
-    for name in ("a", "b"):
-        assert pages.pin(name, 3 * BYTES, name)
-        pages.record_admission(name)
-    for name in ("a", "b"):
-        pages.unpin(name, name)
-    assert pages.pin("a", 3 * BYTES, "again")
-    pages.unpin("a", "again")
+    for name in ("a", "b", "a"):
+        use(pages, name, 3)
     row = blocks.new()
     assert blocks.append(row, 1) and evicted == ["b"]
     assert (group.pool.num_free, group.pool.num_cached) == (2, 3)
@@ -61,11 +54,9 @@ def test_the_least_recently_used_goes_first_and_as_a_whole() -> None:
     assert group.pool.num_free == 6
 
 
-def test_prefixes_and_adapters_have_one_order() -> None:
+def test_prefixes_and_adapters_have_one_order():
     pages, blocks, _, evicted = make(4)
-    assert pages.pin("a", 2 * BYTES, "r")
-    pages.record_admission("a")
-    pages.unpin("a", "r")
+    use(pages, "a", 2)
     row, tokens = blocks.new(), list(range(8))
     assert blocks.append(row, 8)
     blocks.register(row, tokens, 8, None)
@@ -76,25 +67,22 @@ def test_prefixes_and_adapters_have_one_order() -> None:
     blocks.check_integrity()
 
 
-def test_hits_are_admissions_with_a_place() -> None:
+def test_hits_are_admissions_with_a_place():
     pages, *_ = make(4)
     assert pages.pin("a", BYTES, "r")
     pages.unpin("a", "r")  # its request was not admitted
-    assert pages.pin("a", BYTES, "r")
-    pages.record_admission("a")
-    assert pages.num_hits == 0
-    assert pages.pin("a", BYTES, "s")
-    pages.record_admission("a")
-    assert pages.num_hits == 1
+    for num_hits in (0, 1):
+        use(pages, "a", 1)
+        assert pages.num_hits == num_hits
 
 
-def test_before_the_first_layer_is_made_one_adapter_has_a_place() -> None:
+def test_before_the_first_layer_is_made_one_adapter_has_a_place():
     """The bytes of a block are not known then."""
     pages, blocks, group, evicted = make(4)
-    group.size = 0
+    group.block_bytes = 0
     assert pages.pin("a", 2 * BYTES, "r") and not pages.pin("b", 2 * BYTES, "s")
     pages.record_admission("a")
-    group.size = BYTES
+    group.block_bytes = BYTES
     assert pages.pin("b", 2 * BYTES, "s") and group.pool.num_used == 2
     pages.unpin("a", "r")
     assert "a" in pages and group.pool.num_cached == 2
@@ -104,12 +92,10 @@ def test_before_the_first_layer_is_made_one_adapter_has_a_place() -> None:
 
 @pytest.mark.parametrize("size", [0, BYTES], ids=["before the first layer is made", "with blocks"])
 @pytest.mark.parametrize("is_admitted", [False, True])
-def test_an_adapter_counts_as_evicted_only_if_a_request_used_it(
-    is_admitted: bool, size: int
-) -> None:
+def test_an_adapter_counts_as_evicted_only_if_a_request_used_it(is_admitted, size):
     """Others have no weights in memory."""
     pages, blocks, group, evicted = make(4)
-    group.size = size
+    group.block_bytes = size
     assert pages.pin("a", 2 * BYTES, "r")
     if is_admitted:
         pages.record_admission("a")
@@ -119,7 +105,7 @@ def test_an_adapter_counts_as_evicted_only_if_a_request_used_it(
     blocks.check_integrity()
 
 
-def test_a_recovery_evicts_only_what_a_request_used() -> None:
+def test_a_recovery_evicts_only_what_a_request_used():
     pages, blocks, group, evicted = make(4)
     for name in ("a", "b"):
         assert pages.pin(name, 2 * BYTES, name)

@@ -9,45 +9,41 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from benchmarks import report
 
-Add = Callable[..., None]
 
-
-def works(add: Add) -> None:
+def works(add):
     add(what="first")
 
 
-def crashes(add: Add) -> None:
+def crashes(add):
     works(add)
     sys.stdout.buffer.write(b"\xff\xf0" * 100_000)
     sys.stdout.flush()
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def hangs(add: Add) -> None:
+def hangs(add):
     works(add)
     add(child=subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"]).pid)
     time.sleep(3600)
 
 
-def raises(add: Add) -> None:
+def raises(add):
     raise ValueError("out of luck")
 
 
-def is_silent(add: Add) -> None:
+def is_silent(add):
     print("nothing")
 
 
-def main(name: str, path: Path) -> None:
+def main(name, path):
     """Runs a stage; the rows that it adds are in the file at once."""
-    rows: list[dict[str, Any]] = []
+    rows = []
 
-    def add(**row: Any) -> None:
+    def add(**row):
         rows.append(row)
         report.replace_file(path, json.dumps({"rows": rows}))
 

@@ -8,8 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,31 +18,32 @@ from benchmarks.sections import gpu_day
 from benchmarks.workers import Lost, in_workers
 from tests.support.tools import ROOT
 
-COMMAND = [sys.executable, "-m", "benchmarks.gpu_day", "--out"]
+
+def run_in(folder, env, *arguments):
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "--out", *arguments]
+    options = {"capture_output": True, "text": True, "timeout": 1300}
+    return subprocess.run(command, cwd=folder, env=env, **options)
 
 
-def test_at_most_8_files_and_every_stage_is_predicted() -> None:
+def test_at_most_8_files_and_every_stage_is_predicted():
     assert len({stage.file for stage in STAGES}) + 1 <= 8
     assert {one.stage for one in gpu_day.PREDICTIONS} == {stage.name for stage in STAGES} - {"0"}
 
 
 @pytest.mark.slow
-def test_a_checkout_without_git_or_device(tmp_path: Path) -> None:
+def test_a_checkout_without_git_or_device(tmp_path):
     """Elsewhere, with nothing installed but what is imported; a stage that needs a device says
     so."""
     for folder in ("benchmarks", "hf_paged"):
         ignored = shutil.ignore_patterns("results", "__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     env = {**os.environ, "PYTHONPATH": ".", "CUDA_VISIBLE_DEVICES": ""}
-    command = [*COMMAND, str(tmp_path / "out"), "--only", "c"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240
-    )
+    done = run_in(tmp_path, env, str(tmp_path / "out"), "--only", "c")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(c) attention alone: skipped: no device" in done.stdout
 
 
-def test_a_sample_of_tests_goes_first() -> None:
+def test_a_sample_of_tests_goes_first():
     names = [f"a.py::one[{number}]" for number in (1, 2, 3)]
     names += ["a.py::two", "b.py::three[1]", "b.py::three[2]"]
     groups = suite.in_order(names)
@@ -52,8 +51,8 @@ def test_a_sample_of_tests_goes_first() -> None:
     assert sorted(name for group in groups for name in group) == names
 
 
-def test_outcomes_stand_beside_predictions(tmp_path: Path) -> None:
-    def row(case: str, system: str, seconds: float, **more: Any) -> dict[str, Any]:
+def test_outcomes_stand_beside_predictions(tmp_path):
+    def row(case, system, seconds, **more):
         return {**runner.row_of(case, system), "seconds": [seconds] * 3, **more}
 
     chunks, unlike = f"{gpu_day.QWEN}, W3, ours, chunks not recorded", "ours, chunks not recorded"
@@ -105,7 +104,7 @@ def test_skips():
 
 
 @pytest.mark.slow
-def test_tests_run_in_workers(tmp_path: Path) -> None:
+def test_tests_run_in_workers(tmp_path):
     """A failure comes with its first lines; a test that ends its process is lost alone; a file that
     does not import counts as failed."""
     (tmp_path / "test_some.py").write_text(TESTS)
@@ -127,10 +126,9 @@ def test_tests_run_in_workers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_a_run_on_the_stand_in_of_a_device(tmp_path: Path) -> None:
+def test_a_run_on_the_stand_in_of_a_device(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [*COMMAND, str(tmp_path), "--device", "fake", "--minutes", "20"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1300)
+    done = run_in(ROOT, env, str(tmp_path), "--device", "fake", "--minutes", "20")
     assert done.returncode == 0, done.stdout + done.stderr
     entries = report.read(tmp_path / "gpu_day.json")["stages"]
     assert {entry["name"]: entry["reason"] for entry in entries} == dict.fromkeys("0abcdef", "")

@@ -15,124 +15,81 @@ from benchmarks import peers
 from benchmarks.generate import model_of, systems_for
 from benchmarks.models import SHAPES, build
 from benchmarks.peers import worker
-from benchmarks.systems import NotAvailable
 from benchmarks.workloads import WORKLOADS
 from tests.benchmarks.test_stages import ends
 
-ROOT = Path(peers.__file__).parent
+ROOT, SHAPE = Path(peers.__file__).parent, SHAPES["llama-tiny"]
+WORKLOAD = WORKLOADS["W1"].scaled(0.1, 0.05)
+BATCH = WORKLOAD.batch(0, SHAPE.vocab)
 ECHO = """
 import json, sys
-print(json.dumps({"ready": True, "settings": "an echo"}), flush=True)
+print(json.dumps({"ready": True, "settings": sys.argv[4]}), flush=True)
 for line in sys.stdin:
     asked = json.loads(line)
-    copies = range(asked["rows_per_prompt"])
     pairs = zip(asked["prompts"], asked["new_tokens"])
-    print(json.dumps({"rows": [prompt[:1] * length for prompt, length in pairs for _ in copies]}), flush=True)
+    print(json.dumps({"rows": [prompt[:1] * length for prompt, length in pairs]}), flush=True)
 """
 
 
-def replace_workers(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All engines are this program, in this environment."""
-    (folder / "worker.py").write_text(text)
-    monkeypatch.setattr(peers, "_HERE", folder)
+@pytest.fixture
+def ask(tmp_path, monkeypatch):
+    """Asks a peer, all of which are a program in this environment."""
+    monkeypatch.setattr(peers, "_HERE", tmp_path)
     monkeypatch.setattr(peers, "environment", lambda name: Path(sys.executable))
+
+    def ask(peer, program=ECHO, model=None):
+        (tmp_path / "worker.py").write_text(program)
+        return peer(model or build(SHAPE, "cpu", torch.bfloat16), SHAPE, WORKLOAD, BATCH).rows
+
+    return ask
 
 
 @pytest.mark.parametrize("name", peers.TITLES)
-def test_every_peer_has_exact_versions(name: str) -> None:
+def test_every_peer_has_exact_versions(name):
     worker = peers.ENGINES[name].worker
     path = ROOT / f"{name}.txt"
     path = path if path.exists() else ROOT / f"{worker}.txt"
     lines = [line for line in path.read_text().splitlines() if line[0] not in "#-"]
     assert lines and all(line.count("==") == 1 for line in lines)
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "worker.py"), worker, "/nowhere", "1", "{}"],
-        capture_output=True,
-        text=True,
-        input="",
-        timeout=60,
-    )
+    command = [sys.executable, str(ROOT / "worker.py"), worker, "/nowhere", "1", "{}"]
+    done = subprocess.run(command, capture_output=True, text=True, input="", timeout=60)
     answer = json.loads(done.stdout)
     assert done.returncode == 0 and list(answer) == ["error"] and "Error" in answer["error"]
 
 
-def test_a_worker_answers_in_its_own_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    replace_workers(ECHO, tmp_path, monkeypatch)
-    shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.1)
-    model, batch = build(shape, "cpu", torch.bfloat16), workload.batch(0, shape.vocab)
-    system = systems_for(workload, [peers.Peer("vllm")])["vLLM"]
+def test_a_worker_answers_in_its_own_process(ask):
+    peer = peers.Peer("vllm")
     for _ in range(2):
-        rows = system(model, shape, workload, batch).rows
-        assert rows == [prompt[:1] * new for prompt, new in zip(batch.prompts, batch.new_tokens)]
-    system.free()
-    assert isinstance(system, peers.Peer) and system._process is None and system._folder is None
-    assert system.settings == "an echo"
-    with pytest.raises(NotAvailable, match="it has no beams"):
-        peers.Peer("llamacpp")(model, shape, WORKLOADS["W5"], batch)
+        expected = [prompt[:1] * new for prompt, new in zip(BATCH.prompts, BATCH.new_tokens)]
+        assert ask(peer) == expected
+    assert json.loads(peer.settings)["dtype"] == "bfloat16"
+    peer.free()
+    assert peer._process is None and peer._folder is None
+    with pytest.raises(RuntimeError, match="its process ended with 3"):
+        ask(peers.Peer("vllm"), "raise SystemExit(3)")
 
 
-def test_an_engine_says_why_it_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_says_why_it_does_not_run(monkeypatch):
     told = {"vendor_id": "GenuineIntel", "flags": "avx512f"}
     monkeypatch.setattr(peers.machine, "told", told.__getitem__)
     assert peers.Peer("vllm_zen").reason("cpu", 1) == "skipped: made for AMD's Zen with AVX512"
     told["vendor_id"] = "AuthenticAMD"
     assert not peers.Peer("vllm_zen").reason("cpu", 8)
     assert peers.Peer("openvino").reason("cuda", 1) == "skipped: runs on the CPU"
+    assert peers.Peer("llamacpp").reason("cpu", 8) == "skipped: it has no beams"
+    assert "8-bit weights" in peers.Peer("vllm", int8=True).reason("cpu", 1)
     monkeypatch.setenv("HF_PAGED_PEER_VLLM", "/opt/vllm/bin/python")
     assert peers.environment("vllm") == Path("/opt/vllm/bin/python")
 
 
-def test_a_peer_makes_its_own_8_bit_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checks = "import sys\nassert 'int8\": true' in sys.argv[4]\n"
-    replace_workers(checks + ECHO, tmp_path, monkeypatch)
-    shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
-    model, batch = model_of(shape, "cpu", int8=True), workload.batch(0, shape.vocab)
+def test_a_peer_makes_its_own_8_bit_weights(ask):
+    model, peer = model_of(SHAPE, "cpu", int8=True), peers.Peer("openvino", int8=True)
     assert type(model.model.layers[0].mlp.up_proj.weight.data) is not torch.Tensor
-    systems = systems_for(workload, [peers.Peer(name, int8=True) for name in ("openvino", "vllm")])
-    rows = systems["OpenVINO GenAI"](model, shape, workload, batch).rows
-    assert rows == [prompt[:1] * length for prompt, length in zip(batch.prompts, batch.new_tokens)]
-    systems["OpenVINO GenAI"].free()
-    with pytest.raises(NotAvailable, match="8-bit weights"):
-        systems["vLLM"](model, shape, workload, batch)
-    assert (
-        systems["ours"](model, shape, workload, batch).rows
-        == systems["plain"](model, shape, workload, batch).rows
-    )
-
-
-@pytest.mark.slow
-def test_the_engine_once_more_with_rows_that_do_not_feel_their_neighbours() -> None:
-    shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.05)
-    model, batch = model_of(shape, "cpu", int8=False), workload.batch(0, shape.vocab)
-    systems = systems_for(workload, invariant=True)
-    assert list(systems) == ["plain", "ours", "engine", "engine, batch_invariant"]
-    rows = systems["engine, batch_invariant"](model, shape, workload, batch).rows
-    assert [len(row) for row in rows] == batch.new_tokens
-    systems["engine, batch_invariant"].free()
-
-
-def test_an_engine_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_workers("raise SystemExit(3)", tmp_path, monkeypatch)
-    shape, workload = SHAPES["llama-tiny"], WORKLOADS["W1"].scaled(0.1, 0.1)
-    with pytest.raises(RuntimeError, match="its process ended with 3"):
-        peers.Peer("vllm")(
-            build(shape, "cpu", torch.bfloat16), shape, workload, workload.batch(0, shape.vocab)
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.full
-def test_packages_that_cannot_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "vllm.txt").write_text("no-such-package-of-anyone==0.0.0\n")
-    monkeypatch.setattr(peers, "_HERE", tmp_path)
-    monkeypatch.setattr(peers, "_ROOT", tmp_path)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    with pytest.raises(NotAvailable, match="its packages cannot be installed"):
-        peers.environment("vllm")
+    assert ask(peer, model=model) and json.loads(peer.settings)["int8"]
+    peer.free()
+    systems = [systems_for(WORKLOAD)[name] for name in ("ours", "plain")]
+    ours, plain = (system(model, SHAPE, WORKLOAD, BATCH).rows for system in systems)
+    assert ours == plain
 
 
 SERVER = """
@@ -156,10 +113,9 @@ time.sleep(600)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_worker_and_its_server_end_with_the_run(number: int) -> None:
+def test_a_stopped_worker_and_its_server_end_with_the_run(number):
     command = [sys.executable, "-c", RUN, SERVER, str(ROOT)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
-        assert run.stdout is not None
         children = run.stdout.readline().split()
         run.send_signal(number)
     assert len(children) == 2
@@ -167,13 +123,13 @@ def test_a_stopped_worker_and_its_server_end_with_the_run(number: int) -> None:
         ends(int(child))
 
 
-def test_keys_and_values_have_a_type_that_the_processor_has() -> None:
-    def make(kind: str) -> str:
+def test_keys_and_values_have_a_type_that_the_processor_has():
+    def make(kind):
         if kind in refused:
             raise RuntimeError(f"{kind} is refused")
         return f"a pipeline of {kind}"
 
-    choices, refused = peers.ENGINES["openvino"].settings["kv"], set[str]()
+    choices, refused = peers.ENGINES["openvino"].settings["kv"], set()
     assert worker.first_accepted(make, choices) == ("bf16", "a pipeline of bf16")
     refused.add("bf16")
     assert worker.first_accepted(make, choices) == ("f16", "a pipeline of f16")

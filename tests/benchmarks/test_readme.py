@@ -1,32 +1,31 @@
-"""What the pages say of the results, and what is said of results that are damaged."""
+"""What the pages say of the results, and which results they refuse: damaged ones, those of several
+revisions, and those older than the code that they measure."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Callable
+import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from benchmarks import compiled, readme, report
+from benchmarks import machine, readme, report, revisions
+from benchmarks.all import STAGES
 from benchmarks.sections import overview, targets
 
 ROOT = readme.ROOT
-Data = dict[str, Any]
-Change = Callable[[str, Callable[[Data], Any]], None]
 
 
 @pytest.fixture
-def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
+def change(tmp_path, monkeypatch):
     """Changes the content of a file, in a copy of the committed results."""
     folder = tmp_path / "results"
     shutil.copytree(report.RESULTS, folder)
     monkeypatch.setattr(report, "RESULTS", folder)
 
-    def change(name: str, edit: Callable[[Data], Any]) -> None:
+    def change(name, edit):
         path = folder / f"{name}.json"
         data = json.loads(path.read_text())
         edit(data)
@@ -35,126 +34,86 @@ def change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Change:
     return change
 
 
-def rows_of(data: Data, case: str) -> dict[str, Data]:
+def rows_of(data, case):
     return {row["system"]: row for row in data["rows"] if row["case"] == case}
 
 
+def said(capsys, argument, status):
+    """The lines that the command prints."""
+    assert readme.main([argument] if argument else []) == status
+    return "".join(capsys.readouterr()).splitlines()
+
+
 @pytest.mark.parametrize(
-    "content, said",
+    ("content", "message"),
     [
-        ('{"facts": {', "not JSON: Expecting property name"),
+        (b'{"facts": {', "not JSON: Expecting property name"),
         (b"\xff\xfe", "not JSON: "),
-        ('{"rows": [NaN]}', "not JSON: NaN is not a number"),
-        ('{"rows": [-Infinity]}', "not JSON: -Infinity is not a number"),
-        ("[]", "a list, not an object of JSON"),
-        ("null", "a NoneType, not an object of JSON"),
-        ("{}", "no entry 'facts' beside these: none"),
-        ('{"facts": 3}', "'facts' is 3, not a dict"),
+        (b'{"rows": [NaN]}', "not JSON: NaN is not a number"),
+        (b"[]", "a list, not an object of JSON"),
+        (b"{}", "failed: KeyError: 'facts'"),
+        (b'{"facts": {"revision": "HEAD"}}', "revision 'HEAD' is not the hash of a commit"),
+        (b'{"facts": {"revision": "0123456++"}}', "revision '0123456++' is not the hash"),
     ],
 )
-@pytest.mark.parametrize("argument", ["--check", "--fresh", "--pictures"])
-def test_a_damaged_file_is_named(
-    content: str | bytes,
-    said: str,
-    argument: str,
-    change: Change,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_damaged_file_is_named(content, message, change, monkeypatch, capsys):
     page = ROOT / "README.md"
     monkeypatch.setattr(readme, "SECTIONS", {page: readme.SECTIONS[page]})
-    path = report.RESULTS / f"{overview.WHOLE}.json"
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    assert readme.main([argument]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{overview.WHOLE}.json: {said}" in line
+    (report.RESULTS / f"{overview.WHOLE}.json").write_bytes(content)
+    for argument in ("--check", "--fresh", "--pictures"):
+        (line,) = said(capsys, argument, 2)
+        assert f"{overview.WHOLE}.json: {message}" in line
 
 
-@pytest.mark.parametrize(
-    "edit, said",
-    [
-        (lambda data: data["rows"][0].pop("seconds"), "no entry 'seconds' beside these: 'case', "),
-        (lambda data: data["rows"][0].update(seconds=1.0), "'seconds' is 1.0, not a list"),
-        (lambda data: data["facts"].pop("date"), "no entry 'date'"),
-        (lambda data: data.pop("title"), "no entry 'title'"),
-        (lambda data: data.update(rows={}), "'rows' is {}, not a list"),
-        (lambda data: data["rows"].clear(), "has not both plain's and our times of W2"),
-        (lambda data: data["rows"][0].update(seconds=["fast"]), "failed: TypeError: "),
-        (lambda data: data["rows"][0]["figures"].pop("K/V, MiB"), "no entry 'K/V, MiB'"),
-    ],
-)
-def test_an_entry_that_is_missing_is_named_with_its_file(
-    edit: Callable[[Data], Any], said: str, change: Change
-) -> None:
-    change(overview.WHOLE, edit)
-    with pytest.raises(report.Damaged, match=f"{overview.WHOLE}.json: ") as caught:
+def test_an_entry_that_is_missing_is_named_with_its_section(change):
+    change(overview.WHOLE, lambda data: data["rows"][0].pop("seconds"))
+    with pytest.raises(report.Damaged, match=r"README\.md, section gain: failed: KeyError: 'sec"):
         readme.render(ROOT / "README.md")
-    assert said in str(caught.value) and "\n" not in str(caught.value)
+    change(overview.WHOLE, lambda data: data["rows"].clear())
+    with pytest.raises(report.Damaged, match="has not both plain's and our times of W2"):
+        readme.render(ROOT / "README.md")
 
 
-@pytest.mark.parametrize(
-    "old, new",
-    [
-        ("<!-- targets:begin -->\n", ""),
-        ("<!-- targets:end -->", ""),
-        ("<!-- targets:end -->", "<!-- targets:end -->\n<!-- targets:begin -->\n"),
-        ("# Roadmap", "<!-- targets:end -->"),
-    ],
-)
-def test_a_mark_that_is_missing_is_named_with_its_page(
-    old: str,
-    new: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    page = tmp_path / "ROADMAP.md"
-    text = (ROOT / "ROADMAP.md").read_text()
-    assert old in text
-    page.write_text(text.replace(old, new, 1))
-    monkeypatch.setattr(readme, "SECTIONS", {page: readme.SECTIONS[ROOT / "ROADMAP.md"]})
-    for arguments in (["--check"], []):
-        assert readme.main(arguments) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert "ROADMAP.md has not once <!-- targets:begin --> and below it" in line
-    page.unlink()
-    assert readme.main([]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "ROADMAP.md: failed: FileNotFoundError" in line
-
-
-def test_pages_are_written_all_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pages_are_written_all_or_none(tmp_path, monkeypatch, capsys):
     """Neither a page that cannot be rendered nor one that cannot be written leaves a traceback."""
     first, last = tmp_path / "first.md", tmp_path / "last.md"
     old = "<!-- a:begin -->\n<!-- a:end -->"
     for page in (first, last):
         page.write_text(old)
-    pages: Any = {first: {"a": lambda: "new"}, last: {"a": lambda: [][0]}}
+    pages = {first: {"a": lambda: "new"}, last: {"a": lambda: [][0]}}
     monkeypatch.setattr(readme, "SECTIONS", pages)
-    assert readme.main([]) == 2
-    assert "last.md, section a: failed: IndexError" in capsys.readouterr().err
+    assert "last.md, section a: failed: IndexError" in said(capsys, "", 2)[0]
     assert first.read_text() == old
+    for wrong in (old[18:], old[:18], old + old, "<!-- a:end -->\n<!-- a:begin -->\n"):
+        last.write_text(wrong)
+        (line,) = said(capsys, "", 2)
+        assert "last.md has not once <!-- a:begin --> and below it" in line
+    last.write_text(old)
     pages[last]["a"] = lambda: "new"
+    assert "first.md: differs from the results" in said(capsys, "--check", 1)[0]
     monkeypatch.setattr(Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
-    assert readme.main([]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = said(capsys, "", 2)
     assert line.endswith("first.md: failed: PermissionError: no")
 
 
-def test_pictures_are_not_drawn_where_nothing_shall_be_written(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(readme, "draw", lambda: pytest.fail("pictures were drawn"))
-    for other in ("--check", "--fresh"):
-        with pytest.raises(SystemExit) as caught:
-            readme.main(["--pictures", other])
-        assert caught.value.code == 2 and "not allowed with --check" in capsys.readouterr().err
+@pytest.mark.slow
+def test_the_picture_is_drawn_again_from_committed_results(tmp_path, monkeypatch):
+    image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("matplotlib")
+    data, committed = report.result(overview.WHOLE), list(report.RESULTS.glob("*.png"))
+    monkeypatch.setattr(report, "RESULTS", tmp_path)  # where pictures go
+    monkeypatch.setattr(readme, "result", lambda name: data)
+    assert readme.main(["--pictures"]) == 0
+    (drawn,) = tmp_path.glob("*.png")
+    assert [drawn.name] == [path.name for path in committed]
+    assert image.open(drawn).size[0] == 800 and drawn.stat().st_size < 100_000
 
 
-def test_pages_tell_apart_an_engine_that_was_not_measured(change: Change) -> None:
-    def edit(data: Data) -> None:
+# ---- what the pages say
+
+
+def test_pages_tell_apart_an_engine_that_was_not_measured(change):
+    def edit(data):
         for name in overview.TITLES.values():
             rows_of(data, "W5")[name].update(seconds=[], problem="not installed")
 
@@ -162,58 +121,43 @@ def test_pages_tell_apart_an_engine_that_was_not_measured(change: Change) -> Non
     table, _, text = overview.headline().partition("\n\n")
     (row,) = [line for line in table.splitlines() if line.startswith("| W5 ")]
     assert row.endswith("| not measured |  |")
-    assert "No other engine was measured in W5." in text
-    assert "No other engine was measured in W5." in overview.overview()
+    for page in (text, overview.overview()):
+        assert "No other engine was measured in W5." in page
 
 
-def test_stages_that_did_not_run_are_not_called_complete(change: Change) -> None:
+def test_stages_that_did_not_run_are_neither_complete_nor_met(change):
     assert overview.missing().endswith(f", {len(overview.FILES)} stages, all complete.")
     change("all", lambda data: data["stages"].pop())
     assert overview.missing().endswith(" stages; not complete: invariant (not run).")
-
-
-def test_a_stage_without_a_case_says_nothing(change: Change) -> None:
     change(overview.FILES["other_dtype"], lambda data: data["rows"].clear())
     assert overview.in_other_dtype() == "" and "In bfloat16" not in overview.headline()
+    (report.RESULTS / f"{overview.FILES['trainer']}.json").unlink()
+    assert f"| {targets.TRAINER} | plain `generate` | 1.00 | not measured |" in targets.missed()
 
 
-def test_a_benchmark_does_not_add_to_a_damaged_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "compiled.json"
-    path.write_text("{")
-    assert compiled.BENCHMARK.keeps and compiled.main(["--json", str(path)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "compiled.json: not JSON: " in line and path.read_text() == "{"
-
-
-def test_pages_say_that_a_work_tree_had_changes(change: Change) -> None:
-    def edit(data: Data) -> None:
+def test_pages_say_that_a_work_tree_had_changes(change):
+    def edit(data):
         for run in data.get("runs", [data]):
             run["facts"] |= {"tree": "changed: step.py", "revision": "0123456+"}
 
     for path in report.RESULTS.glob("*.json"):
         change(path.stem, edit)
-    pages = [ROOT / name for name in ("README.md", "ROADMAP.md", "benchmarks/README.md")]
-    pages += [ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "figures" / "features.md"]
-    pages += [ROOT / "docs" / "guide" / f"{name}.md" for name in ("compatibility", "other-engines")]
-    for page in pages:
-        text = readme.render(page)
+    names = ("README", "ROADMAP", "benchmarks/README", "docs/benchmarks", "docs/figures/features")
+    for name in (*names, "docs/guide/compatibility", "docs/guide/other-engines"):
+        text = readme.render(ROOT / f"{name}.md")
         changed = "revision 0123456 with uncommitted changes (changed: step.py)"
-        assert text.count(changed) == text.count("revision 0123456") > 0, page
+        assert text.count(changed) == text.count("revision 0123456") > 0, name
 
 
-def test_the_roadmap_has_our_time_over_the_others(change: Change) -> None:
+def test_the_roadmap_has_our_time_over_the_others(change):
     """Files have seconds of each system."""
 
-    def edit(data: Data) -> None:
+    def edit(data):
         w1, w2, w3 = (rows_of(data, name) for name in ("W1", "W2", "W3"))
         for row in [*w1.values(), *w2.values()]:
             row["seconds"] = [8.0] * len(row["seconds"])
-        w1["ours"]["seconds"] = [1.0] * 5
-        w1["vLLM"]["seconds"] = [2.0] * 5
-        w2["ours"]["seconds"] = [3.0] * 5
-        w2["llama.cpp"]["seconds"] = [2.0] * 5
+        w1["ours"]["seconds"], w1["vLLM"]["seconds"] = [1.0] * 5, [2.0] * 5
+        w2["ours"]["seconds"], w2["llama.cpp"]["seconds"] = [3.0] * 5, [2.0] * 5
         for name in set(w3) - {"plain", "ours", "engine"}:
             w3[name].update(seconds=[], problem="not installed")
 
@@ -225,7 +169,7 @@ def test_the_roadmap_has_our_time_over_the_others(change: Change) -> None:
     assert f"| {w3} | {targets.BEST} | 1.00 | not measured |" in table
 
 
-def test_every_target_of_the_roadmap_is_measured_and_shown() -> None:
+def test_every_target_of_the_roadmap_is_measured_and_shown():
     met, _, table = targets.missed().partition("\n\n")
     assert all(list(targets.measured(target)) for target in targets.TARGETS)
     assert "not measured" not in table
@@ -240,59 +184,131 @@ def test_every_target_of_the_roadmap_is_measured_and_shown() -> None:
         assert target.lever
 
 
-def test_plain_counts_at_its_fastest_setting(change: Change) -> None:
-    """Threads that each call plain `generate` may outrun one call after another."""
-
-    def edit(data: Data) -> None:
-        rows = rows_of(data, "W9")
-        for name, seconds, held in (("plain", 4.0, 1.0), ("plain in threads", 3.0, 8.0)):
-            rows[name] |= {"seconds": [seconds] * 4}
-            rows[name]["figures"] |= {"K/V, MiB": held}
-        rows["ours"] |= {"seconds": [2.0] * 4}
-        rows["ours"]["figures"] |= {"K/V, MiB": 4.0}
-
-    change(overview.WHOLE, edit)
-    (w9,) = [
-        one for one in overview.beside(report.result(overview.WHOLE)["rows"]) if one.name == "W9"
-    ]
-    assert (w9.speed.value, w9.share) == (1.5, 0.5)
-    assert f"| {overview.ALL['W9'].title} | 3 | 2 |" in readme.engines_section()
-
-
-def test_models_other_than_the_pages_are_named() -> None:
+def test_models_other_than_the_pages_are_named():
     """The first page and the roadmap begin with the model of the whole calls."""
     model = re.compile(r"(?:llama|qwen)[\d.]*-[\d.]+[mb]")
     (own,) = model.findall(report.result(overview.WHOLE)["title"])
-    said = [(stage, ".*", sentence) for stage, _, _, sentence in overview.SENTENCES]
-    said += [(one.stage, one.cases, one.title) for one in targets.TARGETS]
-    for stage, cases, sentence in said:
+    sentences = [(stage, ".*", sentence) for stage, _, _, sentence in overview.SENTENCES]
+    sentences += [(one.stage, one.cases, one.title) for one in targets.TARGETS]
+    for stage, cases, sentence in sentences:
         data = report.result(overview.FILES[stage])
         meant = [row["case"] for row in data["rows"] if re.fullmatch(cases, row["case"])]
         models = set(model.findall(" ".join([data.get("title", ""), *meant])))
         assert set(model.findall(sentence)) == models - {own}, sentence
 
 
-def test_a_stage_that_did_not_run_is_not_a_target_that_is_met(change: Change) -> None:
-    (report.RESULTS / f"{overview.FILES['trainer']}.json").unlink()
-    assert f"| {targets.TRAINER} | plain `generate` | 1.00 | not measured |" in targets.missed()
-
-
-def test_the_first_page_says_where_an_engine_is_slower(change: Change) -> None:
-    name = overview.FILES["encoders"]
+def test_the_first_page_says_where_an_engine_is_slower(change):
     tiny, full = "BART-base, tiny, 16 new", "BART-base, full, 16 new"
+    text = "; a `PagedEngine` is slower than plain in {} of them{}: 0.{} of plain's speed. "
 
-    def edit(data: Data) -> None:
+    def edit(data):
         for row in data["rows"]:
             row["seconds"] = [2.0] * 5
-        for case, seconds in ((tiny, 4.0), (full, slow)):
+        for case, seconds in slow.items():
             rows_of(data, case)["engine"]["seconds"] = [seconds] * 5
 
-    slow = 1.0
-    change(name, edit)
-    said = "; a `PagedEngine` is slower than plain in {} of them{}: 0.{} of plain's speed. "
-    assert said.format(1, ", all of tiny models", "50") in overview.overview()
-    slow = 10.0
-    change(name, edit)
-    assert said.format(2, "", "20 to 0.50") in overview.overview()
-    change(name, lambda data: [row.update(seconds=[2.0]) for row in data["rows"]])
+    slow = {tiny: 4.0, full: 10.0}
+    change(overview.FILES["encoders"], edit)
+    assert text.format(2, "", "20 to 0.50") in overview.overview()
+    slow[full] = 1.0
+    change(overview.FILES["encoders"], edit)
+    assert text.format(1, ", all of tiny models", "50").strip() in overview.on_engines("encoders")
+    slow.clear()
+    change(overview.FILES["encoders"], edit)
     assert overview.on_engines("encoders") == "."
+
+
+# ---- revisions
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes files of results, with a list of all stages, in a checkout of its own; no page is
+    rendered."""
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "benchmarks" / "machine.py"))
+    monkeypatch.setattr(report, "RESULTS", results)
+    monkeypatch.setattr(readme, "SECTIONS", {})
+
+    def write(revision, *names, tree="clean", threads=2, command="", without="", reason=""):
+        entries = [
+            {"name": stage.name, "file": stage.file, "reason": reason}
+            for stage in STAGES
+            if stage.name != without
+        ]
+        facts = {"revision": revision, "tree": tree, "cpu": "A", "cores": 2, "threads": threads}
+        content = {"command": command, "facts": facts, "stages": entries}
+        for name in names or ("all", *(stage.file for stage in STAGES)):
+            (results / f"{name}.json").write_text(json.dumps(content))
+
+    return write
+
+
+def test_a_mix_of_revisions_or_machines_and_a_quick_run_are_refused(write, capsys):
+    assert said(capsys, "--check", 0) == [], "no run of benchmarks.all"
+    write("0123456")
+    write("0123456", "lora-cpu")  # repeated alone
+    assert said(capsys, "--check", 0) == []
+    write("89abcde", "lora-cpu", "tiers-cpu")
+    (line,) = said(capsys, "--check", 1)
+    assert "all.json, generate-cpu-llama-100m.json" in line
+    assert line.endswith("of revision 0123456; lora-cpu.json, tiers-cpu.json of revision 89abcde")
+    assert said(capsys, "--fresh", 1)[0] == line
+    write("0123456")
+    (report.RESULTS / "lora-cpu.json").unlink()
+    (line,) = said(capsys, "--check", 1)
+    assert line == "all.json lists the stage adapters as complete; lora-cpu.json is missing"
+    write("0123456", "lora-cpu", threads=1)
+    write("0123456", "tiers-cpu", command="python -m benchmarks.tiers --quick")
+    machines, quick = said(capsys, "--check", 1)
+    assert machines.startswith("files of benchmarks.all are of several machines: all.json, ")
+    assert machines.endswith("of machine A, 2, 2; lora-cpu.json of machine A, 2, 1")
+    assert quick == "tiers-cpu.json is of a quick run, which says nothing"
+
+
+def test_figures_older_than_a_kernel_are_not_released(write, tmp_path, capsys):
+    def git(*arguments):
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        done = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def commit(name, text=""):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        git("add", name)
+        git("commit", "-q", "-m", name)
+        return git("rev-parse", "--short", "HEAD")
+
+    git("init", "-q")
+    kernels, step = "hf_paged/kernels/__init__.py", "hf_paged/batching/__init__.py"
+    first = commit(kernels)
+    assert said(capsys, "--fresh", 1) == ["there is no run of benchmarks.all"]
+    write(first)
+    commit("docs/index.md")
+    commit(kernels, '"""Kernels."""  # in C++ and Triton\n')
+    assert said(capsys, "--fresh", 0) == []
+    last = commit(step, "step = 1\n")
+    (line,) = said(capsys, "--fresh", 1)  # once for all files
+    assert "all.json, " in line and line.endswith(f" of revision {first}: changed since: {step}")
+    write(last)
+    assert said(capsys, "--fresh", 0) == []
+    new = f"{revisions.COMPUTES[1]}/new.py"
+    for name in (step, new):  # not committed
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("step = 2\n")
+        (line,) = said(capsys, "--fresh", 1)
+        assert line.endswith(f" of revision {last}: changed since: {name}")
+        (tmp_path / name).unlink()
+        git("checkout", "-q", ".")
+    for files, message in (
+        ({"tree": "changed: step.py"}, "not of a clean work tree (changed: step.py)"),
+        ({"without": "adapters"}, "all.json has no stage adapters"),
+        ({"reason": "ended after 9 s"}, f"stage {STAGES[0].name}: ended after 9 s"),
+    ):
+        write(last, **files)
+        assert any(line.endswith(message) for line in said(capsys, "--fresh", 1))
+    write("0123456789abcdef")
+    (line,) = said(capsys, "--fresh", 1)
+    assert ": git has no such commit here (not committed, a shallow clone, or no git)" in line

@@ -1,4 +1,4 @@
-"""The roofline against numbers worked out by hand."""
+"""Costs that are computed, against numbers worked out by hand."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import ceilings
+from benchmarks import ceilings, parallel, side_by_side
 from benchmarks.models import SHAPES, Shape, build
+from benchmarks.paper import article
 from benchmarks.roofline import Cost, call_seconds, step_seconds
 from benchmarks.systems import latencies
 
@@ -17,14 +18,11 @@ COST = Cost(SHAPE, body=400, head=100, itemsize=2)  # 1000 bytes of weights: one
 KV = 2 * 2 * 1 * 4 * 2  # bytes per token: K and V, 2 layers, 1 head of 4, 2 bytes
 
 
-def test_a_small_step_is_the_reading_of_weights_and_keys():
+def test_a_step_reads_weights_and_keys_or_computes():
     # 10 tokens: 2 * 500 * 10 = 10,000 operations take 0.1 s, the weights 1 s; two rows of 50 and 75
     # tokens are read
     seconds = step_seconds(COST, LIMITS, 100_000.0, 10, 10, [50, 75])
     assert seconds == pytest.approx(1.0 + 125 * KV / 1000)
-
-
-def test_a_large_step_is_its_operations():
     # 200 tokens through the body, 4 through the head: 2 * (80,000 + 400) operations
     assert step_seconds(COST, LIMITS, 100_000.0, 200, 4) == pytest.approx(160_800 / 100_000)
 
@@ -34,9 +32,7 @@ def test_a_call_is_one_prefill_and_the_steps_of_the_rows_that_are_open():
     # stops after 2 tokens
     seconds = call_seconds(COST, LIMITS, 100_000.0, [3, 5], [3, 2])
     assert seconds == pytest.approx(1.0 + (1.0 + 10 * KV / 1000) + (1.0 + 5 * KV / 1000))
-
-
-def test_prompts_that_begin_alike_are_computed_once_and_read_by_every_row():
+    # prompts that begin alike are computed once and read by every row
     slow = 1000.0  # operations a second, so that the prefill's show
     seconds = call_seconds(COST, LIMITS, slow, [30, 40], [2, 2], rows_per_prompt=3, shared=20)
     prefill = 2 * (400 * 50 + 100 * 6) / slow
@@ -56,34 +52,50 @@ def test_cost_of_a_model_leaves_out_what_is_only_looked_up(tied):
 
 
 def test_parameters_of_the_named_shapes():
-    """In billions, as in the models' cards."""
-    sizes = {
-        "llama-3.2-1b": 1.24,
-        "llama-3.1-8b": 8.03,
-        "qwen2.5-0.5b": 0.49,
-        "qwen3-0.6b": 0.60,
-    }
-    for name, expected in sizes.items():
-        with torch.device("meta"):
+    """In billions, as in the models' cards; those of 100M are about that large."""
+    cards = {"llama-3.2-1b": 1.24, "llama-3.1-8b": 8.03, "qwen2.5-0.5b": 0.49, "qwen3-0.6b": 0.6}
+    with torch.device("meta"):
+        for name, expected in cards.items():
             model = AutoModelForCausalLM.from_config(SHAPES[name].config())
-        assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(
-            expected, abs=0.006
-        ), name
+            count = sum(parameter.numel() for parameter in model.parameters())
+            assert count / 1e9 == pytest.approx(expected, abs=0.006), name
+        for name in side_by_side.SHAPES.keys() - side_by_side.FULL:
+            model = side_by_side.build(name, is_tiny=False)
+            count = sum(parameter.numel() for parameter in model.parameters())
+            assert 60e6 < count < 160e6, f"{name}: {count:,} parameters"
+
+
+def test_a_gpu_holds_its_part_of_a_model():
+    rows = {(row["model"], row["gpus"]): row for row in parallel.scaling()}
+    # its published size
+    assert rows["LLaMA-7B", 1]["weights_gib"] == pytest.approx(6.74e9 * 2 / 2**30, rel=0.01)
+    assert rows["LLaMA-65B", 1]["rows"] == 0  # it is larger than one GPU
+    one, two = rows["LLaMA-13B", 1], rows["LLaMA-13B", 2]
+    assert two["weights_gib"] == pytest.approx(one["weights_gib"] / 2, abs=0.1)
+    assert two["kv_tokens"] > 2 * one["kv_tokens"]  # a larger share of the memory is left
+    assert two["ratio"] > 2
+    assert ("LLaMA-33B", 8) not in rows  # its 52 heads cannot be split by 8
+
+
+def test_a_step_of_a_model_over_gpus_costs_what_its_part_does_and_the_links():
+    shape = parallel.LLAMAS[0]
+    one, two = article.step_cost(shape, 1), article.step_cost(shape, 2)
+    assert one.floor == pytest.approx(6.6e9 * 2 / 2.039e12, rel=0.02)  # the embedding is not read
+    assert (two.floor, two.per_token) == pytest.approx((one.floor / 2, one.per_token / 2))
+    assert one.per_link == 0 < two.per_link
+    line = next(row for row in parallel.scaling() if (row["model"], row["gpus"]) == (shape.name, 2))
+    step = two.seconds(line["rows"], line["rows"] * parallel.LENGTH)
+    assert 1000 * step == pytest.approx(line["step_ms"], abs=0.1)
 
 
 def test_latency_figures():
-    times = [[1.0, 1.5, 2.5], [3.0]]
-    found = latencies(times, [0.0, 1.0])
-    assert found["TTFT p50, ms"] == pytest.approx(1500) and found["TPOT p99, ms"] == pytest.approx(
-        995
-    )
+    found = latencies([[1.0, 1.5, 2.5], [3.0]], [0.0, 1.0])
+    assert found["TTFT p50, ms"] == pytest.approx(1500)
+    assert found["TPOT p99, ms"] == pytest.approx(995)
     assert latencies([[], []], [0.0, 0.0]) == {}
 
 
 def test_ceilings_are_positive():
     found = ceilings.measure("cpu", quick=True)
-    assert (
-        found.bandwidth > 1e8
-        and set(found.flops) == {"bfloat16", "float32"}
-        and min(found.flops.values()) > 1e8
-    )
+    assert found.bandwidth > 1e8 and set(found.flops) == {"bfloat16", "float32"}
+    assert min(found.flops.values()) > 1e8

@@ -4,21 +4,17 @@ are never used."""
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import json
 import logging
 import os
-import random
 import shutil
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -26,65 +22,82 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import hf_paged
-from hf_paged import PagedConfig, PagedEngine
+from hf_paged import PagedEngine
 from hf_paged.model import registry
 from hf_paged.tiers import block_files
 from hf_paged.tiers import store as tiers
 from tests.support import models
-from tests.support.checks import in_threads
 from tests.support.engine_helpers import assert_drained, lone_run, prompts, run_all, tokens_of
 from tests.support.latents import build_deepseek
 from tests.support.missing import forbidden
 from tests.test_forks import holds_in_child
 from tests.tiers.test_block_files import (
-    fail_operation,
     replace_by_file,
     replace_by_loop,
 )
 
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6}
+GREEDY = {"do_sample": False, "max_new_tokens": 6}
 SIZE = models.BLOCK_SIZE
+NAMES = ("mistral", "gemma2", "gpt_oss", "mla")
 
 
-def build(name: str) -> Any:
+def build(name):
     return build_deepseek() if name == "mla" else models.build(name)
 
 
-def config(path: Any, **others: Any) -> dict[str, Any]:
+def config(path, **others):
     return {"block_size": SIZE, "prefix_tiers": {"disk_path": str(path)}, **others}
 
 
-def stores_of(memory: Any) -> list[tiers.PrefixStore]:
+def store_of(memory):
+    """The tier of the only pool that has one; `None` if none has."""
     held = [manager.tier for manager in memory.managers.values()]
-    return [tier for tier in held if isinstance(tier, tiers.PrefixStore)]
+    return next((tier for tier in held if isinstance(tier, tiers.PrefixStore)), None)
 
 
-def blocks_on_disk(path: Path) -> list[Path]:
+def blocks_on_disk(path):
     return sorted(each for each in path.rglob("*.safetensors") if each.is_file())
 
 
-def run(engine: PagedEngine, prompt: list[int], **options: Any) -> tuple[list[int], int]:
+def run(engine, prompt, **options):
     """New tokens, and the number of prompt tokens found."""
     (result,) = engine.generate([prompt], GREEDY, **options)
     assert result.error is None, result.error
     return result.token_ids, result.num_prefix_hit_tokens
 
 
-def save_all(engine: PagedEngine) -> None:
+def plain(engine, text):
+    return lone_run(engine.model, text, GREEDY)[0]
+
+
+def save_all(engine):
     """Writes all cached blocks to disk and empties the pool."""
-    store = engine._core.loop.blocks.tier  # type: ignore[union-attr]
+    store = engine._core.loop.blocks.tier
     engine.free()
-    store.wait()  # type: ignore[union-attr]
+    store.wait()
+
+
+def evict_all(engine):
+    """Writes all cached blocks to disk; the pool and its tier stay."""
+    engine.memory.evict_cached()
+    engine._core.loop.blocks.tier.wait()
 
 
 @pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
+def no_thread_is_left():
     yield
     gc.collect()
     end = time.monotonic() + 10
     while any("prefix blocks" in thread.name for thread in threading.enumerate()):
         assert time.monotonic() < end, "a thread still writes"
         time.sleep(0.01)
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """An engine of llama whose tier is in `tmp_path`."""
+    with PagedEngine(build("llama"), config(tmp_path)) as engine:
+        yield engine
 
 
 _OTHER_PROCESS = """
@@ -100,48 +113,42 @@ print(json.dumps([result.token_ids, result.num_prefix_hit_tokens]))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "length"),
-    [("llama", 2003), *((name, 100) for name in ("mistral", "gemma2", "gpt_oss", "mla"))],
-)
-def test_another_process_finds_all_full_blocks(name: str, length: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "length"), [("llama", 2003), *((name, 100) for name in NAMES)])
+def test_another_process_finds_all_full_blocks(name, length, tmp_path):
     """Engines that are not freed write when their process ends."""
     (prompt,) = prompts(length)
     expected = lone_run(build(name), prompt, GREEDY)[0]
+    command = [sys.executable, "-c", _OTHER_PROCESS, name, str(tmp_path), json.dumps(prompt)]
+    options = {"capture_output": True, "text": True, "timeout": 120}
     for num_hits in (0, length // SIZE * SIZE):
-        done = subprocess.run(
-            [sys.executable, "-c", _OTHER_PROCESS, name, str(tmp_path), json.dumps(prompt)],
-            capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2],
-            env={**os.environ, "PYTHONHASHSEED": str(num_hits)},
-        )  # fmt: skip
+        env = {**os.environ, "PYTHONHASHSEED": str(num_hits)}
+        done = subprocess.run(command, cwd=Path(__file__).parents[2], env=env, **options)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout.splitlines()[-1]) == [expected, num_hits]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt_oss", "mla"])
-def test_an_emptied_pool_finds_what_it_gave_up(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", *NAMES])
+def test_an_emptied_pool_finds_what_it_gave_up(name, tmp_path):
     model, (prompt, other) = build(name), prompts(75, 60)
     cut = [*prompt[:40], *other]
     with PagedEngine(model, config(tmp_path)) as engine:
         run(engine, prompt)
         for text in (prompt, cut, prompt[:41], [*prompt, *other]):
-            expected = lone_run(model, text, GREEDY)[0]
             save_all(engine)
             tokens, num_hits = run(engine, text)
             engine.check_integrity()
-            assert tokens == expected
+            assert tokens == plain(engine, text)
             # a window keeps only the blocks before the end
-            assert num_hits >= (
-                72 if text[:72] == prompt[:72] else 40 if name in ("llama", "mla") else 0
-            )
+            least = 72 if text[:72] == prompt[:72] else 40 if name in ("llama", "mla") else 0
+            assert num_hits >= least
         assert engine.stats().used_blocks == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kv_dtype", ["int8", "fp8_e4m3"])
 @pytest.mark.parametrize("name", ["llama", "mla"])
-def test_quantized_blocks_come_back_as_they_were(name: str, kv_dtype: str, tmp_path: Path) -> None:
+def test_quantized_blocks_come_back_as_they_were(name, kv_dtype, tmp_path):
     """Codes and scales are saved; blocks of another `kv_dtype` are not found, and a saved prefix is
     refused."""
     model, (prompt,), path = build(name), prompts(75), tmp_path / "prefix.safetensors"
@@ -153,75 +160,38 @@ def test_quantized_blocks_come_back_as_they_were(name: str, kv_dtype: str, tmp_p
     with PagedEngine(model, {"block_size": SIZE, "kv_dtype": kv_dtype}) as engine:
         assert engine.load_prefix(path) == 72 and run(engine, prompt) == (expected, 72)
     with PagedEngine(model, config(tmp_path / "tier")) as engine:
-        assert run(engine, prompt) == (lone_run(model, prompt, GREEDY)[0], 0)
+        assert run(engine, prompt) == (plain(engine, prompt), 0)
         with pytest.raises(ValueError, match="kv_dtype"):
             engine.load_prefix(path)
 
 
 @pytest.mark.slow
-def test_engines_and_calls_find_each_others(tmp_path: Path) -> None:
+def test_engines_and_calls_find_each_others(tmp_path):
     """Blocks that a call leaves are also found after its pool is rebuilt for another config."""
     model, texts = build("llama"), prompts(160, 150)
 
-    def call(text: list[int], options: dict[str, Any]) -> list[int]:
+    def call(text, options):
         paged = {"cache_implementation": "paged", "cache_config": options}
         return model.generate(torch.tensor([text]), **GREEDY, **paged)[0, len(text) :].tolist()
 
     with PagedEngine(model, config(tmp_path)) as engine:
         expected = run(engine, texts[0])[0]
-        (store,) = stores_of(engine.memory)
+        store = store_of(engine.memory)
     store.wait()
     assert call(texts[0], config(tmp_path)) == expected
     assert hf_paged.memory_stats(model).tier_restored_blocks == 159 // SIZE
     expected = call(texts[1], config(tmp_path))
-    (store,) = stores_of(registry._memories[model][1])
+    store = store_of(registry._memories[model][1])
     call(texts[1], {"block_size": 2 * SIZE})
     store.wait()
     with PagedEngine(model, config(tmp_path)) as engine:
         assert run(engine, texts[1]) == (expected, 144)
 
 
-@pytest.fixture
-def slow_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Writes wait for this event."""
-    gate, write = threading.Event(), block_files.DiskFolder.write
-    monkeypatch.setattr(
-        block_files.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given)
-    )
-    yield gate
-    gate.set()
-
-
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[PagedEngine]:
-    """An engine of llama whose tier is in `tmp_path`."""
-    with PagedEngine(build("llama"), config(tmp_path)) as engine:
-        yield engine
-
-
-def plain(engine: PagedEngine, text: list[int]) -> list[int]:
-    return lone_run(engine.model, text, GREEDY)[0]
-
-
 @pytest.mark.slow
-def test_what_is_freed_goes_while_a_slow_disk_takes_its_blocks(
-    engine: PagedEngine, tmp_path: Path, slow_disk: threading.Event
-) -> None:
-    run(engine, prompts(90)[0])
-    manager = engine._core.loop.blocks  # type: ignore[union-attr]
-    blocks, store = weakref.ref(manager.groups[0].storage.layers[0]), manager.tier  # type: ignore[attr-defined]
-    del manager
-    engine.free()
-    gc.collect()
-    assert blocks() is None and not blocks_on_disk(tmp_path)
-    slow_disk.set()
-    store.wait()  # type: ignore[union-attr]
-    assert blocks_on_disk(tmp_path)
-
-
-@pytest.mark.slow
-def test_what_the_last_step_computed_is_kept_too(engine: PagedEngine, tmp_path: Path) -> None:
-    """In steps of one's own, each a window by itself; and where one step is all there is."""
+def test_what_the_last_step_computed_is_kept_too(engine, tmp_path):
+    """In steps of one's own, each a window by itself, and where one step is all there is; a forked
+    child finds it."""
     prompt, other = prompts(70, 70)
     engine.add_request(prompt, GREEDY)
     run_all(engine)
@@ -230,13 +200,21 @@ def test_what_the_last_step_computed_is_kept_too(engine: PagedEngine, tmp_path: 
     assert run(engine, prompt)[1] == 64
     engine.generate([other], {**GREEDY, "max_new_tokens": 1})
     save_all(engine)
-    assert run(engine, other) == (plain(engine, other), 64)
+    expected = plain(engine, other), 64
+    assert holds_in_child(lambda: run(engine, other) == expected)
+    assert run(engine, other) == expected
 
 
 @pytest.mark.slow
-def test_other_weights_find_nothing(engine: PagedEngine, tmp_path: Path) -> None:
+def test_other_weights_and_other_tenants_find_nothing(engine, tmp_path):
     (prompt,) = prompts(70)
-    run(engine, prompt)
+    run(engine, prompt, prompt_logprobs=True)
+    save_all(engine)
+    assert not blocks_on_disk(tmp_path), "what is never cached was written"
+    run(engine, prompt, cache_salt="one")
+    save_all(engine)
+    hits = [run(engine, prompt, cache_salt=salt)[1] for salt in ("other", None, "one")]
+    assert hits == [0, 0, 64]
     weight = engine.model.model.layers[0].self_attn.k_proj.weight
     before = weight.detach().clone()
     for change, num_hits in (
@@ -251,7 +229,7 @@ def test_other_weights_find_nothing(engine: PagedEngine, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) -> None:
+def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path):
     """Between two steps of one request: its later blocks belong to no single version of the
     weights."""
     model, (prompt, other) = build("llama"), prompts(40, 30)
@@ -267,23 +245,21 @@ def test_a_change_that_only_a_fingerprint_sees_is_not_written(tmp_path: Path) ->
         save_all(engine)
         weight.data.copy_(before)
         for text in (prompt, other):
-            tokens, _ = run(engine, text)
-            assert tokens == lone_run(model, text, GREEDY)[0]
+            assert run(engine, text)[0] == plain(engine, text)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moves", [False, True])
-def test_evicted_blocks_wait_for_a_fingerprint(moves: bool, tmp_path: Path) -> None:
+def test_evicted_blocks_wait_for_a_fingerprint(moves, tmp_path):
     """Blocks evicted while a request runs are written once the weights are checked, and dropped if
     they changed."""
     model = build("llama")
     with PagedEngine(model, config(tmp_path, num_blocks=26, capture=False)) as engine:
         for text, count in zip(prompts(80, 80, 80), (6, 60, 6)):
             engine.add_request(text, {**GREEDY, "max_new_tokens": count})
-        while not any(store._pending for store in stores_of(engine.memory)):
+        while not ((store := store_of(engine.memory)) and store._pending):
             assert engine.has_unfinished, "nothing was evicted"
             engine.step()
-        (store,) = stores_of(engine.memory)
         assert not store._host_entries and not blocks_on_disk(tmp_path)
         if moves:
             model.lm_head.weight.detach().numpy()[0, 0] += 1.0
@@ -293,87 +269,30 @@ def test_evicted_blocks_wait_for_a_fingerprint(moves: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_tenants_and_uncached_prompts(engine: PagedEngine, tmp_path: Path) -> None:
-    (prompt,) = prompts(70)
-    run(engine, prompt, prompt_logprobs=True)
-    save_all(engine)
-    assert not blocks_on_disk(tmp_path), "what is never cached was written"
-    run(engine, prompt, cache_salt="one")
-    save_all(engine)
-    hits = [run(engine, prompt, cache_salt=salt)[1] for salt in ("other", None, "one")]
-    assert hits == [0, 0, 64]
-
-
-@pytest.mark.slow
-def test_why_a_model_or_a_pool_has_no_tiers(tmp_path: Path) -> None:
+def test_why_a_model_or_a_pool_has_no_tiers(tmp_path):
+    (prompt,), states = prompts(20), "snapshots of the model's states"
     hybrid = PagedEngine(build("qwen3_next"), config(tmp_path))
-    run(hybrid, prompts(20)[0])
-    assert "snapshots of the model's states" in str(hybrid.route)
-    with pytest.raises(
-        ValueError, match=r"cannot be saved or loaded: .*snapshots of the model's states"
-    ):
-        hybrid.save_prefix(prompts(20)[0], tmp_path / "file")
-    on_cpu = PagedEngine(
-        build("llama"), {"block_size": SIZE, "prefix_tiers": {"host_bytes": 1 << 20}}
-    )
-    run(on_cpu, prompts(20)[0])
+    run(hybrid, prompt)
+    assert states in str(hybrid.route)
+    with pytest.raises(ValueError, match=f"cannot be saved or loaded: .*{states}"):
+        hybrid.save_prefix(prompt, tmp_path / "file")
+    host = {"block_size": SIZE, "prefix_tiers": {"host_bytes": 1 << 20}}
+    on_cpu = PagedEngine(build("llama"), host)
+    run(on_cpu, prompt)
     assert "the pool is already in host memory, so only a disk tier helps" in str(on_cpu.route)
-
-
-@pytest.mark.slow
-def test_a_forked_child_writes_nothing_twice_and_still_finds(engine: PagedEngine) -> None:
-    (prompt,) = prompts(70)
-    expected = plain(engine, prompt)
-    run(engine, prompt)
-    save_all(engine)
-    assert holds_in_child(lambda: run(engine, prompt) == (expected, 64))
-    assert run(engine, prompt) == (expected, 64)
-
-
-@pytest.mark.slow
-def test_calls_of_threads_on_two_models_under_a_budget(tmp_path: Path) -> None:
-    both = [build("llama"), build("gemma2")]
-    texts = prompts(160, 140, 150)
-    texts += [texts[0][:100] + texts[1][:60], texts[1][:90] + texts[2][:80]]
-    jobs = [(model, torch.tensor([text])) for model in both for text in texts]
-    expected = [model.generate(ids, **GREEDY) for model, ids in jobs]
-
-    def call(seed: int) -> None:
-        draw = random.Random(seed)
-        for _ in range(40):
-            (model, ids), tokens = draw.choice(list(zip(jobs, expected)))
-            options = config(tmp_path, idle_release_seconds=draw.choice([0, 0.1, 60]))
-            paged = {"cache_implementation": "paged", "cache_config": options}
-            assert torch.equal(model.generate(ids, **GREEDY, **paged), tokens)
-            if draw.random() < 0.05:
-                hf_paged.free(model)
-
-    hf_paged.budget(90 * 4096)  # for two or three of the four calls
-    try:
-        in_threads(*(functools.partial(call, seed) for seed in range(4)))
-    finally:
-        hf_paged.budget(None)
-    for model in both:
-        hf_paged.check_integrity(model)
 
 
 # ---- a folder that cannot be used
 
 
-def evict_all(engine: PagedEngine) -> None:
-    """Writes all cached blocks to disk; the pool and its tier stay."""
-    engine.memory.evict_cached()
-    engine._core.loop.blocks.tier.wait()  # type: ignore[union-attr]
-
-
-def raising(error: Exception) -> Callable[..., Any]:
-    def fail(*args: Any) -> Any:
+def raising(error):
+    def fail(*args):
         raise error
 
     return fail
 
 
-def no_memory(path: Path) -> contextlib.AbstractContextManager[Any]:
+def no_memory(path):
     return mock.patch.object(tiers, "free_bytes", raising(MemoryError()))
 
 
@@ -381,7 +300,7 @@ def no_memory(path: Path) -> contextlib.AbstractContextManager[Any]:
 @pytest.mark.parametrize(
     "change", [replace_by_file, replace_by_loop, shutil.rmtree, forbidden, no_memory]
 )
-def test_requests_go_on_without_a_folder(change: Any, tmp_path: Path, caplog: Any) -> None:
+def test_requests_go_on_without_a_folder(change, tmp_path, caplog):
     """In steps, restored or not, and nothing is lost; a removed folder is made again."""
     model, texts, path = models.get("llama"), prompts(60, 50), tmp_path / "tier"
     expected = [lone_run(model, text, GREEDY) for text in texts]
@@ -413,9 +332,7 @@ def test_requests_go_on_without_a_folder(change: Any, tmp_path: Path, caplog: An
         ("put_back", ValueError("other")),
     ],
 )
-def test_what_a_tier_cannot_copy_is_computed_instead(
-    method: str, error: Exception, engine: PagedEngine, caplog: Any, monkeypatch: Any
-) -> None:
+def test_what_a_tier_cannot_copy_is_computed_instead(method, error, engine, caplog, monkeypatch):
     (prompt,) = prompts(70)
     expected = run(engine, prompt)[0]
     evict_all(engine)
@@ -427,12 +344,12 @@ def test_what_a_tier_cannot_copy_is_computed_instead(
 
 
 @pytest.mark.slow
-def test_a_folder_that_cannot_be_used_is_refused_at_first(tmp_path: Path) -> None:
-    model, path, ids = build("llama"), tmp_path / "tier", torch.tensor(prompts(20))
-    paged: dict[str, Any] = {"cache_implementation": "paged", "cache_config": config(path)}
-    path.write_text("a file")
+def test_a_folder_that_cannot_be_used_is_refused_at_first(tmp_path):
     from hf_paged.native.continuous_batching import PagedBatchingManager
 
+    model, path, ids = build("llama"), tmp_path / "tier", torch.tensor(prompts(20))
+    paged = {"cache_implementation": "paged", "cache_config": config(path)}
+    path.write_text("a file")
     for call in (
         lambda: PagedEngine(model, config(path)),
         lambda: model.generate(ids, **GREEDY, **paged),
@@ -449,61 +366,30 @@ def test_a_folder_that_cannot_be_used_is_refused_at_first(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("operation", ["stat", "open", "read", "write", "replace", "unlink"])
-def test_saving_and_loading_raise_an_error_of_the_system(
-    operation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, (prompt,), folder = models.get("llama"), prompts(60), tmp_path / "saved"
-    folder.mkdir()
-    expected, path = lone_run(model, prompt, GREEDY)[0], folder / "prefix.safetensors"
-    with PagedEngine(model, {"block_size": SIZE}) as engine:
-        engine.save_prefix(prompt, path)
-        size = path.stat().st_size
-        for call, operations in (
-            (lambda: engine.save_prefix(prompt, path), ("stat", "open", "write", "replace")),
-            (lambda: engine.load_prefix(path), ("open", "read")),
-        ):
-            raises = pytest.raises(OSError, match="Input/output")
-            with monkeypatch.context() as patch:
-                fail_operation(patch, folder, operation, "EIO")
-                with raises if operation in operations else contextlib.nullcontext():
-                    call()
-            assert path.stat().st_size == size and list(folder.iterdir()) == [path]
-            engine.check_integrity()
-        engine.reset_prefix_cache()
-        assert engine.load_prefix(path) == 56 and run(engine, prompt) == (expected, 56)
-        assert_drained(engine)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "salt"), [("llama", None), ("llama", "one"), ("gemma2", None), ("mla", None)]
 )
-def test_a_saved_prefix_is_loaded_for_its_tenant(
-    name: str, salt: str | None, tmp_path: Path
-) -> None:
-    model, (prompt, rest) = build(name), prompts(50, 20)
+def test_a_saved_prefix_is_loaded_for_its_tenant(name, salt, tmp_path):
+    prompt, rest = prompts(50, 20)
     path, text = tmp_path / "prefix.safetensors", [*prompt, *rest]
-    expected = lone_run(model, text, GREEDY)[0]
-    with PagedEngine(model, {"block_size": SIZE}) as engine:
+    with PagedEngine(build(name), {"block_size": SIZE}) as engine:
         assert engine.save_prefix(prompt, path, cache_salt=salt) == 48
         assert_drained(engine)
-    with PagedEngine(build(name), PagedConfig(block_size=SIZE)) as engine:
+    with PagedEngine(build(name), {"block_size": SIZE}) as engine:
         assert engine.load_prefix(path) == 48
         assert engine.load_prefix(str(path)) == 48  # already loaded
         assert_drained(engine)
-        other = "tenant" if salt is None else None
-        assert run(engine, text, cache_salt=other) == (expected, 0)
-        assert run(engine, text, cache_salt=salt) == (expected, 48)
+        for other, num_hits in (("tenant" if salt is None else None, 0), (salt, 48)):
+            assert run(engine, text, cache_salt=other) == (plain(engine, text), num_hits)
     assert list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.slow
-def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_or_loaded(tmp_path):
     model, (prompt,) = build("llama"), prompts(50)
     path = tmp_path / "prefix"
 
-    def refuses_to_load(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    def refuses_to_load(options, error, message):
         with PagedEngine(model, {"block_size": SIZE, **options}) as engine:
             with pytest.raises(error, match=message):
                 engine.load_prefix(path)
@@ -521,8 +407,6 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
         assert not list(tmp_path.iterdir())
         engine.save_prefix(prompt, path)
     content = path.read_bytes()
-    path.write_bytes(content[:-1])
-    refuses_to_load({}, ValueError, "is not a complete saved prefix")
     path.unlink()
     refuses_to_load({}, FileNotFoundError, str(path))
     path.write_bytes(content)
@@ -540,7 +424,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_keeps_no_idle_pool(tmp_path: Path) -> None:
+def test_an_engine_that_keeps_no_idle_pool(tmp_path):
     """It saves; it explains why it cannot load, unless tiers keep evicted blocks or a request
     runs."""
     model, (prompt,) = build("llama"), prompts(50)
@@ -562,32 +446,30 @@ def test_an_engine_that_keeps_no_idle_pool(tmp_path: Path) -> None:
         assert run(engine, prompt)[1] == 48
 
 
-# ---- host memory
+# ---- host memory, and a slow disk
 
 
-def host_tier(engine: PagedEngine, num_bytes: int, path: str | None = None) -> tiers.PrefixStore:
+def host_tier(engine, num_bytes, path):
     """The tier of a pool on another device, below a pool on this one."""
-    loop = engine._core.loop
-    assert loop is not None
+    core, blocks = engine._core, engine._core.loop.blocks
     wanted = hf_paged.PrefixTiers(path, host_bytes=num_bytes)
-    core = engine._core
-    store = tiers.PrefixStore(core.model, engine.memory, loop.blocks, wanted, core.layout)
+    store = tiers.PrefixStore(core.model, engine.memory, blocks, wanted, core.layout)
     store._host_bytes = num_bytes
-    loop.blocks.set_tier(store)
+    blocks.set_tier(store)
     return store
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_disk", [False, True])
-def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: Path) -> None:
+def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk, tmp_path):
     model, texts = build("gemma2"), prompts(90, 70)
     with PagedEngine(model, {"block_size": SIZE, "num_blocks": 60}) as engine:
         run(engine, texts[0])
-        block = engine._core.loop.blocks.groups[0].block_bytes  # type: ignore[union-attr]
+        block = engine._core.loop.blocks.groups[0].block_bytes
         store = host_tier(engine, 30 * block, str(tmp_path) if with_disk else None)
         for turn, text in enumerate([*texts * 3, *prompts(100, 110, 120, seed=7)]):
             tokens, num_hits = run(engine, text)
-            assert tokens == lone_run(model, text, GREEDY)[0]
+            assert tokens == plain(engine, text)
             assert num_hits or not 2 <= turn < 6, f"turn {turn}"
             engine.memory.evict_cached()
             store.wait()
@@ -598,18 +480,34 @@ def test_blocks_stay_in_host_memory_up_to_its_limit(with_disk: bool, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_slow_disk_skips_blocks_and_nothing_waits(
-    tmp_path: Path, slow_disk: threading.Event, monkeypatch: Any
-) -> None:
+def test_nothing_waits_for_a_slow_disk(tmp_path, monkeypatch):
+    """A pool that is freed goes while its blocks are written; where they fill the memory, some are
+    skipped."""
+    gate, write = threading.Event(), block_files.DiskFolder.write
+    monkeypatch.setattr(
+        block_files.DiskFolder, "write", lambda *given: gate.wait(30) and write(*given)
+    )
     model, texts = build("llama"), prompts(90, 90, 90)
+    with PagedEngine(model, config(tmp_path / "freed")) as engine:
+        run(engine, texts[0])
+        manager = engine._core.loop.blocks
+        blocks, store = weakref.ref(manager.groups[0].storage.layers[0]), manager.tier
+        del manager
+        engine.free()
+        gc.collect()
+        assert blocks() is None and not blocks_on_disk(tmp_path)
+        gate.set()
+        store.wait()
+        assert blocks_on_disk(tmp_path)
+    gate.clear()
     monkeypatch.setattr(tiers, "QUEUE_BYTES", 0)
     monkeypatch.setattr(tiers, "free_bytes", lambda device: 40_000)
-    with PagedEngine(model, config(tmp_path, num_blocks=60)) as engine:
+    with PagedEngine(model, config(tmp_path / "skipped", num_blocks=60)) as engine:
         for text in texts:
-            assert run(engine, text)[0] == lone_run(model, text, GREEDY)[0]
+            assert run(engine, text)[0] == plain(engine, text)
             engine.memory.evict_cached()
-        (store,) = stores_of(engine.memory)
+        store = store_of(engine.memory)
         assert store.num_skipped and store.counts().host_bytes < 40_000
-        slow_disk.set()
+        gate.set()
         store.wait()
-        assert len(blocks_on_disk(tmp_path)) == store.num_kept
+        assert len(blocks_on_disk(tmp_path / "skipped")) == store.num_kept

@@ -41,12 +41,12 @@ from benchmarks import (
 from benchmarks.paper import __main__ as paper
 from benchmarks.peers import TITLES
 from benchmarks.report import flow, machine_of, result
-from benchmarks.sections import architectures, attention, gpu_day, overview, targets
+from benchmarks.sections import architectures, attention, gpu_day, overview, speeds, targets
 from benchmarks.sections.overview import WHOLE
 from benchmarks.workloads import ALL, WORKLOADS
 
 ROOT = Path(__file__).resolve().parent.parent
-ARCHITECTURES, PAPER = "architectures", "paper-cpu"
+ARCHITECTURES, PAPER, SPEEDS = "architectures", "paper-cpu", "speeds"
 
 
 def sections(*modules: Any) -> list[Callable[[], str]]:
@@ -169,7 +169,10 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "ROADMAP.md": {"targets": targets.missed},
     ROOT / "docs" / "benchmarks.md": {"benchmarks": overview.overview},
     **{ROOT / "docs" / "figures" / f"{name}.md": {"figures": FIGURES[name]} for name in FIGURES},
-    ROOT / "docs" / "guide" / "compatibility.md": {"architectures": architectures_section},
+    ROOT / "docs" / "guide" / "compatibility.md": {
+        "architectures": architectures_section,
+        "speeds": lambda: speeds.speeds(result(SPEEDS)),
+    },
     ROOT / "benchmarks" / "gpu_day.md": {"outcomes": lambda: gpu_day.outcomes(report.RESULTS)},
     ROOT / "docs" / "guide" / "other-engines.md": {"engines": engines_section},
     ROOT / "benchmarks" / "README.md": {"workloads": workloads_section, "results": results_section},

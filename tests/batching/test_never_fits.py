@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine
+from hf_paged.batching import engine_loop
 from hf_paged.cache import free_memory, kv_blocks
 from tests.support import models
 from tests.support.engine_helpers import (
+    Asked,
     assert_drained,
     assert_same_as_lone,
     lone_run,
@@ -49,8 +51,9 @@ def test_one_that_never_fits_fails_soon_and_alone(
         assert_drained(engine)
 
 
-def test_memory_that_is_refused_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a budget: the allocator refuses, and the error names no number of blocks."""
+def test_memory_that_is_refused_while_the_pool_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a budget: the allocator refuses more than 6 blocks. That is a shortage like others,
+    which preempts; the error of a request that needs more names no number of blocks."""
     make = kv_blocks._empty
 
     def refuse(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -59,11 +62,15 @@ def test_memory_that_is_refused_is_the_cause(monkeypatch: pytest.MonkeyPatch) ->
             raise torch.OutOfMemoryError("no more of it")
         return found
 
-    model, prompt = models.build("llama"), prompts(5)[0]
+    # otherwise storage is reserved at once, and never grows
+    monkeypatch.setattr(engine_loop, "UNLIMITED_BLOCKS", 1)
+    model, prompt = models.get("llama"), prompts(5)[0]
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
         engine.generate([prompt], SHORT)
         monkeypatch.setattr(kv_blocks, "_empty", refuse)
+        Asked(engine, prompts(9, 20, 14), {**GREEDY, "max_new_tokens": 20}).check()
+        assert engine.stats().num_preemptions > 0
         (result,) = engine.generate([prompt], {**GREEDY, "max_new_tokens": 400})
-        assert "922337203685477" not in str(result.error)
+        assert result.error is not None and "922337203685477" not in str(result.error)
         assert engine.stats().num_steps < 600
         assert_drained(engine)

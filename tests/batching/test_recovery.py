@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.generation import batch_call
 from tests.support import models, scenarios
+from tests.support.checks import assert_pool_empty
 from tests.support.engine_helpers import (
     assert_drained,
     assert_lone,
@@ -30,7 +32,6 @@ from tests.support.engine_helpers import (
     steps,
     told_by,
 )
-from tests.support.models import Rows
 
 SHORT = {"do_sample": False, "max_new_tokens": 8}
 
@@ -107,46 +108,37 @@ def test_blocks_of_a_lost_sequence_are_free_again() -> None:
     assert cache.stats().used_blocks == len(kept.tables[0].block_ids)
 
 
-ROWS = list(enumerate(prompts(9, 14, 5, 20)))
-
-
-@pytest.fixture(scope="module")
-def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], dict[str, Rows]]:
-    """Folders of three adapters, and the tokens of the rows, which have them in turn."""
-    pytest.importorskip("peft")
-    from tests.support.peft_models import lone_with, many, saved
-
-    tuned = many(3, r=8)
-    expected = {str(i): lone_with(tuned, f"a{i % 3}", text, SHORT) for i, text in ROWS}
-    return saved(tuned, tmp_path_factory.mktemp("adapters")), expected
-
-
-@pytest.mark.parametrize("name", ["pin", "unpin", "_allocate", "hold", "_evict_adapter_of"])
 def test_an_engine_goes_on_after_an_exception_behind_a_change_of_adapters_in_folders(
-    monkeypatch: pytest.MonkeyPatch, adapters: tuple[list[str], dict[str, Rows]], name: str
+    tmp_path: Path,
 ) -> None:
+    peft_models = pytest.importorskip("tests.support.peft_models")
     from hf_paged.adapters.pages import AdapterPages, _ResidentAdapter
 
-    folders, expected = adapters
+    tuned, rows = peft_models.many(3, r=8), list(enumerate(prompts(9, 14, 5, 20)))
+    expected = {
+        str(i): peft_models.lone_with(tuned, f"a{i % 3}", text, SHORT)[0] for i, text in rows
+    }
+    folders = peft_models.saved(tuned, tmp_path)
     config = PagedConfig(block_size=8, num_blocks=14, max_num_seqs=2, storage="blocks")
-    owner = _ResidentAdapter if name == "hold" else AdapterPages
     with PagedEngine(models.build("llama"), config) as engine:
 
         def add() -> None:
-            for i, text in ROWS:
+            for i, text in rows:
                 engine.add_request(text, SHORT, request_id=str(i), adapter=folders[i % 3])
 
         add()
         run_all(engine)
         assert engine.stats().num_adapter_evictions, "the pool is not small enough"
-        for number in (1, 2):
+        changes = [(AdapterPages, name) for name in ("pin", "unpin", "_allocate")]
+        changes += [(AdapterPages, "_evict_adapter_of"), (_ResidentAdapter, "hold")]
+        for (owner, name), number in itertools.product(changes, (1, 2)):
             results = {}
             add()
-            with monkeypatch.context() as patch, memory_error():
+            with pytest.MonkeyPatch.context() as patch, memory_error():
                 fail(patch, owner, name, number)
                 run_all(engine, results)
             run_all(engine, results)
-            assert {i: [result.token_ids] for i, result in results.items()} == expected
+            assert {i: result.token_ids for i, result in results.items()} == expected
             assert_drained(engine)
 
 
@@ -167,9 +159,7 @@ def test_a_call_leaves_no_blocks_that_failed_while_it_completed_the_returned_cac
     with monkeypatch.context() as patch, memory_error():
         patch.setattr(batch_call, "_schedule", scheduled)
         model.generate(**inputs, **options, **models.PAGED, eos_token_id=first, pad_token_id=0)
-    gc.collect()
-    hf_paged.check_integrity(model)
-    assert hf_paged.memory_stats(model).used_blocks == 0
+    assert_pool_empty(model)
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,7 @@ import hf_paged
 from hf_paged import PagedEngine
 from tests.support import models
 from tests.support.checks import assert_paged_is_plain, assert_pool_empty, generate_both
-from tests.support.engine_helpers import (
-    MODES,
-    Asked,
-    assert_drained,
-    assert_same_as_lone,
-    lone_run,
-    prompts,
-    run_all,
-)
+from tests.support.engine_helpers import MODES, Asked, lone_run, prompts
 
 GREEDY = MODES["greedy"]
 SOME_EOS = list(range(20, 50))
@@ -76,35 +68,26 @@ WRONG: dict[str, tuple[dict[str, Any], int | None]] = {
 }
 
 
-# the kinds of code that fail each meet a mode on each layout; those that choose a token, all modes
-@pytest.mark.slow_cases(
-    but=[
-        "widens-*-llama",
-        "writes-*-llama",
-        "below zero-greedy-llama",
-        "beyond any vocabulary-sample-llama",
-        "no rows-beams-llama",
-        "too many rows-samples-llama",
-        "widens-greedy-diff_llama",
-        "writes-samples-diff_llama",
-        "below zero-sample-diff_llama",
-        "beyond any vocabulary-greedy-diff_llama",
-        "no rows-samples-diff_llama",
-        "too many rows-beams-diff_llama",
-    ]
-)
-@pytest.mark.parametrize("name", ["llama", "diff_llama"])
+# code that widens scores or writes a token meets all modes, except that criteria of beams get a
+# copy; each kind of code, a mode on each layout
 @pytest.mark.parametrize(
-    ("what", "mode"),
+    ("name", "what", "mode"),
     [
-        (what, mode)
-        for what, (code, _) in WRONG.items()
-        for mode in ("greedy", "sample", "samples", "beams")
-        if mode != "beams" or "logits_processor" in code  # criteria of beams get a copy
+        *(("llama", "widens", mode) for mode in ("greedy", "sample", "samples", "beams")),
+        *(("llama", "writes", mode) for mode in ("greedy", "sample", "samples")),
+        ("llama", "below zero", "greedy"),
+        ("llama", "beyond any vocabulary", "sample"),
+        ("llama", "no rows", "beams"),
+        ("llama", "too many rows", "samples"),
+        ("diff_llama", "widens", "greedy"),
+        ("diff_llama", "writes", "samples"),
+        ("diff_llama", "beyond any vocabulary", "greedy"),
+        ("diff_llama", "no rows", "samples"),
+        ("diff_llama", "too many rows", "beams"),
     ],
 )
 def test_wrong_code_raises_as_plain_does_and_ends_its_request_alone(
-    what: str, mode: str, name: str
+    name: str, what: str, mode: str
 ) -> None:
     (code, token), texts = WRONG[what], prompts(9, 12, 7)
     model = models.get(name)
@@ -121,10 +104,7 @@ def test_wrong_code_raises_as_plain_does_and_ends_its_request_alone(
         asked = Asked(engine, texts, GREEDY)
         own = {"seed": 1, "return_logprobs": True}
         engine.add_request(texts[1], MODES[mode], request_id="bad", **code, **own)
-        results = run_all(engine)
-        assert_drained(engine)
-    asked.check(results)
-    bad = results["bad"]
+        bad = asked.check()["bad"]
     assert bad.finish_reason == "error"
     if token is None:
         assert bad.token_ids == []
@@ -134,7 +114,7 @@ def test_wrong_code_raises_as_plain_does_and_ends_its_request_alone(
 
 def test_an_unknown_id_of_a_models_own_beam_search_ends_its_request_alone() -> None:
     """Before a forward reads it: on a GPU that would end all."""
-    model, own = models.build("llama"), prompts(9)[0]
+    model, own = models.build("llama"), prompts(9)
 
     class Chooses(type(model)):  # type: ignore[misc]
         def _get_top_k_continuations(self, **given: Any) -> tuple[torch.Tensor, ...]:
@@ -145,30 +125,23 @@ def test_an_unknown_id_of_a_models_own_beam_search_ends_its_request_alone() -> N
 
     model.__class__ = Chooses
     with PagedEngine(model, {"block_size": 8}) as engine:
-        engine.add_request(own, MODES["beams"], request_id="beams")
-        engine.add_request(own, GREEDY, request_id="greedy")
-        results = run_all(engine)
-        assert_drained(engine)
+        engine.add_request(own[0], MODES["beams"], request_id="beams")
+        results = Asked(engine, own, GREEDY).check()
     assert str(results["beams"].error) == UNKNOWN
-    assert_same_as_lone(lone_run(model, own, GREEDY), results["greedy"], GREEDY, "greedy")
 
 
 def test_an_unknown_id_that_ends_its_row_is_no_error() -> None:
     """An EOS token that only a processor knows; no forward gets it."""
     model, prompt = models.get("llama"), prompts(9)[0]
     options = {**GREEDY, "eos_token_id": 200, "pad_token_id": 0}
-    expected = lone_run(model, prompt, options, logits_processor=[Widens(14)])
+    code = {"logits_processor": [Widens(14)]}
+    expected = lone_run(model, prompt, options, **code)
     assert expected[0][-1] == 200 and len(expected[0]) == 6
     with PagedEngine(model, {"block_size": 8}) as engine:
-        result = engine.generate(
-            [prompt], options, logits_processor=[Widens(14)], return_logprobs=True
-        )[0]
-    assert (
-        result.error is None and result.token_ids == expected[0] and result.finish_reason == "eos"
-    )
-    assert result.logprobs is not None and result.logprobs[-1][0] == float("-inf"), (
-        "the model cannot say it"
-    )
+        (result,) = engine.generate([prompt], options, return_logprobs=True, **code)
+    assert result.error is None and result.finish_reason == "eos"
+    assert result.token_ids == expected[0]
+    assert result.logprobs[-1][0] == float("-inf"), "the model cannot say it"
 
 
 # -- fidelity ------------------------------------------------------------------------------------
@@ -195,11 +168,7 @@ def test_scores_and_logits_of_rows_that_have_ended_are_plains(
 ) -> None:
     """Also with few blocks, so that rows wait for one another."""
     model, inputs = models.get("llama"), models.padded_prompt("llama", (13, 4, 9, 6))
-    options: dict[str, Any] = {
-        "eos_token_id": SOME_EOS,
-        "max_new_tokens": 20,
-        "do_sample": do_sample,
-    }
+    options = {"eos_token_id": SOME_EOS, "max_new_tokens": 20, "do_sample": do_sample}
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     paged = {**models.PAGED, "cache_config": {"block_size": 8, "num_blocks": num_blocks}}
     plain, ours = generate_both(model, inputs, options, paged)
@@ -208,19 +177,18 @@ def test_scores_and_logits_of_rows_that_have_ended_are_plains(
     assert torch.equal(plain.sequences, ours.sequences)
     ends = [int((row[13:] != models.PAD).sum()) for row in plain.sequences]
     assert len(set(ends)) > 1, "rows must end at different times"
-    for theirs, mine in zip(
-        (*plain.scores, *plain.logits), (*ours.scores, *ours.logits), strict=True
-    ):
-        torch.testing.assert_close(theirs, mine, atol=1e-4, rtol=1e-4)
+    for name in ("scores", "logits"):
+        for theirs, mine in zip(plain[name], ours[name], strict=True):
+            torch.testing.assert_close(theirs, mine, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_with_a_loop_condition_of_its_own_is_refused() -> None:
     model = models.build("llama")
     model._has_unfinished_sequences = lambda *args, **kwargs: False
-    with PagedEngine(model) as engine, pytest.raises(ValueError) as caught:
-        engine.add_request([5, 6], GREEDY)
-    assert (
-        str(caught.value)
-        == "LlamaForCausalLM overrides `_has_unfinished_sequences`, which an engine does not"
+    told = (
+        "LlamaForCausalLM overrides `_has_unfinished_sequences`, which an engine does not"
         ' call: call `model.generate(..., cache_implementation="paged")` instead'
     )
+    with PagedEngine(model) as engine, pytest.raises(ValueError) as caught:
+        engine.add_request([5, 6], GREEDY)
+    assert str(caught.value) == told

@@ -19,7 +19,7 @@ from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestResult, 
 from hf_paged.batching.scheduling.queue import NeverFitsError
 from tests.support import models
 from tests.support.checks import in_threads
-from tests.support.engine_helpers import lone_run, prompts, run_all
+from tests.support.engine_helpers import engine_of, lone_run, prompts, run_all
 from tests.support.peft_models import many
 from tests.test_forks import holds_in_child
 
@@ -28,12 +28,11 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
 
 @pytest.mark.parametrize("length", [1, 6])
 def test_log_probabilities_of_a_prompt_whose_request_drafts_beside_a_prefill(length: int) -> None:
-    model = models.get("llama")
-    assistant = copy.deepcopy(model)
+    assistant = copy.deepcopy(models.get("llama"))
     assistant.generation_config.assistant_confidence_threshold = 0.0
 
     def result(**options: Any) -> RequestResult:
-        with PagedEngine(model, PagedConfig(block_size=8, max_chunk_tokens=4)) as engine:
+        with engine_of(max_chunk_tokens=4) as engine:
             first = engine.add_request(prompts(length)[0], GREEDY, prompt_logprobs=True, **options)
             engine.step()
             engine.add_request(prompts(60)[0], GREEDY)
@@ -70,8 +69,28 @@ def test_rows_that_wait_for_others_get_tokens_of_the_new_weights() -> None:
     ]
 
 
+@pytest.mark.parametrize("storage", ["blocks", "virtual"])
+def test_an_update_of_the_weights_may_bring_more_tokens(storage: str) -> None:
+    """Unfinished requests may choose these, as a call that begins now may."""
+    model, prompt = models.build("llama"), prompts(13)[0]
+    with PagedEngine(model, PagedConfig(block_size=8, storage=storage)) as engine:
+        request = engine.add_request(prompt, GREEDY)
+        for _ in range(3):
+            engine.step()
+        known = [*engine._core.requests[request].request.sequences[0].token_ids]
+        with engine.weights_update("recompute"), torch.no_grad():
+            model.resize_token_embeddings(256)
+            weights = torch.randn(256, model.config.hidden_size)
+            model.lm_head.weight.copy_(weights)
+            model.model.embed_tokens.weight.copy_(weights.flip(0))
+        result = run_all(engine)[request]
+        left = {**GREEDY, "max_new_tokens": 12 - len(known) + len(prompt)}
+        (expected,) = lone_run(model, known, left)
+        assert max(expected) >= 128 and result.token_ids == known[len(prompt) :] + expected
+
+
 def test_a_pool_that_is_kept_keeps_its_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with PagedEngine(models.get("llama"), PagedConfig(block_size="auto")) as engine:
+    with engine_of(block_size="auto") as engine:
         engine.generate(prompts(9), GREEDY)
         core = engine._core
         loop = core.get_loop()
@@ -83,8 +102,7 @@ def test_a_pool_that_is_kept_keeps_its_block_sizes(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_child_process_keeps_the_pool_only_for_the_thread_that_forked() -> None:
-    config = PagedConfig(block_size=8, idle_release_seconds=0)
-    with PagedEngine(models.get("llama"), config) as engine, ExitStack() as kept:
+    with engine_of(idle_release_seconds=0) as engine, ExitStack() as kept:
         core = engine._core
 
         def leaves_the_context() -> bool:
@@ -134,8 +152,7 @@ def test_steps_with_several_adapters_are_no_hooks_to_calls_of_other_threads() ->
 
 
 def test_an_idle_pool_is_freed_after_a_request_was_refused() -> None:
-    config = PagedConfig(block_size=8, num_blocks=20, idle_release_seconds=0.1)
-    with PagedEngine(models.build("llama"), config) as engine:
+    with engine_of(num_blocks=20, idle_release_seconds=0.1) as engine:
         engine.generate(prompts(40), GREEDY)
         with pytest.raises(OutOfBlocksError):
             engine.add_request(prompts(400)[0], GREEDY)
@@ -143,23 +160,3 @@ def test_an_idle_pool_is_freed_after_a_request_was_refused() -> None:
         while engine.memory.stats().held_bytes and time.monotonic() < end:
             time.sleep(0.05)
         assert not engine.memory.stats().held_bytes
-
-
-@pytest.mark.parametrize("storage", ["blocks", "virtual"])
-def test_an_update_of_the_weights_may_bring_more_tokens(storage: str) -> None:
-    """Unfinished requests may choose these, as a call that begins now may."""
-    model, prompt = models.build("llama"), prompts(13)[0]
-    with PagedEngine(model, PagedConfig(block_size=8, storage=storage)) as engine:
-        request = engine.add_request(prompt, GREEDY)
-        for _ in range(3):
-            engine.step()
-        known = [*engine._core.requests[request].request.sequences[0].token_ids]
-        with engine.weights_update("recompute"), torch.no_grad():
-            model.resize_token_embeddings(256)
-            weights = torch.randn(256, model.config.hidden_size)
-            model.lm_head.weight.copy_(weights)
-            model.model.embed_tokens.weight.copy_(weights.flip(0))
-        result = run_all(engine)[request]
-        left = {**GREEDY, "max_new_tokens": 12 - len(known) + len(prompt)}
-        (expected,) = lone_run(model, known, left)
-        assert max(expected) >= 128 and result.token_ids == known[len(prompt) :] + expected

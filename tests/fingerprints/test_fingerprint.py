@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,7 +27,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_paged import PagedEngine, kernels
 from hf_paged.fingerprints.code import code_hash
-from hf_paged.fingerprints.state import StateReading
+from hf_paged.fingerprints.state import StateReading, read_state
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_portable, hash_tensors
 from hf_paged.model.state import fingerprint
@@ -67,6 +68,19 @@ def read(model: nn.Module) -> bytes:
     return found
 
 
+def watched(model: nn.Module) -> StateReading:
+    state = read_state(model)
+    assert state is not None
+    state.accept()
+    state.watch()
+    assert state.is_same() and state.is_in_place()
+    return state
+
+
+class Plain:
+    factor = 2.0
+
+
 class Small(nn.Module):
     """Something of every kind that a module may hold."""
 
@@ -80,11 +94,10 @@ class Small(nn.Module):
         self.unlisted = [nn.Linear(2, 2)]
         self.activation = nn.ReLU()
         self.scale, self.names, self.note = 1.0, {"a": [1, (2, None)]}, {"x", "y"}
-        self.queue, self.exact, self.view = (
-            deque([1]),
-            decimal.Decimal("1.5"),
-            MappingProxyType(self.inside),
-        )
+        self.names["itself"] = self.names
+        self.queue, self.exact = deque([1]), decimal.Decimal("1.5")
+        self.array, self.object = np.array([0.5, 2.0], np.float32), Plain()
+        self.view = MappingProxyType(self.inside)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * of_globals()
@@ -109,6 +122,12 @@ def test_same_while_nothing_changes() -> None:
     assert read(model) == first
     assert read(copy.deepcopy(model)) == first  # addresses do not count
     assert read(Small()) != first
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        assert read(model) == first
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_call_changes_nothing() -> None:
@@ -147,18 +166,6 @@ def test_a_user_module_counts_whose_name_begins_like_that_of_an_undescribed_one(
     before = read(model)
     kind.scale = 2.0
     assert read(model) != before
-
-
-def test_threads_do_not_count() -> None:
-    model = nn.Linear(1000, 1000)
-    before, found = torch.get_num_threads(), set()
-    try:
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            found.add(read(model))
-    finally:
-        torch.set_num_threads(before)
-    assert len(found) == 1
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -206,9 +213,11 @@ WRITES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", WRITES)
 def test_any_write_shows(name: str) -> None:
     model = llama()
-    before = read(model)
+    before, state = read(model), watched(model)
     WRITES[name](model)
     assert read(model) != before
+    # a write to one element through numpy need not change a version or an address
+    assert name == "numpy" or not state.is_same()
 
 
 def steer(factor: float) -> Callable[..., Any]:
@@ -231,6 +240,8 @@ CHANGES: dict[str, Callable[[Small], Any]] = {
     "new attribute": lambda m: setattr(m, "more", None),
     "deque": lambda m: m.queue.append(2),
     "decimal": lambda m: setattr(m, "exact", decimal.Decimal("1.50")),
+    "numpy array": lambda m: m.array.__setitem__(1, -1.0),
+    "object": lambda m: setattr(m.object, "factor", -1.0),
     "proxy": lambda m: m.inside.update(more=1),
     "global of a forward": lambda m: FACTORS.update(now=FACTORS["now"] + 1),
     "shape": lambda m: setattr(m, "kept", m.kept.view(3, 2)),
@@ -246,9 +257,9 @@ CHANGES: dict[str, Callable[[Small], Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_any_other_change_shows(name: str) -> None:
     model = Small()
-    before = read(model)
+    before, state = read(model), watched(model)
     CHANGES[name](model)
-    assert read(model) != before
+    assert read(model) != before and not state.is_same()
 
 
 def depends_on_mode(module: nn.Module) -> bool:
@@ -344,42 +355,6 @@ def test_what_a_hook_closes_over_counts_and_what_it_collects_does_not() -> None:
     assert read(model) == found[-1]
 
 
-def test_containers_that_hold_themselves() -> None:
-    model = Small()
-    model.names["self"] = model.names
-    before = read(model)
-    model.scale = 2.0
-    assert read(model) != before
-
-
-def test_adapters() -> None:
-    peft = pytest.importorskip("peft")
-    base = llama()
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(base, config, adapter_name="one")
-    model.add_adapter("two", config)
-    model.set_adapter("one")
-    one = read(base)
-    model.set_adapter("two")
-    two = read(base)
-    assert read(model) == read(model) != two  # the wrapper has its own attributes
-    with model.disable_adapter():
-        none = read(base)
-    assert read(base) == two
-    model.set_adapter("one")
-    assert read(base) == one
-    layer = base.model.layers[0].self_attn.q_proj
-    layer.set_scale("one", 3.0)
-    scaled = read(base)
-    layer.set_scale("one", 1.0)
-    assert read(base) == one
-    layer.lora_A["one"].weight.data.add_(1)
-    written = read(base)
-    model.merge_adapter()
-    merged = read(base)
-    assert len({one, two, none, scaled, written, merged}) == 6
-
-
 @available
 def test_pytorch_and_the_kernel_give_the_same_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that fingerprints stay comparable if one replaces the other."""
@@ -463,16 +438,15 @@ if hasattr(torch, "quantize_per_tensor"):  # announced for removal
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", UNREADABLE)
-@pytest.mark.parametrize("registered", [False, True], ids=["plain", "registered"])
-def test_what_cannot_be_read_gives_none(name: str, registered: bool) -> None:
-    model, tensor = Small(), UNREADABLE[name]()
+def test_what_cannot_be_read_gives_none(name: str) -> None:
+    tensor = UNREADABLE[name]()
+    plain, registered = Small(), Small()
+    plain.attribute = [tensor]
     if isinstance(tensor, nn.Parameter):
-        model.weight = tensor
-    elif registered:
-        model.register_buffer("buffer", tensor)
+        registered.weight = tensor
     else:
-        model.attribute = [tensor]
-    assert fingerprint(model) is None
+        registered.register_buffer("buffer", tensor)
+    assert fingerprint(plain) is fingerprint(registered) is None
 
 
 def test_an_empty_model_and_empty_tensors() -> None:

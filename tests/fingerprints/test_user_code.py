@@ -20,8 +20,7 @@ from hf_paged import last_route
 from hf_paged.fingerprints import reading
 from hf_paged.fingerprints.state import StateReading
 from hf_paged.model.state import fingerprint
-from tests.fingerprints.test_fingerprint import Small, read
-from tests.fingerprints.test_state import watched
+from tests.fingerprints.test_fingerprint import Small, read, watched
 from tests.support import models
 from tests.support.rooms import records_on_cpu
 
@@ -234,6 +233,25 @@ def private_of_config(model: Any) -> Callable[[], Any]:
     return lambda: setattr(model.config, "_alpha", NEW)
 
 
+def make_function() -> Any:
+    def factor(value: float = 1.0) -> float:
+        return value
+
+    return factor
+
+
+def holds(
+    make: Callable[[], Any], read: Callable[[Any], Any], change: Callable[[Any], Any]
+) -> Install:
+    def install(model: Any) -> Callable[[], Any]:
+        held = make()
+        kind = type("Kind", (Scaled,), {"factor": lambda self: read(self.options)})
+        put(model, functools.partial(kind, options=held))
+        return functools.partial(change, held)
+
+    return install
+
+
 def times(own: Any, factor: float) -> float:
     return factor
 
@@ -275,6 +293,24 @@ CASES: dict[str, Install] = {
         lambda box: box["mlp"].update(alpha=NEW),
     ),
     "closed object": closes(Options, lambda box: box.alpha, lambda box: setattr(box, "alpha", NEW)),
+    "code": holds(
+        make_function,
+        lambda held: held(),
+        lambda held: setattr(held, "__code__", (lambda: -0.5).__code__),
+    ),
+    "defaults": holds(
+        make_function, lambda held: held(), lambda held: setattr(held, "__defaults__", (NEW,))
+    ),
+    "attribute of a function": holds(
+        make_function,
+        lambda held: getattr(held, "scale", 1.0),
+        lambda held: setattr(held, "scale", NEW),
+    ),
+    "attribute of a class": holds(
+        lambda: type("Options", (), {"factor": 1.0}),
+        lambda held: held.factor,
+        lambda held: setattr(held, "factor", NEW),
+    ),
     "decorated method": decorated,
     "private attribute": private,
     "private attribute of the config": private_of_config,
@@ -292,10 +328,9 @@ def test_a_change_is_detected(case: str) -> None:
     assert read(model) != before and not watched(model).is_like(state)
 
 
-@pytest.mark.slow_cases(
-    but=["value of a module", "object of a class", "closed dict", "private attribute"]
+@pytest.mark.parametrize(
+    "case", ["value of a module", "object of a class", "closed dict", "private attribute", "code"]
 )
-@pytest.mark.parametrize("case", CASES)
 def test_calls_before_and_after_a_change_generate_the_tokens_of_plain_calls(case: str) -> None:
     model = models.build("llama")
     change = CASES[case](model)
@@ -356,10 +391,19 @@ def test_functions_of_installed_packages_are_not_followed(
         sys.modules.pop("user_clock", None)
 
 
-def test_attributes_of_other_objects_are_not_read_in_other_modules() -> None:
-    """`self.time` is not the module `time` of the script that the code reads."""
-    model = models.build("llama")
+def holds_itself() -> Any:
+    def countdown(count: int) -> int:
+        return countdown(count - 1) if count else 0
+
+    return countdown
+
+
+def test_what_can_be_read() -> None:
+    """A function that holds itself; `self.time`, which is not the module `time` of the script that
+    the code reads."""
+    model: Any = models.build("llama")
     put(model, importlib.import_module("user_model").Timed)
+    model.held = holds_itself()
     assert StateReading(model).undetectable is None
 
 
@@ -448,19 +492,6 @@ def test_values_that_are_nested_too_deep_are_named(make: Callable[[int], Any]) -
     assert fingerprint(model) is None
     told = "it holds values nested more than 8 levels deep"
     assert StateReading(model).undetectable == told
-
-
-def holds_itself() -> Any:
-    def countdown(count: int) -> int:
-        return countdown(count - 1) if count else 0
-
-    return countdown
-
-
-def test_a_function_that_holds_itself_can_be_read() -> None:
-    model: Any = nn.Module()
-    model.held = holds_itself()
-    assert StateReading(model).undetectable is None
 
 
 def test_a_deep_value_that_is_also_held_elsewhere_can_be_read() -> None:

@@ -10,6 +10,7 @@ import os
 import runpy
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,16 @@ def messages(caplog: pytest.LogCaptureFixture) -> Any:
         return [record.getMessage() for record in records if record.levelno == logging.WARNING]
 
     return read
+
+
+@pytest.fixture(params=[False, True], ids=["asked", "by default"])
+def by_default(request: pytest.FixtureRequest) -> Iterator[bool]:
+    if request.param:
+        hf_paged.install(by_default=True)
+    yield request.param
+    if request.param:
+        hf_paged.uninstall()
+        hf_paged.install()
 
 
 def generate(model: Any, **options: Any) -> torch.Tensor:
@@ -131,27 +142,19 @@ def test_a_version_whose_forwards_cannot_be_read_warns_on_import(
     assert "has none of the arguments by which hf_paged recognizes a cache" in record.getMessage()
 
 
-@pytest.mark.parametrize("by_default", [False, True])
 def test_calls_that_did_not_ask_or_got_what_they_asked_for_are_silent(
     by_default: bool, messages: Any
 ) -> None:
     model = models.build("llama")
-    if by_default:
-        hf_paged.install(by_default=True)
-    try:
-        for options in (
-            {},
-            {"use_cache": False},
-            own_cache(),
-            *({"cache_implementation": name} for name in ("static", "paged", "hf_paged")),
-            {**models.PAGED, compat.OUTPUT_CACHE: hf_paged.PagedCache(model.config)},
-        ):
-            generate(model, **options)
-        assert not [message for message in messages() if ASKED in message]
-    finally:
-        if by_default:
-            hf_paged.uninstall()
-            hf_paged.install()
+    for options in (
+        {},
+        {"use_cache": False},
+        own_cache(),
+        *({"cache_implementation": name} for name in ("static", "paged", "hf_paged")),
+        {**models.PAGED, compat.OUTPUT_CACHE: hf_paged.PagedCache(model.config)},
+    ):
+        generate(model, **options)
+    assert not [message for message in messages() if ASKED in message]
 
 
 @pytest.mark.parametrize("is_models_own", [True, False])
@@ -203,31 +206,29 @@ def test_a_cache_config_alone_warns(how: str, messages: Any) -> None:
         assert [alone in message for message in messages()] == [True] * warnings
 
 
-@pytest.mark.slow
-def test_a_cache_config_beside_a_passed_cache_warns(messages: Any) -> None:
+KEEPS = "keeps its own options"
+
+
+def test_a_cache_config_beside_a_passed_cache_warns_if_it_differs(messages: Any) -> None:
     model = models.build("llama")
-    for cache_config in ({}, {"block_size": 8}):
-        cache = hf_paged.PagedCache(model.config)
-        generate(
-            model,
-            cache_implementation="paged",
-            cache_config=cache_config,
-            **{compat.cache_name(model): cache},
-        )
-        told = ["keeps its own options" in message for message in messages()]
-        assert told == [True] * bool(cache_config)
+    name, given = compat.cache_name(model), {"storage": "virtual"}
+    cases = [({}, {}, False), ({}, {"block_size": 8}, True)]
+    if is_installed("virtual") and hasattr(os, "memfd_create"):
+        cases += [(given, given, False)]  # its block size was raised for the cache
+    for own, cache_config, differs in cases:
+        cache = hf_paged.PagedCache(model.config, own)
+        options = {"cache_config": cache_config, name: cache}
+        generate(model, cache_implementation="paged", **options)
+        assert sum(KEEPS in message for message in messages()) == differs
 
 
-@pytest.mark.parametrize("by_default", [False, True])
 def test_a_cache_config_with_the_options_of_a_passed_cache_is_silent(
     by_default: bool, messages: Any
 ) -> None:
     """The last call passes the cache of the first one. The call between them has another salt."""
     model, ids = models.build("llama"), models.token_ids(1, 9)
     options: dict[str, Any] = {**OPTIONS, "return_dict_in_generate": True}
-    if by_default:
-        hf_paged.install(by_default=True)
-    else:
+    if not by_default:
         options["cache_implementation"] = "paged"
 
     def turn(ids: torch.Tensor, salt: str, **cache: Any) -> Any:
@@ -235,28 +236,10 @@ def test_a_cache_config_with_the_options_of_a_passed_cache_is_silent(
         mask = torch.ones_like(ids)
         return model.generate(ids, attention_mask=mask, cache_config=config, **options, **cache)
 
-    try:
-        first = turn(ids, "a")
-        turn(ids, "b")
-        turn(first.sequences, "a", **{compat.cache_name(model): first[compat.OUTPUT_CACHE]})
-    finally:
-        if by_default:
-            hf_paged.uninstall()
-            hf_paged.install()
-    assert not [message for message in messages() if "keeps its own options" in message]
-
-
-@pytest.mark.skipif(
-    not (is_installed("virtual") and hasattr(os, "memfd_create")), reason="no virtual storage"
-)
-def test_a_cache_config_whose_block_size_was_raised_for_a_passed_cache_is_silent(
-    messages: Any,
-) -> None:
-    model, options = models.build("llama"), {"storage": "virtual"}
-    cache = hf_paged.PagedCache(model.config, options)
-    given = {"cache_config": options, compat.cache_name(model): cache}
-    generate(model, cache_implementation="paged", **given)
-    assert not [message for message in messages() if "keeps its own options" in message]
+    first = turn(ids, "a")
+    turn(ids, "b")
+    turn(first.sequences, "a", **{compat.cache_name(model): first[compat.OUTPUT_CACHE]})
+    assert not [message for message in messages() if KEEPS in message]
 
 
 def test_a_function_that_generates_may_go_on_with_its_cache() -> None:

@@ -11,11 +11,12 @@ from transformers import LogitsProcessor, StoppingCriteria
 
 from hf_paged import PagedEngine
 from tests.support import models
-from tests.support.engine_helpers import run_all
+from tests.support.engine_helpers import Asked
 
-GREEDY = {"max_new_tokens": 4, "do_sample": False}
-BEAMS = {**GREEDY, "num_beams": 2}
-IDS = torch.tensor([[5, 6, 7]])
+MODES = {
+    "greedy": {"max_new_tokens": 4, "do_sample": False},
+    "beams": {"max_new_tokens": 4, "do_sample": False, "num_beams": 2},
+}
 
 
 class InPlace(LogitsProcessor):
@@ -39,46 +40,47 @@ def fail(input_ids: Any, scores: Any) -> Any:
     raise AttributeError("on purpose")
 
 
-NONE = (
-    r"the logits processor InPlace returned None: it must return the scores, a tensor of shape \("
-)
-CRITERION = "the stopping criterion Returns returned {}.*: it must .*"
-WRONG = [
-    *(
-        ({"logits_processor": processors}, options, NONE)
-        for processors in ([InPlace()], [double, InPlace()], [InPlace(), double])
-        for options in (GREEDY, BEAMS)
-    ),
-    *(
-        ({"stopping_criteria": [Returns(value)]}, GREEDY, CRITERION.format(told) + r"shape \(1,\)")
-        for value, told in (
-            (None, "None"),
-            ("stop", "an object of type str"),
-            (torch.ones(7), r"a tensor of shape \(7"),
-        )
-    ),
-    ({"stopping_criteria": [Returns(None)]}, BEAMS, CRITERION.format("an invalid result")),
+def code_of(*functions: Any) -> dict[str, Any]:
+    return {"logits_processor": list(functions)}
+
+
+PROCESSOR = "the logits processor InPlace returned None"
+CRITERION = "the stopping criterion Returns returned "
+# code, what its error says, and the type of the error
+BOTH: list[tuple[dict[str, Any], str, type[Exception]]] = [
+    (code_of(InPlace()), rf"{PROCESSOR}: it must return .*, a tensor of shape \(", TypeError),
+    (code_of(double, InPlace()), PROCESSOR, TypeError),
+    (code_of(InPlace(), double), PROCESSOR, TypeError),
+    (code_of(double, fail), "on purpose", AttributeError),  # an error of its own
 ]
+WRONG = {
+    "greedy": [
+        *BOTH,
+        *(
+            ({"stopping_criteria": [Returns(value)]}, rf"{CRITERION}{told}.*\(1,\)", TypeError)
+            for value, told in (
+                (None, "None"),
+                ("stop", "an object of type str"),
+                (torch.ones(7), r"a tensor of shape \(7"),
+            )
+        ),
+    ],
+    "beams": [
+        *BOTH,
+        ({"stopping_criteria": [Returns(None)]}, f"{CRITERION}an invalid result", TypeError),
+    ],
+}
 
 
-@pytest.mark.parametrize(("code", "options", "message"), WRONG)
-def test_code_that_returns_something_wrong_is_named(
-    code: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
-    model = models.get("llama")
-    with PagedEngine(model) as engine:
-        engine.add_request([5, 6, 7], options, **code, request_id="wrong")
-        engine.add_request([5, 6, 7], options, request_id="right")
-        results = run_all(engine)
-    assert results["right"].error is None
-    with pytest.raises(TypeError, match=message):
-        raise results["wrong"].error
-    with pytest.raises(TypeError, match=message):
-        model.generate(IDS, **code, **options, **models.PAGED)
-
-
-@pytest.mark.parametrize("options", [GREEDY, BEAMS], ids=["greedy", "beams"])
-def test_an_error_of_a_processor_itself_is_its_own(options: dict[str, Any]) -> None:
-    with PagedEngine(models.get("llama")) as engine:
-        (result,) = engine.generate([[5, 6, 7]], options, logits_processor=[double, fail])
-    assert isinstance(result.error, AttributeError) and "on purpose" in str(result.error)
+@pytest.mark.parametrize("mode", WRONG)
+def test_code_that_returns_something_wrong_is_named(mode: str) -> None:
+    model, options = models.get("llama"), MODES[mode]
+    for code, message, error in WRONG[mode]:
+        with PagedEngine(model) as engine:
+            engine.add_request([5, 6, 7], options, **code, request_id="wrong")
+            asked = Asked(engine, [[5, 6, 7]], options)
+            results = asked.check()
+        with pytest.raises(error, match=message):
+            raise results["wrong"].error
+        with pytest.raises(error, match=message):
+            model.generate(torch.tensor([[5, 6, 7]]), **code, **options, **models.PAGED)

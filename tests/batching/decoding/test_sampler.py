@@ -67,18 +67,6 @@ def test_rows_that_depend_on_one_another_are_not_split() -> None:
         decoding.split()
 
 
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"low_memory": True}, "low_memory"),
-        ({"prompt_lookup_num_tokens": 3}, "leave `prompt_lookup_num_tokens` out"),
-    ],
-)
-def test_options_that_beams_cannot_have(option: dict[str, Any], message: str) -> None:
-    with PagedEngine(models.get("llama")) as engine, pytest.raises(ValueError, match=message):
-        engine.add_request([5], {"num_beams": 2, **option})
-
-
 # -- many requests at once -----------------------------------------------------------------------
 
 LENGTHS = (11, 3, 7, 5, 9, 4)
@@ -157,18 +145,6 @@ def test_requests_that_share_steps_stay_what_they_are_alone(
         expected = lone_run(models.get("llama"), text, mode, number, tokenizer=tokenizer)
         assert_same_as_lone(expected, results[str(number)], mode, f"request {number}")
     assert name == "modes" or max(batches) > 1  # some forwards were shared
-
-
-def test_scores_that_cannot_come_to_the_host_fail_alone() -> None:
-    texts = prompts(*LENGTHS)
-    with PagedEngine(models.get("llama")) as engine:
-        for number, text in enumerate(texts):
-            own = [lambda _, scores: scores.to("meta")] if number in (1, 4) else []
-            mode = {"do_sample": number > 2, "max_new_tokens": 3}
-            engine.add_request(text, mode, request_id=number, logits_processor=own)
-        results = run_all(engine)
-    failed = {number for number, result in results.items() if result.error is not None}
-    assert failed == {1, 4} and isinstance(results[1].error, NotImplementedError)
 
 
 # -- choices from scores -------------------------------------------------------------------------

@@ -125,32 +125,21 @@ def build(case: str) -> tuple[Any, Callable[[], Any]]:
     return model.eval(), functools.partial(ADAPTERS[case], model)
 
 
-class Once:
-    """Acts when it sees `AT` new tokens."""
+class Processor:
+    """Acts when it sees `AT` new tokens; also as a streamer."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         self.act: Callable[[], Any] | None = act
+        self.count = 0
 
     def see(self, length: int) -> None:
         if length >= WIDTH + AT and self.act is not None:
             act, self.act = self.act, None
             act()
 
-
-class Processor(Once):
-    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
         self.see(ids.shape[1])
         return scores
-
-
-class Criterion(Once):
-    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.see(ids.shape[1])
-        return torch.zeros(len(ids), dtype=torch.bool)
-
-
-class Streamer(Once):
-    count = 0
 
     def put(self, value: torch.Tensor) -> None:
         self.count += value.numel()
@@ -160,11 +149,17 @@ class Streamer(Once):
         pass
 
 
+class Criterion(Processor):
+    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self.see(ids.shape[1])
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+
 WAYS = {
     "processor": lambda act: {"logits_processor": [Processor(act)]},
     "criterion": lambda act: {"stopping_criteria": [Criterion(act)]},
-    "streamer": lambda act: {"streamer": Streamer(act)},
-    "thread": lambda act: {"streamer": Streamer(lambda: in_threads(act))},
+    "streamer": lambda act: {"streamer": Processor(act)},
+    "thread": lambda act: {"streamer": Processor(lambda: in_threads(act))},
 }
 
 
@@ -378,13 +373,3 @@ def test_the_default_dtype(is_set: bool) -> None:
         assert_same(run)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.slow
-def test_an_assistant_that_changes() -> None:
-    def run(**paged: Any) -> torch.Tensor:
-        assistant = models.build("llama", seed=3)
-        processor = Processor(lambda: SIMPLE["scaling"](assistant))
-        return generate(models.build("llama"), processor, assistant_model=assistant, **paged)
-
-    assert_same(run)

@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import asyncio
-import functools
 import gc
 import itertools
 import os
@@ -22,20 +21,16 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel, WordPiece
 from transformers import (
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedTokenizerFast,
-    StoppingCriteriaList,
 )
 
 from hf_paged import PagedConfig, PagedEngine, RequestOutput
 from hf_paged.batching import streams
 from hf_paged.batching.results import TextTracker
 from tests.support import models
-from tests.support.checks import in_threads
 from tests.support.engine_helpers import (
     MODES,
     Asked,
-    Recorder,
     Spelled,
     assert_drained,
     assert_lone,
@@ -97,41 +92,6 @@ def test_alone_it_draws_from_the_global_random_numbers_as_generate_does(mode: st
         expected = lone_run(engine.model, prompt, MODES[mode], 11)
     assert_same_as_lone(expected, result, MODES[mode], mode)
     assert torch.equal(state, torch.get_rng_state()), "as many numbers as plain draws"
-
-
-def own_code(token: int, count: int, seen: list[Any]) -> dict[str, Any]:
-    """A processor that forbids a token wherever the text has an even number of tokens, and records
-    what it sees; a criterion that ends a row once it has `count` distinct tokens."""
-
-    def forbid(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        seen.append(ids.shape)
-        if ids.shape[1] % 2 == 0:
-            scores[:, token] = -torch.inf
-        return scores
-
-    def stop(ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor([len(set(row)) >= count for row in ids.tolist()])
-
-    return {
-        "logits_processor": LogitsProcessorList([forbid]),
-        "stopping_criteria": StoppingCriteriaList([stop]),
-    }
-
-
-def test_processors_and_criteria_of_the_callers_own() -> None:
-    given = list(zip((40, 41, 42), prompts(6, 15, 10), ("greedy", "samples", "beams")))
-    ours = {mode: [] for *_, mode in given}
-    with engine_of() as engine:
-        for token, prompt, mode in given:
-            own = own_code(token, len(prompt) + 5, ours[mode])
-            engine.add_request(prompt, MODES[mode], request_id=mode, seed=token, **own)
-        results = Asked(engine, prompts(6)).check()
-        for token, prompt, mode in given:
-            own = own_code(token, len(prompt) + 5, plain := [])
-            expected = lone_run(engine.model, prompt, MODES[mode], token, **own)
-            assert_same_as_lone(expected, results[mode], MODES[mode], mode)
-            assert ours[mode] == plain, mode
-    assert results["greedy"].finish_reason == "criteria"
 
 
 # ---------------------------------------------------------------------------------------- outputs
@@ -208,18 +168,6 @@ def test_stats_and_block_map() -> None:
 # ------------------------------------------------------------------------------ many ways to wait
 
 
-def test_generate_keeps_the_order_and_takes_a_config_each() -> None:
-    texts, options = prompts(30, 2, 11, 25), [counted(count) for count in (3, 15, 1, 8)]
-    with engine_of(max_num_seqs=2) as engine:
-        results = engine.generate(texts, options)
-        with pytest.raises(ValueError, match="list of prompts"):
-            engine.generate("abc")
-        assert engine.generate([]) == []
-        for prompt, each, result in zip(texts, options, results, strict=True):
-            assert result.prompt_ids == prompt
-            assert_lone(engine, [prompt], [result], each)
-
-
 def test_a_long_call_shows_its_progress_to_a_viewer(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -278,25 +226,6 @@ def test_streams_and_steps_beside_them_get_only_their_own() -> None:
 
 async def read(engine: PagedEngine, part: list[list[int]], options: Any = GREEDY) -> list[Any]:
     return ended([output async for output in engine.astream(part, options)])
-
-
-def test_astream() -> None:
-    texts = prompts(14, 3, 22, 9)
-
-    async def main(engine: PagedEngine) -> list[list[Any]]:
-        return await asyncio.gather(read(engine, texts[:2]), read(engine, texts[2:]))
-
-    async def leave_early(engine: PagedEngine) -> None:
-        stream = engine.astream(texts, GREEDY)
-        async for _ in stream:
-            break
-        await stream.aclose()
-
-    with engine_of() as engine:
-        assert_lone(engine, texts, itertools.chain(*asyncio.run(main(engine))))
-        assert_drained(engine)
-        asyncio.run(leave_early(engine))
-        assert_drained(engine)
 
 
 @pytest.mark.slow
@@ -360,31 +289,11 @@ def test_seeds_that_are_refused() -> None:
             assert isinstance(result.error, ValueError) and "`seed`" in str(result.error)
 
 
-@pytest.mark.slow
-def test_threads() -> None:
-    texts = prompts(*range(3, 27, 2))
-    parts = [texts[first::4] for first in range(4)]
-    with engine_of(num_blocks=40) as engine:
-        results = in_threads(*(functools.partial(engine.generate, part, GREEDY) for part in parts))
-        assert_drained(engine)
-        assert_lone(engine, itertools.chain(*parts), itertools.chain(*results))
-
-
 def test_requests_of_a_lower_priority_number_start_first() -> None:
     texts = prompts(10, 11, 12, 13)
     with engine_of(max_num_seqs=1) as engine:
         outputs = list(engine.stream(texts, counted(4), priority=(0, 2, -1, 1)))
     assert list(results_of(outputs)) == [f"request-{place}" for place in (2, 0, 3, 1)]
-
-
-def test_streamer() -> None:
-    (prompt,), options, ours, plain = prompts(13), MODES["greedy_eos"], Recorder(), Recorder()
-    with engine_of() as engine:
-        engine.add_request(prompts(6)[0], GREEDY)
-        engine.add_request(prompt, options, streamer=ours)
-        run_all(engine)
-        lone_run(engine.model, prompt, options, streamer=plain)
-    assert ours.values == plain.values and ours.ended == plain.ended == 1
 
 
 @pytest.mark.parametrize("mode", ["greedy", "samples", "beams"])

@@ -40,6 +40,9 @@ def test_arguments_beside_the_config() -> None:
                 method([[5, 6, 7]], max_new_tokens=5)
         (result,) = engine.generate([[5, 6, 7]], GREEDY, **arguments)
         assert result.request_id == "one" and result.error is None
+        assert engine.generate([]) == []
+        with pytest.raises(ValueError, match="list of prompts"):
+            engine.generate("abc")
         for name, value in {"request_id": "a", "streamer": Recorder()}.items():
             told = f"`{name}` is for one request, and there are 2 prompts"
             for method in (engine.generate, engine.stream):
@@ -225,3 +228,15 @@ def test_none_in_a_dict_is_none_as_a_keyword_of_generate() -> None:
         for name in ("num_beams", "num_return_sequences", "max_length"):  # plain raises a TypeError
             (result,) = engine.generate([[5, 6]], {name: None})
             assert isinstance(result.error, ValueError) and f"`{name}` is None" in str(result.error)
+
+
+def test_a_model_with_a_loop_condition_of_its_own_is_refused() -> None:
+    model = models.build("llama")
+    model._has_unfinished_sequences = lambda *args, **kwargs: False
+    told = (
+        "LlamaForCausalLM overrides `_has_unfinished_sequences`, which an engine does not"
+        ' call: call `model.generate(..., cache_implementation="paged")` instead'
+    )
+    with PagedEngine(model) as engine, pytest.raises(ValueError) as caught:
+        engine.add_request([5, 6], GREEDY)
+    assert str(caught.value) == told

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
@@ -127,36 +128,34 @@ BAD_SCORES = {
     "nothing": lambda scores: None,
     "on no device": lambda scores: scores.to("meta"),
 }
-# each kind of code with each mode, in an early or a late step; beams take no streamer
-OWN = [
-    *((6, place, mode) for place in FAULTS for mode in ("greedy", "sample")),
-    *((2, place, mode) for place in FAULTS for mode in ("samples", "beams")),
-]
-OWN.remove((2, "streamer", "beams"))
 
 
-@pytest.mark.parametrize(
-    ("call", "place", "mode"), [*OWN, *itertools.product((1,), BAD_SCORES, ("sample", "samples"))]
-)
-def test_a_requests_own_code_fails_that_request_alone(call: int, place: str, mode: str) -> None:
-    prompt = prompts(17, seed=8)[0]
-    if place in FAULTS:
-        own = FAULTS[place](Countdown(call, OnPurpose))
-    else:
-        own = {"logits_processor": [lambda ids, scores: BAD_SCORES[place](scores)]}
+@pytest.mark.parametrize("mode", ["greedy", "sample", "samples", "beams"])
+def test_a_requests_own_code_fails_that_request_alone(mode: str) -> None:
+    """Each kind of code in each mode, in an early or a late step."""
+    call, (prompt,) = 6 if mode in ("greedy", "sample") else 2, prompts(17, seed=8)
+    faulty = {place: make(Countdown(call, OnPurpose)) for place, make in FAULTS.items()}
+    if mode == "beams":
+        del faulty["streamer"]
+    if "sample" in mode:
+        for place, spoil in BAD_SCORES.items():
+            code = lambda ids, scores, spoil=spoil: spoil(scores)  # noqa: E731
+            faulty[place] = {"logits_processor": [code]}
     with small() as engine:
         before = model_state(engine.model)
         asked = beside(engine)
         asked.add("same prompt", prompt)
-        engine.add_request(prompt, MODES[mode], request_id="faulty", seed=9, **own)
+        for place, own in faulty.items():
+            engine.add_request(prompt, MODES[mode], request_id=place, seed=9, **own)
         results = asked.check()
-        failed = results.pop("faulty")
-        assert isinstance(failed.error, OnPurpose if place in FAULTS else Exception)
-        assert "error" in {sequence.finish_reason for sequence in failed.sequences}
-        assert len(results) == 1 + len(OTHERS)
-        if mode == "greedy":  # its tokens so far are correct
-            expected = results["same prompt"].token_ids
-            assert failed.token_ids and failed.token_ids == expected[: len(failed.token_ids)]
+        assert len(results) == 1 + len(OTHERS) + len(faulty)
+        for place in faulty:
+            failed = results[place]
+            assert isinstance(failed.error, OnPurpose if place in FAULTS else Exception), place
+            assert "error" in {sequence.finish_reason for sequence in failed.sequences}
+            if mode == "greedy":  # its tokens so far are correct
+                expected = results["same prompt"].token_ids
+                assert failed.token_ids and failed.token_ids == expected[: len(failed.token_ids)]
         assert_lone(engine, [prompt], engine.generate([prompt], MODES["beams"]), MODES["beams"])
         assert model_state(engine.model) == before
 
@@ -382,31 +381,26 @@ TEN = {"max_new_tokens": 10, "suppress_tokens": [BAD_TOKEN], "do_sample": False}
 EIGHT = [{**TEN, "num_beams": 3} if i % 3 == 0 else TEN for i in range(NUM_BESIDE)]
 
 
-class Poison:
-    """The model's forward raises on batches for which `is_bad` holds, of token ids; counts forwards
-    and failures."""
+@contextlib.contextmanager
+def poisoned(
+    model: PreTrainedModel, error: Exception, is_bad: Callable[[torch.Tensor], bool]
+) -> Iterator[Counter[str]]:
+    """The model's forward raises on batches for which `is_bad` holds, of token ids, once "armed" is
+    counted; counts forwards and failures."""
+    inner, seen = model.get_input_embeddings(), Counter[str]()
+    original = type(inner).forward
 
-    def __init__(
-        self, model: PreTrainedModel, error: Exception, is_bad: Callable[[torch.Tensor], bool]
-    ) -> None:
-        self.inner, self.error, self.is_bad = model.get_input_embeddings(), error, is_bad
-        self.is_armed, self.num_forwards, self.num_failed = False, 0, 0
+    def forward(module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        if module is inner and seen["armed"]:
+            seen["forwards"] += 1
+            if is_bad(ids):
+                seen["failed"] += 1
+                raise error
+        return original(module, ids)
 
-    @contextlib.contextmanager
-    def given(self) -> Iterator[None]:
-        kind, original = type(self.inner), type(self.inner).forward
-
-        def forward(module: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
-            if module is self.inner and self.is_armed:
-                self.num_forwards += 1
-                if self.is_bad(ids):
-                    self.num_failed += 1
-                    raise self.error
-            return original(module, ids)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(kind, "forward", forward)
-            yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(inner), "forward", forward)
+        yield seen
 
 
 def has_bad(ids: torch.Tensor) -> bool:
@@ -427,15 +421,15 @@ def run_poisoned(
     act: Callable[[Asked, int], Any] = lambda asked, number: None,
     cancelled: tuple[str, ...] = (),
     **config: Any,
-) -> Poison:
+) -> Counter[str]:
     """Runs the requests `EIGHT`, by number, of which the culprits alone must end with the error;
     acts before each step."""
-    poison, results = Poison(model, error, is_bad), {}
-    with poison.given():
+    results = {}
+    with poisoned(model, error, is_bad) as seen:
         given = {"block_size": 8, "max_num_batched_tokens": 400, **config}
         engine = PagedEngine(model, PagedConfig(**given))
         engine.generate([[5, 6, 7]], GREEDY)  # the replaced forward is checked here
-        poison.is_armed, asked = True, Asked(engine)
+        seen["armed"], asked = 1, Asked(engine)
         for number, (text, options) in enumerate(zip(eight_prompts(culprits), EIGHT)):
             asked.add(str(number), text, options)
         for number in itertools.count():
@@ -449,7 +443,7 @@ def run_poisoned(
     asked.check(results, asked.asked.keys() - names - set(cancelled))
     assert all(results[name].error is error for name in names)
     assert all(results[name].finish_reason == "cancelled" for name in cancelled)
-    return poison
+    return seen
 
 
 CULPRITS = {
@@ -470,10 +464,10 @@ CULPRITS = {
     ],
 )
 def test_a_request_whose_forward_raises_ends_alone(name: str, who: str) -> None:
-    poison = run_poisoned(shared_model(name), CULPRITS[who], MemoryError("on purpose"))
+    seen = run_poisoned(shared_model(name), CULPRITS[who], MemoryError("on purpose"))
     most = {"one": 4, "first": 4, "two": 7}  # by halves, from 8 requests to one
-    assert poison.num_failed <= most.get(who, 2 * NUM_BESIDE - 1)
-    assert who != "all" or poison.num_forwards == poison.num_failed
+    assert seen["failed"] <= most.get(who, 2 * NUM_BESIDE - 1)
+    assert who != "all" or seen["forwards"] == seen["failed"]
 
 
 @pytest.mark.slow_cases("*-mamba")
@@ -487,8 +481,7 @@ def test_requests_that_fit_in_halves_all_go_on(name: str, error: Exception) -> N
     def is_much(ids: torch.Tensor) -> bool:
         return (ids.numel() if name == "llama" else len(ids)) > most
 
-    poison = run_poisoned(shared_model(name), set(), error, is_much, capture=False)
-    assert poison.num_failed > 1
+    assert run_poisoned(shared_model(name), set(), error, is_much, capture=False)["failed"] > 1
 
 
 @pytest.mark.slow
@@ -684,19 +677,20 @@ def test_a_step_that_raises_again_and_again_ends_its_requests(
 NOT_REPEATED = {"logits are given to requests", "tokens are applied", "a token is appended"}
 
 
-@pytest.mark.parametrize("place", sorted(OUTSIDE.keys() - NOT_REPEATED))
-def test_a_step_that_raises_once_is_repeated(
-    place: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_step_that_raises_once_is_repeated(caplog: pytest.LogCaptureFixture) -> None:
     texts = prompts(4, 19, 9)
     with small() as engine:
         engine.generate([[5, 6]], GREEDY)
-        with monkeypatch.context() as patch:
-            raised = failing(patch, engine, place, 1, after=int(place != "the engine goes idle"))
-            assert_lone(engine, texts, engine.generate(texts, GREEDY))
-        assert_drained(engine)
-    said = [record for record in caplog.records if "is repeated once" in record.getMessage()]
-    assert len(said) == len(raised) == 1
+        for place in sorted(OUTSIDE.keys() - NOT_REPEATED):
+            caplog.clear()
+            with pytest.MonkeyPatch.context() as patch:
+                after = int(place != "the engine goes idle")
+                raised = failing(patch, engine, place, 1, after)
+                assert_lone(engine, texts, engine.generate(texts, GREEDY))
+            assert_drained(engine)
+            engine.reset_prefix_cache()
+            said = [r for r in caplog.records if "is repeated once" in r.getMessage()]
+            assert len(said) == len(raised) == 1, place
 
 
 def test_readers_of_streams_get_the_error_of_a_step_and_later_ones_are_served(

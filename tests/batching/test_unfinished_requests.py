@@ -1,5 +1,5 @@
-"""What happens to an unfinished request while others, other threads or the engine's owner act on
-the same model."""
+"""What happens to requests while others, other threads or the engine's owner act on the same
+model."""
 
 from __future__ import annotations
 
@@ -15,15 +15,20 @@ from typing import Any
 import pytest
 import torch
 
+import hf_paged
 from hf_paged import OutOfBlocksError, PagedConfig, PagedEngine, RequestResult, last_route
 from hf_paged.batching.scheduling.queue import NeverFitsError
+from hf_paged.cache.groups import GroupSpec
 from tests.support import models
 from tests.support.checks import in_threads
 from tests.support.engine_helpers import engine_of, lone_run, prompts, run_all
-from tests.support.peft_models import many
+from tests.support.peft_models import lone_with, many
+from tests.support.rooms import needs_fingerprints
 from tests.test_forks import holds_in_child
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+LONGER = {**GREEDY, "max_new_tokens": 25}
+ENDLESS = {**GREEDY, "max_new_tokens": 30, "eos_token_id": None}
 
 
 @pytest.mark.parametrize("length", [1, 6])
@@ -160,3 +165,141 @@ def test_an_idle_pool_is_freed_after_a_request_was_refused() -> None:
         while engine.memory.stats().held_bytes and time.monotonic() < end:
             time.sleep(0.05)
         assert not engine.memory.stats().held_bytes
+
+
+# --------------------------------------------------------------- several callers on one model
+
+
+@pytest.mark.slow
+def test_an_adapter_of_one_engine_is_not_seen_by_other_callers() -> None:
+    """The active adapter is state of the model, so one forward runs at a time, for any caller."""
+    model, (prompt,) = many(2), models.token_ids(1, 40).tolist()
+    names = list(model.peft_config)
+    plain = {name: lone_with(model, name, prompt, LONGER) for name in names}
+    assert plain[names[0]] != plain[names[1]]
+    model.set_adapter(names[0])
+
+    def engine(name: str) -> None:
+        with PagedEngine(model, {"block_size": 8}) as engine:
+            for _ in range(6):
+                (result,) = engine.generate([prompt], LONGER, adapter=name)
+                assert [result.token_ids] == plain[name], name
+
+    def generate() -> None:
+        for _ in range(6):
+            assert lone_run(model, prompt, LONGER, **models.PAGED) == plain[names[0]]
+
+    in_threads(lambda: engine(names[1]), lambda: engine(names[0]), generate)
+    assert model.active_adapter == names[0]
+
+
+def test_writing_to_a_returned_cache_leaves_the_prefix_cache_alone() -> None:
+    """A full block that is cropped and filled again is copied first: the prefix index holds its old
+    tokens."""
+    model, inputs = models.build("llama"), models.prompt("llama", 2, 40)
+    expected = model.generate(**inputs, **LONGER)
+    for _ in range(2):
+        output = model.generate(**inputs, **LONGER, **models.PAGED, return_dict_in_generate=True)
+        assert torch.equal(expected, output.sequences)
+        cache = output.past_key_values
+        cache.crop(-(cache.get_seq_length() - 12))  # into the middle of the second block
+        with torch.no_grad():
+            model(models.token_ids(2, 9, seed=7), past_key_values=cache)
+        hf_paged.check_integrity(model)
+        del output, cache
+        assert torch.equal(expected, model.generate(**inputs, **LONGER, **models.PAGED))
+
+
+@needs_fingerprints
+@pytest.mark.parametrize("first", [True, False])
+def test_requests_are_computed_in_the_precision_in_which_they_were_added(first: bool) -> None:
+    """Autocast is per thread, and another may take the steps: no request joins others of another
+    precision, and none finds their prefixes."""
+    model, (prompt,) = models.build("llama"), models.token_ids(1, 40).tolist()
+    with PagedEngine(model, {"block_size": 8}) as engine:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=first):
+            engine.add_request(prompt, LONGER)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not first):
+            with pytest.raises(ValueError, match="autocast uses"):
+                engine.add_request(prompt, LONGER)
+            run_all(engine)
+            layer = engine.memory.groups[GroupSpec()].storage.layers[0]
+            assert layer.values.dtype == (torch.bfloat16 if first else torch.float32)
+            for num_hits in (0, 32):
+                (result,) = engine.generate([prompt], LONGER)
+                assert result.num_prefix_hit_tokens == num_hits
+                assert not first or [result.token_ids] == lone_run(model, prompt, LONGER)
+
+
+# ------------------------------------------------ what a request costs others, before it runs
+
+
+def test_steps_go_on_while_a_prompt_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = copy.deepcopy(models.tokenizer())
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    kind, outputs = type(tokenizer), []
+    with engine_of(tokenizer=tokenizer) as engine:
+
+        def stepping(method: Any) -> Any:
+            """A call lasts until another thread has taken a step."""
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                outputs.extend(in_threads(engine.step)[0])
+                return method(*args, **kwargs)
+
+            return call
+
+        for name in ("__call__", "apply_chat_template"):
+            monkeypatch.setattr(kind, name, stepping(getattr(kind, name)))
+        engine.add_request([5, 6, 7], ENDLESS)
+        for prompt in ("once upon", [{"role": "user", "content": "once upon"}]):
+            outputs.clear()
+            engine.add_request(prompt, ENDLESS)
+            assert outputs
+        assert len(engine.step()) == 3
+
+
+def test_a_prompt_that_never_fits_is_refused_without_waiting_for_a_step() -> None:
+    long = [5] * 2000
+    with engine_of(num_blocks=20) as engine:
+        engine.add_request([5, 6, 7], ENDLESS)
+        told = "needs 254 blocks of 8 tokens, but at most 20 are available"
+
+        def add() -> None:
+            with pytest.raises(OutOfBlocksError, match=told):
+                engine.add_request(long, ENDLESS)
+
+        with engine._core.lock:  # as in a step
+            in_threads(add)
+        engine.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_blocks", "lengths"),
+    [
+        ("llama", 20, (152, 153, 160, 161)),
+        ("gemma3", 20, (152, 153, 160, 161)),
+        ("qwen3_next", 20, (152, 153, 160, 161)),
+        ("gpt2", 100, (256, 257)),
+    ],
+)
+def test_what_is_refused_early_is_what_add_refuses(
+    name: str, num_blocks: int, lengths: tuple[int, ...]
+) -> None:
+    """... at the limit, with sliding windows, with states and with a table of positions."""
+    options = {**ENDLESS, "max_new_tokens": 1}
+    for length in lengths:
+        errors = []
+        for is_busy in (False, True):
+            with engine_of(name, num_blocks=num_blocks) as engine:
+                if is_busy:
+                    engine.add_request([5, 6, 7], options)
+                try:
+                    engine.add_request([5] * length, options, request_id="long")
+                    errors.append("")
+                except (OutOfBlocksError, IndexError) as error:
+                    errors.append(str(error))
+        assert errors[0] == errors[1]
+        if name == "gpt2":
+            told = "takes 257 positions, and the model's table of positions holds 256: shorten"
+            assert (told in errors[0]) == (length == 257) == bool(errors[0])

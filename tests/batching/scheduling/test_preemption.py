@@ -19,9 +19,9 @@ def test_the_cheaper_one_is_chosen_on_both_sides_of_the_break_even() -> None:
 
 
 def test_means_weigh_by_tokens_and_a_half_life_halves_the_weight() -> None:
-    model = CostModel(7.0)
-    model.observe_swap(100, 0.0)  # too short to time
-    assert model.bytes_per_second == 7.0
+    model, untimed = CostModel(7.0), CostModel(7.0)
+    untimed.observe_swap(100, 0.0)  # too short to time
+    assert untimed.bytes_per_second == 7.0
     model.observe_swap(100, 1.0)
     assert model.bytes_per_second == pytest.approx(100), "observed, it replaces what was given"
     model.observe_prefill(100, 8.0)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, WatermarkingConfig
+from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConfig
+from transformers.generation import logits_process as stock
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 import hf_paged
@@ -17,6 +18,7 @@ from hf_paged.batching.arguments import RequestOptions
 from hf_paged.batching.decoding import sampler
 from hf_paged.batching.decoding.prepare import request_decoding
 from hf_paged.batching.decoding.scores import (
+    BatchableProcessors,
     argmax,
     process_together,
 )
@@ -110,6 +112,23 @@ MIXED: dict[str, list[dict[str, Any]]] = {
     ],
     "each": [{"eos_token_id": [7, 60], **own} for own in ROW_WISE.values()],
 }
+
+
+def test_rows_that_divide_by_different_numbers_get_the_scores_that_each_gets_alone(
+    device: torch.device,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores = 5 * torch.randn(4, 4096, generator=generator).to(device)
+    input_ids = torch.randint(4096, (4, 900), generator=generator).to(device)
+    lists, members = [], []
+    for row, number in enumerate((0.7, 1.1, 1.3, 3.0)):
+        penalty = stock.RepetitionPenaltyLogitsProcessor(number)
+        lists.append(LogitsProcessorList([penalty, stock.TemperatureLogitsWarper(number)]))
+        members.append(BatchableProcessors.of(lists[row], input_ids[row : row + 1]))
+    together = process_together(scores, members)
+    for row, processors in enumerate(lists):
+        rows = slice(row, row + 1)
+        assert torch.equal(together[rows], processors(input_ids[rows], scores[rows].clone()))
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -137,7 +137,7 @@ class Processor:
             act, self.act = self.act, None
             act()
 
-    def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.see(ids.shape[1])
         return scores
 
@@ -151,7 +151,7 @@ class Processor:
 
 class Criterion(Processor):
     def __call__(self, ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        self.see(ids.shape[1])
+        super().__call__(ids, scores)
         return torch.zeros(len(ids), dtype=torch.bool)
 
 

@@ -281,7 +281,8 @@ class Engine(RuleBasedStateMachine):
             group.pool.check_integrity([table.block_ids for table in self.manager.tables(number)])
         assert sum(group.pool.num_used for group in self.groups) <= self.num_blocks
         queue = self.scheduler.queue
-        assert [r.key for r in queue.running] == sorted(r.key for r in queue.running)
+        keys = [request.sort_key for request in queue.running]
+        assert keys == sorted(keys)
         assert queue.num_rows == sum(request.num_open_rows for request in queue.running)
         unfinished = [request for request in self.answered if not request.is_finished]
         assert len(queue.running) + len(queue.waiting) == len(unfinished)

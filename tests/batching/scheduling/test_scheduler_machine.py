@@ -147,7 +147,7 @@ class Engine(RuleBasedStateMachine):
             self.answered[request], self.is_beam[request] = set(), is_beam
         self.decodings.append(decoding)
 
-    @rule(fails=st.sampled_from([False] * 9 + [True]), retries=st.booleans())
+    @rule(fails=st.sampled_from([False] * 3 + [True]), retries=st.booleans())
     def step(self, fails: bool, retries: bool) -> None:
         batch = self.scheduler.schedule()
         self.check_batch(batch)

@@ -16,6 +16,7 @@ from tests.support.engine_helpers import (
     MODES,
     Recorder,
     assert_drained,
+    assert_lone,
     assert_same_as_lone,
     engine_of,
     lone_run,
@@ -29,50 +30,45 @@ GREEDY = MODES["greedy"]
 # ---------------------------------------------------------------------------- arguments of a call
 
 
-@pytest.mark.parametrize("method", ["generate", "stream", "astream"])
-def test_generation_options_beside_the_config_are_a_type_error_at_once(method: str) -> None:
+def test_arguments_beside_the_config() -> None:
     arguments = dict.fromkeys(("streamer", "adapter"))
     arguments |= {"seed": 3, "return_logprobs": True, "priority": 1, "request_id": "one"}
     with engine_of() as engine:
-        with pytest.raises(TypeError, match=r"no argument `max_new_tokens`.*`generation_config`"):
-            getattr(engine, method)([[5, 6, 7]], max_new_tokens=5)
-        assert not engine.has_unfinished
+        for method in (engine.generate, engine.stream, engine.astream):
+            misplaced = r"no argument `max_new_tokens`.*`generation_config`"
+            with pytest.raises(TypeError, match=misplaced):
+                method([[5, 6, 7]], max_new_tokens=5)
         (result,) = engine.generate([[5, 6, 7]], GREEDY, **arguments)
         assert result.request_id == "one" and result.error is None
+        assert engine.generate([]) == []
+        with pytest.raises(ValueError, match="list of prompts"):
+            engine.generate("abc")
+        for name, value in {"request_id": "a", "streamer": Recorder()}.items():
+            told = f"`{name}` is for one request, and there are 2 prompts"
+            for method in (engine.generate, engine.stream):
+                with pytest.raises(ValueError, match=told):
+                    method([[5, 6], [7, 8]], GREEDY, **{name: value})
+            assert not engine.has_unfinished
+            assert engine.generate([[5, 6]], GREEDY, **{name: value})[0].error is None
 
 
-@pytest.mark.parametrize("argument", [{"request_id": "a"}, {"streamer": Recorder()}])
-def test_what_is_one_requests_cannot_be_passed_for_several(argument: dict[str, Any]) -> None:
-    (name,) = argument
-    told = f"`{name}` is for one request, and there are 2 prompts"
+def test_values_of_a_wrong_kind_are_refused() -> None:
+    whole = [("priority", each) for each in ("high", 1.0, float("nan"), None, True)]
+    lists = [("logits_processor", max), ("stopping_criteria", 5)]
     with engine_of() as engine:
-        for method in (engine.generate, engine.stream):
-            with pytest.raises(ValueError, match=told):
-                method([[5, 6], [7, 8]], GREEDY, **argument)
+        for arguments, message in ((whole, "whole number"), (lists, "pass a list")):
+            for name, value in arguments:
+                with pytest.raises(ValueError, match=f"`{name}` is .*{message}"):
+                    engine.add_request([5, 6], GREEDY, **{name: value})
         assert not engine.has_unfinished
-        assert engine.generate([[5, 6]], GREEDY, **argument)[0].error is None
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        *(
-            ({"priority": value}, "whole number")
-            for value in ("high", 1.0, float("nan"), None, True)
-        ),
-        *(
-            ({name: value}, "pass a list")
-            for name in ("logits_processor", "stopping_criteria")
-            for value in (max, 5)
-        ),
-    ],
-    ids=str,
-)
-def test_values_of_a_wrong_kind_are_refused(argument: dict[str, Any], message: str) -> None:
-    (name,) = argument
+def test_a_grammar_that_is_too_long_is_refused() -> None:
+    long = "a" * 70_000
     with engine_of() as engine:
-        with pytest.raises(ValueError, match=f"`{name}` is .*{message}"):
-            engine.add_request([5, 6], GREEDY, **argument)
+        for name, value in {"regex": long, "grammar": long, "schema": {"enum": [long]}}.items():
+            with pytest.raises(ValueError, match=r"has 70\d\d\d characters: .* at most 65536"):
+                engine.add_request([5, 6, 7], **{name: value})
         assert not engine.has_unfinished
 
 
@@ -101,15 +97,11 @@ def test_a_padded_batch_with_its_mask(step: int) -> None:
     ids, mask = padded["input_ids"], padded["attention_mask"]
     if step < 0:
         ids, mask = ids.flip(1), mask.flip(1)
-
     with engine_of() as engine:
         streamed = engine.stream(ids, GREEDY, attention_mask=mask.bool().tolist())
         outputs = [output.result for output in streamed]
         for results in (engine.generate(ids, GREEDY, attention_mask=mask), outputs):
-            for text, result in zip(texts, filter(None, results), strict=True):
-                assert result.prompt_ids == text
-                expected = lone_run(engine.model, text, GREEDY)
-                assert_same_as_lone(expected, result, GREEDY, "padded")
+            assert_lone(engine, texts, filter(None, results))
         as_they_are = engine.generate(ids, GREEDY)
         assert [result.prompt_ids for result in as_they_are] == ids.tolist()
         assert_drained(engine)
@@ -130,31 +122,25 @@ NO_OUTPUTS = "`{}` is True: an engine has no such outputs.*`return_logprobs=True
 NO_CACHE = "`{}` is .*: an engine's `PagedConfig` sets the memory and the forwards of all requests"
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("output_scores", True, NO_OUTPUTS),
-        ("output_logits", True, NO_OUTPUTS),
-        ("return_dict_in_generate", True, NO_OUTPUTS),
-        ("use_cache", False, NO_CACHE),
-        ("cache_implementation", "static", NO_CACHE),
-        ("cache_config", {"block_size": 8}, NO_CACHE),
-        ("prefill_chunk_size", 8, NO_CACHE),
-        ("compile_config", CompileConfig(), NO_CACHE),
-    ],
-)
 @pytest.mark.parametrize("mode", ["sample", "beams"])
-def test_what_an_engine_decides_is_refused_in_a_requests_config(
-    name: str, value: Any, message: str, mode: str
-) -> None:
-    config = {**MODES[mode], name: value}
+def test_what_an_engine_decides_is_refused_in_a_requests_config(mode: str) -> None:
     with engine_of() as engine:
-        for given in (config, GenerationConfig(**config)):
-            with pytest.raises(ValueError, match=message.format(name)):
-                engine.add_request([5, 6], given)
+        for name, value, message in [
+            ("output_scores", True, NO_OUTPUTS),
+            ("output_logits", True, NO_OUTPUTS),
+            ("return_dict_in_generate", True, NO_OUTPUTS),
+            ("use_cache", False, NO_CACHE),
+            ("cache_implementation", "static", NO_CACHE),
+            ("cache_config", {"block_size": 8}, NO_CACHE),
+            ("prefill_chunk_size", 8, NO_CACHE),
+            ("compile_config", CompileConfig(), NO_CACHE),
+        ]:
+            config = {**MODES[mode], name: value}
+            for given in (config, GenerationConfig(**config)):
+                with pytest.raises(ValueError, match=message.format(name)):
+                    engine.add_request([5, 6], given)
         assert not engine.has_unfinished
-        # what is so anyway is taken
-        for cache in (None, "paged", "dynamic") if name == "use_cache" else ():
+        for cache in (None, "paged", "dynamic"):  # what is so anyway is taken
             config = {**MODES[mode], "cache_implementation": cache, "output_scores": False}
             assert engine.generate([[5, 6]], {**config, "use_cache": True})[0].error is None
 
@@ -166,6 +152,7 @@ def test_what_the_models_own_config_says_for_generate_is_no_obstacle(mode: str) 
     names = ("scores", "logits", "attentions")
     own = {"return_dict_in_generate": True, **{f"output_{name}": True for name in names}}
     model.generation_config.update(**own, use_cache=False, cache_implementation="static")
+    before = model.generation_config.to_dict()
     copied = GenerationConfig(**{**model.generation_config.to_diff_dict(), **MODES[mode]})
     with PagedEngine(model, {"block_size": 8}) as engine:
         for name, config in (("a", MODES[mode]), ("b", copied)):
@@ -173,10 +160,9 @@ def test_what_the_models_own_config_says_for_generate_is_no_obstacle(mode: str) 
         decodings = [entry.decoding for entry in engine._core.requests.values()]
         for name, result in run_all(engine).items():
             assert_same_as_lone(expected, result, MODES[mode], name)
-        assert not any(decoding.scores or decoding.raw_logits for decoding in decodings), (
-            "kept without a reader"
-        )
-    assert all(getattr(model.generation_config, name) for name in own)
+        kept = [decoding.scores or decoding.raw_logits for decoding in decodings]
+        assert not any(kept), "kept without a reader"
+    assert model.generation_config.to_dict() == before
 
 
 OF_THE_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -189,22 +175,21 @@ OF_THE_MODEL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("is_saved", [False, True])
 @pytest.mark.parametrize("name", OF_THE_MODEL)
 def test_options_are_validated_with_the_models_own(
-    name: str, is_saved: bool, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own, options = OF_THE_MODEL[name]
     model, prompt = models.build("llama"), prompts(9)[0]
     model.generation_config.update(**own)
     options = {**options, "max_new_tokens": 6}
     expected = lone_run(model, prompt, options, 3)
-    given = {**GenerationConfig().to_dict(), **options} if is_saved else options
     warnings: list[str] = []
     monkeypatch.setattr(configuration_utils.logger, "warning_once", warnings.append)
     with PagedEngine(model, {"block_size": 8}) as engine:
-        (result,) = engine.generate([prompt], given, seed=3)
-    assert_same_as_lone(expected, result, options, name)
+        for given in (options, {**GenerationConfig().to_dict(), **options}):
+            (result,) = engine.generate([prompt], given, seed=3)
+            assert_same_as_lone(expected, result, options, name)
     assert not warnings
 
 
@@ -245,13 +230,13 @@ def test_none_in_a_dict_is_none_as_a_keyword_of_generate() -> None:
             assert isinstance(result.error, ValueError) and f"`{name}` is None" in str(result.error)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"regex": "a" * 70_000}, {"grammar": "a" * 70_000}, {"schema": {"enum": ["a" * 70_000]}}],
-    ids=lambda options: next(iter(options)),
-)
-def test_a_grammar_that_is_too_long_is_refused(options: dict[str, Any]) -> None:
-    with PagedEngine(models.get("llama")) as engine:
-        with pytest.raises(ValueError, match=r"has 70\d\d\d characters: .* at most 65536"):
-            engine.add_request([5, 6, 7], **options)
-        assert not engine.has_unfinished
+def test_a_model_with_a_loop_condition_of_its_own_is_refused() -> None:
+    model = models.build("llama")
+    model._has_unfinished_sequences = lambda *args, **kwargs: False
+    told = (
+        "LlamaForCausalLM overrides `_has_unfinished_sequences`, which an engine does not"
+        ' call: call `model.generate(..., cache_implementation="paged")` instead'
+    )
+    with PagedEngine(model) as engine, pytest.raises(ValueError) as caught:
+        engine.add_request([5, 6], GREEDY)
+    assert str(caught.value) == told

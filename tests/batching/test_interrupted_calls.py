@@ -152,36 +152,6 @@ def pause_and_resume(engine: PagedEngine) -> None:
     engine.resume()
 
 
-CALLS = pytest.mark.parametrize("call", [update, pause, pause_and_resume])
-
-
-@CALLS
-def test_an_interrupt_as_a_pause_begins_or_ends_leaves_no_engine_paused(call: Any) -> None:
-    engine = engine_of()
-    calling = functools.partial(call, engine)
-    for interrupt in interrupts(calling, 1000):
-        interrupt.run(calling)
-        if call is pause_and_resume:
-            with contextlib.suppress(RuntimeError):  # it has ended, or never begun
-                engine.resume()
-        engine.add_request(PROMPT, GREEDY)
-        steps(engine)
-
-
-@CALLS
-def test_an_interrupted_pause_ends_although_the_error_is_kept(call: Any) -> None:
-    """As a notebook keeps it, with its frames: here where it waits for the step in progress."""
-    engine = engine_of()
-    pauses = engine._core.pauses
-    lock = pauses.lock
-    pauses.lock = Interrupted(lock)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        call(engine)
-    pauses.lock = lock
-    engine.generate([PROMPT], GREEDY)
-    assert caught.value is not None
-
-
 class Interrupted:
     """A lock whose holder is interrupted, once, as it has it."""
 
@@ -199,12 +169,34 @@ class Interrupted:
             raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("call", [update, pause, pause_and_resume])
+def test_an_interrupt_as_a_pause_begins_or_ends_leaves_no_engine_paused(call: Any) -> None:
+    engine = engine_of()
+    calling = functools.partial(call, engine)
+    for interrupt in interrupts(calling, 1000):
+        interrupt.run(calling)
+        if call is pause_and_resume:
+            with contextlib.suppress(RuntimeError):  # it has ended, or never begun
+                engine.resume()
+        engine.add_request(PROMPT, GREEDY)
+        steps(engine)
+    # the error may be kept, as by a notebook, with its frames: here of a wait for a step
+    pauses = engine._core.pauses
+    lock, pauses.lock = pauses.lock, Interrupted(pauses.lock)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        call(engine)
+    pauses.lock = lock
+    engine.generate([PROMPT], GREEDY)
+    assert caught.value is not None
+
+
 def assert_paused(engine: PagedEngine) -> None:
     with pytest.raises(RuntimeError, match="paused by this thread"):
         engine.generate([PROMPT], GREEDY)
 
 
-def test_a_pause_may_be_resumed_within_its_context() -> None:
+def test_a_pause_lasts_until_it_is_resumed() -> None:
+    """Also within its context, and if its result is dropped."""
     engine = engine_of()
     with engine.pause(), engine.pause():
         engine.resume()
@@ -213,10 +205,6 @@ def test_a_pause_may_be_resumed_within_its_context() -> None:
         engine.generate([PROMPT], GREEDY)
     with pytest.raises(RuntimeError, match="not paused"):
         engine.resume()
-
-
-def test_a_pause_whose_result_is_dropped_lasts_until_resume() -> None:
-    engine = engine_of()
     engine.pause()
     gc.collect()
     assert_paused(engine)

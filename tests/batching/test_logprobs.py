@@ -10,7 +10,7 @@ import torch
 
 import hf_paged
 from tests.support.engine_helpers import run_all
-from tests.support.models import build, get, put, token_ids
+from tests.support.models import get, put, token_ids
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -46,6 +46,8 @@ def test_new_tokens_and_their_alternatives(name: str, mode: str, device: torch.d
     for i, width in enumerate((None, None, 2)):  # mixed with requests that ask for less
         for sequence in results[i].sequences:
             assert width == (sequence.top_logprobs and len(sequence.top_logprobs[-1]))
+    if parents is not None:
+        _close([sequence.score for sequence in results[0].sequences], plain.sequences_scores)
     for row, sequence in enumerate(results[3].sequences):
         assert sequence.token_ids == plain.sequences[row, -8:].tolist()
         _close([chosen for _, chosen in sequence.logprobs], processed[row])
@@ -61,28 +63,25 @@ def test_new_tokens_and_their_alternatives(name: str, mode: str, device: torch.d
                 _close([chosen for _, _, chosen in found], chosen)
 
 
-@pytest.mark.slow_cases(
-    "{'max_num*-mistral",
-    "*swap'}-mistral",
-    "{'max_chunk*-mistral",
-    "{}-gpt2",
-    "*recompute'}-gpt2",
-    "{'max_num*-gpt2",
-)
-@pytest.mark.parametrize("name", ["llama", "mistral", "gpt2"])
+CONFIGS = {
+    "default": {},
+    "chunks": {"max_num_batched_tokens": 16},
+    "recompute": {"num_blocks": 12, "preemption": "recompute"},
+    "swap": {"num_blocks": 12, "preemption": "swap"},
+    "single tokens": {"max_chunk_tokens": 1},
+}
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("name", "kind"),
     [
-        {},
-        {"max_num_batched_tokens": 16},
-        {"num_blocks": 12, "preemption": "recompute"},
-        {"num_blocks": 12, "preemption": "swap"},
-        {"max_chunk_tokens": 1},
+        *(("llama", kind) for kind in CONFIGS),
+        *(("mistral", kind) for kind in ("default", "recompute")),
+        *(("gpt2", kind) for kind in ("swap", "single tokens")),
     ],
-    ids=str,
 )
-def test_prompts(name: str, config: dict[str, Any]) -> None:
-    model = get(name)
+def test_prompts(name: str, kind: str) -> None:
+    model, config = get(name), CONFIGS[kind]
     prompts = [token_ids(1, length, seed=length) for length in (37, 21, 2, 1, 30)]
     options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 9}
     with hf_paged.PagedEngine(model, {"block_size": 8, **config}) as engine:
@@ -112,25 +111,20 @@ def test_prompts(name: str, config: dict[str, Any]) -> None:
 
 def test_what_is_refused() -> None:
     prompt = token_ids(1, 8)[0]
-    with hf_paged.PagedEngine(build("llama")) as engine:
+    a_bool = "`return_logprobs` is 5: it must be True or False.*`top_logprobs`"
+    with hf_paged.PagedEngine(get("llama")) as engine:
         for given, message in (
-            (
-                {"return_logprobs": 5},
-                "`return_logprobs` is 5: it must be True or False.*`top_logprobs`",
-            ),
+            ({"return_logprobs": 5}, a_bool),
             ({"top_logprobs": 2}, "it needs `return_logprobs=True`"),
             ({"top_logprobs": -1, "return_logprobs": True}, "whole number from 0"),
             ({"prompt_logprobs": 1}, "`prompt_logprobs` is 1"),
         ):
             with pytest.raises(ValueError, match=message):
                 engine.add_request(prompt, **given)
-        (result,) = engine.generate(
-            [prompt], {"max_new_tokens": 1}, return_logprobs=True, top_logprobs=10**6
-        )
+        asked = {"return_logprobs": True, "top_logprobs": 10**6}
+        (result,) = engine.generate([prompt], {"max_new_tokens": 1}, **asked)
         assert len(result.sequences[0].top_logprobs[0]) == 128  # the whole vocabulary
-    with (
-        hf_paged.PagedEngine(get("qwen3_next")) as engine,
-        pytest.raises(ValueError, match="packed forwards"),
-    ):
-        engine.add_request(prompt, prompt_logprobs=True)
+    with hf_paged.PagedEngine(get("qwen3_next")) as engine:
+        with pytest.raises(ValueError, match="packed forwards"):
+            engine.add_request(prompt, prompt_logprobs=True)
     assert not engine.has_unfinished

@@ -244,27 +244,24 @@ def add(config: Any = None, options: Any = None, **given: Any) -> None:
             assert not engine.has_unfinished
 
 
-@pytest.mark.parametrize(
-    ("option", "ask"),
-    [
-        ("speculation", lambda: add({"speculation": "ngram"})),
-        ("prompt_lookup_num_tokens", lambda: add(options={"prompt_lookup_num_tokens": 3})),
-        ("use_mtp", lambda: add(options={"use_mtp": True})),
-        ("assistant_model", lambda: add(assistant_model=models.get("llama"))),
-        ("schema", lambda: add(schema="{}")),
-        ("prefix_tiers", lambda: add({"prefix_tiers": "folder"})),
-        ("save_prefix", lambda: PagedEngine(models.get("llama")).save_prefix([1, 2], "prefix")),
-    ],
-)
 def test_an_option_of_a_missing_room_names_both_and_others_are_served(
-    option: str, ask: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     missing = ("speculation", "grammar", "tiers")
     monkeypatch.setattr(
         rooms, "is_installed", lambda name: name not in missing and is_installed(name)
     )
     rooms.room.cache_clear()  # rooms that earlier tests imported
-    with pytest.raises(RoomMissingError, match=rf"`{option}`.* needs `hf_paged\."):
-        ask()
     with PagedEngine(models.get("llama")) as engine:
+        for option, ask in {
+            "speculation": lambda: add({"speculation": "ngram"}),
+            "prompt_lookup_num_tokens": lambda: add(options={"prompt_lookup_num_tokens": 3}),
+            "use_mtp": lambda: add(options={"use_mtp": True}),
+            "assistant_model": lambda: add(assistant_model=models.get("llama")),
+            "schema": lambda: add(schema="{}"),
+            "prefix_tiers": lambda: add({"prefix_tiers": "folder"}),
+            "save_prefix": lambda: engine.save_prefix([1, 2], "prefix"),
+        }.items():
+            with pytest.raises(RoomMissingError, match=rf"`{option}`.* needs `hf_paged\."):
+                ask()
         assert engine.generate([[5, 6, 7]], SHORT)[0].error is None

@@ -90,19 +90,22 @@ def assert_close(
 
 # Whether steps are packed; if not, from which step on, and whether rows of different lengths are
 # padded.
+NOT_PADDED = "side by side, not padded"
 LAYOUTS = {
     "packed": (None, True),
     "side by side": (3, True),
-    "side by side, not padded": (3, False),
+    NOT_PADDED: (3, False),
 }
 
 
-@pytest.mark.slow_cases(
-    *(f"{name}-side by side" for name in ("qwen3", "mistral", "gemma2", "gpt_oss", "phi3")),
-    *(f"{name}-side by side, not padded" for name in ("llama", "gemma3", "gpt2", "mixtral")),
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, "packed") for name in models.DECODER_ONLY),
+        *((name, "side by side") for name in ("llama", "gemma3", "gpt2", "mixtral")),
+        *((name, NOT_PADDED) for name in ("qwen3", "mistral", "gemma2", "gpt_oss", "phi3")),
+    ],
 )
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", models.DECODER_ONLY)
 def test_random_schedules_give_plain_logits(name: str, layout: str) -> None:
     unpacked_at, can_mix_lengths = LAYOUTS[layout]
     bench = Bench(models.build(name), can_mix_lengths)

@@ -49,8 +49,6 @@ def with_peft(model: Any, mixed: bool = True) -> Any:
 
 
 WRAPS: dict[str, Callable[[Any], Any]] = {
-    "compiled": compiled,
-    "data": nn.DataParallel,
     "mixed": with_peft,
     "peft in data": lambda model: nn.DataParallel(with_peft(model, mixed=False)),
     "data compiled": lambda model: compiled(nn.DataParallel(model)),
@@ -59,7 +57,6 @@ WRAPS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.slow_cases("compiled")
 @pytest.mark.parametrize("name", WRAPS)
 def test_the_model_inside_serves(name: str, tmp_path: Path, process_group: None) -> None:
     model = build()
@@ -79,19 +76,19 @@ def test_the_model_inside_serves(name: str, tmp_path: Path, process_group: None)
         assert other.generate([PROMPT], GREEDY)[0].num_prefix_hit_tokens
 
 
-@pytest.mark.parametrize("kind", ["wrapper", "in place", "layers"])
-def test_fsdp_is_refused_by_name(kind: str, process_group: None) -> None:
+def test_fsdp_is_refused_by_name(process_group: None) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-    model = build()
-    if kind == "wrapper":
-        model = FullyShardedDataParallel(model, device_id=torch.device("cpu"))
-    else:
-        fully_shard(
-            model if kind == "in place" else model.model.layers[0],
-            mesh=init_device_mesh("cpu", (1,)),
-        )
-    told = rf"the model of type {type(model).__name__} is sharded by FSDP.*synced_gpus"
-    with pytest.raises(ValueError, match=told):
-        PagedEngine(model)
+    mesh = init_device_mesh("cpu", (1,))
+    in_place, by_layers = build(), build()
+    fully_shard(in_place, mesh=mesh)
+    fully_shard(by_layers.model.layers[0], mesh=mesh)
+    for model in (
+        FullyShardedDataParallel(build(), device_id=torch.device("cpu")),
+        in_place,
+        by_layers,
+    ):
+        told = rf"the model of type {type(model).__name__} is sharded by FSDP.*synced_gpus"
+        with pytest.raises(ValueError, match=told):
+            PagedEngine(model)

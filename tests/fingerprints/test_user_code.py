@@ -20,8 +20,7 @@ from hf_paged import last_route
 from hf_paged.fingerprints import reading
 from hf_paged.fingerprints.state import StateReading
 from hf_paged.model.state import fingerprint
-from tests.fingerprints.test_fingerprint import Small, read
-from tests.fingerprints.test_state import watched
+from tests.fingerprints.test_fingerprint import Small, read, watched
 from tests.support import models
 from tests.support.rooms import records_on_cpu
 
@@ -64,53 +63,36 @@ from user_settings import alpha, options
 
 
 class Scaled(nn.Module):
+    time = 1.0
+
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
     def forward(self, x):
         return self.inner(x) * self.factor()
-
-
-class OfValue(Scaled):
-    def factor(self):
-        return user_settings.ALPHA
-
-
-class OfFunction(Scaled):
-    def factor(self):
-        return alpha()
-
-
-class OfObject(Scaled):
-    def factor(self):
-        return options()
-
-
-class OfNestedModule(Scaled):
-    def factor(self):
-        return user_names.settings.ALPHA
-
-
-class OfRenamedModule(Scaled):
-    def factor(self):
-        settings = user_settings
-        return settings.ALPHA
-
-
-class Timed(Scaled):
-    time = 1.0
-
-    def factor(self):
-        return self.time * user_settings.ALPHA
 """
+# what a module's method returns, by the name of its class
+FACTORS = {
+    "OfValue": "user_settings.ALPHA",
+    "OfFunction": "alpha()",
+    "OfObject": "options()",
+    "OfNestedModule": "user_names.settings.ALPHA",
+    "OfRenamedModule": "(settings := user_settings).ALPHA",
+    "Timed": "self.time * user_settings.ALPHA",
+}
+CLASSES = [
+    f"class {name}(Scaled):\n    def factor(self):\n        return {value}\n"
+    for name, value in FACTORS.items()
+]
 
 
 @pytest.fixture(autouse=True)
 def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Files of a user beside one another, which are in no package."""
     names = "import user_settings as settings\n"
-    files = {"user_settings": SETTINGS, "user_names": names, "user_model": MODEL}
+    model = "\n\n".join([MODEL, *CLASSES])
+    files = {"user_settings": SETTINGS, "user_names": names, "user_model": model}
     for name, source in files.items():
         (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -120,22 +102,13 @@ def scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Options:
-    def __init__(self) -> None:
-        self.alpha = 1.0
-
-
-class PrivateOptions:
     """As a user's own config may be."""
 
     def __init__(self) -> None:
-        self._alpha = 1.0
-
-    @property
-    def alpha(self) -> float:
-        return self._alpha
+        self.alpha = self._alpha = 1.0
 
     def to_dict(self) -> dict[str, float]:
-        return {"alpha": self._alpha}
+        return {"alpha": self.alpha}
 
 
 class Buffers(nn.Module):
@@ -157,19 +130,13 @@ class Scaled(nn.Module):
         return self.inner(x) * self.factor()
 
 
-class ScaledByOptions(Scaled):
-    def factor(self) -> Any:
-        return self.options.alpha
-
-
-class ScaledByConfig(Scaled):
-    def factor(self) -> Any:
-        return self.options._alpha
-
-
 def put(model: Any, make: Callable[[nn.Module], nn.Module]) -> None:
     for layer in model.model.layers:
         layer.mlp = make(layer.mlp).eval()
+
+
+def set_alpha(owner: Any) -> None:
+    owner.alpha = NEW
 
 
 def of_script(name: str, change: Callable[[Any], Any]) -> Install:
@@ -178,6 +145,10 @@ def of_script(name: str, change: Callable[[Any], Any]) -> Install:
         return functools.partial(change, sys.modules["user_settings"])
 
     return install
+
+
+def set_script(settings: Any) -> None:
+    settings.ALPHA = NEW
 
 
 def of_class(body: Callable[[], dict[str, Any]], change: Callable[[Any], Any]) -> Install:
@@ -205,6 +176,20 @@ def closes(
     return install
 
 
+def holds(
+    make: Callable[[], Any], read: Callable[[Any], Any], change: Callable[[Any], Any]
+) -> Install:
+    """Each module has what is made as an attribute; none made is the model's config."""
+
+    def install(model: Any) -> Callable[[], Any]:
+        held = make() or model.config
+        kind = type("Kind", (Scaled,), {"factor": lambda self: read(self.options)})
+        put(model, functools.partial(kind, options=held))
+        return functools.partial(change, held)
+
+    return install
+
+
 def scaled_by(options: dict[str, float]) -> Callable[..., Any]:
     def decorate(forward: Callable[..., Any]) -> Callable[..., Any]:
         def scaled(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -222,16 +207,11 @@ def decorated(model: Any) -> Callable[[], Any]:
     return lambda: options.update(alpha=NEW)
 
 
-def private(model: Any) -> Callable[[], Any]:
-    options = PrivateOptions()
-    put(model, functools.partial(ScaledByOptions, options=options))
-    return lambda: setattr(options, "_alpha", NEW)
+def make_function() -> Any:
+    def factor(value: float = 1.0) -> float:
+        return value
 
-
-def private_of_config(model: Any) -> Callable[[], Any]:
-    model.config._alpha = 1.0
-    put(model, functools.partial(ScaledByConfig, options=model.config))
-    return lambda: setattr(model.config, "_alpha", NEW)
+    return factor
 
 
 def times(own: Any, factor: float) -> float:
@@ -239,16 +219,14 @@ def times(own: Any, factor: float) -> float:
 
 
 CASES: dict[str, Install] = {
-    "value of a module": of_script("OfValue", lambda own: setattr(own, "ALPHA", NEW)),
-    "function of a module": of_script("OfFunction", lambda own: setattr(own, "ALPHA", NEW)),
-    "value of a nested module": of_script("OfNestedModule", lambda own: setattr(own, "ALPHA", NEW)),
-    "value of a renamed module": of_script(
-        "OfRenamedModule", lambda own: setattr(own, "ALPHA", NEW)
-    ),
-    "object of a module": of_script("OfObject", lambda own: setattr(own.options, "alpha", NEW)),
+    "value of a module": of_script("OfValue", set_script),
+    "function of a module": of_script("OfFunction", set_script),
+    "value of a nested module": of_script("OfNestedModule", set_script),
+    "value of a renamed module": of_script("OfRenamedModule", set_script),
+    "object of a module": of_script("OfObject", lambda own: set_alpha(own.options)),
     "object of a class": of_class(
         lambda: {"held": Options(), "factor": lambda self: self.held.alpha},
-        lambda kind: setattr(kind.held, "alpha", NEW),
+        lambda kind: set_alpha(kind.held),
     ),
     "torch module of a class": of_class(
         lambda: {"held": Buffers(), "factor": lambda self: self.held.alpha},
@@ -274,10 +252,30 @@ CASES: dict[str, Install] = {
         lambda box: box["mlp"]["alpha"],
         lambda box: box["mlp"].update(alpha=NEW),
     ),
-    "closed object": closes(Options, lambda box: box.alpha, lambda box: setattr(box, "alpha", NEW)),
+    "closed object": closes(Options, lambda box: box.alpha, set_alpha),
+    "code": holds(
+        make_function,
+        lambda held: held(),
+        lambda held: setattr(held, "__code__", (lambda: -0.5).__code__),
+    ),
+    "defaults": holds(
+        make_function, lambda held: held(), lambda held: setattr(held, "__defaults__", (NEW,))
+    ),
+    "attribute of a function": holds(
+        make_function, lambda held: getattr(held, "alpha", 1.0), set_alpha
+    ),
+    "attribute of a class": holds(
+        lambda: type("Kind", (), {"alpha": 1.0}), lambda held: held.alpha, set_alpha
+    ),
+    "private attribute": holds(
+        Options, lambda held: held._alpha, lambda held: setattr(held, "_alpha", NEW)
+    ),
+    "private attribute of the config": holds(
+        lambda: None,
+        lambda held: getattr(held, "_alpha", 1.0),
+        lambda held: setattr(held, "_alpha", NEW),
+    ),
     "decorated method": decorated,
-    "private attribute": private,
-    "private attribute of the config": private_of_config,
 }
 
 
@@ -292,10 +290,9 @@ def test_a_change_is_detected(case: str) -> None:
     assert read(model) != before and not watched(model).is_like(state)
 
 
-@pytest.mark.slow_cases(
-    but=["value of a module", "object of a class", "closed dict", "private attribute"]
+@pytest.mark.parametrize(
+    "case", ["value of a module", "object of a class", "closed dict", "private attribute", "code"]
 )
-@pytest.mark.parametrize("case", CASES)
 def test_calls_before_and_after_a_change_generate_the_tokens_of_plain_calls(case: str) -> None:
     model = models.build("llama")
     change = CASES[case](model)
@@ -330,13 +327,6 @@ def test_what_a_function_on_a_class_of_a_library_collects_does_not_count(
 
 
 installed: Any = None  # a Python module
-CLOCK = """
-import time
-
-
-def now():
-    return time.time()
-"""
 
 
 @pytest.mark.parametrize("folder", ["site-packages", "scripts"])
@@ -345,7 +335,7 @@ def test_functions_of_installed_packages_are_not_followed(
 ) -> None:
     path = tmp_path / folder
     path.mkdir()
-    (path / "user_clock.py").write_text(CLOCK)
+    (path / "user_clock.py").write_text(SETTINGS)  # its `now` reads the clock
     monkeypatch.syspath_prepend(path)
     try:
         monkeypatch.setitem(globals(), "installed", importlib.import_module("user_clock"))
@@ -356,10 +346,19 @@ def test_functions_of_installed_packages_are_not_followed(
         sys.modules.pop("user_clock", None)
 
 
-def test_attributes_of_other_objects_are_not_read_in_other_modules() -> None:
-    """`self.time` is not the module `time` of the script that the code reads."""
-    model = models.build("llama")
+def holds_itself() -> Any:
+    def countdown(count: int) -> int:
+        return countdown(count - 1) if count else 0
+
+    return countdown
+
+
+def test_what_can_be_read() -> None:
+    """A function that holds itself; `self.time`, which is not the module `time` of the script that
+    the code reads."""
+    model: Any = models.build("llama")
     put(model, importlib.import_module("user_model").Timed)
+    model.held = holds_itself()
     assert StateReading(model).undetectable is None
 
 
@@ -378,12 +377,6 @@ def test_more_objects_than_are_read_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert StateReading(model).undetectable == "it holds more than 3 objects of user classes"
 
 
-class Agent(Options):
-    def __init__(self, replay: Any) -> None:
-        super().__init__()
-        self.replay = replay
-
-
 def steps(count: int) -> list[dict[str, float]]:
     return [{"reward": 1.0} for _ in range(count)]
 
@@ -397,13 +390,15 @@ def steps(count: int) -> list[dict[str, float]]:
     ],
     ids=["dicts", "tensors", "nested lists"],
 )
-@pytest.mark.parametrize("make", [Agent, lambda replay: {"alpha": 1.0, "replay": replay}])
-def test_closures_that_hold_more_values_than_are_read_are_named(make: Any, replay: Any) -> None:
-    model = models.build("llama")
-    closes(lambda: make(replay), lambda box: 1.0, lambda box: None)(model)
-    assert fingerprint(model) is None
-    told = "closures of its code hold more than 1,000 values"
-    assert StateReading(model).undetectable == told
+def test_closures_that_hold_more_values_than_are_read_are_named(replay: Any) -> None:
+    agent = Options()
+    agent.replay = replay
+    for held in (agent, {"alpha": 1.0, "replay": replay}):
+        model = models.build("llama")
+        closes(lambda held=held: held, lambda box: 1.0, lambda box: None)(model)
+        assert fingerprint(model) is None
+        told = "closures of its code hold more than 1,000 values"
+        assert StateReading(model).undetectable == told
 
 
 def test_a_container_in_several_closures_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -422,51 +417,33 @@ def test_a_container_in_several_closures_is_read_once(monkeypatch: pytest.Monkey
     assert read(model) != before
 
 
-def in_lists(value: Any, count: int) -> Any:
+def in_lists(count: int, value: Any = (1.0,)) -> Any:
     for _ in range(count):
         value = [value]
     return value
 
 
-def wrapped(function: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: function()
-
-
 def in_functions(count: int) -> Callable[[], Any]:
+    def wrapped(function: Callable[[], Any]) -> Callable[[], Any]:
+        return lambda: function()
+
     function: Callable[[], Any] = Options
     for _ in range(count):
         function = wrapped(function)
     return function
 
 
-@pytest.mark.parametrize("make", [functools.partial(in_lists, [1.0]), in_functions])
-def test_values_that_are_nested_too_deep_are_named(make: Callable[[int], Any]) -> None:
-    model: Any = nn.Module()
-    model.held = make(reading._MAX_DEPTH)
-    assert StateReading(model).undetectable is None
-    model.held = make(reading._MAX_DEPTH + 1)
-    assert fingerprint(model) is None
-    told = "it holds values nested more than 8 levels deep"
-    assert StateReading(model).undetectable == told
-
-
-def holds_itself() -> Any:
-    def countdown(count: int) -> int:
-        return countdown(count - 1) if count else 0
-
-    return countdown
-
-
-def test_a_function_that_holds_itself_can_be_read() -> None:
-    model: Any = nn.Module()
-    model.held = holds_itself()
-    assert StateReading(model).undetectable is None
-
-
-def test_a_deep_value_that_is_also_held_elsewhere_can_be_read() -> None:
-    model: Any = nn.Module()
-    inner = [Options()]
-    model.held, model.inner = in_lists(inner, reading._MAX_DEPTH), inner
+def test_values_that_are_nested_too_deep_are_named() -> None:
+    for make in (in_lists, in_functions):
+        model: Any = nn.Module()
+        model.held = make(reading._MAX_DEPTH)
+        assert StateReading(model).undetectable is None
+        model.held = make(reading._MAX_DEPTH + 1)
+        assert fingerprint(model) is None
+        told = "it holds values nested more than 8 levels deep"
+        assert StateReading(model).undetectable == told
+    inner = [Options()]  # also held elsewhere
+    model.held, model.inner = in_lists(reading._MAX_DEPTH, inner), inner
     before = read(model)
     inner[0].alpha = NEW
     assert read(model) != before

@@ -4,13 +4,10 @@ that ask for it."""
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import os
 import runpy
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -57,6 +54,16 @@ def messages(caplog: pytest.LogCaptureFixture) -> Any:
     return read
 
 
+@pytest.fixture(params=[False, True], ids=["asked", "by default"])
+def by_default(request: pytest.FixtureRequest) -> Iterator[bool]:
+    if request.param:
+        hf_paged.install(by_default=True)
+    yield request.param
+    if request.param:
+        hf_paged.uninstall()
+        hf_paged.install()
+
+
 def generate(model: Any, **options: Any) -> torch.Tensor:
     return model.generate(**models.prompt("llama"), **OPTIONS, **options)
 
@@ -70,14 +77,13 @@ def test_a_call_that_asked_for_paged_and_got_another_cache_warns_once_for_each_r
     how: str, messages: Any
 ) -> None:
     model, plain = models.build("llama"), models.get("llama")
-    asked: dict[str, Any] = {"cache_implementation": "paged"}
+    asked: dict[str, Any] = {"cache_implementation": how}
     if how == "the model's config":
         model.generation_config.cache_implementation = "paged"
         asked = {}
     elif how == "a generation config":
-        asked = {"generation_config": GenerationConfig(**asked, pad_token_id=0)}
-    else:
-        asked = {"cache_implementation": how}
+        config = GenerationConfig(cache_implementation="paged", pad_token_id=0)
+        asked = {"generation_config": config}
     for make, words in (
         (lambda: {"use_cache": False}, "use_cache is False. Leave `use_cache=False` out"),
         (own_cache, "the caller's own cache is used. Pass no cache, or a `hf_paged.PagedCache`"),
@@ -131,43 +137,30 @@ def test_a_version_whose_forwards_cannot_be_read_warns_on_import(
     assert "has none of the arguments by which hf_paged recognizes a cache" in record.getMessage()
 
 
-@pytest.mark.parametrize("by_default", [False, True])
 def test_calls_that_did_not_ask_or_got_what_they_asked_for_are_silent(
     by_default: bool, messages: Any
 ) -> None:
     model = models.build("llama")
-    if by_default:
-        hf_paged.install(by_default=True)
-    try:
-        for options in (
-            {},
-            {"use_cache": False},
-            own_cache(),
-            *({"cache_implementation": name} for name in ("static", "paged", "hf_paged")),
-            {**models.PAGED, compat.OUTPUT_CACHE: hf_paged.PagedCache(model.config)},
-        ):
-            generate(model, **options)
-        assert not [message for message in messages() if ASKED in message]
-    finally:
-        if by_default:
-            hf_paged.uninstall()
-            hf_paged.install()
+    for options in (
+        {},
+        {"use_cache": False},
+        own_cache(),
+        *({"cache_implementation": name} for name in ("static", "paged", "hf_paged")),
+        {**models.PAGED, compat.OUTPUT_CACHE: hf_paged.PagedCache(model.config)},
+    ):
+        generate(model, **options)
+    assert not [message for message in messages() if ASKED in message]
 
 
-@pytest.mark.parametrize("is_models_own", [True, False])
-def test_a_keyword_of_none_overrides_a_configuration_that_asks(
-    is_models_own: bool, messages: Any
-) -> None:
+def test_a_keyword_of_none_overrides_a_configuration_that_asks(messages: Any) -> None:
     model = models.build("llama")
     config = GenerationConfig(**OPTIONS, **models.PAGED, pad_token_id=0)
     options: dict[str, Any] = {"cache_implementation": None, "cache_config": None}
-    if is_models_own:
-        model.generation_config = config
-    else:
-        options["generation_config"] = config
-    model.generate(**models.prompt("llama"), **options)
-    assert messages() == []
+    model.generate(**models.prompt("llama"), **options, generation_config=config)
     assert hf_paged.last_route(model).road == "plain"
+    model.generation_config = config
+    model.generate(**models.prompt("llama"), **options)
+    assert hf_paged.last_route(model).road == "plain" and messages() == []
 
 
 def test_generate_without_its_decorators_is_paged_and_its_gradients_are_plain() -> None:
@@ -191,43 +184,39 @@ def test_generate_without_its_decorators_is_paged_and_its_gradients_are_plain() 
     assert "gradients are recorded" in hf_paged.last_route(model).reason
 
 
-@pytest.mark.parametrize("how", ["the keyword", "the model's config"])
-def test_a_cache_config_alone_warns(how: str, messages: Any) -> None:
+def test_a_cache_config_alone_warns(messages: Any) -> None:
+    given, alone = {"num_blocks": 64}, "got a `cache_config` without a `cache_implementation`"
+    for own, options in ((None, {"cache_config": given}), (given, {})):
+        model = models.build("llama")
+        model.generation_config.cache_config = own
+        for warnings in (1, 0):
+            generate(model, **options)
+            assert [alone in message for message in messages()] == [True] * warnings
+
+
+KEEPS = "keeps its own options"
+
+
+def test_a_cache_config_beside_a_passed_cache_warns_if_it_differs(messages: Any) -> None:
     model = models.build("llama")
-    given = {"num_blocks": 64}
-    if how == "the model's config":
-        model.generation_config.cache_config = given
-    for warnings in (1, 0):
-        generate(model, **({"cache_config": given} if how == "the keyword" else {}))
-        alone = "got a `cache_config` without a `cache_implementation`"
-        assert [alone in message for message in messages()] == [True] * warnings
+    name, given = compat.cache_name(model), {"storage": "virtual"}
+    cases = [({}, {}, False), ({}, {"block_size": 8}, True)]
+    if is_installed("virtual") and hasattr(os, "memfd_create"):
+        cases += [(given, given, False)]  # its block size was raised for the cache
+    for own, cache_config, differs in cases:
+        cache = hf_paged.PagedCache(model.config, own)
+        options = {"cache_config": cache_config, name: cache}
+        generate(model, cache_implementation="paged", **options)
+        assert sum(KEEPS in message for message in messages()) == differs
 
 
-@pytest.mark.slow
-def test_a_cache_config_beside_a_passed_cache_warns(messages: Any) -> None:
-    model = models.build("llama")
-    for cache_config in ({}, {"block_size": 8}):
-        cache = hf_paged.PagedCache(model.config)
-        generate(
-            model,
-            cache_implementation="paged",
-            cache_config=cache_config,
-            **{compat.cache_name(model): cache},
-        )
-        told = ["keeps its own options" in message for message in messages()]
-        assert told == [True] * bool(cache_config)
-
-
-@pytest.mark.parametrize("by_default", [False, True])
 def test_a_cache_config_with_the_options_of_a_passed_cache_is_silent(
     by_default: bool, messages: Any
 ) -> None:
     """The last call passes the cache of the first one. The call between them has another salt."""
     model, ids = models.build("llama"), models.token_ids(1, 9)
     options: dict[str, Any] = {**OPTIONS, "return_dict_in_generate": True}
-    if by_default:
-        hf_paged.install(by_default=True)
-    else:
+    if not by_default:
         options["cache_implementation"] = "paged"
 
     def turn(ids: torch.Tensor, salt: str, **cache: Any) -> Any:
@@ -235,28 +224,10 @@ def test_a_cache_config_with_the_options_of_a_passed_cache_is_silent(
         mask = torch.ones_like(ids)
         return model.generate(ids, attention_mask=mask, cache_config=config, **options, **cache)
 
-    try:
-        first = turn(ids, "a")
-        turn(ids, "b")
-        turn(first.sequences, "a", **{compat.cache_name(model): first[compat.OUTPUT_CACHE]})
-    finally:
-        if by_default:
-            hf_paged.uninstall()
-            hf_paged.install()
-    assert not [message for message in messages() if "keeps its own options" in message]
-
-
-@pytest.mark.skipif(
-    not (is_installed("virtual") and hasattr(os, "memfd_create")), reason="no virtual storage"
-)
-def test_a_cache_config_whose_block_size_was_raised_for_a_passed_cache_is_silent(
-    messages: Any,
-) -> None:
-    model, options = models.build("llama"), {"storage": "virtual"}
-    cache = hf_paged.PagedCache(model.config, options)
-    given = {"cache_config": options, compat.cache_name(model): cache}
-    generate(model, cache_implementation="paged", **given)
-    assert not [message for message in messages() if "keeps its own options" in message]
+    first = turn(ids, "a")
+    turn(ids, "b")
+    turn(first.sequences, "a", **{compat.cache_name(model): first[compat.OUTPUT_CACHE]})
+    assert not [message for message in messages() if KEEPS in message]
 
 
 def test_a_function_that_generates_may_go_on_with_its_cache() -> None:
@@ -282,29 +253,6 @@ def test_healed_tokens_of_a_prompt_with_positions(monkeypatch: pytest.MonkeyPatc
     options = {"max_new_tokens": 5, "do_sample": False, "token_healing": True}
     options |= {"tokenizer": models.tokenizer()}
     assert assert_paged_is_plain(model, inputs, options).road == "engine"
-
-
-def test_hf_paged_is_refused_without_the_import() -> None:
-    program = """
-import json, sys, torch
-from transformers import LlamaConfig, LlamaForCausalLM
-model = LlamaForCausalLM(LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-                                     vocab_size=16))
-ids = torch.tensor([[1, 2, 3]])
-try:
-    model.generate(ids, max_new_tokens=2, cache_implementation="hf_paged")
-    result = "ran"
-except ValueError as error:
-    result = str(error)
-assert "hf_paged" not in sys.modules
-print(json.dumps(result))
-"""
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True
-    )
-    message = json.loads(done.stdout.splitlines()[-1])
-    assert "cache_implementation" in message and "hf_paged" in message
 
 
 @needs_shared_prefill

@@ -33,17 +33,15 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_a_packed_engine(caplog: pytest.LogCaptureFixture) -> None:
     model = models.build("llama")
+    packed = Route("engine", "packed forwards under the engine's scheduler", in_place=True)
     with PagedEngine(model) as engine:
         assert engine.route is None and engine.stats().route is None and last_route(model) is None
         engine.generate(PROMPTS, OPTIONS)
-        assert engine.route == engine.stats().route == last_route(model)
-        assert engine.route == Route(
-            "engine", "packed forwards under the engine's scheduler", in_place=True
-        )
+        assert engine.route == engine.stats().route == last_route(model) == packed
         engine.generate(PROMPTS, {**OPTIONS, "num_beams": 2})
         assert engine.route.prefills_shared
         model.generate(torch.tensor([PROMPTS[0]]), **OPTIONS)
-        assert last_route(model).road == "plain"  # type: ignore[union-attr]
+        assert last_route(model).road == "plain"
         engine.generate(PROMPTS, OPTIONS)
         assert last_route(model) == engine.route
     assert warnings(caplog) == []
@@ -53,7 +51,7 @@ def test_an_engine_that_runs_row_by_row_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = models.build("llama")
-    model.model.norm.register_forward_hook(lambda *args: None)  # type: ignore[union-attr]
+    model.model.norm.register_forward_hook(lambda *args: None)
     why = "there are forward hooks on model.norm [troubleshooting.md#hooks]"
     slow = f"requests run one by one, not packed: {why}"
     said = [f"LlamaForCausalLM runs slower than it could: {slow}"]
@@ -71,11 +69,10 @@ def test_an_engine_that_runs_row_by_row_says_so_once(
 def test_an_engine_serves_a_forward_that_is_no_function(takes_anything: bool) -> None:
     """Like wrappers of other packages: packed, or row by row if the signature hides the
     arguments."""
-    model = models.build("llama")
-    forward = functools.partial(model.forward)
+    model: Any = models.build("llama")
+    model.forward = functools.partial(model.forward)
     if takes_anything:
-        forward.__signature__ = inspect.signature(lambda *args, **kwargs: None)  # type: ignore[attr-defined]
-    model.forward = forward
+        model.forward.__signature__ = inspect.signature(lambda *args, **kwargs: None)
     stats = assert_served_as_lone(model, PROMPTS, OPTIONS)
     assert stats.route.road == ("rows" if takes_anything else "engine")
 

@@ -43,6 +43,9 @@ def test_options_are_those_that_transformers_would_make_now() -> None:
         given.eos_token_id.append(6)
         given.max_new_tokens = 9
         assert made(model, generation_config=given)["eos_token_id"] == [5, 6]
+    model.config.lock = threading.Lock()  # cannot be copied
+    assert made(model, max_new_tokens=5)["max_new_tokens"] == 5
+    assert made(model, max_new_tokens=6)["max_new_tokens"] == 6
 
 
 def test_a_class_of_the_models_options_may_make_them_of_anything() -> None:
@@ -57,19 +60,7 @@ def test_a_class_of_the_models_options_may_make_them_of_anything() -> None:
     for most in (5, 6):
         Counted.most = most
         assert made(model)["max_new_tokens"] == most
-
-
-def test_a_models_config_may_hold_what_cannot_be_copied() -> None:
-    model = models.build("llama")
-    model.config.lock = threading.Lock()
-    assert made(model, max_new_tokens=5)["max_new_tokens"] == 5
-    assert made(model, max_new_tokens=6)["max_new_tokens"] == 6
-
-
-def test_a_remembered_model_is_freed() -> None:
-    model = models.build("llama")
-    made(model, max_new_tokens=5)
-    assert model in prepare._config_cache
     size = len(prepare._config_cache)
+    assert model in prepare._config_cache
     del model
-    assert len(prepare._config_cache) == size - 1
+    assert len(prepare._config_cache) == size - 1, "a remembered model is kept"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from hf_paged.batching.decoding.base import LoopInputs
 from hf_paged.batching.decoding.sample import RowStreamers, SampleDecoding
 from tests.support import models
 from tests.support.checks import assert_paged_is_plain, generate_both
+from tests.support.engine_helpers import Recorder
 
 
 class Contrast(LogitsProcessor):
@@ -27,17 +27,6 @@ class Contrast(LogitsProcessor):
 
     def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
         return 3 * scores - 2 * scores.mean(0)
-
-
-class Recorder:
-    def __init__(self) -> None:
-        self.put_ids: list[list[int]] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.put_ids.append(value.flatten().tolist())
-
-    def end(self) -> None:
-        pass
 
 
 @pytest.mark.parametrize("name", ["llama", "t5"])
@@ -67,23 +56,18 @@ def whisper_timestamps() -> LogitsProcessor:
 @pytest.mark.parametrize(
     ("make", "open_rows"), [(grammar, [1]), (whisper_timestamps, [1]), (Contrast, [0, 1])]
 )
-def test_ended_rows_leave_unless_a_processor_may_read_them(
-    make: Callable[[], LogitsProcessor], open_rows: list[int]
-) -> None:
+def test_ended_rows_leave_unless_a_processor_may_read_them(make: Any, open_rows: list[int]) -> None:
     config: Any = GenerationConfig(max_length=20)
     config._pad_token_tensor = torch.tensor(0)
-    processors, criteria = (
-        LogitsProcessorList([make()]),
-        StoppingCriteriaList([EosTokenCriteria(2)]),
-    )
-    decoding = SampleDecoding(LoopInputs(torch.tensor([[5], [6]]), processors, criteria, config))
+    code = LogitsProcessorList([make()]), StoppingCriteriaList([EosTokenCriteria(2)])
+    decoding = SampleDecoding(LoopInputs(torch.tensor([[5], [6]]), *code, config))
     decoding.accept([2, 7])
     assert decoding.open_rows == open_rows
 
 
 def test_a_streamer_of_a_row_gets_chunks_as_long_as_its_prompt_whole() -> None:
     streamer = Recorder()
-    streamers = RowStreamers([streamer], torch.tensor([[0, 0, 1]]))  # type: ignore[list-item]
+    streamers = RowStreamers([streamer], torch.tensor([[0, 0, 1]]))
     streamers.put(torch.tensor([[7, 8, 9]]))
     streamers.put(torch.tensor([[4, 5, 6]]))
-    assert streamer.put_ids == [[9], [4, 5, 6]]
+    assert [torch.tensor(value).flatten().tolist() for value in streamer.values] == [[9], [4, 5, 6]]

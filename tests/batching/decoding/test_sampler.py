@@ -12,20 +12,26 @@ from transformers import GenerationConfig, LogitsProcessorList, WatermarkingConf
 from transformers.generation import logits_process as stock
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
+import hf_paged
 from hf_paged import PagedEngine
 from hf_paged.batching.arguments import RequestOptions
 from hf_paged.batching.decoding import sampler
-from hf_paged.batching.decoding.base import LogitRows
 from hf_paged.batching.decoding.prepare import request_decoding
-from hf_paged.batching.decoding.sampler import sample_step
 from hf_paged.batching.decoding.scores import (
     BatchableProcessors,
     argmax,
     process_together,
 )
 from tests.support import models
-from tests.support.checks import assert_paged_is_plain
-from tests.support.engine_helpers import Asked, assert_same_as_lone, lone_run, prompts, run_all
+from tests.support.checks import assert_paged_is_plain, generate_both
+from tests.support.engine_helpers import (
+    MODES,
+    Asked,
+    assert_same_as_lone,
+    lone_run,
+    prompts,
+    run_all,
+)
 from tests.test_parity_matrix import PROCESSORS
 
 SOME_EOS = list(range(4, 128, 9))  # rows end at different lengths
@@ -65,18 +71,6 @@ def test_rows_that_depend_on_one_another_are_not_split() -> None:
     decoding: Any = request_decoding(models.get("llama"), [5], config, RequestOptions())[0]
     with pytest.raises(ValueError, match="depend on one another"):
         decoding.split()
-
-
-@pytest.mark.parametrize(
-    ("option", "message"),
-    [
-        ({"low_memory": True}, "low_memory"),
-        ({"prompt_lookup_num_tokens": 3}, "leave `prompt_lookup_num_tokens` out"),
-    ],
-)
-def test_options_that_beams_cannot_have(option: dict[str, Any], message: str) -> None:
-    with PagedEngine(models.get("llama")) as engine, pytest.raises(ValueError, match=message):
-        engine.add_request([5], {"num_beams": 2, **option})
 
 
 # -- many requests at once -----------------------------------------------------------------------
@@ -159,33 +153,7 @@ def test_requests_that_share_steps_stay_what_they_are_alone(
     assert name == "modes" or max(batches) > 1  # some forwards were shared
 
 
-def test_scores_that_cannot_come_to_the_host_fail_alone() -> None:
-    texts = prompts(*LENGTHS)
-    with PagedEngine(models.get("llama")) as engine:
-        for number, text in enumerate(texts):
-            own = [lambda _, scores: scores.to("meta")] if number in (1, 4) else []
-            mode = {"do_sample": number > 2, "max_new_tokens": 3}
-            engine.add_request(text, mode, request_id=number, logits_processor=own)
-        results = run_all(engine)
-    failed = {number for number, result in results.items() if result.error is not None}
-    assert failed == {1, 4} and isinstance(results[1].error, NotImplementedError)
-
-
 # -- choices from scores -------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_draws_without_a_generator_follow_the_probabilities() -> None:
-    # 4,000 draws: counts stay within five standard deviations, and tokens without probability are
-    # never drawn
-    probs = torch.zeros(1000)
-    probs[[3, 200, 201, 700, 999]] = torch.tensor([0.5, 0.25, 0.125, 0.0625, 0.0625])
-    model, config = models.get("llama"), GenerationConfig(**SAMPLE, max_new_tokens=NEW)
-    decodings = [request_decoding(model, [5], config, RequestOptions())[0] for _ in range(4000)]
-    results = sample_step([(decoding, LogitRows.of(probs.log()[None])) for decoding in decodings])
-    assert all(isinstance(token, int) for token in results)
-    counts = torch.tensor(results).bincount(minlength=1000)
-    assert ((counts - 4000 * probs).abs() <= 5 * (4000 * probs * (1 - probs)).sqrt()).all()
 
 
 @pytest.mark.parametrize("vocab", [5, 1024, 1025, 3000, 4096])
@@ -212,3 +180,36 @@ def test_the_default_dtype_changes_no_scores(dtype: torch.dtype, options: dict[s
         assert assert_paged_is_plain(model, inputs, ended).road == "engine"
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+# -- what a call returns ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sample"])
+def test_ids_of_32_bits_come_back_as_plain_returns_them(mode: str) -> None:
+    model, inputs = models.get("llama"), models.padded_prompt("llama")
+    inputs["input_ids"] = inputs["input_ids"].int()
+    plain, ours = generate_both(model, inputs, MODES[mode])
+    assert hf_paged.last_route(model).road == "engine"
+    assert plain.dtype == ours.dtype == torch.int64 and torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("num_blocks", [None, 14])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_scores_and_logits_of_rows_that_have_ended_are_plains(
+    do_sample: bool, num_blocks: int | None
+) -> None:
+    """Also with few blocks, so that rows wait for one another."""
+    model, inputs = models.get("llama"), models.padded_prompt("llama", (13, 4, 9, 6))
+    options = {"eos_token_id": SOME_EOS, "max_new_tokens": 20, "do_sample": do_sample}
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    paged = {**models.PAGED, "cache_config": {"block_size": 8, "num_blocks": num_blocks}}
+    plain, ours = generate_both(model, inputs, options, paged)
+    assert hf_paged.last_route(model).road == "engine"
+    assert num_blocks is None or hf_paged.memory_stats(model).peak_blocks <= num_blocks
+    assert torch.equal(plain.sequences, ours.sequences)
+    ends = [int((row[13:] != models.PAD).sum()) for row in plain.sequences]
+    assert len(set(ends)) > 1, "rows must end at different times"
+    for name in ("scores", "logits"):
+        for theirs, mine in zip(plain[name], ours[name], strict=True):
+            torch.testing.assert_close(theirs, mine, atol=1e-4, rtol=1e-4)

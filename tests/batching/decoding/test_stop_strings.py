@@ -94,33 +94,26 @@ def test_hits_are_those_of_transformers(kind: str, seed: int) -> None:
     assert len(answers) == 2
 
 
-def test_tokens_added_later_are_seen() -> None:
+def test_texts_go_with_their_tokenizer() -> None:
+    """Those of tokens that are added later are seen."""
     tokenizer = build("metaspace")
-    StopStrings(tokenizer, "ab")
+    StopStrings(tokenizer, "ab").hits([[2, 4]])
     tokenizer.add_tokens(["xyz"])
     new = tokenizer.get_vocab()["xyz"]
     assert StopStrings(tokenizer, "yz").hits([[new]]) == [True]
-
-
-@pytest.mark.slow
-def test_texts_go_with_their_tokenizer() -> None:
-    tokenizer = build("metaspace")
-    StopStrings(tokenizer, "ab").hits([[2, 4]])
     gone = weakref.ref(tokenizer)
     del tokenizer
     gc.collect()
     assert gone() is None
 
 
-@pytest.mark.parametrize("form", ["ids", "inputs"])
-def test_the_longest_strings_make_no_table(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "t5"])  # ids; inputs
+def test_the_longest_strings_make_no_table(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`StopStringCriteria` would take seconds and gigabytes for these, while other requests
     wait."""
-    name = "llama" if form == "ids" else "t5"
-    model, tokenizer = small.get(name), small.tokenizer()
     prompt = small.token_ids(1, 12)[0].tolist()
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None}
-    with hf_paged.PagedEngine(model, tokenizer=tokenizer) as engine:
+    with hf_paged.PagedEngine(small.get(name), tokenizer=small.tokenizer()) as engine:
         (plain,) = engine.generate([prompt], options)
         stop = plain.text[6:10]
         monkeypatch.setattr(StopStringCriteria, "__init__", None)
@@ -132,25 +125,19 @@ def test_the_longest_strings_make_no_table(form: str, monkeypatch: pytest.Monkey
             assert result.token_ids == plain.token_ids[: len(result.token_ids)]
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (["a"] * 65, "65 strings"),
-        ("a" * 4097, "4097 characters"),
-        (["a" * 2048, "b" * 2049], "4097 characters"),
-        ([], "non-empty list of strings"),
-        (["a", 1], "non-empty list of strings"),
-        (7, "non-empty list of strings"),
-    ],
-    ids=str,
-)
 def test_more_than_a_request_may_have_is_refused_unless_a_program_raises_the_limit(
-    value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    no_strings, long = "non-empty list of strings", ["a" * 4097, ["a" * 2048, "b" * 2049]]
     with hf_paged.PagedEngine(small.get("llama"), tokenizer=small.tokenizer()) as engine:
-        with pytest.raises(ValueError, match=f"`stop_strings` .*{message}"):
-            engine.add_request([5, 6], {"stop_strings": value})
+        for value, message in [
+            (["a"] * 65, "65 strings"),
+            *((each, "4097 characters") for each in long),
+            *((each, no_strings) for each in ([], ["a", 1], 7)),
+        ]:
+            with pytest.raises(ValueError, match=f"`stop_strings` .*{message}"):
+                engine.add_request([5, 6], {"stop_strings": value})
         assert not engine.has_unfinished
         monkeypatch.setattr(arguments, "MAX_STOP_CHARACTERS", 5000)
-        if "4097" in message:
+        for value in long:
             assert engine.generate([[5, 6]], {"stop_strings": value, "max_new_tokens": 3})[0].text

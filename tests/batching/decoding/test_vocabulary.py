@@ -17,7 +17,6 @@ from tests.support.engine_helpers import run_all
 
 CONFIG = PagedConfig(block_size=8, num_blocks=64)
 GREEDY = {"do_sample": False, "max_new_tokens": 5}
-PALIGEMMA = "PaliGemmaForConditionalGeneration"
 
 
 def picture_prompt(name: str) -> tuple[Any, list[int], dict[str, Any]]:
@@ -30,31 +29,27 @@ def picture_prompt(name: str) -> tuple[Any, list[int], dict[str, Any]]:
     return model, ids, others
 
 
-@pytest.mark.parametrize("wrong", [-1, 1 << 30])
 @pytest.mark.parametrize("name", ["positions", "picture", "encoder", "decoder"])
-def test_ids_without_an_embedding_are_refused_before_memory_is_allocated(
-    name: str, wrong: int
-) -> None:
-    ids, inputs = [5, 6, wrong, 7], dict[str, Any]()
+def test_ids_without_an_embedding_are_refused_before_memory_is_allocated(name: str) -> None:
+    model, ids, inputs = models.get("bart"), [5, 6], dict[str, Any]()
     if name == "positions":
-        model, inputs = models.get("llama"), {"position_ids": torch.arange(4)[None]}
+        model, inputs = models.get("llama"), {"position_ids": torch.arange(3)[None]}
     elif name == "picture":
         model, ids, inputs = picture_prompt("LlavaForConditionalGeneration")
-        ids = [*ids, wrong]
-    else:
-        model = models.get("bart")
-        if name == "decoder":
-            ids, inputs = [5, 6, 7], {"decoder_input_ids": torch.tensor([[1, wrong]])}
     last_id = model.get_input_embeddings().num_embeddings - 1
     with PagedEngine(model, CONFIG) as engine:
-        message = f"token id {wrong} is outside the vocabulary: ids from 0 to {last_id} have"
-        with pytest.raises(ValueError, match=message):
-            engine.add_request(ids, GREEDY, inputs=inputs or None)
+        for wrong in (-1, 1 << 30):
+            text = [*ids, wrong]
+            if name == "decoder":
+                text, inputs = ids, {"decoder_input_ids": torch.tensor([[1, wrong]])}
+            message = f"token id {wrong} is outside the vocabulary: ids from 0 to {last_id} have"
+            with pytest.raises(ValueError, match=message):
+                engine.add_request(text, GREEDY, inputs=inputs or None)
         assert engine._core.loop is None
 
 
 def test_placeholders_outside_the_vocabulary_stand_for_pictures() -> None:
-    model, ids, inputs = picture_prompt(PALIGEMMA)
+    model, ids, inputs = picture_prompt("PaliGemmaForConditionalGeneration")
     outside = model.get_input_embeddings().num_embeddings + 3
     ids = [outside if token == model.config.image_token_id else token for token in ids]
     model.config.image_token_id = outside
@@ -67,20 +62,15 @@ def test_placeholders_outside_the_vocabulary_stand_for_pictures() -> None:
     assert result.token_ids == plain[0, len(ids) :].tolist()
 
 
-def test_code_of_a_users_own_may_know_other_placeholders() -> None:
+def test_ids_that_nobody_looks_up_are_not_checked() -> None:
     class Own(transformers.LlamaForCausalLM):
-        pass
+        """Code of a user's own may know other placeholders."""
 
     model = tiny_model(transformers.LlamaForCausalLM)
     model.__class__ = Own
-    pictures = {"pixel_values": torch.zeros(1, 3)}
-    check_vocabulary(model, [5, -200], pictures)
+    check_vocabulary(model, [5, -200], {"pixel_values": torch.zeros(1, 3)})
     with pytest.raises(ValueError, match="-200 is outside"):
         check_vocabulary(model, [5, -200], {"position_ids": torch.arange(2)[None]})
-
-
-def test_ids_that_nobody_looks_up_are_not_checked() -> None:
-    embeds = {"inputs_embeds": torch.zeros(1, 2, 8)}
-    check_vocabulary(models.get("llama"), [5, -1], embeds)
+    check_vocabulary(models.get("llama"), [5, -1], {"inputs_embeds": torch.zeros(1, 2, 8)})
     whisper = models.get("whisper")  # its encoder has no table of ids
     check_vocabulary(whisper, [5, -1], {"input_features": torch.zeros(1, 2, 8)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hf_paged.batching.scheduling.preemption import CostModel
+from tests.support.engine_helpers import Asked, engine_of, prompts
 
 
 def test_the_cheaper_one_is_chosen_on_both_sides_of_the_break_even() -> None:
@@ -17,8 +18,12 @@ def test_the_cheaper_one_is_chosen_on_both_sides_of_the_break_even() -> None:
     assert model.choose(100, 501) == "recompute"
 
 
-def test_the_mean_weighs_by_tokens_and_a_half_life_halves_the_weight() -> None:
-    model = CostModel(1.0)
+def test_means_weigh_by_tokens_and_a_half_life_halves_the_weight() -> None:
+    model, untimed = CostModel(7.0), CostModel(7.0)
+    untimed.observe_swap(100, 0.0)  # too short to time
+    assert untimed.bytes_per_second == 7.0
+    model.observe_swap(100, 1.0)
+    assert model.bytes_per_second == pytest.approx(100), "observed, it replaces what was given"
     model.observe_prefill(100, 8.0)
     for _ in range(CostModel.HALF_LIFE - 1):
         model.observe_prefill(0, 0.0)
@@ -26,15 +31,18 @@ def test_the_mean_weighs_by_tokens_and_a_half_life_halves_the_weight() -> None:
     assert model.seconds_per_token == pytest.approx((8.0 / 2 + 1.0) / (100 / 2 + 150))
 
 
-def test_what_was_observed_replaces_what_was_given_and_the_new_replaces_the_old() -> None:
-    model, untimed = CostModel(1.0), CostModel(7.0)
-    untimed.observe_swap(100, 0.0)  # too short to time
-    assert untimed.bytes_per_second == 7.0
-    model.observe_swap(100, 1.0)
-    assert model.bytes_per_second == pytest.approx(100)
-    for seconds in (0.002, 0.004):
-        for _ in range(20 * CostModel.HALF_LIFE):
-            model.observe_swap(5000, 1.0)
-            model.observe_prefill(1000, seconds * 1000)
-    assert model.bytes_per_second == pytest.approx(5000, rel=1e-3)
-    assert model.seconds_per_token == pytest.approx(0.004, rel=1e-3)
+@pytest.mark.slow
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_auto_does_not_swap_what_others_hold(
+    is_shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A swapped-in copy gets separate blocks, so fewer requests fit than before."""
+    monkeypatch.setattr(CostModel, "choose", lambda *given: "swap")
+    (prefix,), ends = prompts(64, seed=3), prompts(*range(5, 13), seed=4)
+    texts = [[*prefix, *end] if is_shared else [*end, *prefix[:16]] for end in ends]
+    options = {"do_sample": False, "max_new_tokens": 30}
+    with engine_of(num_blocks=30) as engine:
+        engine.generate(texts[:1], {**options, "max_new_tokens": 1})  # its blocks are indexed
+        Asked(engine, texts, options).check()
+        stats = engine.stats()
+    assert stats.num_preemptions > 0 and (stats.num_swaps > 0) == (not is_shared)

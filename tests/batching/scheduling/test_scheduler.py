@@ -58,28 +58,20 @@ def give(*requests: Request) -> None:
             sequence.token_ids.append(number + 1)
 
 
-def test_decodes_come_first_and_never_wait_for_a_long_prompt() -> None:
+def test_decodes_come_first_and_never_wait_for_a_long_prompt(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     scheduler = make(tokens=10)
-    a, _, c = add(scheduler, "a", 3), add(scheduler, "b", 20), add(scheduler, "c", 2)
+    a, _, c = add(scheduler, "a", 3), add(scheduler, "b", 20, adapter="x"), add(scheduler, "c", 2)
     assert step(scheduler) == "a3 b7"
     give(a)
-    assert step(scheduler) == "a1 b9"
+    with caplog.at_level(logging.DEBUG):
+        assert step(scheduler) == "a1 b9"
+    assert "step 1 computes [('a', 0, 1, 1, None), ('b', 0, 9, 0, 'x')]" in caplog.text
     give(a)
     assert step(scheduler) == "a1 b4 c2"
     assert c.status is Status.RUNNING
     assert step(scheduler) == ""  # all wait for tokens
-
-
-def test_a_plan_is_plain_data(caplog: pytest.LogCaptureFixture) -> None:
-    scheduler = make(tokens=10)
-    request = add(scheduler, "a", 3)
-    add(scheduler, "b", 20, adapter="french")
-    step(scheduler)
-    give(request)
-    with caplog.at_level(logging.DEBUG):
-        plan = scheduler.schedule()
-    assert str(plan) == "[('a', 0, 1, 1, None), ('b', 0, 9, 0, 'french')]"
-    assert "step 1 computes [('a', 0, 1, 1, None), ('b', 0, 9, 0, 'french')]" in caplog.text
 
 
 def test_a_decode_behind_a_long_prompt_keeps_its_token_of_the_budget() -> None:

@@ -3,16 +3,14 @@ Scheduler, manager and pools under every order of events, against a simulated me
 
 `Memory` simulates the tensors: each slot's content, where a token's K/V depend on all tokens up to
 and including it. Slots hold garbage until they are "computed". Forwards write and read through
-block tables as the runner does, so a wrong copy-on-write, a stale prefix hit, a lost swap or a
-window block freed too early shows as wrong content.
+block tables as the runner does, so a wrong copy-on-write, a stale prefix hit or a window block
+freed too early shows as wrong content. `tests.support.engine_machine` swaps, with real blocks.
 """
 
 from __future__ import annotations
 
 import random
-import weakref
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -21,15 +19,27 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_paged.batching.request import Request, Sequence, Status
-from hf_paged.batching.scheduling.preemption import CostModel, Preemption
+from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
 from hf_paged.cache.block_pool import BlockPool, BlockTable, OutOfBlocksError
 from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.sequence_blocks import NO_BLOCKS
 from tests.support.pools import PoolGroup, Pools, manager_of
 
-SIZES = [(4, 4, 4)] * 3 + [(4, 2, 8), (8, 2, 2), (2, 8, 4)]  # tokens in a block of each layer group
 GARBAGE = ("garbage",)
+CONFIGS = st.fixed_dictionaries(
+    dict(
+        windows=st.sampled_from([(None,), (None,), (None, 6), (5,), (None, 9, 3)]),
+        sizes=st.sampled_from([(4, 4, 4)] * 3 + [(4, 2, 8), (8, 2, 2), (2, 8, 4)]),
+        num_blocks=st.integers(6, 24),
+        prefix_caching=st.sampled_from([True, True, False]),
+        max_tokens=st.sampled_from([1, 3, 7, 16, 64]),
+        max_chunk=st.sampled_from([None, None, 1, 5, 16]),
+        max_seqs=st.integers(1, 8),
+        watermark=st.sampled_from([0.0, 0.1]),
+        seed=st.integers(0, 2**16),
+    )
+)
 
 
 class Memory:
@@ -39,30 +49,19 @@ class Memory:
         self.slots: dict[tuple[int, int], Any] = {}
         self.block_size = block_size
 
-    def block(self, block_id: int) -> list[Any]:
-        return [self.slots.get((block_id, offset), GARBAGE) for offset in range(self.block_size)]
-
-    def fill(self, block_id: int, content: list[Any]) -> None:
-        for offset, value in enumerate(content):
-            self.slots[block_id, offset] = value
-
     def copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         assert len({target for _, target in copies}) == len(copies)
-        contents = [self.block(source) for source, _ in copies]
+        contents = [
+            [self.slots.get((source, offset), GARBAGE) for offset in range(self.block_size)]
+            for source, _ in copies
+        ]
         for (_, target), content in zip(copies, contents):
-            self.fill(target, content)
+            for offset, value in enumerate(content):
+                self.slots[target, offset] = value
 
     def slot(self, table: BlockTable, position: int) -> tuple[int, int]:
-        return table.block_ids[
-            position // self.block_size - table.num_dropped
-        ], position % self.block_size
-
-
-@dataclass(eq=False)
-class Host:
-    """Contents swapped out together, by group and former block id."""
-
-    contents: list[dict[int, list[Any]]]
+        number = position // self.block_size - table.num_dropped
+        return table.block_ids[number], position % self.block_size
 
 
 class Group(PoolGroup):
@@ -73,116 +72,22 @@ class Group(PoolGroup):
         self.copy_blocks = memory.copy_blocks  # type: ignore[method-assign]
 
 
-class ApartPools(Pools):
-    """Pools of which each has a limit: a request fits if the smallest could hold all of it."""
-
-    def num_available(self, groups: Any, if_unused: bool = False) -> int:
-        if if_unused:
-            return min(group.pool.num_blocks for group in groups)
-        return super().num_available(groups)
-
-
 class SharedPools(Pools):
     """Pools that share one limit."""
 
     def __init__(self, groups: list[Group], num_blocks: int) -> None:
         super().__init__(groups, 16)
         self.num_blocks = num_blocks
+        for group in groups:
+            group.ensure_free = lambda needed, pool=group.pool: self.grow(pool, needed)
 
     def num_available(self, groups: Any, if_unused: bool = False) -> int:
-        if if_unused:
-            return self.num_blocks
-        return self.num_blocks - sum(group.pool.num_used for group in groups)
+        return self.num_blocks - (0 if if_unused else sum(g.pool.num_used for g in self.groups))
 
-
-class AnyCost(CostModel):
-    """Chooses at random."""
-
-    def __init__(self, generator: random.Random) -> None:
-        super().__init__(1.0)
-        self.random = generator
-
-    def choose(self, num_tokens: int, num_bytes: int) -> str:
-        return self.random.choice(["swap", "recompute"])
-
-
-class FakeSwapper:
-    """Keeps contents, each distinct block once; refuses at random."""
-
-    def __init__(
-        self, groups: list[PoolGroup], memories: list[Memory], generator: random.Random
-    ) -> None:
-        self.groups, self.memories, self.random = groups, memories, generator
-        self.hosts: weakref.WeakSet[Host] = weakref.WeakSet()
-        self.restored: list[Request] = []
-
-    def num_held_bytes(self, request: Request) -> int:
-        return 1
-
-    def swap_out(self, request: Request) -> bool:
-        if self.random.random() < 0.2:
-            return False
-        rows = [sequence for sequence in request.sequences if sequence.blocks.tables]
-        contents: list[dict[int, list[Any]]] = []
-        for group, memory in enumerate(self.memories):
-            ids = [
-                block_id
-                for sequence in rows
-                for block_id in sequence.blocks.tables[group].block_ids
-            ]
-            contents.append({block_id: memory.block(block_id) for block_id in ids})
-        host = Host(contents)
-        for sequence in rows:
-            tables = [
-                (list(t.block_ids), t.num_dropped, t.num_tokens) for t in sequence.blocks.tables
-            ]
-            sequence.swapped = (host, tables)
-            for table in sequence.blocks.tables:
-                table.free()
-        self.hosts.add(host)
-        return True
-
-    def held(self, request: Request) -> list[list[int]]:
-        rows = [
-            sequence.swapped[1] for sequence in request.sequences if sequence.swapped is not None
-        ]
-        return [
-            list(dict.fromkeys(block_id for tables in rows for block_id in tables[group][0]))
-            for group in range(len(self.groups))
-        ]
-
-    def num_blocks(self, request: Request) -> int:
-        return sum(map(len, self.held(request)))
-
-    def swap_in(self, request: Request) -> bool:
-        taken: list[dict[int, int]] = []
-        try:
-            for group, ids in zip(self.groups, self.held(request)):
-                group.ensure_free(len(ids))
-                taken.append(dict(zip(ids, group.pool.allocate(len(ids)))))
-        except OutOfBlocksError:
-            for group, blocks in zip(self.groups, taken):
-                group.pool.release(blocks.values())
-            return False
-        for sequence in request.sequences:
-            if sequence.swapped is None:
-                continue
-            host, tables = sequence.swapped
-            for group, (table, (ids, num_dropped, num_tokens)) in enumerate(
-                zip(sequence.blocks.tables, tables)
-            ):
-                table.block_ids = [taken[group][block_id] for block_id in ids]
-                table.num_dropped, table.num_tokens = num_dropped, num_tokens
-                table.pool.acquire(table.block_ids)
-                for block_id in ids:
-                    self.memories[group].fill(
-                        taken[group][block_id], host.contents[group][block_id]
-                    )
-            sequence.swapped = None
-        for group, blocks in zip(self.groups, taken):
-            group.pool.release(blocks.values())
-        self.restored.append(request)
-        return True
+    def grow(self, pool: BlockPool, needed: int) -> None:
+        if needed > self.num_available(self.groups):
+            raise OutOfBlocksError("budget")
+        pool.grow(max(0, needed - pool.num_available))
 
 
 class Engine(RuleBasedStateMachine):
@@ -190,60 +95,23 @@ class Engine(RuleBasedStateMachine):
     together; it gives tokens once all of its open rows have their logits.
     """
 
-    @initialize(
-        windows=st.sampled_from([(None,), (None,), (None, 6), (5,), (None, 9, 3)]),
-        sizes=st.sampled_from(SIZES),
-        num_blocks=st.integers(6, 24),
-        is_shared=st.booleans(),
-        prefix_caching=st.sampled_from([True, True, False]),
-        max_tokens=st.sampled_from([1, 3, 7, 16, 64]),
-        max_chunk=st.sampled_from([None, None, 1, 5, 16]),
-        max_seqs=st.integers(1, 8),
-        preempt=st.sampled_from(["recompute", "swap", "auto"]),
-        watermark=st.sampled_from([0.0, 0.1]),
-        seed=st.integers(0, 2**16),
-    )
-    def begin(
-        self,
-        windows,
-        sizes,
-        num_blocks,
-        is_shared,
-        prefix_caching,
-        max_tokens,
-        max_chunk,
-        max_seqs,
-        preempt,
-        watermark,
-        seed,
-    ) -> None:
-        self.random = random.Random(seed)
-        self.windows, self.num_blocks, self.is_shared = windows, num_blocks, is_shared
-        self.memories = [Memory(size) for _, size in zip(windows, sizes)]
-        pools = [BlockPool(0 if is_shared else num_blocks) for _ in windows]
+    @initialize(config=CONFIGS)
+    def begin(self, config: dict[str, Any]) -> None:
+        self.random = random.Random(config["seed"])
+        self.windows, self.num_blocks = config["windows"], config["num_blocks"]
+        self.memories = [Memory(size) for _, size in zip(self.windows, config["sizes"])]
         self.groups = [
-            Group(pool, GroupSpec(window=window), memory)
-            for pool, window, memory in zip(pools, windows, self.memories)
+            Group(BlockPool(0), GroupSpec(window=window), memory)
+            for window, memory in zip(self.windows, self.memories)
         ]
-        if is_shared:
-            for group, pool in zip(self.groups, pools):
-                group.ensure_free = self.room(pool, pools)
-            limited: Pools = SharedPools(self.groups, num_blocks)
-        else:
-            limited = ApartPools(self.groups, 16)
-        self.manager = manager_of(self.groups, 16, prefix_caching, limited)
-        self.swapper = FakeSwapper(self.groups, self.memories, self.random)
+        pools = SharedPools(self.groups, self.num_blocks)
+        self.manager = manager_of(self.groups, 16, config["prefix_caching"], pools)
         self.scheduler = Scheduler(
-            Preemption(
-                self.manager,
-                preempt,
-                self.swapper,
-                cost_model=AnyCost(self.random),
-            ),
-            max_num_batched_tokens=max_tokens,
-            max_num_seqs=max_seqs,
-            max_chunk_tokens=max_chunk,
-            watermark=watermark,
+            Preemption(self.manager),
+            max_num_batched_tokens=config["max_tokens"],
+            max_num_seqs=config["max_seqs"],
+            max_chunk_tokens=config["max_chunk"],
+            watermark=config["watermark"],
         )
         self.scheduler.queue.arrivals_per_priority = 4
         self.decodings: list[list[Request]] = []
@@ -252,15 +120,6 @@ class Engine(RuleBasedStateMachine):
         self.version = 0  # of the weights
         # least weights version that a request may be served
         self.least_version: dict[Request, int] = {}
-        self.outside: list[list[int]] = [[] for _ in windows]
-
-    def room(self, pool: BlockPool, pools: list[BlockPool]) -> Any:
-        def ensure_free(needed: int) -> None:
-            if needed > self.num_blocks - sum(p.num_used for p in pools):
-                raise OutOfBlocksError("budget")
-            pool.grow(max(0, needed - pool.num_available))
-
-        return ensure_free
 
     # -- what callers do --------------------------------------------------------------------------
 
@@ -288,19 +147,12 @@ class Engine(RuleBasedStateMachine):
             self.answered[request], self.is_beam[request] = set(), is_beam
         self.decodings.append(decoding)
 
-    @rule(fails=st.sampled_from([False] * 9 + [True]), retries=st.booleans())
+    @rule(fails=st.sampled_from([False] * 3 + [True]), retries=st.booleans())
     def step(self, fails: bool, retries: bool) -> None:
-        try:
-            batch = self.scheduler.schedule()
-        except OutOfBlocksError as error:
-            assert any(self.outside), error
-            assert "nothing can be scheduled" in str(error)
-            return
+        batch = self.scheduler.schedule()
         self.check_batch(batch)
         for request in batch.admitted:
-            if request not in self.swapper.restored:
-                self.least_version[request] = self.version
-        self.swapper.restored.clear()
+            self.least_version[request] = self.version
         self.manager.flush_copies()
         self.write(batch, broken=fails)
         if fails:
@@ -314,8 +166,6 @@ class Engine(RuleBasedStateMachine):
         for sequence in batch.sequences:
             if sequence.num_computed_tokens == sequence.num_tokens:
                 self.answered[sequence.request].add(sequence.index)
-        if self.random.random() < 0.7:
-            self.look_ahead()
         self.decode()
 
     @precondition(lambda self: any(self.decodings))
@@ -332,18 +182,6 @@ class Engine(RuleBasedStateMachine):
     def weights_change(self) -> None:
         self.version += 1
         self.manager.drop_cached()
-
-    @rule(count=st.integers(0, 10), group=st.integers(0, 2))
-    def others_hold_blocks(self, count: int, group: int) -> None:
-        group %= len(self.groups)
-        pool = self.groups[group].pool
-        pool.release(self.outside[group])
-        self.outside[group] = []
-        count = min(count, self.manager.num_free if self.is_shared else pool.num_available)
-        self.groups[group].ensure_free(count)
-        self.outside[group] = pool.allocate(count)
-        for block_id in self.outside[group]:
-            self.memories[group].fill(block_id, [GARBAGE] * self.memories[group].block_size)
 
     # -- the simulated forward --------------------------------------------------------------------
 
@@ -397,28 +235,6 @@ class Engine(RuleBasedStateMachine):
                         assert content == list(self.content(sequence, position)[1:])
                         assert version >= self.least_version[request]
 
-    def look_ahead(self) -> None:
-        """The next step is launched for all rows, with tokens that turn out to be wrong."""
-        rows = [
-            sequence
-            for request in self.scheduler.queue.running
-            for sequence in request.open_sequences
-        ]
-        ending = [
-            sequence
-            for sequence in rows
-            if sequence.num_tokens + 1 >= sequence.request.max_num_tokens
-        ]
-        going = [sequence for sequence in rows if sequence not in ending]
-        if not self.scheduler.reserve_next(going, len(ending)):
-            return
-        for sequence in going:
-            assert sequence.num_computed_tokens == sequence.num_tokens
-            for group, memory, table in zip(self.groups, self.memories, sequence.blocks.tables):
-                slot = memory.slot(table, sequence.num_tokens)
-                assert group.pool.refcount(slot[0]) == 1 and not group.pool.is_kept(slot[0])
-                memory.slots[slot] = GARBAGE
-
     # -- the simulated decodings ------------------------------------------------------------------
 
     def decode(self) -> None:
@@ -428,12 +244,9 @@ class Engine(RuleBasedStateMachine):
                 if self.answered[request] and len(request.sequences) < request.num_rows:
                     request.fork(self.scheduler.blocks, request.num_rows)
                     self.answered[request] = set(range(request.num_rows))
-            if not all(
-                s.index in self.answered[r] for r in open_requests for s in r.open_sequences
-            ):
-                continue
-            for request in open_requests:
-                self.advance(request)
+            if all(s.index in self.answered[r] for r in open_requests for s in r.open_sequences):
+                for request in open_requests:
+                    self.advance(request)
         self.decodings = [[r for r in decoding if not r.is_finished] for decoding in self.decodings]
         self.decodings = [decoding for decoding in self.decodings if decoding]
 
@@ -452,7 +265,7 @@ class Engine(RuleBasedStateMachine):
             for sequence, token in zip(request.sequences, tokens):
                 if not sequence.is_finished:
                     sequence.token_ids.append(token)
-                    if not self.is_beam[request] and self.random.random() < 0.05:
+                    if self.random.random() < 0.05:
                         self.scheduler.finish_sequence(sequence)
         if max(sequence.num_tokens for sequence in request.sequences) >= request.max_num_tokens:
             self.scheduler.finish(request)
@@ -464,17 +277,14 @@ class Engine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         self.manager.check_integrity()
-        for number, (group, outside) in enumerate(zip(self.groups, self.outside)):
-            group.pool.check_integrity(
-                [*(table.block_ids for table in self.manager.tables(number)), outside]
-            )
-        if self.is_shared:
-            assert sum(group.pool.num_used for group in self.groups) <= self.num_blocks
-        running = self.scheduler.queue.running
-        assert [r.key for r in running] == sorted(r.key for r in running)
-        assert self.scheduler.queue.num_rows == sum(request.num_open_rows for request in running)
-        unfinished = [request for request in self.answered if not request.is_finished]
+        for number, group in enumerate(self.groups):
+            group.pool.check_integrity([table.block_ids for table in self.manager.tables(number)])
+        assert sum(group.pool.num_used for group in self.groups) <= self.num_blocks
         queue = self.scheduler.queue
+        keys = [request.sort_key for request in queue.running]
+        assert keys == sorted(keys)
+        assert queue.num_rows == sum(request.num_open_rows for request in queue.running)
+        unfinished = [request for request in self.answered if not request.is_finished]
         assert len(queue.running) + len(queue.waiting) == len(unfinished)
         for request in self.answered:
             if request.status is not Status.RUNNING:
@@ -484,9 +294,6 @@ class Engine(RuleBasedStateMachine):
         """Everything finishes in a bounded number of steps, and no block is left."""
         if not hasattr(self, "manager"):
             return
-        for group, outside in zip(self.groups, self.outside):
-            group.pool.release(outside)
-        self.outside = [[] for _ in self.groups]
         # one token per step, rows in turn, takes thousands of steps
         self.scheduler.max_num_batched_tokens = 64
         steps = 0
@@ -497,7 +304,6 @@ class Engine(RuleBasedStateMachine):
             assert steps < 5_000, repr(self.scheduler)
         self.manager.drop_cached()
         assert all(group.pool.num_free == group.pool.num_blocks for group in self.groups)
-        assert not self.swapper.hosts
 
 
 TestEngine = Engine.TestCase

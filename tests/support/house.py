@@ -1,9 +1,8 @@
 """Measures the code: `python -m tests.support.house [--json FILE] [--against FILE]` prints a table
 beside earlier figures.
 
-Counts are exact and the same on every machine: tokens of source, calls of a decode step,
-conditionals that ask about a feature. Docstrings and comments are free. Complexity is ruff's
-(C901); the rest is read from the syntax trees here.
+Counts are exact and the same on every machine: tokens of source, calls of a decode step. Docstrings
+and comments are free. Complexity is ruff's (C901).
 """
 
 import ast
@@ -11,11 +10,9 @@ import collections
 import io
 import json
 import re
-import subprocess
 import sys
 import token
 import tokenize
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +24,7 @@ PACKAGE = ROOT / "hf_paged"
 BASELINE = Path(__file__).with_name("house.json")
 MAX_COMPLEXITY = 12  # of a function, as McCabe counts it
 MAX_LINES = 500  # of a file
-NUM_HOT_FILES = 10  # those that run the most functions in a decode step of 64 rows
 STEPS = 5  # whose calls are counted
-
-# A capability, and the identifiers that name it. A file touches it if one of its identifiers
-# matches.
-FEATURES = {
-    "speculation": r"specul|draft|ngram|assist|propos",
-    "adapters": r"adapter|lora",
-    "tiers": r"tier|spill",
-    "ranks": r"(^|_)ranks?(_|$)|shard|mirror",
-    "images": r"image|pixel|media|picture|video",
-    "states": r"(^|_)states?(_|$)|snapshot|recurrent",
-    "virtual storage": r"virtual|mapping",
-    "grammars": r"grammar|schema",
-}
 
 
 def sources() -> list[Path]:
@@ -70,76 +53,23 @@ def tokens_of(source: str) -> list[tokenize.TokenInfo]:
     return counted
 
 
-def identifiers(tree: ast.AST) -> Iterator[str]:
-    names = {ast.Name: "id", ast.Attribute: "attr", ast.arg: "arg"}
-    names |= dict.fromkeys((ast.FunctionDef, ast.ClassDef), "name")
-    for node in ast.walk(tree):
-        if type(node) in names:
-            yield getattr(node, names[type(node)])
-
-
-def features_of(tree: ast.AST) -> set[str]:
-    names = "\n".join({name.lower() for name in identifiers(tree)})
-    return {
-        feature for feature, pattern in FEATURES.items() if re.search(pattern, names, re.MULTILINE)
-    }
-
-
-def conditions(tree: ast.AST) -> Iterator[ast.expr]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
-            yield node.test
-        elif isinstance(node, ast.comprehension):
-            yield from node.ifs
-
-
-def imported_paths(path: Path, tree: ast.AST) -> Iterator[Path]:
-    """The files of the package that a file imports, in functions too."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-            for target in [folder, *(folder / alias.name for alias in node.names)]:
-                if target.with_suffix(".py").is_file():
-                    yield target.with_suffix(".py")
-
-
 def read_source(counts: dict[str, Any]) -> None:
-    tokens, lines, words, touched, touched_in_core = (collections.Counter() for _ in range(5))
-    core_imports = attributes_set = longest = long_files = 0
+    tokens, lines = collections.Counter[str](), 0
+    longest = long_files = num_any = 0
     for path in sources():
-        source, room = path.read_text(), room_of(path)
-        tree, counted = ast.parse(source), tokens_of(source)
-        tokens[room] += len(counted)
-        lines[room] += len({item.start[0] for item in counted})
+        source = path.read_text()
+        counted = tokens_of(source)
+        tokens[room_of(path)] += len(counted)
+        lines += len({item.start[0] for item in counted})
         long_files += source.count("\n") > MAX_LINES
-        touched.update(features := features_of(tree))
-        if room == "core":
-            touched_in_core.update(features)
-            rooms = map(room_of, set(imported_paths(path, tree)))
-            core_imports += sum(room not in ("core", "kernels") for room in rooms)
-        words["Any"] += sum(item.string == "Any" for item in counted)
-        for node in ast.walk(tree):
+        num_any += sum(item.string == "Any" for item in counted)
+        for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.FunctionDef):
                 longest = max(longest, (node.end_lineno or 0) - node.lineno + 1)
-            elif isinstance(node, ast.ExceptHandler):
-                names = {None} if node.type is None else set(identifiers(node.type))
-                words["broad excepts"] += bool(names & {None, "Exception", "BaseException"})
-            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
-                name = node.func.attr if isinstance(node.func, ast.Attribute) else node.func.id
-                words["locks made"] += name.endswith(("Lock", "Condition", "Semaphore"))
-            elif isinstance(node, ast.Assign | ast.AugAssign | ast.AnnAssign):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                owners = [t.value for t in targets if isinstance(t, ast.Attribute)]
-                names = [owner.id for owner in owners if isinstance(owner, ast.Name)]
-                attributes_set += sum(name not in ("self", "cls") for name in names)
-    counts["tokens"] = sum(tokens.values())
-    counts["tokens a line"] = round(sum(tokens.values()) / sum(lines.values()), 2)
+    counts["tokens"] = tokens.total()
+    counts["tokens a line"] = round(tokens.total() / lines, 2)
     counts |= {f"tokens of {room}": tokens[room] for room in ["core", *ROOMS, "kernels"]}
-    counts |= {f"files that name {feature}": touched[feature] for feature in FEATURES}
-    counts |= {f"files of the core that name {name}": touched_in_core[name] for name in FEATURES}
-    counts["imports from the core into a room"] = core_imports
-    counts["attributes set from outside"] = attributes_set
-    counts |= dict(sorted(words.items()))
+    counts["Any"] = num_any
     counts["lines of the longest function"] = longest
     counts[f"files of more than {MAX_LINES} lines"] = long_files
     counts["lines of C++"] = sum(path.read_text().count("\n") for path in PACKAGE.rglob("*.cpp"))
@@ -148,8 +78,7 @@ def read_source(counts: dict[str, Any]) -> None:
 def read_complexity(counts: dict[str, Any]) -> None:
     limit = f"lint.mccabe.max-complexity={MAX_COMPLEXITY}"
     form = ("--output-format", "json", "--exit-zero", "--config", limit)
-    command = tools.module("ruff", "check", "--select", "C901", *form, PACKAGE)
-    answer = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    answer = tools.run_apart("ruff", "check", "--select", "C901", *form, PACKAGE)
     messages = [item["message"] for item in json.loads(answer.stdout)]
     found = [re.search(r"\((\d+) >", message) for message in messages]
     values = [int(match[1]) for match in found if match]
@@ -209,13 +138,6 @@ def read_calls(counts: dict[str, Any]) -> None:
                     engine.step()
         steps.report(counts, f"decode step of {rows} row{'s' * (rows > 1)}", STEPS)
     added.report(counts, "add_request", len(prompts))
-    hot = collections.Counter[str]()
-    for (file, _), _count in steps.functions.items():
-        hot[file] += PACKAGE.as_posix() in file
-    files = [Path(file).read_text() for file, _ in hot.most_common(NUM_HOT_FILES)]
-    asked = [condition for source in files for condition in conditions(ast.parse(source))]
-    counts[f"conditionals of the {NUM_HOT_FILES} hot files"] = len(asked)
-    counts["of them about a feature"] = sum(bool(features_of(condition)) for condition in asked)
     inputs = torch.tensor([prompts[0]])
     for _ in range(4):
         with Profile() as call:

@@ -209,7 +209,6 @@ def _tokens(config: PretrainedConfig, names: tuple[str, ...]) -> list[int]:
 
 @torch.no_grad()
 def _count_embeddings(model: PreTrainedModel, medium: str, tensors: Tensors) -> int:
-    """Number of tokens of one row's medium."""
     method = _features_method(model, medium)
     output = method(**{name: x for name, x in tensors.items() if name not in NOT_FOR_FEATURES})
     features = getattr(output, "pooler_output", None)

@@ -86,7 +86,6 @@ def assert_same_as_lone(expected: Rows, result: RequestResult, options: Options,
 
 
 def engine_of(name: str = "llama", tokenizer: Any = None, **config: Any) -> PagedEngine:
-    """An engine of the session's model."""
     config = {"block_size": 8, **config}
     return PagedEngine(models.get(name), PagedConfig(**config), tokenizer=tokenizer)
 

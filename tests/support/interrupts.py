@@ -121,7 +121,6 @@ class Victim:
 
     @functools.cached_property
     def num_calls(self) -> int:
-        """Functions that a run enters."""
         count, _ = self.run_entered(0)
         self.case.check()
         return count

@@ -52,7 +52,6 @@ OPTIONS: dict[str, Options] = {
 
 
 def load(folder: str, **options: Any) -> Any:
-    """Loads this process's shard of a saved model."""
     config = DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
     return model.eval()

@@ -62,7 +62,6 @@ class Calls(Case):
     expected: Any
 
     def tokens(self, **paged: Any) -> Any:
-        """The tokens of a call."""
         raise NotImplementedError
 
     def run(self) -> None:

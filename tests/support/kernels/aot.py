@@ -42,7 +42,6 @@ def compile_cases() -> list[Compiled]:
 
 
 def main() -> None:
-    """Prints the table of all cases, or JSON."""
     only = "", "cases whose name contains this"
     chip = dict(action="append", choices=list(CHIPS), help="repeat for several")
     options = tools.parser(__doc__, jobs=2, only=only, chip=chip, json=(False, "")).parse_args()

@@ -82,7 +82,6 @@ def count(chip: str) -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    """Prints the counts as JSON."""
     print(json.dumps(count(tools.parser(__doc__, chip=CHIP).parse_args().chip)))
 
 

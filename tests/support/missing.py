@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,8 +32,17 @@ def forbidden(path: Path) -> Iterator[None]:
         path.chmod(mode)
 
 
+class _Missing:
+    def __init__(self, library: str) -> None:
+        self.library = library
+
+    def find_spec(self, name: str, *args: Any) -> None:
+        if name.partition(".")[0] == self.library:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
 def take_away(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
     """Makes `library` impossible to import until the end of the test."""
     for name in [name for name in sys.modules if name.partition(".")[0] == library]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, library, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(sys, "meta_path", [_Missing(library), *sys.meta_path])

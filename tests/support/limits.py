@@ -26,16 +26,33 @@ from typing import Any
 import psutil
 import torch
 
+from hf_paged import PrefixTiers
 from hf_paged.cache.free_memory import trim
+from tests.support import models
 from tests.support.scenarios import GREEDY as GREEDY
-from tests.support.scenarios import SCENARIOS, Case
+from tests.support.scenarios import SCENARIOS, Case, Engine
 
 SECONDS = 60
 USER = 54321  # root has no limit of threads
+
+
+class Tiers(Engine):
+    """Evicts all cached blocks to the tiers between two runs of the requests."""
+
+    def __init__(self) -> None:
+        tiers = PrefixTiers(host_bytes=1 << 20, disk_path=tempfile.mkdtemp())
+        super().__init__(models.build("llama"), "steps", prefix_tiers=tiers)
+
+    def check(self) -> None:
+        self.drain()
+        self.engine.free()
+        super().check()
+
+
 ENTRY_POINTS: dict[str, Callable[[], Case]] = {
     "generate": SCENARIOS["generate, greedy"],
     "engine_generate": SCENARIOS["engine.generate"],
-    "steps_with_tiers": SCENARIOS["engine.step, tiers"],
+    "steps_with_tiers": Tiers,
     "generate_batch": SCENARIOS["native manager"],
     "saved_prefix": SCENARIOS["saved prefixes"],
 }

@@ -28,15 +28,21 @@ import torch
 
 from hf_paged import PrefixTiers
 from hf_paged.cache.free_memory import trim
-from tests.support import models
+from tests.support import models, scenarios
 from tests.support.scenarios import GREEDY as GREEDY
-from tests.support.scenarios import SCENARIOS, Case, Engine
+from tests.support.scenarios import SCENARIOS, Case
 
 SECONDS = 60
 USER = 54321  # root has no limit of threads
 
 
-class Tiers(Engine):
+class Generate(scenarios.Generate):
+    """The pool is released soon after the call, by a thread."""
+
+    paged = {**models.PAGED, "cache_config": {"idle_release_seconds": 0.1}}
+
+
+class Tiers(scenarios.Engine):
     """Evicts all cached blocks to the tiers between two runs of the requests."""
 
     def __init__(self) -> None:
@@ -50,7 +56,7 @@ class Tiers(Engine):
 
 
 ENTRY_POINTS: dict[str, Callable[[], Case]] = {
-    "generate": SCENARIOS["generate, greedy"],
+    "generate": lambda: Generate(models.build("llama"), "greedy"),
     "engine_generate": SCENARIOS["engine.generate"],
     "steps_with_tiers": Tiers,
     "generate_batch": SCENARIOS["native manager"],

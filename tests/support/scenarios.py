@@ -60,19 +60,20 @@ class Calls(Case):
     """Calls whose `tokens` are the same every time."""
 
     expected: Any
+    paged: Options = models.PAGED
 
     def tokens(self, **paged: Any) -> Any:
         raise NotImplementedError
 
     def run(self) -> None:
-        self.tokens(**models.PAGED)
+        self.tokens(**self.paged)
 
     def check(self) -> None:
         assert_pool_empty(self.model, "a call that is gone")
         self.check_next()
 
     def check_next(self) -> None:
-        tokens = self.tokens(**models.PAGED)
+        tokens = self.tokens(**self.paged)
         assert tokens == self.expected, "the next call gives other tokens"
         assert_pool_empty(self.model, "the next call")
 

@@ -7,6 +7,7 @@ arithmetic of processors is not repeated here.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -117,7 +118,8 @@ def _general_row(model: PreTrainedModel, medium: str) -> Row | None:
     if medium == "video":
         return grid_of_frames if "video_grid_thw" in takes else None
     if medium == "audio":
-        return sound_of_omni if MASKS_OF_SOUND[1] in takes else sound
+        mask = MASKS_OF_SOUND[MASKS_OF_SOUND[1] in takes]
+        return functools.partial(sound, mask=mask)
     if "image_grid_thw" in takes:
         return grid_of_patches
     if "pixel_values_local" in takes:
@@ -209,7 +211,6 @@ def _tokens(config: PretrainedConfig, names: tuple[str, ...]) -> list[int]:
 
 @torch.no_grad()
 def _count_embeddings(model: PreTrainedModel, medium: str, tensors: Tensors) -> int:
-    """Number of tokens of one row's medium."""
     method = _features_method(model, medium)
     output = method(**{name: x for name, x in tensors.items() if name not in NOT_FOR_FEATURES})
     features = getattr(output, "pooler_output", None)
@@ -241,11 +242,6 @@ def square_picture(config: PretrainedConfig, row: int) -> Tensors:
     return {"pixel_values": picture(config.vision_config, 1)}
 
 
-def square_tiles(config: PretrainedConfig, row: int) -> Tensors:
-    """Two tiles of the first picture, one of the second."""
-    return {"pixel_values": picture(config.vision_config, 2 - row)}
-
-
 def picture_of_any_size(config: PretrainedConfig, row: int, side: int = 64) -> Tensors:
     """Pictures padded to the largest of the batch; the second is half as high."""
     height = side // (row + 1)
@@ -267,11 +263,6 @@ def picture_and_crops(config: PretrainedConfig, row: int) -> Tensors:
     vision = getattr(config.vision_config, "sam_config", config.vision_config)
     pixels = {"pixel_values": picture(vision, 1), "pixel_values_local": picture(vision, 2 - row)}
     return {**pixels, "num_local_patches": torch.tensor([2 - row])}
-
-
-def picture_and_grid_of_crops(config: PretrainedConfig, row: int) -> Tensors:
-    grid = {"num_local_patches": [2 - row], "patches_grid": [[1, 2 - row]]}
-    return {**picture_and_crops(config, row), **grid}
 
 
 def tiles_with_mask(config: PretrainedConfig, row: int) -> Tensors:
@@ -365,22 +356,6 @@ def picture_and_question(config: PretrainedConfig, row: int) -> Tensors:
     return {**pixels, **question}
 
 
-def frames_and_question(config: PretrainedConfig, row: int) -> Tensors:
-    question = picture_and_question(config, row)
-    return {**question, "pixel_values": picture(config.vision_config, 1, 2)}
-
-
-def picture_and_finer_one(config: PretrainedConfig, row: int) -> Tensors:
-    pixels = square_picture(config, row)
-    return {**pixels, "high_res_pixel_values": picture(config.high_res_vision_config, 1)}
-
-
-def tiles_with_flags(config: PretrainedConfig, row: int) -> Tensors:
-    """Two tiles of the first picture, one of the second and an empty one."""
-    inputs = tiles_with_mask(config, 0)
-    return {**inputs, "pixel_attention_mask": torch.tensor([[True, row == 0]])}
-
-
 def crops_with_pooling(config: PretrainedConfig, row: int) -> Tensors:
     """The whole picture and a crop, `(crops, patches, pixels)`, with the patches that are averaged
     into each token."""
@@ -405,14 +380,6 @@ def merged_patches(config: PretrainedConfig, row: int) -> Tensors:
     return {"pixel_values": pixels, "image_grid_thw": torch.tensor([grid])}
 
 
-def patches_with_plane_grid(config: PretrainedConfig, row: int) -> Tensors:
-    inputs = grid_of_patches(config, row)
-    return {
-        "pixel_values": inputs["pixel_values"],
-        "image_grid_hw": inputs["image_grid_thw"][:, 1:],
-    }
-
-
 def sound(
     config: PretrainedConfig, row: int, frames: int = 128, mask: str = MASKS_OF_SOUND[0]
 ) -> Tensors:
@@ -420,10 +387,6 @@ def sound(
     audio = getattr(config.audio_config, "asr_config", config.audio_config)
     real = first_half(frames, row)
     return {"input_features": torch.randn(1, audio.num_mel_bins, frames) * real, mask: real.long()}
-
-
-def sound_of_omni(config: PretrainedConfig, row: int) -> Tensors:
-    return sound(config, row, mask=MASKS_OF_SOUND[1])
 
 
 def sound_with_frames_first(config: PretrainedConfig, row: int) -> Tensors:
@@ -442,11 +405,6 @@ def stacked_frames(config: PretrainedConfig, row: int) -> Tensors:
 def samples(config: PretrainedConfig, row: int, mask: str = "padding_mask") -> Tensors:
     real = first_half(9600, row)
     return {"input_values": torch.randn(1, 9600) * real, mask: real}
-
-
-def samples_with_channel(config: PretrainedConfig, row: int) -> Tensors:
-    inputs = samples(config, row)
-    return {**inputs, "input_values": inputs["input_values"][:, None]}
 
 
 def sound_of_dots(config: PretrainedConfig, row: int) -> Tensors:
@@ -469,14 +427,23 @@ def _by_class(builders: dict[str, dict[str, Any]]) -> dict[tuple[str, str], Any]
 
 ROWS_BY_BUILDER: dict[str, dict[str, Row]] = {
     "image": {
-        "AyaVision Cohere2Vision GotOcr2 InternVL Ovis2 QianfanOCR": square_tiles,
+        # two tiles of the first picture, one of the second
+        "AyaVision Cohere2Vision GotOcr2 InternVL Ovis2 QianfanOCR": lambda c, row: {
+            "pixel_values": picture(c.vision_config, 2 - row)
+        },
         "Kimi_K25 PaddleOCRVL": square_patches,
         "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7": strip_of_patches,
         "Lfm2Vl": padded_patches,
         "Gemma4 Gemma4Unified": patches_with_positions,
         "InstructBlip": picture_and_question,
-        "DeepseekVLHybrid": picture_and_finer_one,
-        "GraniteDocling": tiles_with_flags,
+        "DeepseekVLHybrid": lambda c, row: {
+            **square_picture(c, row),
+            "high_res_pixel_values": picture(c.high_res_vision_config, 1),
+        },
+        "GraniteDocling": lambda c, row: {  # of the second picture, one tile is empty
+            **tiles_with_mask(c, 0),
+            "pixel_attention_mask": torch.tensor([[True, row == 0]]),
+        },
         "Molmo2": crops_with_pooling,
         "VideoLlama3": lambda c, row: {
             **grid_of_patches(c, row),
@@ -486,12 +453,19 @@ ROWS_BY_BUILDER: dict[str, dict[str, Row]] = {
         "Chameleon": lambda c, row: {"pixel_values": torch.randn(1, 3, 16, 16)},
         "Emu3": lambda c, row: picture_of_any_size(c, row, side=8),
         "Florence2": lambda c, row: {"pixel_values": torch.randn(1, 3, 64, 64)},
-        "UnlimitedOcr": picture_and_grid_of_crops,
+        "UnlimitedOcr": lambda c, row: {
+            **picture_and_crops(c, row),
+            "num_local_patches": [2 - row],
+            "patches_grid": [[1, 2 - row]],
+        },
         "T5Gemma2": lambda c, row: square_picture(c.encoder, row),
         "FuyuForCausalLM": lambda c, row: {
             "pixel_values": torch.randn(4 - 2 * row, 3 * c.patch_size**2)
         },
-        "NemotronH_Omni_Reasoning_V3": patches_with_plane_grid,
+        "NemotronH_Omni_Reasoning_V3": lambda c, row: {
+            "pixel_values": grid_of_patches(c, row)["pixel_values"],
+            "image_grid_hw": torch.tensor([[4, 4 // (row + 1)]]),
+        },
     },
     "video": {
         "MiniCPMOcr MiniCPMV4_6 MiniCPMV4_7": as_video(strip_of_patches),
@@ -499,7 +473,10 @@ ROWS_BY_BUILDER: dict[str, dict[str, Row]] = {
             "pixel_values_videos": picture(c.vision_config, 1, 2)
         },
         "Kimi_K25": as_video(square_patches),
-        "InstructBlipVideo": frames_and_question,
+        "InstructBlipVideo": lambda c, row: {
+            **picture_and_question(c, row),
+            "pixel_values": picture(c.vision_config, 1, 2),
+        },
         "VideoLlama3": lambda c, row: {
             **grid_of_frames(c, row),
             "video_merge_sizes": torch.tensor([2]),
@@ -520,7 +497,9 @@ ROWS_BY_BUILDER: dict[str, dict[str, Row]] = {
             "padding_mask": first_half(4000, row),
         },
         "Dots3Note": sound_of_dots,
-        "VibeVoice VibeVoiceAsr": samples_with_channel,
+        "VibeVoice VibeVoiceAsr": lambda c, row: {
+            name: x[:, None] if name == "input_values" else x for name, x in samples(c, row).items()
+        },
         "MuseSpark": lambda c, row: samples(c, row, mask="input_values_mask"),
         "Qwen3ASR": lambda c, row: sound(c, row, frames=200),
     },
@@ -635,13 +614,6 @@ def _granite_speech(config: PretrainedConfig) -> Tensors:
     return {**inputs, "input_features": features, "input_features_mask": mask}
 
 
-def _voxtral_realtime(config: PretrainedConfig) -> Tensors:
-    """Text and sound in parallel: eight frames of the spectrogram per token, future tokens
-    included."""
-    features = torch.randn(2, config.audio_config.num_mel_bins, 8 * 40)
-    return {**words(), "input_features": features, "num_delay_tokens": 2}
-
-
 def _omniasr(config: PretrainedConfig) -> Tensors:
     """One placeholder for each frame that the convolutions make of the samples."""
     frames = 4000
@@ -681,7 +653,11 @@ CALLS_BY_BUILDER: dict[str, dict[str, Callable[[PretrainedConfig], Tensors]]] = 
         "Pop2Piano": lambda c: spectrogram(c.d_model, 20),
         "SeamlessM4TForSpeechToText SeamlessM4Tv2ForSpeechToText": lambda c: spectrogram(160, 40),
         "Speech2Text": lambda c: spectrogram(c.input_feat_per_channel, 40),
-        "VoxtralRealtime": _voxtral_realtime,
+        "VoxtralRealtime": lambda c: {  # eight frames for each token, with those to come
+            **words(),
+            "input_features": torch.randn(2, c.audio_config.num_mel_bins, 8 * 40),
+            "num_delay_tokens": 2,
+        },
         "KyutaiSpeechToText": _kyutai,
         "Whisper": lambda c: spectrogram(
             c.num_mel_bins, 2 * c.max_source_positions, bins_first=True

@@ -177,7 +177,6 @@ def _media(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _on(device: str, inputs: Any) -> Any:
-    """Nested inputs, with their tensors on a device."""
     return torch.utils._pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
 
 
@@ -323,7 +322,6 @@ def _check_quietly(name: str) -> Result:
 
 
 def table(results: list[Result]) -> str:
-    """The results in Markdown, one row per architecture."""
     first, last = ("name", "family", "medium", "status"), ("in_place", "latent", "seconds")
     rows = []
     for result in results:

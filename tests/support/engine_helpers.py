@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Container, Iterable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, MambaConfig, MambaForCausalLM, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from hf_paged import EngineStats, PagedConfig, PagedEngine, RequestOutput, RequestResult
 from hf_paged.rooms import RoomMissingError
 from tests.support import models
 from tests.support.checks import plain_run
+from tests.support.forwards import build, fresh
 from tests.support.models import Options, Rows
 
 MANY_ENDS = list(range(20, 36))  # many EOS ids, so that texts end early
@@ -86,7 +86,6 @@ def assert_same_as_lone(expected: Rows, result: RequestResult, options: Options,
 
 
 def engine_of(name: str = "llama", tokenizer: Any = None, **config: Any) -> PagedEngine:
-    """An engine of the session's model."""
     config = {"block_size": 8, **config}
     return PagedEngine(models.get(name), PagedConfig(**config), tokenizer=tokenizer)
 
@@ -270,22 +269,6 @@ def prompts(*lengths: int, seed: int = 0) -> Rows:
 
 # A model whose code splits the cached values of a batch in two: no packed batch.
 build_diff_llama = functools.partial(models.build, "diff_llama")
-
-
-@functools.cache
-def get_mamba() -> PreTrainedModel:
-    """The session's shared one, which a test must not change."""
-    return models.shared(build_mamba())
-
-
-def build_mamba() -> PreTrainedModel:
-    """A model whose state is not K/V."""
-    sizes = dict(hidden_size=32, state_size=8, num_hidden_layers=2)
-    model: Any = MambaForCausalLM(MambaConfig(vocab_size=models.VOCAB_SIZE, **sizes))
-    with torch.no_grad():  # spread logits, so that rounding decides no choice
-        weight = model.get_input_embeddings().weight
-        weight.copy_(torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
-    model.generation_config = GenerationConfig(
-        pad_token_id=models.PAD, bos_token_id=models.BOS, use_cache=True
-    )
-    return model.float().eval()
+# A model whose state is not K/V; the session's shared one must not be changed.
+build_mamba = functools.partial(fresh, "MambaForCausalLM")
+get_mamba = functools.partial(build, "MambaForCausalLM")

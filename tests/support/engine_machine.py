@@ -199,7 +199,6 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(ask=ASKS, call=st.integers(1, 6))
     def generate_with_fault(self, ask: int, call: int) -> None:
-        """An allocation of a `generate` call raises."""
         wanted = self.wanted(ask, has_adapter=False)
         try:
             with failing_allocation(Countdown(call, MemoryError)):

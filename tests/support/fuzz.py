@@ -285,7 +285,6 @@ def attempt(seed: int, model: str | None, number: int) -> tuple[list[Outcome], s
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Number of calls by road and mode."""
     counts = collections.Counter((o.road, o.mode, o.how) for o in outcomes)
     lines = [f"{'road':10} {'mode':12}" + "".join(f"{kind:>15}" for kind in KINDS)]
     for road, mode in sorted({(o.road, o.mode) for o in outcomes}):

@@ -202,7 +202,6 @@ def _returned(rng: random.Random) -> Options:
 
 
 def _late(rng: random.Random, mode: str, rows: int) -> Options:
-    """Arguments built for every call."""
     limit = rng.choice(("max_new_tokens", "max_new_tokens", "max_length"))
     late: Options = {limit: rng.randint(1, 24)}
     kind = rng.choice(("none", "one", "some", "some", "frequent", "frequent"))

@@ -51,11 +51,9 @@ class FakeGraph:
 
 
 class FakeGraphs:
-    """Records functions as `FakeGraph`s."""
-
     on_device = True
 
-    def __init__(self, device: Any = None) -> None:
+    def __init__(self) -> None:
         self.graphs: list[FakeGraph] = []  # all captured ones
         self.fail: Callable[[], None] | None = None  # called in each capture after the dry run
         # whether a capture also fails where it would fail with the model on a device
@@ -83,7 +81,6 @@ class FakeGraphs:
 
     @property
     def num_replays(self) -> int:
-        """Replays of all graphs."""
         return sum(graph.num_replays for graph in self.graphs)
 
 

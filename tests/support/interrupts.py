@@ -83,56 +83,45 @@ class Interrupter:
         return interrupted
 
 
-class Entered:
-    """A profile function that raises a signal as the `number`-th function is entered."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.count = 0
-        self.stack: list[str] = []
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        if event != "call":
-            return
-        self.count += 1
-        if self.count == self.number:
-            sys.setprofile(None)
-            self.stack = traceback.format_stack(frame, limit=6)
-            raise KeyboardInterrupt
-
-
 class Victim:
-    """A case of one kind, built anew after a failure."""
+    """A case of one kind."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.counts = name, Counter[str]()
+        self.case = CASES[name]()
         self.error: BaseException | None = None  # kept, as a notebook keeps the last one
-        self.build()
-
-    def build(self) -> None:
-        self.case = CASES[self.name]()
         start = time.perf_counter()
         self.case.run()
         self.seconds = time.perf_counter() - start
         self.case.check()
         self.before = model_state(self.case.model)
 
-    def run_entered(self, number: int) -> Entered:
-        """Runs the case, interrupted as the `number`-th function is entered."""
-        entered, before = Entered(number), sys.getprofile()
-        sys.setprofile(entered)
+    def run_entered(self, number: int) -> tuple[int, list[str]]:
+        """Runs the case, interrupted as the `number`-th function is entered; returns how many were
+        entered, and the stack at the interrupt."""
+        count, stack = 0, list[str]()
+
+        def enter(frame: FrameType, event: str, argument: Any) -> None:
+            nonlocal count
+            if event == "call":
+                count += 1
+                if count == number:
+                    sys.setprofile(None)
+                    stack.extend(traceback.format_stack(frame, limit=6))
+                    raise KeyboardInterrupt
+
+        before = sys.getprofile()
+        sys.setprofile(enter)
         try:
             self.case.run()
         except KeyboardInterrupt as error:
             self.error = error
         finally:
             sys.setprofile(before)
-        return entered
+        return count, stack
 
     @functools.cached_property
     def num_calls(self) -> int:
-        """Functions that a run enters."""
-        count = self.run_entered(0).count
+        count, _ = self.run_entered(0)
         self.case.check()
         return count
 
@@ -143,34 +132,32 @@ class Victim:
             assert state == self.before, f"the model was {self.before} and is {state}"
             self.case.check()
         except Exception:
-            text = traceback.format_exc()
             torch.set_grad_enabled(True)
-            self.build()
-            return text
+            return traceback.format_exc()
         return ""
 
 
-def attack_by_signal(victim: Victim, rng: random.Random, interrupter: Interrupter) -> str:
-    """Sends a signal; returns which, and when. Half of them come uniformly over the call, half near
-    its beginning, from 20 microseconds on."""
+def attack_by_signal(
+    victim: Victim, rng: random.Random, interrupter: Interrupter
+) -> tuple[bool, str]:
+    """Sends a signal; returns whether it came in time, which, and when. Half of them come uniformly
+    over the call, half near its beginning, from 20 microseconds on."""
     delay = rng.uniform(0, victim.seconds)
     if rng.random() >= 0.5:
         delay = 2e-5 * (victim.seconds / 2e-5) ** rng.random()
     number = rng.choice(list(RAISED))
     start = time.perf_counter()
     was_interrupted = interrupter.run(victim.case.run, delay, number)
-    victim.counts["interrupted" if was_interrupted else "came to their end"] += 1
     if not was_interrupted:
         victim.seconds = 0.8 * victim.seconds + 0.2 * (time.perf_counter() - start)
-    return f"{signal.Signals(number).name} after {delay * 1e6:.0f} us"
+    return was_interrupted, f"{signal.Signals(number).name} after {delay * 1e6:.0f} us"
 
 
-def attack_call(victim: Victim, rng: random.Random, interrupter: None) -> str:
-    """Interrupts as a function is entered; returns where."""
+def attack_call(victim: Victim, rng: random.Random, interrupter: None) -> tuple[bool, str]:
+    """Interrupts as a function is entered; returns whether it was, and where."""
     number = rng.randint(1, victim.num_calls)
-    entered = victim.run_entered(number)
-    victim.counts["interrupted" if entered.stack else "came to their end"] += 1
-    return f"call {number} of {victim.num_calls}\n{''.join(entered.stack)}"
+    _, stack = victim.run_entered(number)
+    return bool(stack), f"call {number} of {victim.num_calls}\n{''.join(stack)}"
 
 
 def interrupt_often(
@@ -181,15 +168,16 @@ def interrupt_often(
     names, totals = [name for name in CASES if only in name], Counter[str]()
     with Interrupter() if attack is attack_by_signal else contextlib.nullcontext() as interrupter:
         for place, name in enumerate(names):
-            victim = Victim(name)
+            victim, counts = Victim(name), Counter(wrong=0)
             for turn in range(place, count, len(names)):
-                how = attack(victim, random.Random(f"{seed}/{turn}"), interrupter)
-                problem = victim.problem()
-                victim.counts["wrong"] += bool(problem)
-                if problem:
+                is_in_time, how = attack(victim, random.Random(f"{seed}/{turn}"), interrupter)
+                counts["interrupted" if is_in_time else "came to their end"] += 1
+                if problem := victim.problem():
+                    counts["wrong"] += 1
                     report(f"--seed {seed}, interrupt {turn}, {name}, {how}:\n{problem}")
-            report(f"{name}: " + ", ".join(f"{n} {what}" for what, n in victim.counts.items()))
-            totals += victim.counts
+                    victim = Victim(name)
+            report(f"{name}: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
+            totals += counts
     report(f"{count} interrupts, {totals['interrupted']} in time, {totals['wrong']} wrong")
     return totals["wrong"]
 

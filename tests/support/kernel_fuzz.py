@@ -68,7 +68,6 @@ class Draws(random.Random):
         return self.tensor(second, first, *rest, dtype=dtype).transpose(0, 1)
 
     def other(self, x: Tensor) -> Tensor:
-        """A tensor of another dtype, shape or layout."""
         others = [dtype for dtype in (*FLOATS, torch.float64) if dtype is not x.dtype]
         make = self.one(
             lambda: x.to(self.choice(others)),
@@ -287,7 +286,6 @@ OPERATIONS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 
 def rows(draws: Draws) -> None:
-    """Lists of small operations, one call each."""
     dtype = draws.one(*FLOATS)
     sizes = [draws.one(1, 2, 3, 7) for _ in range(draws.randrange(3))]
     x = draws.strided(*sizes, draws.one(*DIMS[1:], 300, 2100), dtype=dtype)

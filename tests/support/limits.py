@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import gc
 import os
 import resource
 import signal
@@ -24,69 +25,42 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import GenerationConfig
 
-import hf_paged
-from hf_paged import PagedConfig, PagedEngine, PrefixTiers
-from tests.support import models
-from tests.support.engine_helpers import lone_run, prompts, run_all, tokens_of
-from tests.support.models import Rows
-from tests.support.scenarios import GREEDY
+from hf_paged import PrefixTiers
+from hf_paged.cache.free_memory import trim
+from tests.support import models, scenarios
+from tests.support.scenarios import GREEDY as GREEDY
+from tests.support.scenarios import SCENARIOS, Case
 
 SECONDS = 60
 USER = 54321  # root has no limit of threads
-PROMPTS = prompts(40, 33)
 
 
-def generate(model: Any, folder: Path) -> Rows:
-    paged = {"cache_implementation": "paged", "cache_config": {"idle_release_seconds": 0.1}}
-    return [lone_run(model, prompt, GREEDY, **paged)[0] for prompt in PROMPTS]
+class Generate(scenarios.Generate):
+    """The pool is released soon after the call, by a thread."""
+
+    paged = {**models.PAGED, "cache_config": {"idle_release_seconds": 0.1}}
 
 
-def run_engine(engine: PagedEngine) -> Rows:
-    return [rows[0] for rows in tokens_of(engine.generate(PROMPTS, GREEDY))]
-
-
-def engine_generate(model: Any, folder: Path) -> Rows:
-    return run_engine(PagedEngine(model, PagedConfig(block_size=8)))
-
-
-def steps_with_tiers(model: Any, folder: Path) -> Rows:
+class Tiers(scenarios.Engine):
     """Evicts all cached blocks to the tiers between two runs of the requests."""
-    tiers = PrefixTiers(host_bytes=1 << 20, disk_path=folder / "tier")
-    engine = PagedEngine(model, PagedConfig(block_size=8, prefix_caching=True, prefix_tiers=tiers))
-    runs = []
-    for _ in range(2):
-        for number, prompt in enumerate(PROMPTS):
-            engine.add_request(prompt, GREEDY, request_id=str(number))
-        results = run_all(engine)
-        runs.append([rows[0] for rows in tokens_of(results[name] for name in sorted(results))])
-        engine.free()
-    assert runs[0] == runs[1]
-    return runs[1]
+
+    def __init__(self) -> None:
+        tiers = PrefixTiers(host_bytes=1 << 20, disk_path=tempfile.mkdtemp())
+        super().__init__(models.build("llama"), "steps", prefix_tiers=tiers)
+
+    def check(self) -> None:
+        self.drain()
+        self.engine.free()
+        super().check()
 
 
-def generate_batch(model: Any, folder: Path) -> Rows:
-    hf_paged.install(continuous_batching=True)
-    outputs = model.generate_batch(PROMPTS, GenerationConfig(**GREEDY))
-    for output in outputs.values():
-        if output.error is not None:
-            raise RuntimeError(output.error)
-    return [output.generated_tokens for output in outputs.values()]
-
-
-def saved_prefix(model: Any, folder: Path) -> Rows:
-    config = PagedConfig(block_size=8, prefix_caching=True)
-    with PagedEngine(model, config) as engine:
-        engine.save_prefix(PROMPTS[0], folder / "prefix")
-    with PagedEngine(model, config) as engine:
-        engine.load_prefix(folder / "prefix")
-        return run_engine(engine)
-
-
-ENTRY_POINTS: dict[str, Callable[[Any, Path], Rows]] = {
-    function.__name__: function
-    for function in (generate, engine_generate, steps_with_tiers, generate_batch, saved_prefix)
+ENTRY_POINTS: dict[str, Callable[[], Case]] = {
+    "generate": lambda: Generate(models.build("llama"), "greedy"),
+    "engine_generate": SCENARIOS["engine.generate"],
+    "steps_with_tiers": Tiers,
+    "generate_batch": SCENARIOS["native manager"],
+    "saved_prefix": SCENARIOS["saved prefixes"],
 }
 
 
@@ -112,6 +86,8 @@ def limit(text: str) -> None:
             if hasattr(threading, name):
                 setattr(threading, name, refuse_threads)
     elif kind == "memory":
+        gc.collect()
+        trim()
         size = psutil.Process().memory_info().vms + (int(number) << 20)
         resource.setrlimit(resource.RLIMIT_AS, (size, size))
     else:
@@ -119,33 +95,35 @@ def limit(text: str) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (size, size))
 
 
-def run(name: str, text: str, model: Any, expected: Rows, folder: Path) -> int:
+def run(name: str, text: str, case: Case) -> int:
     """Runs an entry point at a limit; the process then ends as a script does, through the handlers
     of `atexit`."""
+    outcome = "tokens"
     try:
         limit(text)
-        tokens = ENTRY_POINTS[name](model, folder)
-        outcome = "tokens" if tokens == expected else f"wrong: {tokens}, not {expected}"
+        case.run()
+        case.check()
     except Exception as error:
         lines = traceback.format_exception_only(error)
-        outcome = f"raised {lines[-1].strip()[:200]}"
+        how = "wrong:" if isinstance(error, AssertionError) else "raised"
+        outcome = f"{how} {lines[-1].strip()[:200]}"
     print(f"{text}, {name}: {outcome}", flush=True)
     return int(outcome.startswith("wrong"))
 
 
 def main(folder: str, *limits: str) -> int:
     torch.set_num_threads(1)
-    model: Any = models.build("llama")
-    expected = [lone_run(model, prompt, GREEDY)[0] for prompt in PROMPTS]
+    tempfile.tempdir = folder
     num_failed = 0
     for text in limits:
-        for name in ENTRY_POINTS:
-            path = tempfile.mkdtemp(dir=folder)
-            os.chmod(path, 0o777)
+        for name, build in ENTRY_POINTS.items():
+            case = build()
+            for path in Path(folder).rglob("*"):
+                path.chmod(0o777)
             child = os.fork()
             if not child:
                 signal.alarm(SECONDS)
-                return run(name, text, model, expected, Path(path))
+                return run(name, text, case)
             status = os.waitpid(child, 0)[1]
             if os.WIFSIGNALED(status):
                 print(f"{text}, {name}: wrong: ended by signal {os.WTERMSIG(status)}", flush=True)

@@ -117,7 +117,6 @@ class Client(User):
             self.generate(self.model, draw.choice(self.known))
 
     def add_any(self, request_id: str = "") -> None:
-        """Adds a request from the catalogue."""
         number = self.draw.randrange(len(self.known))
         if number in self.too_large:
             return
@@ -246,7 +245,6 @@ def _play(run: Run, num_steps: int, known: list[Wanted]) -> tuple[collections.Co
 
 
 def summary(seen: collections.Counter[str]) -> str:
-    """The counts, one line each."""
     seconds = seen["milliseconds"] / 1000
     lines = [f"{name:30}{seen[name]:>12,}" for name in seen if name != "milliseconds"]
     rate = seen["steps"] / seconds if seconds else 0.0
@@ -258,7 +256,6 @@ _bytes: list[int] = []  # of this process, after each run
 
 
 def attempt(seed: int, num_steps: int, number: int) -> tuple[collections.Counter[str], str]:
-    """Plays a run by its number."""
     tools.quieten()
     run = load_cases.draw_run(seed, number)
     seen, failure = play(run, num_steps)

@@ -22,8 +22,6 @@ from tests.support.user_code import Processor
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of model and memory."""
-
     model: str  # its name in `models.CONFIGS`
     layers: Options  # as few as show what it is: most of a step is overhead
     # blocks for the largest requests of the catalogue, and for a few at a time

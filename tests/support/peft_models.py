@@ -29,14 +29,13 @@ def lora(**options: Any) -> Any:
     return peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **targets)
 
 
-def lora_model(name: Any = "llama", second: dict[str, Any] | None = None, **options: Any) -> Any:
+def lora_model(name: Any = "llama", **options: Any) -> Any:
     """A model with two adapters of different rank and target modules; the first is active. `name`
     may be a model."""
     torch.manual_seed(0)
     base = models.build(name) if isinstance(name, str) else name
     model = peft.get_peft_model(base, lora(**options), adapter_name="first")
-    default = {"r": 2, "target_modules": ["k_proj", "v_proj"]}
-    model.add_adapter("second", lora(**(default if second is None else second)))
+    model.add_adapter("second", lora(r=2, target_modules=["k_proj", "v_proj"]))
     return model.eval()
 
 

@@ -58,9 +58,6 @@ class Pools:
     def is_used(self) -> bool:
         return any(group.pool.num_used for group in self.groups)
 
-    def release_unused(self) -> bool:
-        return False
-
 
 def manager_of(
     groups: Sequence[Any], block_size: int, prefix_caching: bool = True, pools: Any = None

@@ -10,7 +10,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -53,7 +52,6 @@ OPTIONS: dict[str, Options] = {
 
 
 def load(folder: str, **options: Any) -> Any:
-    """Loads this process's shard of a saved model."""
     config = DistributedConfig(tp_plan="auto", tp_size=int(os.environ["WORLD_SIZE"]))
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
     return model.eval()
@@ -523,19 +521,10 @@ def run(
         if adapters is not None:
             adapters.save_pretrained(Path(folder, "adapters"), save_embedding_layers=False)
         start = ("--standalone", f"--nproc_per_node={world_size}", "-m", "tests.support.ranks")
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "TRANSFORMERS_VERBOSITY": "error",
-            "PYTHONFAULTHANDLER": "1",  # a process that crashes says where
-        }
-        done = subprocess.run(
-            tools.module("torch.distributed.run", *start, folder, *cases),
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
+        quiet = {"TRANSFORMERS_VERBOSITY": "error"}
+        quiet["PYTHONFAULTHANDLER"] = "1"  # a process that crashes says where
+        program = "torch.distributed.run"
+        done = tools.run_apart(program, *start, folder, *cases, timeout=timeout, **quiet)
         found = []
         for rank in range(world_size):
             path = Path(folder, f"{rank}.json")

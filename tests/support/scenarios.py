@@ -18,7 +18,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from tests.support import models
 from tests.support.checks import assert_pool_empty
-from tests.support.engine_helpers import lone_run, prompts
+from tests.support.engine_helpers import lone_run, prompts, results_of, told_by
 from tests.support.models import Options, Rows
 
 GREEDY: Options = {"do_sample": False, "max_new_tokens": 6}
@@ -60,20 +60,20 @@ class Calls(Case):
     """Calls whose `tokens` are the same every time."""
 
     expected: Any
+    paged: Options = models.PAGED
 
     def tokens(self, **paged: Any) -> Any:
-        """The tokens of a call."""
         raise NotImplementedError
 
     def run(self) -> None:
-        self.tokens(**models.PAGED)
+        self.tokens(**self.paged)
 
     def check(self) -> None:
         assert_pool_empty(self.model, "a call that is gone")
         self.check_next()
 
     def check_next(self) -> None:
-        tokens = self.tokens(**models.PAGED)
+        tokens = self.tokens(**self.paged)
         assert tokens == self.expected, "the next call gives other tokens"
         assert_pool_empty(self.model, "the next call")
 
@@ -102,17 +102,23 @@ class NativeManager(Calls):
         self.expected = [lone_run(self.model, prompt, GREEDY)[0] for prompt in self.prompts]
         hf_paged.install(continuous_batching=True)
 
-    def tokens(self, **paged: Any) -> Rows:
+    def answers(self) -> list[Any]:
         options = GenerationConfig(**GREEDY, eos_token_id=-1)
         answers = self.model.generate_batch(
             self.prompts, generation_config=options, progress_bar=False
         )
-        return [answer.generated_tokens for answer in answers.values()]
+        return list(answers.values())
+
+    def tokens(self, **paged: Any) -> Rows:
+        answers = self.answers()
+        if errors := [answer.error for answer in answers if answer.error is not None]:
+            raise RuntimeError(errors[0])
+        return [answer.generated_tokens for answer in answers]
 
     def run(self) -> None:
         # ends the thread that serves, so that the next one is traced from its beginning
         hf_paged.free(self.model)
-        super().run()
+        self.answers()
 
     def check(self) -> None:  # the blocks of a session that is gone are freed by the next one
         self.check_next()
@@ -132,9 +138,6 @@ class Engine(Case):
         self.options = [GREEDY, {**GREEDY, "num_beams": 2}, MODES["sampled"], GREEDY]
         self.expected = [*map(self.lone, self.prompts, self.options, self.adapters)]
         self.outputs: list[Any] = []
-        self.run()
-        self.check()
-        self.num_preemptions = self.engine.stats().num_preemptions
 
     def lone(self, prompt: list[int], options: Options, adapter: Any) -> list[int]:
         return lone_run(self.model, prompt, options, seed=7)[0]
@@ -169,15 +172,13 @@ class Engine(Case):
         while self.engine.has_unfinished:
             self.outputs += self.engine.step()
             self.engine.check_integrity()
-        ended = [output for output in self.outputs if output.result is not None]
-        results = {output.request_id: output.result for output in ended}
-        assert len(ended) == len(results), "a result was told twice"
-        told: dict[str, list[int]] = {name: [] for name in results}
-        for output in self.outputs:
-            told[output.request_id] += output.new_tokens.values()
+        results, told = results_of(self.outputs), told_by(self.outputs)
+        num_ended = sum(output.result is not None for output in self.outputs)
+        assert num_ended == len(results), "a result was told twice"
+        assert told.keys() <= results.keys(), "a result was not told"
         self.outputs.clear()
         for number in range(len(results)):
-            result, tokens = results[str(number)], told[str(number)]
+            result, tokens = results[str(number)], told[str(number)].get(0, [])
             # none of beams, whose tokens are final only at the end
             assert tokens == result.token_ids[: len(tokens)], "a token was told twice"
             is_interrupted = str(result.error).startswith("interrupted by")
@@ -246,7 +247,9 @@ def build_engine_in_a_tight_pool(preemption: str) -> Engine:
     case = Engine(
         models.build("llama"), "steps", num_blocks=9, preemption=preemption, storage="blocks"
     )
-    assert case.num_preemptions, "the pool is not small enough"
+    case.run()
+    case.check()
+    assert case.engine.stats().num_preemptions, "the pool is not small enough"
     return case
 
 

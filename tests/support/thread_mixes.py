@@ -13,13 +13,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from tests.support import models
-from tests.support.architecture_configs import tiny_model
+from tests.support.forwards import fresh
 from tests.support.models import Options
 from tests.support.user_code import Criterion, OwnError, Processor
 
@@ -53,10 +52,7 @@ class Embedding(nn.Embedding):
 
 @functools.cache
 def get_model(name: str) -> PreTrainedModel:
-    is_ours = name in models.CONFIGS
-    model: Any = models.build(name) if is_ours else tiny_model(getattr(transformers, name))
-    for config in (model.config, model.config.get_text_config(), model.generation_config):
-        config.eos_token_id = None
+    model: Any = models.build(name) if name in models.CONFIGS else fresh(name)
     plain = model.get_input_embeddings()
     plain.__class__ = type("Embedding", (Embedding, type(plain)), {})
     with torch.no_grad():

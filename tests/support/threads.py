@@ -289,7 +289,6 @@ def exit_hung(mix: Mix) -> None:
 
 
 def run_mixes(numbers: Sequence[int], seed: int) -> int:
-    """Plays the mixes; returns the number of failed mixes."""
     failed, interrupts = 0, 0
     observer = Observer()
     with observer.installed(), Interrupter() as interrupter:

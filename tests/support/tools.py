@@ -62,12 +62,13 @@ def module(name: str, *arguments: object, python: str = sys.executable) -> list[
     return [python, "-m", name, *map(str, arguments)]
 
 
-def run_apart(name: str, *arguments: object, timeout: float | None = None) -> Any:
-    """Runs a module in a process with one thread; returns it, ended, with its output as text."""
+def run_apart(name: str, *arguments: object, timeout: float | None = None, **variables: str) -> Any:
+    """Runs a module in a process with one thread; returns it, ended, with its output as text.
+    `variables`: more of its environment."""
     return subprocess.run(
         module(name, *arguments),
         cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -136,14 +137,9 @@ def write_results(path: Path, head: dict[str, Any], results: Iterable[Any]) -> N
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """One thread, no warnings, and nothing of what some models print."""
-    import torch
-    import transformers
-
-    transformers.logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
+    """As `quieten`, and nothing of what some models print."""
+    quieten()
+    with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 

@@ -112,7 +112,6 @@ def kind(launch: Launch) -> str:
 
 
 def variants(launches: Iterable[Launch], name: Callable[[Launch], str]) -> dict[str, int]:
-    """Number of different keys by the names of launches."""
     keys: dict[str, set[str]] = {}
     for launch in launches:
         keys.setdefault(name(launch), set()).add(launch.key)
@@ -128,7 +127,6 @@ def specialize_on_all() -> None:
 
 
 def main() -> None:
-    """Prints the counts as JSON."""
     parser = tools.parser(__doc__, chip=CHIP, specialize=(False, "on all arguments"))
     options = parser.parse_args()
     if options.specialize:

@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,11 +33,11 @@ import hf_paged  # noqa: E402
 from hf_paged.tools import serving  # noqa: E402
 
 from ..support import models  # noqa: E402
+from .conftest import TIME_LIMIT, free_port, wait_for  # noqa: E402
 from .served_app import TEMPLATE, save_text_model, served  # noqa: E402
 
 ROOT = Path(hf_paged.__file__).parents[1]
 PROMPTS = [f"{models.corpus()[i % len(models.corpus())]} {i}" for i in range(32)]
-TIME_LIMIT = 300  # seconds, for busy machines
 NUM_BLOCKS = 512
 
 
@@ -46,9 +45,7 @@ class Server:
     """A server process with one model, and clients for it."""
 
     def __init__(self, folder: Path) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            self.port = taken.getsockname()[1]
+        self.port = free_port()
         self.folder, self.url = str(folder), f"http://127.0.0.1:{self.port}"
         run = f"-m hf_paged run --engine --set num_blocks={NUM_BLOCKS} --set block_size=8"
         serve = f"transformers serve {folder} --device cpu --host 127.0.0.1 --port {self.port}"
@@ -72,10 +69,7 @@ class Server:
         return self.log.read()
 
     def wait_for(self, is_true: Callable[[], Any]) -> None:
-        end = time.monotonic() + TIME_LIMIT
-        while not is_true():
-            assert time.monotonic() < end, self.told()
-            time.sleep(0.1)
+        wait_for(is_true, self.told)
 
     def is_healthy(self) -> bool:
         with contextlib.suppress(httpx.TransportError):
@@ -253,28 +247,6 @@ def test_a_client_that_is_gone_frees_its_blocks(server: Server, is_streamed: boo
     assert 0 < now["generation_tokens_total"] - before["generation_tokens_total"] < 3000
     assert now["kv_cache_max_blocks"] == NUM_BLOCKS
     assert server.is_healthy() and server.answer(PROMPTS[0])
-
-
-def test_choices_and_logprobs_of_the_openai_client(server: Server) -> None:
-    options: dict[str, Any] = {"logprobs": True, "top_logprobs": 2, "n": 3}
-    options |= {"temperature": 0.9, "seed": 5}
-    answer = server.chat(PROMPTS[0], **options)
-    texts = [choice.message.content for choice in answer.choices]
-    assert len(set(texts)) == 3 and answer.usage.completion_tokens == 36
-    for choice in answer.choices:
-        assert len(choice.logprobs.content) == 12
-        assert len(choice.logprobs.content[0].top_logprobs) == 2
-    options |= {"stream": True, "stream_options": {"include_usage": True}}
-    pieces, logprobs = ["", "", ""], [0, 0, 0]
-    for chunk in server.chat(PROMPTS[0], **options):
-        for each in chunk.choices:
-            pieces[each.index] += each.delta.content or ""
-            logprobs[each.index] += len(each.logprobs.content) if each.logprobs is not None else 0
-    assert pieces == texts and logprobs == [12] * 3 and chunk.usage.completion_tokens == 36
-    completion = server.client.completions.create(
-        model=server.folder, prompt=PROMPTS[1], logprobs=2, n=2, max_tokens=4
-    )
-    assert [len(choice.logprobs.tokens) for choice in completion.choices] == [4, 4]
 
 
 def test_many_at_once_get_what_each_gets_alone(server: Server) -> None:

@@ -8,10 +8,8 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,12 +27,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 import hf_paged  # noqa: E402
 
 from ..support import models  # noqa: E402
+from .conftest import TIME_LIMIT, free_port, wait_for  # noqa: E402
 from .served_app import TEMPLATE  # noqa: E402
 
 ROOT = Path(hf_paged.__file__).parents[1]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "serve-what-you-tuned.md"
 BASE, ADAPTER = "Qwen/Qwen3-0.6B", Path("adapters", "blocks", "adapter_model.safetensors")
-TIME_LIMIT = 300  # seconds, for busy machines
 
 
 def blocks(language: str) -> list[str]:
@@ -95,9 +93,7 @@ def test_the_server_answers_as_plain_generate(page: dict[str, Any], folder: str)
     install, ask = others
     assert install == 'pip install "hf_paged[serve]" "transformers[serving]"'
     (start,) = [line for line in commands() if line.endswith(f"serve {folder}")]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    port = free_port()
     python, *arguments = shlex.split(start)
     assert python == "python"
     search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -109,12 +105,11 @@ def test_the_server_answers_as_plain_generate(page: dict[str, Any], folder: str)
             stderr=subprocess.STDOUT,
         )
         try:
-            end = time.monotonic() + TIME_LIMIT
             health = ["curl", "-sf", f"localhost:{port}/health"]
-            while subprocess.run(health, capture_output=True).returncode:
-                told = Path(log.name).read_text()
-                assert server.poll() is None and time.monotonic() < end, told
-                time.sleep(0.5)
+            wait_for(
+                lambda: not subprocess.run(health, capture_output=True).returncode,
+                lambda: Path(log.name).read_text(),
+            )
             ask = ask.replace("localhost:8000", f"localhost:{port}")
             ask = ask.replace('"tuned"', json.dumps(folder))
             answer = subprocess.run(

@@ -27,7 +27,7 @@ from tests.callers.test_callers import BEAMS, GREEDY, SAMPLES, assert_used_pool
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
 from tests.support import models
 from tests.support.checks import assert_same_tokens, generate_both
-from tests.support.engine_helpers import assert_lone, prompts
+from tests.support.engine_helpers import prompts
 
 CLOSE = {torch.bfloat16: 0.25, torch.float16: 0.05}  # logits have a standard deviation of 3
 INPUTS = models.padded_prompt("llama")
@@ -59,7 +59,10 @@ def assert_as_plain(model: PreTrainedModel, road: str = "engine") -> None:
         assert_both(model, road, **mode)
     assert_used_pool(model)
     with PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
-        assert_lone(engine, PROMPTS, engine.generate(PROMPTS, GREEDY), GREEDY)
+        for prompt, result in zip(PROMPTS, engine.generate(PROMPTS, GREEDY), strict=True):
+            assert result.error is None, result.error
+            expected = model.generate(torch.tensor([prompt]), **GREEDY)
+            assert_same_tokens(expected[:, len(prompt) :], torch.tensor([result.token_ids]))
         engine.check_integrity()
         if road == "engine":
             assert engine.route is not None and engine.route.road == "engine", engine.route

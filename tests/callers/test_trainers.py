@@ -83,25 +83,26 @@ def prepare(name: str, setup: str, folder: Path, paged: dict[str, Any]) -> Seq2S
 def test_seq2seq_trainer(name: str, setup: str, tmp_path: Path) -> None:
     """Predict, train (in `bf16` until the answers are known), predict and evaluate: tokens and
     losses are plain's."""
-    runs: list[tuple[list[Any], list[float]]] = []
+    runs: list[list[list[Any]]] = []
     for paged in ({}, models.PAGED):
         trainer = prepare(name, setup, tmp_path, paged)
         data = trainer.eval_dataset
         outputs = [trainer.predict(data)]
         trainer.train()
         outputs += [trainer.predict(data, num_beams=num_beams) for num_beams in (1, 3)]
+        tokens = [torch.tensor(output.predictions) for output in outputs]
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        losses += [output.metrics["test_loss"] for output in outputs]
-        losses.append(trainer.evaluate()["eval_loss"])
-        runs.append(([torch.tensor(output.predictions) for output in outputs], losses))
+        metrics = [output.metrics["test_loss"] for output in outputs]
+        runs.append([tokens, losses, [*metrics, trainer.evaluate()["eval_loss"]]])
     model = trainer.model.get_base_model() if SETUPS[setup][0] else trainer.model
     route = hf_paged.last_route(model)
     assert route is not None and route.road == "engine", route
     assert_used_pool(model)
-    (plain, plain_losses), (paged_tokens, paged_losses) = runs
-    assert len(plain_losses) > 6 and paged_losses == pytest.approx(plain_losses)
+    (plain, plain_losses, plain_metrics), (tokens, losses, metrics) = runs
+    assert len(plain_losses) >= 3 and losses == plain_losses
+    assert metrics == pytest.approx(plain_metrics)
     assert not torch.equal(plain[0], plain[1]), "training changed nothing: the test is void"
-    for step, (expected, actual) in enumerate(zip(plain, paged_tokens, strict=True)):
+    for step, (expected, actual) in enumerate(zip(plain, tokens, strict=True)):
         if setup == "bf16" and not step:  # before the answers are known, rounding decides
             assert expected.shape == actual.shape
             continue

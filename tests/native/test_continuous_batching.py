@@ -600,8 +600,8 @@ if not child:
     assert not manager.is_running() and manager.get_result() is None
     manager.stop()
     manager.start()
-    name = manager.add_request(prompt, max_new_tokens=5)
-    assert len(manager.get_result(name).generated_tokens) == 5
+    output = manager.get_result(manager.add_request(prompt, max_new_tokens=5))
+    assert len(output.generated_tokens) == 5, output
     manager.stop()
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0

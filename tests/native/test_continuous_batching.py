@@ -594,7 +594,8 @@ FORK = """
 manager = model.init_continuous_batching(config)
 manager.start()
 name = manager.add_request(prompt)
-time.sleep(0.5)
+while manager.engine.stats().num_steps < 50:  # modules that steps need are imported
+    time.sleep(0.01)
 child = os.fork()
 if not child:
     assert not manager.is_running() and manager.get_result() is None

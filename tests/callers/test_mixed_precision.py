@@ -1,5 +1,4 @@
-"""Models that accelerate runs under bf16 autocast: prepared by hand, and by
-`Seq2SeqTrainer(bf16=True)`.
+"""Models that accelerate runs under bf16 autocast, and other precisions of float32.
 
 bfloat16 keeps 8 bits, so a random model's best two tokens are often equal, and the order of a sum
 decides. These models have memorized answers, each from its whole prompt, so no choice depends on
@@ -12,8 +11,6 @@ import copy
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -21,14 +18,15 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel, Seq2SeqTrainer, Seq2SeqTrainingArguments
+from transformers import PreTrainedModel
 from transformers.utils.import_utils import enable_tf32
 
 import hf_paged
-from hf_paged import PagedEngine
-from tests.callers.test_callers import Pairs, assert_used_pool, seq2seq_trainer, timeless
+from hf_paged import PagedEngine, inspect
+from tests.callers.test_callers import BEAMS, GREEDY, SAMPLES, assert_used_pool
 from tests.support import models
-from tests.support.checks import assert_same_tokens
+from tests.support.checks import assert_same_tokens, generate_both
+from tests.support.engine_helpers import assert_lone, engine_of, prompts, results_of
 from tests.support.precision import BY_BACKEND, LEGACY, default_precision
 from tests.support.rooms import records_on_cpu
 
@@ -83,63 +81,8 @@ class Answers(Dataset):
         }
 
 
-def trainer_of(model: PreTrainedModel, folder: Path) -> Seq2SeqTrainer:
-    is_encoder_decoder = model.config.is_encoder_decoder
-    settings = Seq2SeqTrainingArguments(
-        output_dir=str(folder),
-        bf16=True,
-        predict_with_generate=True,
-        generation_max_length=ANSWER_LENGTH + (1 if is_encoder_decoder else PROMPT_LENGTH),
-        per_device_eval_batch_size=3,
-        per_device_train_batch_size=NUM_PROMPTS,
-        learning_rate=4e-3,
-        lr_scheduler_type="constant",
-        max_steps=40,
-        save_strategy="no",
-        use_cpu=True,
-        report_to=[],
-        disable_tqdm=True,
-        seed=0,
-    )
-    learned, asked = (Answers(is_encoder_decoder, joined) for joined in (True, False))
-    return Seq2SeqTrainer(model=model, args=settings, train_dataset=learned, eval_dataset=asked)
-
-
-@pytest.mark.slow_cases("llama")
-@pytest.mark.parametrize("name", ["llama", pytest.param("t5", marks=pytest.mark.slow)])
-def test_seq2seq_trainer_bf16(name: str, tmp_path: Path) -> None:
-    """Predict, train until the answers are known, predict and evaluate, as with plain."""
-    results: dict[bool, list[Any]] = {}
-    for paged in (False, True):
-        model = models.build(name)
-        if paged:
-            model.generation_config.cache_implementation = "paged"
-            model.generation_config.cache_config = {"block_size": 8}
-        trainer = trainer_of(model, tmp_path)
-        before = trainer.predict(trainer.eval_dataset)
-        trainer.train()
-        after = [trainer.predict(trainer.eval_dataset, num_beams=num_beams) for num_beams in (1, 3)]
-        results[paged] = [before.predictions.shape, *(output.predictions for output in after)]
-        results[paged] += [
-            timeless(output.metrics)
-            for output in (*after, SimpleNamespace(metrics=trainer.evaluate()))
-        ]
-        if paged:
-            assert hf_paged.last_route(model).road == "engine"
-            assert_used_pool(model)
-    start = 1 if model.config.is_encoder_decoder else PROMPT_LENGTH
-    for plain in results[False][1:3]:
-        answers = torch.tensor(plain)[:, start : start + ANSWER_LENGTH]
-        assert_same_tokens(
-            trainer.eval_dataset.answers,
-            answers,
-            "plain does not know the answers: the test is void",
-        )
-    assert results[True][0] == results[False][0]
-    for plain, paged in zip(results[False][1:3], results[True][1:3]):
-        assert_same_tokens(torch.tensor(plain), torch.tensor(paged), "predictions")
-    for plain, paged in zip(results[False][3:], results[True][3:]):
-        assert plain == pytest.approx(paged)
+def assert_known(tokens: Tensor, answers: Tensor) -> None:
+    assert_same_tokens(answers, tokens[:, -ANSWER_LENGTH:], "plain does not know them: void")
 
 
 @functools.cache
@@ -168,117 +111,67 @@ def _knowing(name: str) -> PreTrainedModel:
 def test_accelerate_bf16(name: str, num_beams: int) -> None:
     model = Accelerator(mixed_precision="bf16", cpu=True).prepare(copy.deepcopy(_knowing(name)))
     data = Answers(model.config.is_encoder_decoder, joined=False)
-    seen: list[torch.dtype] = []
+    dtypes: set[torch.dtype] = set()
     head = model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
-    inputs = {
-        "input_ids": data.prompts,
-        "attention_mask": data.masks,
-        "max_new_tokens": ANSWER_LENGTH,
-        "num_beams": num_beams,
-    }
-    expected = model.generate(**inputs, do_sample=False)
-    assert set(seen) == {torch.bfloat16}, "no autocast: the test is void"
+    hook = head.register_forward_hook(lambda module, args, out: dtypes.add(out.dtype))
+    inputs = {"input_ids": data.prompts, "attention_mask": data.masks}
+    options = {"max_new_tokens": ANSWER_LENGTH, "num_beams": num_beams, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    assert dtypes == {torch.bfloat16}, "no autocast: the test is void"
     hook.remove()
-    assert_same_tokens(
-        data.answers,
-        expected[:, -ANSWER_LENGTH:],
-        "plain does not know the answers: the test is void",
-    )
-    assert_same_tokens(expected, model.generate(**inputs, do_sample=False, **models.PAGED))
+    assert_known(expected, data.answers)
+    assert_same_tokens(expected, model.generate(**inputs, **options, **models.PAGED))
     assert hf_paged.last_route(model).road == "engine"
     assert_used_pool(model)
 
 
 # --------------------------------------------------------------------------- precision of float32
 
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "beams": {"do_sample": False, "num_beams": 3},
-    "samples": {"do_sample": True, "num_return_sequences": 2},
-}
 NEW = 20  # tokens: enough for recorded steps
+SETTERS = {**BY_BACKEND, **LEGACY, "enable_tf32": lambda: enable_tf32(True)}
 
 
-@pytest.mark.slow
+@pytest.mark.slow_cases(but=["enable_tf32"])
 @pytest.mark.parametrize(
-    "name", ["all", "cuda.matmul", "cudnn", "mkldnn.matmul", "medium, then all", "all, then medium"]
+    "name",
+    [
+        *("enable_tf32", "cuda.matmul", "cudnn", "mkldnn.matmul"),
+        *("medium, then all", "all, then medium"),
+    ],
 )
-def test_precision_of_float32(name: str) -> None:
-    setters = BY_BACKEND | LEGACY
+def test_precision_of_float32(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`TrainingArguments(tf32=True)`, which wants an Ampere GPU, calls `enable_tf32`."""
     model, inputs = models.build("llama"), models.padded_prompt("llama")
+    model.config.save_pretrained(tmp_path)
     with default_precision():
         for part in name.split(", then "):
-            setters[part]()
-        for mode in MODES.values():
-            torch.manual_seed(0)
-            expected = model.generate(**inputs, **mode, max_new_tokens=NEW)
-            torch.manual_seed(0)
-            found = model.generate(**inputs, **mode, max_new_tokens=NEW, **models.PAGED)
-            assert_same_tokens(expected, found, name)
+            SETTERS[part]()
+        for mode in (GREEDY, BEAMS, SAMPLES):
+            options = {**mode, "max_new_tokens": NEW}
+            assert_same_tokens(*generate_both(model, inputs, options), name)
             route = hf_paged.last_route(model)
-            assert route is not None
-            assert route.road == "engine"
+            assert route is not None and route.road == "engine"
             assert route.reason.startswith("packed")
             assert not records_on_cpu() or route.num_captured_steps > 0
-        prompt = models.token_ids(1, 9, seed=3)
-        expected = model.generate(prompt, do_sample=False, max_new_tokens=NEW)
         with PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
-            result = engine.generate(prompt.tolist(), {"do_sample": False, "max_new_tokens": NEW})[
-                0
-            ]
-        assert result.error is None
-        assert result.sequences[0].token_ids == expected[0, 9:].tolist()
+            assert_lone(engine, prompts(9), engine.generate(prompts(9), GREEDY), GREEDY)
+        assert inspect.main([str(tmp_path)]) == 0
+    assert "packed" in capsys.readouterr().out
     assert_used_pool(model)
 
 
 @pytest.mark.slow
 def test_an_engine_between_whose_steps_the_precision_changes() -> None:
-    model, options = models.build("llama"), {"do_sample": False, "max_new_tokens": 2 * NEW}
-    prompt = models.token_ids(1, 9, seed=3)
-    expected = model.generate(prompt, **options)[0, 9:].tolist()
-    with default_precision(), PagedEngine(model, {"block_size": models.BLOCK_SIZE}) as engine:
-        for setter in [None, *BY_BACKEND.values()]:
-            engine.add_request(prompt[0].tolist(), options)
+    options = {**GREEDY, "max_new_tokens": 2 * NEW}
+    with default_precision(), engine_of() as engine:
+        for setter in [lambda: None, *BY_BACKEND.values()]:
+            name = engine.add_request(prompts(9)[0], options)
             for _ in range(NEW):
                 engine.step()
-            if setter is not None:
-                setter()
-            results = []
+            setter()
+            outputs = []
             while engine.has_unfinished:
-                results += [output.result for output in engine.step()]
-            assert results[-1].error is None
-            assert results[-1].sequences[0].token_ids == expected
-
-
-@pytest.mark.slow_cases("t5")
-@pytest.mark.parametrize("name", ["llama", "t5"])
-def test_a_trainer_that_turns_on_tf32(name: str, tmp_path: Path) -> None:
-    """As `TrainingArguments(tf32=True)`, which wants an Ampere GPU, does."""
-    predictions, pairs = [], Pairs()
-    if name == "llama":
-        pairs.labels = pairs.inputs
-    with default_precision():
-        for is_paged in (False, True):
-            model = models.build(name)
-            if is_paged:
-                model.generation_config.cache_implementation = "paged"
-            trainer = seq2seq_trainer(model, tmp_path, num_beams=1)
-            enable_tf32(True)
-            options = {"max_length": None, "max_new_tokens": NEW}
-            predictions.append(torch.tensor(trainer.predict(pairs, **options).predictions))
-    assert_same_tokens(*predictions)
-    assert_used_pool(model)
-
-
-@pytest.mark.parametrize("name", ["all", "mkldnn.matmul"])
-def test_inspect_in_another_precision(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from hf_paged import inspect
-
-    models.config("llama").save_pretrained(tmp_path)
-    with default_precision():
-        BY_BACKEND[name]()
-        assert inspect.main([str(tmp_path)]) == 0
-    assert "packed" in capsys.readouterr().out
+                outputs += engine.step()
+            assert_lone(engine, prompts(9), [results_of(outputs)[name]], options)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3ForCausalLM, PreTrainedModel
+from transformers import DeepseekV3ForCausalLM
 
 pytest.importorskip("torchao")
 
@@ -22,10 +22,11 @@ from torchao.quantization import (
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.kernels import cpp
-from tests.callers.test_callers import BEAMS, GREEDY, assert_used_pool
+from tests.callers.test_callers import BEAMS, GREEDY, SAMPLES, assert_used_pool
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.checks import assert_same_tokens
+from tests.support.checks import assert_same_tokens, generate_both
+from tests.support.engine_helpers import assert_lone, prompts, results_of, steps
 from tests.support.rooms import records_on_cpu
 
 # int4 variant that runs on a CPU: torchao's `Int4WeightOnlyConfig` packs for CUDA and XPU only
@@ -36,15 +37,10 @@ SCHEMES: dict[str, Callable[[], Any]] = {
         weight_dtype=torch.int4, weight_granularity=PerGroup(32)
     ),
 }
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": GREEDY,
-    "beams": BEAMS,
-    "samples": {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 12},
-}
 LENGTHS = (60, 33, 48, 21)  # enough tokens in all for the prefix cache to be used
 
 
-def quantized(name: str, scheme: str) -> PreTrainedModel:
+def quantized(name: str, scheme: str) -> Any:
     model = models.build(name)
     quantize_(model, SCHEMES[scheme]())
     kinds = {type(parameter.data) for parameter in model.parameters()}
@@ -52,27 +48,28 @@ def quantized(name: str, scheme: str) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.slow_cases(
-    "*-activations-*",
-    "t5-*-beams",
-    "t5-*-samples",
-    "t5-int4-*",
-    "llama-int8-samples",
-    "llama-int4-beams",
-)
-@pytest.mark.parametrize("mode", MODES)
+def assert_both(model: Any, inputs: Any, options: Any = GREEDY, what: str = "tokens") -> Any:
+    expected, tokens = generate_both(model, inputs, options)
+    assert_same_tokens(expected, tokens, what)
+    assert hf_paged.last_route(model).road == "engine"
+    return expected
+
+
+@pytest.mark.slow_cases("t5-int8", "t5-int4", "*-activations-*")
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama", "t5"])
-def test_torchao(name: str, scheme: str, mode: str) -> None:
-    """Every call twice: the second one finds cached blocks, if any."""
+def test_torchao(name: str, scheme: str) -> None:
+    """Every call twice: the second one finds cached blocks, if any. An engine, too."""
     model, inputs = quantized(name, scheme), models.padded_prompt(name, LENGTHS)
-    for _ in range(2):
-        torch.manual_seed(0)
-        expected = model.generate(**inputs, **MODES[mode])
-        torch.manual_seed(0)
-        assert_same_tokens(expected, model.generate(**inputs, **MODES[mode], **models.PAGED))
-        assert_used_pool(model)
-    assert hf_paged.last_route(model).road == "engine"
+    for mode in (GREEDY, BEAMS, SAMPLES):
+        for _ in range(2):
+            assert_both(model, inputs, mode)
+            assert_used_pool(model)
+    with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=40)) as engine:
+        for _ in range(2):
+            texts = prompts(*LENGTHS)
+            assert_lone(engine, texts, engine.generate(texts, GREEDY), GREEDY)
+            engine.check_integrity()
 
 
 @pytest.mark.slow_cases("int4 in eights")
@@ -83,87 +80,51 @@ def test_torchao_where_latents_are_expanded(scheme: str) -> None:
     model = tiny_model(DeepseekV3ForCausalLM)
     eights = IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(8))
     quantize_(model, SCHEMES["int8"]() if scheme == "int8" else eights)
-    inputs = models.padded_prompt("llama", LENGTHS)
-    expected = model.generate(**inputs, **GREEDY)
-    assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **models.PAGED))
-    assert hf_paged.last_route(model).road == "engine"
-
-
-@pytest.mark.slow_cases(but=["int8"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_torchao_on_an_engine(scheme: str) -> None:
-    model = quantized("llama", scheme)
-    prompts = [models.token_ids(1, length, seed=length)[0].tolist() for length in LENGTHS]
-    with PagedEngine(model, PagedConfig(block_size=8, max_num_batched_tokens=40)) as engine:
-        for _ in range(2):
-            for prompt, result in zip(prompts, engine.generate(prompts, GREEDY), strict=True):
-                assert result.error is None, result.error
-                ids = torch.tensor([prompt])
-                expected = model.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)
-                assert_same_tokens(expected[:, len(prompt) :], torch.tensor([result.token_ids]))
-            engine.check_integrity()
+    assert_both(model, models.padded_prompt("llama", LENGTHS))
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_decode_steps_are_recorded_and_read_the_weights_again(scheme: str) -> None:
-    model, inputs = quantized("llama", scheme), models.padded_prompt("llama", LENGTHS)
-    options = {**GREEDY, "max_new_tokens": 24}
-    for change in (None, "in place", "others"):
+    """Blocks of the float weights must not serve the quantized ones, either."""
+    model: Any = models.build("llama")
+    inputs, options = models.padded_prompt("llama", LENGTHS), {**GREEDY, "max_new_tokens": 24}
+    tokens = [assert_both(model, inputs, options)]
+    quantize_(model, SCHEMES[scheme]())
+    for change in ("none", "in place", "others"):
         with torch.no_grad():
             weight = model.model.layers[0].mlp.up_proj.weight
-            names, _ = weight.__tensor_flatten__()
-            scale = next(
-                x for x in (getattr(weight, name) for name in names) if x.is_floating_point()
-            )
+            parts = [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
             if change == "in place":
-                scale.mul_(-2.0)
+                next(part for part in parts if part.is_floating_point()).mul_(-2.0)
             elif change == "others":
-                up = models.build("llama", seed=5).model.layers[0].mlp.up_proj
-                quantize_(torch.nn.Sequential(up), SCHEMES[scheme]())
-                model.model.layers[0].mlp.up_proj = up
-        expected = model.generate(**inputs, **options)
+                up: Any = models.build("llama", seed=5)
+                quantize_(torch.nn.Sequential(up.model.layers[0].mlp.up_proj), SCHEMES[scheme]())
+                model.model.layers[0].mlp.up_proj = up.model.layers[0].mlp.up_proj
         for _ in range(2):
-            assert_same_tokens(
-                expected, model.generate(**inputs, **options, **models.PAGED), str(change)
-            )
+            expected = assert_both(model, inputs, options, change)
             route = hf_paged.last_route(model)
             assert route is not None
             assert not records_on_cpu() or route.num_captured_steps > 10, (change, route)
+        assert not torch.equal(expected, tokens[-1]), f"{change} changes nothing: void"
+        tokens.append(expected)
 
 
 @pytest.mark.parametrize("change", ["replaced", "swapped"])
 def test_other_scales_between_the_steps_of_an_engine(change: str) -> None:
     """The weight stays the same object. No recorded step of the old scales is replayed.
     (The prompt fills no block: before cached blocks are served, the weights are hashed.)"""
-    model, prompt = quantized("llama", "int8"), models.token_ids(1, 6, seed=1)
+    model, (prompt,) = quantized("llama", "int8"), prompts(6)
     weights: list[Any] = [layer.mlp.down_proj.weight for layer in model.model.layers]
     options = {**GREEDY, "max_new_tokens": 40}
     with PagedEngine(model, PagedConfig(block_size=8)) as engine:
-        engine.add_request(prompt[0].tolist(), options)
+        engine.add_request(prompt, options)
         for _ in range(20):
             engine.step()
         if change == "replaced":
             weights[0].scale = weights[0].scale * -1.5
         else:
             torch.utils.swap_tensors(*weights)
-        last = engine.add_request(prompt[0].tolist(), options)
-        outputs = []
-        while engine.has_unfinished:
-            outputs += engine.step()
-        (result,) = (x.result for x in outputs if x.result and x.request_id == last)
-        expected = model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
-        assert_same_tokens(expected[:, 6:], torch.tensor([result.token_ids]))
-
-
-@pytest.mark.slow
-def test_torchao_quantizes_between_two_calls() -> None:
-    """Blocks of the float weights must not serve the quantized ones."""
-    model, inputs = models.build("llama"), models.padded_prompt("llama", LENGTHS)
-    before = model.generate(**inputs, **GREEDY)
-    assert_same_tokens(before, model.generate(**inputs, **GREEDY, **models.PAGED), "float")
-    quantize_(model, SCHEMES["int4"]())
-    expected = model.generate(**inputs, **GREEDY)
-    assert not torch.equal(before, expected), "quantizing changes nothing: the test is void"
-    assert_same_tokens(expected, model.generate(**inputs, **GREEDY, **models.PAGED), "quantized")
+        last = engine.add_request(prompt, options)
+        assert_lone(engine, [prompt], [results_of(steps(engine))[last]], options)

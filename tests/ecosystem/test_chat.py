@@ -11,8 +11,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,8 @@ from selenium.webdriver.common.keys import Keys  # noqa: E402
 
 import hf_paged  # noqa: E402
 
+from .conftest import TIME_LIMIT, free_port, wait_for  # noqa: E402
+
 ROOT = Path(hf_paged.__file__).parents[1]
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -37,27 +37,16 @@ FLAGS = (
     " --disable-background-networking --disable-component-update --disable-sync"
     " --window-size=1280,700"
 ).split()
-TIME_LIMIT = 300  # seconds, for busy machines
 QUESTION = "The with statement"
 TRAIN_STEPS = 120  # enough for words, not for sentences
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "min_new_tokens": 300}
-
-
-def wait_for(get: Callable[[], Any], seconds: float = TIME_LIMIT) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := get()):
-        assert time.monotonic() < end, "it never came"
-        time.sleep(0.1)
-    return found
 
 
 class Page:
     """A server process of the example, and a browser on its page."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        with socket.socket() as taken:
-            taken.bind(("127.0.0.1", 0))
-            port = taken.getsockname()[1]
+        port = free_port()
         self.process = subprocess.Popen(
             [sys.executable, "examples/chat.py", "--port", str(port), *options],
             cwd=ROOT,

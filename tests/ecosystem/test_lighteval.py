@@ -21,10 +21,11 @@ from transformers.generation.continuous_batching import ContinuousMixin
 
 import hf_paged
 from tests.support import models
+from tests.support.engine_helpers import lone_run
 
 torch.set_grad_enabled(True)  # lighteval disables gradients in the process that imports it
 
-NUM_ROWS, NEW_TOKENS = 12, 10
+NEW_TOKENS = 10
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TASK = """
 from lighteval.metrics.metrics import Metrics
@@ -57,9 +58,9 @@ def native_names() -> Iterator[None]:
     hf_paged.install()
 
 
-def plain(model: Any, ids: list[int]) -> list[int]:
-    tokens = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False)
-    return list(map(int, tokens[0, len(ids) :]))
+def plain(ids: list[int]) -> list[int]:
+    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
+    return lone_run(models.get("llama"), list(map(int, ids)), options)[0]
 
 
 @pytest.mark.usefixtures("native_names")
@@ -69,32 +70,28 @@ def test_a_task_by_generate_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("_load_from_files", "_load_from_subdirs"):
         # of lighteval's own tasks, one of which downloads a file
         monkeypatch.setattr(Registry, name, staticmethod(lambda *args: {}))
-    model: Any = models.build("llama")
-    tokenizer: Any = models.tokenizer()
+    tokenizer = models.tokenizer()
     # without one, lighteval reads a field that the document lacks
-    tokenizer.chat_template = TEMPLATE
-    for part in (model, tokenizer):
-        part.save_pretrained(tmp_path / "model")
-    words, rows = models.corpus()[0], []
-    for i in range(NUM_ROWS):
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+    tokenizer.save_pretrained(tmp_path / "model")
+    models.get("llama").save_pretrained(tmp_path / "model")
+    words, expected, lines = models.corpus()[0], dict[str, int](), []
+    for i in range(12):
         question = words[3 * i : 20 + 7 * i]
-        answer = tokenizer.decode(
-            plain(model, tokenizer(question)["input_ids"]), skip_special_tokens=True
-        )
-        rows.append({"question": question, "answer": f"not {answer}" if i % 2 else answer})
+        answer = tokenizer.decode(plain(tokenizer(question)["input_ids"]), skip_special_tokens=True)
+        expected[question] = (i + 1) % 2
+        answer = answer if expected[question] else f"not {answer}"
+        lines.append(json.dumps({"question": question, "answer": answer}))
     (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "task.py").write_text(
-        TASK.format(folder=str(tmp_path / "data"), new_tokens=NEW_TOKENS)
-    )
-
-    roads: list[str] = []
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines))
+    task = TASK.format(folder=str(tmp_path / "data"), new_tokens=NEW_TOKENS)
+    (tmp_path / "task.py").write_text(task)
+    routes: list[Any] = []
     generate_batch: Any = ContinuousMixin.generate_batch
 
     def counted(model: Any, **arguments: Any) -> Any:
         outputs = generate_batch(model, **arguments)
-        route = hf_paged.last_route(model)
-        roads.append("" if route is None else route.road)
+        routes.append(hf_paged.last_route(model))
         return outputs
 
     with monkeypatch.context() as patch:
@@ -115,14 +112,11 @@ def test_a_task_by_generate_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             ),
         )
         pipeline.evaluate()
-    assert roads and set(roads) == {"engine"}
-    details = [
-        row for rows in pipeline.evaluation_tracker.details_logger.details.values() for row in rows
-    ]
-    assert len(details) == NUM_ROWS
-    for row in details:
+    assert routes and {route.road for route in routes} == {"engine"}
+    details = pipeline.evaluation_tracker.details_logger.details.values()
+    rows = [row for details_of_task in details for row in details_of_task]
+    for row in rows:
         response = row.model_response
-        assert response.output_tokens == [plain(model, response.input_tokens)]
-    expected = {row["question"]: 0 if row["answer"].startswith("not ") else 1 for row in rows}
-    assert {row.doc.query: row.metric["em"] for row in details} == expected
-    assert pipeline.get_results()["results"]["all"]["em"] == 0.5
+        assert response.output_tokens == [plain(response.input_tokens)]
+    assert {row.doc.query: row.metric["em"] for row in rows} == expected
+    assert len(rows) == 12 and pipeline.get_results()["results"]["all"]["em"] == 0.5

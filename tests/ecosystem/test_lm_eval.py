@@ -49,67 +49,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def evaluate(
-    folder: Path, name: str, *options: str, run: tuple[str, ...] = ()
-) -> tuple[Any, list[Any]]:
+def evaluate(folder: Path, name: str, run: str = "", options: str = "") -> tuple[Any, list[Any]]:
     """Scores and answers."""
-    command = [
-        sys.executable,
-        "-m",
-        *run,
-        "lm_eval",
-        "run",
-        "--model",
-        "hf",
-        "--tasks",
-        "continues",
-    ]
-    model = f"pretrained={folder / 'model'},dtype=float32"
-    where = [
-        "--model_args",
-        model,
-        "--include_path",
-        str(folder),
-        "--output_path",
-        str(folder / name),
-    ]
-    others = ["--device", "cpu", "--batch_size", "4", "--log_samples"]
-    env = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "HF_DATASETS_OFFLINE": "1",
-        "HF_HOME": str(folder / "home"),
-    }
-    env |= {"OMP_NUM_THREADS": "1"}
+    command = f"""-m {run} lm_eval run --model hf --tasks continues --include_path {folder}
+        --model_args pretrained={folder / "model"},dtype=float32 --output_path {folder / name}
+        --device cpu --batch_size 4 --log_samples {options}"""
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "home")}
     ended = subprocess.run(
-        [*command, *where, *others, *options],
+        [sys.executable, *command.split()],
         cwd=ROOT,
-        env=env,
+        env={**os.environ, **offline, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         encoding="utf-8",
         timeout=300,
     )
-    printed = ended.stdout + ended.stderr
-    assert ended.returncode == 0, printed
-    [results], [samples] = (
-        (folder / name).rglob(pattern) for pattern in ("results*.json", "samples*.jsonl")
-    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    [results] = (folder / name).rglob("results*.json")
+    [samples] = (folder / name).rglob("samples*.jsonl")
     answers = [json.loads(line)["resps"] for line in samples.read_text().splitlines()]
     return json.loads(results.read_text())["results"]["continues"], answers
 
 
 def test_scores_are_equal(folder: Path) -> None:
     scores, answers = evaluate(folder, "plain")
-    run = "hf_paged", "run", "--set", "block_size=32"
-    paged = evaluate(folder, "paged", "--gen_kwargs", "cache_implementation=paged", run=run)
-    assert paged == (scores, answers)
-    assert any(
-        value == pytest.approx(2 / 3) for value in scores.values() if isinstance(value, float)
-    )
+    run, asked = "hf_paged run --set block_size=32", "--gen_kwargs cache_implementation=paged"
+    assert evaluate(folder, "paged", run, asked) == (scores, answers)
+    numbers = [value for value in scores.values() if isinstance(value, float)]
+    assert any(value == pytest.approx(2 / 3) for value in numbers)
 
 
 @pytest.mark.slow
 def test_without_an_option(folder: Path) -> None:
     """`--paged` alone does it, too."""
     scores = evaluate(folder, "again")
-    assert evaluate(folder, "default", run=("hf_paged", "run", "--paged")) == scores
+    assert evaluate(folder, "default", "hf_paged run --paged") == scores

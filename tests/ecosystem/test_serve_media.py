@@ -28,28 +28,28 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[App]:
         yield app
 
 
-QUESTION = "what is it, and what is behind it?"
+QUESTION = {"type": "text", "text": "what is it, and what is behind it?"}
 
 
-def content(seed: int, text: str = QUESTION) -> list[dict[str, Any]]:
-    return [
-        {"type": "image_url", "image_url": {"url": picture(seed)}},
-        {"type": "text", "text": text},
-    ]
+def content(seed: int) -> list[dict[str, Any]]:
+    return [{"type": "image_url", "image_url": {"url": picture(seed)}}, QUESTION]
+
+
+def messages(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
 
 
 def expected(app: App, seed: int, **options: Any) -> str:
     """The text of plain `generate`."""
     model = transformers.LlavaForConditionalGeneration.from_pretrained(app.model)
     processor = transformers.AutoProcessor.from_pretrained(app.model)
-    parts = [{"type": "image", "url": picture(seed)}, {"type": "text", "text": QUESTION}]
-    form = {
-        "add_generation_prompt": True,
-        "tokenize": True,
-        "return_dict": True,
-        "return_tensors": "pt",
-    }
-    inputs = processor.apply_chat_template([{"role": "user", "content": parts}], **form)
+    inputs = processor.apply_chat_template(
+        messages({"type": "image", "url": picture(seed)}, QUESTION),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
     return str(processor.decode(plain(model, dict(inputs), **options), skip_special_tokens=True))
 
 
@@ -66,10 +66,7 @@ def test_pictures_are_served_on_the_engine(app: App) -> None:
     assert app.engine.stats().num_prefix_hit_tokens > before.num_prefix_hit_tokens
     name = f'hf_paged_requests_finished_total{{model_name="{app.model}"}}'
     assert f"{name} {float(app.engine.stats().num_finished)}" in app.client.get("/metrics").text
-
-
-def test_requests_with_pictures_and_without_share_steps(app: App) -> None:
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(4) as pool:  # beside a request without a picture
         futures = [pool.submit(app.chat, content(seed), max_tokens=12) for seed in (1, 2, 3)]
         words = pool.submit(app.chat, [{"type": "text", "text": "only words"}], max_tokens=12)
         texts = [text_of(future.result()) for future in futures]
@@ -81,42 +78,30 @@ def test_requests_with_pictures_and_without_share_steps(app: App) -> None:
 def test_a_picture_with_choices_logprobs_and_a_stream(app: App) -> None:
     answer = app.chat(content(1), n=2, logprobs=True, temperature=0.9, seed=4)
     torch.manual_seed(4)
-    assert text_of(answer) == expected(
-        app, 1, do_sample=True, temperature=0.9, num_return_sequences=2
-    )
+    sampled = {"do_sample": True, "temperature": 0.9, "num_return_sequences": 2}
+    assert text_of(answer) == expected(app, 1, **sampled)
     assert all(choice["logprobs"]["content"] for choice in answer["choices"])
-    messages = [{"role": "user", "content": content(2)}]
-    streamed = app.post(messages=messages, stream=True, temperature=0, max_tokens=6).text
+    body = {"messages": messages(*content(2)), "temperature": 0, "max_tokens": 6}
+    streamed = app.post(stream=True, **body).text
     chunks = [json.loads(line.removeprefix("data: ")) for line in streamed.split("\n\n") if line]
-    assert "".join(
-        chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks
-    ) == expected(app, 2)
+    pieces = [chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks]
+    assert "".join(pieces) == expected(app, 2)
 
 
-def test_refusals_of_requests_with_pictures(app: App) -> None:
-    messages = [{"role": "user", "content": content(1)}]
-    for options in (
-        {"max_tokens": 10**9},
-        {"seed": 2**70},
-        {"max_tokens": 0},
-        {"stream": True, "max_tokens": 10**9},
-    ):
-        assert app.post(messages=messages, **options).status_code == 400
+def test_refusals_of_requests_with_pictures(app: App, tmp_path: Path) -> None:
+    words = tmp_path / "words.png"
+    words.write_text("no picture")
+    bodies: list[dict[str, Any]] = [
+        {"messages": messages(*content(1)), **options}
+        for options in ({"max_tokens": 10**9}, {"seed": 2**70}, {"max_tokens": 0})
+    ]
+    for url in ("data:image/png;base64,AAAA", "http://127.0.0.1:9/x.png", str(words), 3):
+        bodies.append({"messages": messages({"type": "image_url", "image_url": {"url": url}})})
+    for body in bodies:
+        for stream in (False, True):
+            answer = app.post(**body, stream=stream)
+            assert answer.status_code == 400 and answer.json()["error"]["message"], body
     assert text_of(app.chat(content(1))) == expected(app, 1)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_pictures_that_cannot_be_read_are_refused(app: App, tmp_path: Path, stream: bool) -> None:
-    (tmp_path / "words.png").write_text("no picture")
-    for url in (
-        "data:image/png;base64,AAAA",
-        "http://127.0.0.1:9/x.png",
-        str(tmp_path / "words.png"),
-        3,
-    ):
-        messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
-        answer = app.post(messages=messages, stream=stream)
-        assert answer.status_code == 400 and answer.json()["error"]["message"], url
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,11 +119,11 @@ def test_a_model_that_only_generate_serves(
     monkeypatch.setattr(transformers.LlavaForConditionalGeneration, "generate", twice)
     save_media_model(tmp_path)
     with served(tmp_path) as app:
-        messages = [{"role": "user", "content": content(1)}]
-        answer = app.post(messages=messages, stream=stream, temperature=0, max_tokens=6)
+        body = {"messages": messages(*content(1)), "temperature": 0}
+        answer = app.post(stream=stream, max_tokens=6, **body)
         assert answer.status_code == 200, answer.text
         if not stream:
             assert text_of(answer.json()) == expected(app, 1)
-        refused = app.post(messages=messages, n=2)
+        refused = app.post(n=2, **body)
         assert refused.status_code == 400 and "`generate`" in refused.json()["error"]["message"]
         assert app.engine.stats().num_finished == 0

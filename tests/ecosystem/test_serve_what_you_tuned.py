@@ -8,10 +8,8 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,13 +27,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 import hf_paged  # noqa: E402
 
 from ..support import models  # noqa: E402
+from .conftest import TIME_LIMIT, free_port, wait_for  # noqa: E402
+from .served_app import TEMPLATE  # noqa: E402
 
 ROOT = Path(hf_paged.__file__).parents[1]
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "guide" / "serve-what-you-tuned.md"
 BASE, ADAPTER = "Qwen/Qwen3-0.6B", Path("adapters", "blocks", "adapter_model.safetensors")
-TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
-TIME_LIMIT = 300  # seconds, for busy machines
-ADDRESS = "localhost:8000"
 
 
 def blocks(language: str) -> list[str]:
@@ -63,18 +60,17 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
             if ADAPTER.exists() and "results" not in names:
                 # a few steps hardly move it: its answers shall differ
                 weights = safetensors.torch.load_file(ADAPTER)
-                moved = {
-                    key: value * (1e4 if "lora_B" in key else 1) for key, value in weights.items()
-                }
-                safetensors.torch.save_file(moved, ADAPTER, metadata={"format": "pt"})
+                for key in weights:
+                    weights[key] *= 1e4 if "lora_B" in key else 1
+                safetensors.torch.save_file(weights, ADAPTER, metadata={"format": "pt"})
         yield names
 
 
-def plain(model: Any, folder: str, chat: list[dict[str, str]]) -> str:
+def plain(model: Any, page: dict[str, Any], folder: str = BASE) -> str:
     """The answer of plain `generate`."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     inputs = tokenizer.apply_chat_template(
-        chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        page["question"], add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )
     with torch.no_grad():
         ids = model.eval().generate(**inputs, max_new_tokens=32, do_sample=False)
@@ -83,22 +79,21 @@ def plain(model: Any, folder: str, chat: list[dict[str, str]]) -> str:
 
 def test_each_request_gets_the_answer_of_its_adapter(page: dict[str, Any]) -> None:
     adapted, base = (result.text for result in page["results"])
-    assert base == plain(AutoModelForCausalLM.from_pretrained(BASE), BASE, page["question"])
-    assert adapted == plain(
-        AutoPeftModelForCausalLM.from_pretrained("adapters/blocks"), BASE, page["question"]
-    )
+    assert base == plain(AutoModelForCausalLM.from_pretrained(BASE), page)
+    assert adapted == plain(AutoPeftModelForCausalLM.from_pretrained("adapters/blocks"), page)
     assert adapted != base
 
 
 @pytest.mark.parametrize("folder", ["tuned", pytest.param("merged", marks=pytest.mark.slow)])
 def test_the_server_answers_as_plain_generate(page: dict[str, Any], folder: str) -> None:
+    """Other commands of the page install what this environment has."""
     if shutil.which("curl") is None:
         pytest.skip("no curl, which the page uses")
+    others = [line for line in commands() if "serve" not in line.split()]
+    install, ask = others
+    assert install == 'pip install "hf_paged[serve]" "transformers[serving]"'
     (start,) = [line for line in commands() if line.endswith(f"serve {folder}")]
-    (ask,) = [line for line in commands() if line.startswith("curl ")]
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    port = free_port()
     python, *arguments = shlex.split(start)
     assert python == "python"
     search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -110,32 +105,18 @@ def test_the_server_answers_as_plain_generate(page: dict[str, Any], folder: str)
             stderr=subprocess.STDOUT,
         )
         try:
-            wait_until_healthy(port, server, Path(log.name))
-            request = ask.replace(ADDRESS, f"localhost:{port}").replace(
-                '"tuned"', json.dumps(folder)
+            health = ["curl", "-sf", f"localhost:{port}/health"]
+            wait_for(
+                lambda: not subprocess.run(health, capture_output=True).returncode,
+                lambda: Path(log.name).read_text(),
             )
+            ask = ask.replace("localhost:8000", f"localhost:{port}")
+            ask = ask.replace('"tuned"', json.dumps(folder))
             answer = subprocess.run(
-                ["bash", "-c", request], capture_output=True, text=True, timeout=TIME_LIMIT
+                ["bash", "-c", ask], capture_output=True, text=True, timeout=TIME_LIMIT
             )
-            content = json.loads(answer.stdout)["choices"][0]["message"]["content"]
         finally:
             server.terminate()
             server.wait(TIME_LIMIT)
-    assert content == plain(AutoModelForCausalLM.from_pretrained(folder), folder, page["question"])
-
-
-def wait_until_healthy(port: int, server: subprocess.Popen[bytes], log: Path) -> None:
-    end = time.monotonic() + TIME_LIMIT
-    while subprocess.run(
-        ["curl", "-sf", f"localhost:{port}/health"], capture_output=True
-    ).returncode:
-        assert server.poll() is None and time.monotonic() < end, log.read_text()
-        time.sleep(0.5)
-
-
-def test_nothing_on_the_page_is_left_out() -> None:
-    """Commands that are not run here install what this environment has."""
-    others = [
-        line for line in commands() if "serve" not in line.split() and not line.startswith("curl ")
-    ]
-    assert others == ['pip install "hf_paged[serve]" "transformers[serving]"']
+    content = json.loads(answer.stdout)["choices"][0]["message"]["content"]
+    assert content == plain(AutoModelForCausalLM.from_pretrained(folder), page, folder)

@@ -7,14 +7,12 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers
-from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
 
 pytest.importorskip("xgrammar")
 
@@ -22,96 +20,74 @@ import hf_paged
 from hf_paged.batching.arguments import RequestOptions
 from hf_paged.grammar import GrammarCompiler, NoTokenError
 from tests.support import models
-from tests.support.engine_helpers import run_all
-from tests.support.models import BOS, EOS, PAD, get, token_ids
+from tests.support.engine_helpers import engine_of, prompts, run_all
+from tests.support.models import BOS, EOS, PAD, get
+
+from .served_app import characters
 
 GREEDY = {"max_new_tokens": 40, "do_sample": False, "eos_token_id": EOS}
 REGEX = r"(yes|no), [a-d]{2,5}!"
 GRAMMAR = 'root ::= "<" item ("," item)* ">"\nitem ::= [0-9] [0-9]?'
-ASKED = {
-    "regex": (REGEX, lambda text: re.fullmatch(REGEX, text)),
-    "grammar": (GRAMMAR, lambda text: re.fullmatch(r"<\d\d?(,\d\d?)*>", text)),
-}
+ASKED = {"regex": (REGEX, REGEX), "grammar": (GRAMMAR, r"<\d\d?(,\d\d?)*>")}
 MODES: dict[str, dict[str, Any]] = {
     "greedy": GREEDY,
     "samples": {**GREEDY, "do_sample": True, "num_return_sequences": 3, "temperature": 2.0},
     "beams": {**GREEDY, "num_beams": 4, "num_return_sequences": 3},
     "penalty": {**GREEDY, "repetition_penalty": 1.3, "do_sample": True, "top_k": 5},
 }
+TOKENIZER = characters(100)
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with a token for every printable ASCII character."""
-    names = ["<pad>", "<s>", "</s>", "<unk>", *(chr(i) for i in range(32, 127)), "\n"]
-    vocab = {{" ": "\u0120", "\n": "\u010a"}.get(name, name): i for i, name in enumerate(names)}
-    made = Tokenizer(BPE(vocab, [], unk_token="<unk>"))
-    made.pre_tokenizer, made.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    special = {
-        "pad_token": names[PAD],
-        "bos_token": names[BOS],
-        "eos_token": names[EOS],
-        "unk_token": "<unk>",
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=made, **special)
+@pytest.fixture
+def engine() -> Iterator[hf_paged.PagedEngine]:
+    with engine_of(tokenizer=TOKENIZER) as engine:
+        yield engine
+        engine.check_integrity()
 
 
-def _plain(
-    model: Any, prompt: torch.Tensor, options: dict[str, Any], **asked: str
-) -> list[list[int]]:
+def _plain(model: Any, prompt: list[int], options: dict[str, Any], **asked: str) -> models.Rows:
     """Rows of plain `generate` with our processor, which is a transformers `LogitsProcessor`."""
-    processor = GrammarCompiler().processor(RequestOptions(**asked), tokenizer(), model)
+    processor = GrammarCompiler().processor(RequestOptions(**asked), TOKENIZER, model)
     assert processor is not None
     processor.set_stop_tokens(torch.tensor([EOS]))
     torch.manual_seed(7)
-    start = 1 if model.config.is_encoder_decoder else prompt.shape[1]
-    rows = model.generate(prompt, **options, logits_processor=[processor])[:, start:].tolist()
+    ids = torch.tensor([prompt])
+    start = 1 if model.config.is_encoder_decoder else len(prompt)
+    rows = model.generate(ids, **options, logits_processor=[processor])[:, start:].tolist()
     return [row[: row.index(EOS) + 1] if EOS in row else row for row in rows]
 
 
+@pytest.mark.slow_cases(but=["llama-*"])
 @pytest.mark.parametrize("kind", sorted(ASKED))
 @pytest.mark.parametrize("mode", sorted(MODES))
-@pytest.mark.parametrize(
-    "name",
-    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3_next", "t5"))],
-)
+@pytest.mark.parametrize("name", ["llama", "qwen3_next", "t5"])
 def test_as_plain_and_as_asked(name: str, mode: str, kind: str) -> None:
-    model, prompt, options = get(name), token_ids(1, 14, seed=2), MODES[mode]
-    value, matches = ASKED[kind]
-    others = [token_ids(1, 9 + i)[0] for i in range(3)]
-    with hf_paged.PagedEngine(model, tokenizer=tokenizer()) as engine:
+    model, options, (prompt, *others) = get(name), MODES[mode], prompts(14, 9, 10, 11)
+    value, pattern = ASKED[kind]
+    with engine_of(name, TOKENIZER) as engine:
         alone = [result.token_ids for result in engine.generate(others, GREEDY)]
         ids = [engine.add_request(other, GREEDY) for other in others]
-        engine.add_request(prompt[0], options, seed=7, request_id="r", **{kind: value})
+        engine.add_request(prompt, options, seed=7, request_id="r", **{kind: value})
         results = run_all(engine)
     assert [results[each].token_ids for each in ids] == alone
     result = results["r"]
     assert result.error is None
-    assert [sequence.token_ids for sequence in result.sequences] == _plain(
-        model, prompt, options, **{kind: value}
-    )
-    for sequence in result.sequences:
-        assert sequence.finish_reason != "eos" or matches(sequence.text), sequence.text
-    assert (
-        any(sequence.finish_reason == "eos" for sequence in result.sequences) or kind == "grammar"
-    )
+    rows = [sequence.token_ids for sequence in result.sequences]
+    assert rows == _plain(model, prompt, options, **{kind: value})
+    texts = [sequence.text for sequence in result.sequences if sequence.finish_reason == "eos"]
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
+    assert texts or kind == "grammar"
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_requests_go_on(preemption: str) -> None:
-    model, prompts = get("llama"), [token_ids(1, 20, seed=i)[0] for i in range(5)]
     options = {**MODES["samples"], "max_new_tokens": 30}
-    asked = {"regex": "([a-z ]{3} ){3,12}"}
     runs = []
     for config in ({}, {"num_blocks": 20, "preemption": preemption}):
-        with hf_paged.PagedEngine(
-            model, {"block_size": 8, **config}, tokenizer=tokenizer()
-        ) as engine:
+        with engine_of(tokenizer=TOKENIZER, **config) as engine:
             ids = [
-                engine.add_request(prompt, options, seed=i, **asked)
-                for i, prompt in enumerate(prompts)
+                engine.add_request(prompt, options, seed=i, regex="([a-z ]{3} ){3,12}")
+                for i, prompt in enumerate(prompts(20, 20, 20, 20, 20))
             ]
             results = run_all(engine)
             assert bool(engine.stats().num_preemptions) == bool(config)
@@ -119,49 +95,53 @@ def test_preempted_requests_go_on(preemption: str) -> None:
     assert runs[0] == runs[1]
 
 
-def test_schema() -> None:
+def test_schema(engine: hf_paged.PagedEngine) -> None:
     schema = {
         "type": "object",
         "properties": {"ok": {"type": "boolean"}, "size": {"enum": ["s", "m"]}},
         "required": ["ok", "size"],
     }
     options = {**GREEDY, "max_new_tokens": 80, "do_sample": True}
-    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
-        results = engine.generate(
-            [token_ids(1, 9, seed=i)[0] for i in range(6)], options, schema=schema
-        )
-        compiler = engine._core.grammars._compiler
-        engine.generate(["text"], options, schema=json.dumps(schema))
-        assert engine._core.grammars._compiler is compiler
+    results = engine.generate(prompts(9, 9, 9, 9, 9, 9), options, schema=schema)
+    compiler = engine._core.grammars._compiler
+    engine.generate(["text"], options, schema=json.dumps(schema))
+    assert engine._core.grammars._compiler is compiler
     found = [json.loads(result.text) for result in results if result.finish_reason == "eos"]
-    assert found and all(
-        set(each) == {"ok", "size"} and isinstance(each["ok"], bool) for each in found
-    )
-    assert not [result.error for result in results if result.error]
+    assert found and not [result.error for result in results if result.error]
+    for each in found:
+        assert set(each) == {"ok", "size"} and isinstance(each["ok"], bool)
 
 
-def test_rows_leave_when_their_text_ends() -> None:
+def test_rows_leave_when_their_text_ends(engine: hf_paged.PagedEngine) -> None:
     """No forward could compute their padding."""
     options = {**MODES["samples"], "num_return_sequences": 8, "pad_token_id": -1}
-    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
-        (result,) = engine.generate([[5, 6]], options, regex="[a-d]{1,30}", seed=0)
-        assert result.error is None, result.error
-        lengths = [len(sequence.token_ids) for sequence in result.sequences]
-        assert min(lengths) < max(lengths)
-        assert engine.stats().num_generated_tokens == sum(lengths)
+    (result,) = engine.generate([[5, 6]], options, regex="[a-d]{1,30}", seed=0)
+    assert result.error is None, result.error
+    lengths = [len(sequence.token_ids) for sequence in result.sequences]
+    assert min(lengths) < max(lengths)
+    assert engine.stats().num_generated_tokens == sum(lengths)
 
 
-def test_a_choice_of_the_second_best_is_not_taken_back() -> None:
-    """The caller's processor runs before the mask."""
-    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
-        (result,) = engine.generate(
-            ["x"], GREEDY, regex="abc", logits_processor=[lambda ids, scores: scores * -1]
-        )
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        # the caller's processor runs before the mask: a choice of the second best is kept
+        ({}, {"logits_processor": [lambda ids, scores: scores * -1]}),
+        # a negative EOS is none: the other one alone ends the text
+        ({"eos_token_id": [-1, EOS]}, {}),
+    ],
+    ids=["processor", "negative EOS"],
+)
+def test_what_a_request_may_have_beside(
+    options: dict[str, Any], arguments: dict[str, Any], engine: hf_paged.PagedEngine
+) -> None:
+    (result,) = engine.generate([[5, 6]], {**GREEDY, **options}, regex="abc", **arguments)
+    assert result.error is None, result.error
     assert result.text == "abc" and result.finish_reason == "eos"
 
 
 def test_a_vocabulary_that_cannot_say_it() -> None:
-    with hf_paged.PagedEngine(get("llama"), tokenizer=models.tokenizer()) as engine:
+    with engine_of(tokenizer=models.tokenizer()) as engine:
         results = engine.generate(["x", "y"], GREEDY, regex="no, thanks")
         assert all("lacks a character" in str(result.error) for result in results)
         assert engine.generate(["x"], GREEDY)[0].error is None
@@ -171,20 +151,18 @@ def test_a_vocabulary_that_cannot_say_it() -> None:
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sample"])
 @pytest.mark.parametrize("source", ["early_exit", "other_tokens"])
 def test_drafts_of_transformers_generators_keep_the_constraint(
-    source: str, do_sample: bool
+    source: str, do_sample: bool, engine: hf_paged.PagedEngine
 ) -> None:
-    model = get("llama")
     # the assistant reads fewer tokens: its text lacks the first one
-    prompt = [BOS, *token_ids(1, 14, seed=2)[0].tolist()]
+    prompt = [BOS, *prompts(14)[0]]
     config: dict[str, Any] = {**GREEDY, "do_sample": do_sample}
     drafting: dict[str, Any] = {"generation_config": {**config, "assistant_early_exit": 1}}
     if source == "other_tokens":
         other = models.build("llama", seed=3, vocab_size=models.VOCAB_SIZE + 8)
         drafting = {"generation_config": config, "assistant_model": other}
         drafting["assistant_tokenizer"] = models.tokenizer()
-    with hf_paged.PagedEngine(model, tokenizer=tokenizer()) as engine:
-        (alone,) = engine.generate([prompt], config, seed=7, regex=REGEX)
-        (result,) = engine.generate([prompt], **drafting, seed=7, regex=REGEX)
+    (alone,) = engine.generate([prompt], config, seed=7, regex=REGEX)
+    (result,) = engine.generate([prompt], **drafting, seed=7, regex=REGEX)
     assert result.error is None and result.num_draft_tokens > 0
     assert result.finish_reason == "eos" and re.fullmatch(REGEX, str(result.text)), result.text
     assert do_sample or result.token_ids == alone.token_ids
@@ -192,9 +170,9 @@ def test_drafts_of_transformers_generators_keep_the_constraint(
 
 def test_a_processor_that_also_reads_drafts_keeps_the_constraint() -> None:
     """As one that a caller passes on to other loops. A text that has ended stays ended."""
-    processor = GrammarCompiler().processor(RequestOptions(regex="abc"), tokenizer(), get("llama"))
+    processor = GrammarCompiler().processor(RequestOptions(regex="abc"), TOKENIZER, get("llama"))
     processor.set_stop_tokens(torch.tensor([EOS]))
-    a, b, c, d = tokenizer().convert_tokens_to_ids(list("abcd"))
+    a, b, c, d = TOKENIZER.convert_tokens_to_ids(list("abcd"))
 
     def allowed(*tokens: int) -> list[int]:
         scores = processor(torch.tensor([[5, *tokens]]), torch.zeros(1, models.VOCAB_SIZE))
@@ -220,7 +198,7 @@ def test_a_processor_that_also_reads_drafts_keeps_the_constraint() -> None:
 def test_an_option_that_forbids_what_the_constraint_allows_ends_the_request(
     name: str, options: dict[str, Any]
 ) -> None:
-    with hf_paged.PagedEngine(get(name), tokenizer=tokenizer()) as engine:
+    with engine_of(name, TOKENIZER) as engine:
         (result,) = engine.generate(["x"], {**GREEDY, **options}, regex="yes|no")
         assert isinstance(result.error, NoTokenError)
         assert "another option, such as `min_new_tokens`" in str(result.error)
@@ -229,18 +207,16 @@ def test_an_option_that_forbids_what_the_constraint_allows_ends_the_request(
         engine.check_integrity()
 
 
-def test_a_beam_that_no_token_continues_ends_alone() -> None:
+def test_a_beam_that_no_token_continues_ends_alone(engine: hf_paged.PagedEngine) -> None:
     """The vocabulary lacks a character of one of two texts."""
     options = {**GREEDY, "num_beams": 4}
-    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
-        for regex in ("(ab|c\u00e9)", "(a|cd\u00e9)"):
-            (result,) = engine.generate(["x"], options, regex=regex)
-            assert result.error is None and result.text == regex[1:].partition("|")[0]
-        (result,) = engine.generate(["x"], options, regex="a\u00e9")
-        assert "no beam could end" in str(result.error)
-        (result,) = engine.generate(["x"], options, regex="\u00e9")
-        assert isinstance(result.error, NoTokenError)
-        engine.check_integrity()
+    for regex in ("(ab|c\u00e9)", "(a|cd\u00e9)"):
+        (result,) = engine.generate(["x"], options, regex=regex)
+        assert result.error is None and result.text == regex[1:].partition("|")[0]
+    (result,) = engine.generate(["x"], options, regex="a\u00e9")
+    assert "no beam could end" in str(result.error)
+    (result,) = engine.generate(["x"], options, regex="\u00e9")
+    assert isinstance(result.error, NoTokenError)
 
 
 @pytest.mark.parametrize(
@@ -256,28 +232,19 @@ def test_a_beam_that_no_token_continues_ends_alone() -> None:
     ],
     ids=str,
 )
-def test_what_is_refused(asked: dict[str, Any], message: str) -> None:
-    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
-        with pytest.raises(ValueError, match=message):
-            engine.add_request([5, 6], GREEDY, **asked)
-        assert not engine.has_unfinished and engine.memory.stats().held_bytes == 0
-        for none in ({}, {"eos_token_id": None}, {"eos_token_id": -1}, {"eos_token_id": [-1]}):
-            with pytest.raises(ValueError, match="set `eos_token_id`"):
-                engine.add_request([5, 6], {"max_new_tokens": 4, **none}, regex="a")
-    with (
-        hf_paged.PagedEngine(get("llama")) as engine,
-        pytest.raises(ValueError, match="`tokenizer=`"),
-    ):
+def test_what_is_refused(asked: dict[str, Any], message: str, engine: hf_paged.PagedEngine) -> None:
+    with pytest.raises(ValueError, match=message):
+        engine.add_request([5, 6], GREEDY, **asked)
+    assert not engine.has_unfinished and engine.memory.stats().held_bytes == 0
+
+
+def test_a_constraint_needs_an_eos_and_a_tokenizer(engine: hf_paged.PagedEngine) -> None:
+    for none in ({}, {"eos_token_id": None}, {"eos_token_id": -1}, {"eos_token_id": [-1]}):
+        with pytest.raises(ValueError, match="set `eos_token_id`"):
+            engine.add_request([5, 6], {"max_new_tokens": 4, **none}, regex="a")
+    engine.tokenizer = None
+    with pytest.raises(ValueError, match="`tokenizer=`"):
         engine.add_request([5, 6], GREEDY, regex="a")
-
-
-def test_a_negative_eos_token_is_none() -> None:
-    """Beside another one, which alone ends the text."""
-    with hf_paged.PagedEngine(get("llama"), tokenizer=tokenizer()) as engine:
-        options = {**GREEDY, "eos_token_id": [-1, EOS]}
-        (result,) = engine.generate([[5, 6]], options, regex="abc")
-        assert result.error is None, result.error
-    assert result.text == "abc" and result.finish_reason == "eos"
 
 
 @pytest.mark.slow
@@ -286,6 +253,5 @@ def test_example() -> None:
     command = [sys.executable, "examples/structured_output.py", "--quick"]
     run = subprocess.run(command, cwd=root, capture_output=True, encoding="utf-8", timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert re.search(
-        r"form that was asked for: \{'schema': \d, 'regex': \d, 'grammar': \d\}\n", run.stdout
-    )
+    form = r"form that was asked for: \{'schema': \d, 'regex': \d, 'grammar': \d\}\n"
+    assert re.search(form, run.stdout)

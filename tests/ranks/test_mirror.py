@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import pickle
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.swap import HostBlocks, copy_out, put_back
 from hf_paged.config import PagedConfig
 
-PACKAGE = Path(hf_paged.__file__).parent
 # Functions that write to blocks, except the forwards' `KVBlocks.store`, and their callers.
 WRITERS: dict[str, set[str]] = {
     "put_blocks": {
@@ -43,35 +43,29 @@ WRITERS: dict[str, set[str]] = {
 }
 
 
-def callers(tree: ast.AST, outer: str = "", owner: str = "") -> Any:
-    """For each call: the callee as written in the source, and the enclosing function."""
-    for node in ast.iter_child_nodes(tree):
-        name, own = outer, owner
+def functions(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    """Functions of a module and methods of its classes, by their names."""
+    for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            own, name = node.name, node.name
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and "." not in outer:
-            name = f"{owner}.{node.name}" if owner else node.name
-        if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), outer
-        yield from callers(node, name, own)
+            yield from ((f"{node.name}.{x.name}", x) for x in node.body if hasattr(x, "name"))
+        elif isinstance(node, ast.FunctionDef):
+            yield node.name, node
 
 
 @pytest.mark.slow
 def test_nothing_else_writes_to_blocks() -> None:
     """A new caller here is either `mirrored`, or uses a memory that is not shared with other
     processes."""
-    found = defaultdict[str, set[str]](set)
-    mirrored = set()
-    for path in PACKAGE.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef):
-                decorators = map(ast.unparse, node.decorator_list)
-                mirrored |= {node.name} if "mirrored" in decorators else set()
-        for called, function in callers(tree):
-            name = called.rpartition(".")[2]
-            if name in WRITERS and (name != "clear" or called.endswith("storage.clear")):
-                found[name].add(function)
+    found, mirrored = defaultdict[str, set[str]](set), set()
+    for path in Path(hf_paged.__file__).parent.rglob("*.py"):
+        for function, node in functions(ast.parse(path.read_text())):
+            if "mirrored" in map(ast.unparse, getattr(node, "decorator_list", ())):
+                mirrored.add(function.rpartition(".")[2])
+            calls = [ast.unparse(x.func) for x in ast.walk(node) if isinstance(x, ast.Call)]
+            for called in calls:
+                name = called.rpartition(".")[2]
+                if name in WRITERS and (name != "clear" or called.endswith("storage.clear")):
+                    found[name].add(function)
     assert found == WRITERS
     assert mirrored == {"copy_blocks", "release", "copy_out", "put_back"}
 

@@ -4,13 +4,16 @@ faults."""
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import transformers
 
 import hf_paged
 from hf_paged.ranks.leader import TableHistory
-from hf_paged.ranks.processes import Ranks
+from hf_paged.ranks.processes import Ranks, sharded_heads
+from tests.model.test_heterogeneous import build
 from tests.support import models, ranks
 
 
@@ -22,29 +25,30 @@ def found(*cases: str, name: str = "llama", **options: Any) -> list[dict[str, An
 CALLS = "plain_calls", "paged_calls", "engine_calls", "preempted", "prefix_hits", "memory"
 
 
-@pytest.mark.slow
-@pytest.mark.slow
-@pytest.mark.parametrize("options", ranks.OPTIONS)
-def test_tokens_are_those_of_plain_generate_on_one_and_on_two_processes(options: str) -> None:
-    first, second = found(*CALLS)
-    expected = first["plain_calls"][options]
-    assert first["paged_calls"][options] == second["paged_calls"][options] == expected
-    assert first["engine_calls"][options] == expected
-    one_process = [
-        ranks.plain(models.get("llama"), prompt, ranks.OPTIONS[options]) for prompt in ranks.PROMPTS
-    ]
-    assert expected == one_process  # an all-reduce of two processes only adds two numbers
+def assert_plain(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """That all processes have the tokens of plain calls, which are returned, by options."""
+    plain: dict[str, Any] = results[0]["plain_calls"]
+    for options in ranks.OPTIONS:
+        for result in results:
+            assert result["paged_calls"][options] == plain[options], options
+        assert results[0]["engine_calls"][options] == plain[options], options
+    return plain
 
 
 @pytest.mark.slow
-def test_forwards_are_packed_and_blocks_go_back() -> None:
-    first, second = found(*CALLS)
-    for each in (first, second):
-        assert each["paged_calls"]["road"] == "engine" and each["paged_calls"]["reason"].startswith(
-            "packed forwards"
-        )
-    assert first["engine_calls"]["route"].startswith("packed forwards")
-    assert first["engine_calls"]["used"] == 0 and second["engine_calls"] is None
+def test_tokens_are_those_of_plain_generate_on_one_and_on_two_processes() -> None:
+    results = found(*CALLS)
+    plain = assert_plain(results)
+    for name, options in ranks.OPTIONS.items():
+        # an all-reduce of two processes only adds two numbers
+        one = [ranks.plain(models.get("llama"), prompt, options) for prompt in ranks.PROMPTS]
+        assert plain[name] == one
+    for result in results:
+        assert result["paged_calls"]["road"] == "engine"
+        assert result["paged_calls"]["reason"].startswith("packed forwards")
+    first, second = (result["engine_calls"] for result in results)
+    assert first["route"].startswith("packed forwards")
+    assert first["used"] == 0 and second is None  # blocks go back
 
 
 @pytest.mark.slow
@@ -68,15 +72,21 @@ def test_cached_prefixes_serve_as_long_as_the_weights_of_all_shards_stay() -> No
 
 @pytest.mark.slow
 def test_a_process_holds_its_own_heads() -> None:
-    model, prompt = models.get("llama"), ranks.PROMPTS[0]
+    model = models.get("llama")
     hf_paged.free(model)
-    ranks.plain(model, prompt, ranks.OPTIONS["greedy"], **models.PAGED)
+    ranks.plain(model, ranks.PROMPTS[0], ranks.OPTIONS["greedy"], **models.PAGED)
     whole = hf_paged.memory_stats(model)
-    for each in found(*CALLS):
-        assert (
-            each["memory"]["bytes"] * 2 == whole.peak_bytes
-            and each["memory"]["blocks"] == whole.peak_blocks
-        )
+    for held in (each["memory"] for each in found(*CALLS)):
+        assert held["bytes"] * 2 == whole.peak_bytes and held["blocks"] == whole.peak_blocks
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "Dots3NoteForCausalLM"), reason="this version has no such model"
+)
+def test_heads_are_shared_among_processes_if_each_layers_are() -> None:
+    plan = {"layers.*.self_attn.k_proj": "colwise"}
+    model = SimpleNamespace(config=build().config, tp_plan=plan, tp_size=4)
+    assert sharded_heads(model) == (2, 4)  # 4 and 2 heads
 
 
 def test_tables_travel_as_what_changed() -> None:
@@ -90,51 +100,39 @@ def test_tables_travel_as_what_changed() -> None:
         [[5, 8], [2]],
     ]
     for tables in steps:
-        changes = here.encode(tables)
-        assert there.decode(changes) == tables
+        assert there.decode(here.encode(tables)) == tables
     assert TableHistory().encode([[1, 2]]) == [(0, [1, 2])]
     assert here.encode([[5, 8, 9], [2]]) == [(2, [9]), (1, [])]
 
 
 @pytest.mark.slow
 def test_what_is_refused_leaves_the_engine_serving() -> None:
-    first, second = found(
-        "plain_calls", "refusals", "other_seeds", "failing_forward", "changed_weights"
-    )
+    cases = "refusals", "other_seeds", "failing_forward", "changed_weights"
+    first, second = found("plain_calls", *cases)
     refused = first["refusals"]["refused"]
-    assert "call `hf_paged.serve_rank(model)` here" in second["refusals"]["refused"]["other rank"]
-    assert "make a `PagedEngine` here" in refused["serve"]
-    assert "an engine or another thread's call uses it" in refused["generate"]
-    assert "an engine or another thread's call uses it" in refused["second engine"]
-    assert "call `model.generate(" in refused["inputs"]
-    assert "split over several processes" in refused["prefix"]
-    assert "load it in process 0 alone" in refused["sharded assistant"]
-    assert "`batch_invariant` is not supported" in refused["invariant"]
+    refused["other rank"] = second["refusals"]["refused"]["other rank"]
+    for name, told in {
+        "other rank": "call `hf_paged.serve_rank(model)` here",
+        "serve": "make a `PagedEngine` here",
+        "generate": "an engine or another thread's call uses it",
+        "second engine": "an engine or another thread's call uses it",
+        "inputs": "call `model.generate(",
+        "prefix": "split over several processes",
+        "sharded assistant": "load it in process 0 alone",
+        "invariant": "`batch_invariant` is not supported",
+    }.items():
+        assert told in refused[name]
     assert first["refusals"]["tokens"] == first["plain_calls"]["greedy"]
     for each in (first, second):
         assert "scheduled other tokens than rank 0" in each["other_seeds"]
-    failed = first["failing_forward"]
+    failed, changed = first["failing_forward"], first["changed_weights"]
     assert failed["error"] == "RuntimeError('a fault')" and failed["then"] == failed["first"]
-    changed = first["changed_weights"]
-    assert (
-        changed["engine"] == [changed["before"], changed["after"]]
-        and changed["before"] != changed["after"]
-    )
-
-
-def test_a_lost_process_is_not_awaited_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    group = object.__new__(Ranks)
-    waits: list[Ranks] = []
-    monkeypatch.setattr(Ranks, "check_all_failed", lambda group: waits.append(group))
-    with pytest.raises(hf_paged.RankLostError), group.forward():
-        raise hf_paged.RankLostError("gone")
-    assert not waits
-    with pytest.raises(ArithmeticError), group.forward():
-        raise ArithmeticError
-    assert waits == [group]
+    assert changed["engine"] == [changed["before"], changed["after"]]
+    assert changed["before"] != changed["after"]
 
 
 def test_a_process_that_fails_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that is lost is not awaited again."""
     group = object.__new__(Ranks)
     group.rank, group.size, group._group = 1, 2, None
 
@@ -145,6 +143,8 @@ def test_a_process_that_fails_alone_says_so(monkeypatch: pytest.MonkeyPatch) -> 
     message = "rank 1 of 2 .*: one has ended, or did not fail in the forward that failed here"
     with pytest.raises(hf_paged.RankLostError, match=message), group.forward():
         raise ArithmeticError
+    with pytest.raises(hf_paged.RankLostError, match=r"^gone "), group.forward():
+        raise hf_paged.RankLostError("gone")
 
 
 @pytest.mark.slow
@@ -178,32 +178,18 @@ def test_random_requests_get_the_tokens_of_plain_calls() -> None:
     "name", ["qwen3", "mistral", "gemma2", "gemma3", "mixtral", "gpt_oss", "phi3"]
 )
 def test_families(name: str) -> None:
-    first, second = found("plain_calls", "paged_calls", "engine_calls", name=name)
-    for options in ranks.OPTIONS:
-        expected = first["plain_calls"][options]
-        assert first["paged_calls"][options] == second["paged_calls"][options] == expected
-        assert first["engine_calls"][options] == expected
+    assert_plain(found("plain_calls", "paged_calls", "engine_calls", name=name))
 
 
 @pytest.mark.slow
-def test_heads_that_processes_cannot_share_evenly() -> None:
+def test_three_and_four_processes() -> None:
+    """Heads that processes cannot share evenly are refused."""
     for each in ranks.run(models.get("llama"), "uneven_heads", world_size=3):
         assert each["uneven_heads"]["held"] == 0 and len(each["uneven_heads"]["errors"]) == 2
-        for error in each["uneven_heads"]["errors"]:
-            assert (
-                "has 2 key/value heads, which 3 processes cannot share evenly: start 1 or 2"
-                in error
-            )
-
-
-@pytest.mark.slow
-def test_four_processes() -> None:
+        told = "has 2 key/value heads, which 3 processes cannot share evenly: start 1 or 2"
+        assert all(told in error for error in each["uneven_heads"]["errors"])
     model = models.build("llama", num_key_value_heads=4)
-    first, *others = ranks.run(
-        model, "plain_calls", "paged_calls", "engine_calls", "preempted", world_size=4
-    )
-    for options in ranks.OPTIONS:
-        expected = first["plain_calls"][options]  # of these processes: they sum in another order
-        assert all(each["paged_calls"][options] == expected for each in (first, *others))
-        assert first["engine_calls"][options] == expected
-    assert first["preempted"]["swap"]["tokens"] == first["preempted"]["plain"]
+    cases = "plain_calls", "paged_calls", "engine_calls", "preempted"
+    results = ranks.run(model, *cases, world_size=4)
+    assert_plain(results)  # of these processes: they sum in another order
+    assert results[0]["preempted"]["swap"]["tokens"] == results[0]["preempted"]["plain"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,10 @@ from hf_paged.ranks import signals as rank_signals
 from hf_paged.ranks.signals import DeferringLock, deferring_signals
 
 pytestmark = pytest.mark.usefixtures("sigint")
+
+
+class Nowhere(Exception):
+    pass
 
 
 def make() -> tuple[DeferringLock, threading.RLock]:
@@ -34,26 +40,37 @@ def is_free(lock: threading.RLock) -> bool:
     return found[0]
 
 
+@contextmanager
+def handling(handler: Callable[[int, FrameType | None], None], *numbers: int) -> Iterator[None]:
+    before = [signal.signal(number, handler) for number in numbers]
+    try:
+        yield
+        assert [signal.getsignal(number) for number in numbers] == [handler] * len(numbers)
+    finally:
+        for number, old in zip(numbers, before):
+            signal.signal(number, old)
+
+
+def ignore(signum: int, frame: FrameType | None) -> None: ...
+
+
+def leave(signum: int, frame: FrameType | None) -> None:
+    raise Nowhere
+
+
 def test_a_signal_waits_until_the_outermost_lock_is_released() -> None:
+    """And comes after an error that goes through."""
     (outer, outer_lock), (inner, inner_lock), seen = make(), make(), list[str]()
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         with outer:
             with inner, outer:
                 signal.raise_signal(signal.SIGINT)
                 seen.append("inside")
             seen.append("outside of the inner one")
-    assert seen == ["inside", "outside of the inner one"]
-    assert is_free(outer_lock) and is_free(inner_lock)
-
-
-def test_an_error_goes_through_and_a_signal_comes_after_it() -> None:
-    lock, inner = make()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        with lock:
-            signal.raise_signal(signal.SIGINT)
             raise ValueError
     assert isinstance(caught.value.__context__, ValueError)
-    assert is_free(inner)
+    assert seen == ["inside", "outside of the inner one"]
+    assert is_free(outer_lock) and is_free(inner_lock)
 
 
 def test_a_signal_reaches_a_thread_that_waits_for_the_lock() -> None:
@@ -81,29 +98,18 @@ def test_a_signal_reaches_a_thread_that_waits_for_the_lock() -> None:
     assert is_free(inner)
 
 
-class Nowhere(Exception):
-    pass
-
-
 @pytest.mark.parametrize(
     "name", ["SIGINT", "SIGTERM", "SIGALRM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGCHLD", "SIGXCPU"]
 )
 def test_a_handler_that_raises_waits_for_the_end_of_bookkeeping(name: str) -> None:
-    def handle(signum: int, frame: FrameType | None) -> None:
-        raise Nowhere
-
     reached: list[str] = []
-    before = signal.signal(getattr(signal, name), handle)
-    try:
+    with handling(leave, getattr(signal, name)):
         with pytest.raises(Nowhere), deferring_signals():
             signal.raise_signal(getattr(signal, name))
             with deferring_signals():
                 reached.append("inner")
             reached.append("outer")
-        assert reached == ["inner", "outer"]
-        assert signal.getsignal(getattr(signal, name)) is handle
-    finally:
-        signal.signal(getattr(signal, name), before)
+    assert reached == ["inner", "outer"]
 
 
 @pytest.mark.parametrize("num_raised", [1, 2])
@@ -111,50 +117,38 @@ def test_a_handler_that_raises_before_the_next_is_put_back_leaves_none_out(
     num_raised: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`signal.signal` calls the handlers of signals that have arrived before it sets one."""
+    restored: list[int] = []
 
     def put(signum: int, handler: Any) -> Any:
-        if handler is handle:
+        if handler is ignore:
             restored.append(signum)
             if 1 < len(restored) <= 1 + num_raised:
                 raise Nowhere
         return signal.signal(signum, handler)
 
-    def handle(signum: int, frame: FrameType | None) -> None: ...
-
-    numbers, restored = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1), list[int]()
-    before = [signal.signal(number, handle) for number in numbers]
     fake = SimpleNamespace(getsignal=signal.getsignal, signal=put)
-    monkeypatch.setattr(rank_signals, "_signal", fake)
-    try:
+    with handling(ignore, signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGUSR1):
+        monkeypatch.setattr(rank_signals, "_signal", fake)
         with pytest.raises(Nowhere), deferring_signals():
             pass
-        assert [signal.getsignal(number) for number in numbers] == [handle] * len(numbers)
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)
 
 
 def test_a_signal_deferred_before_another_handler_raised_is_handled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def handle(signum: int, frame: FrameType | None) -> None: ...
-
     def put(signum: int, handler: Any) -> Any:
-        if signum == signal.SIGTERM and handler is not handle:
+        if signum == signal.SIGTERM and handler is not ignore:
             signal.raise_signal(signal.SIGINT)  # deferred by now
             raise Nowhere  # as the handler of a signal that arrives here
         return signal.signal(signum, handler)
 
-    before = signal.signal(signal.SIGTERM, handle)
     fake = SimpleNamespace(getsignal=signal.getsignal, signal=put)
-    monkeypatch.setattr(rank_signals, "_signal", fake)
-    try:
+    with handling(ignore, signal.SIGTERM):
+        monkeypatch.setattr(rank_signals, "_signal", fake)
         with pytest.raises(KeyboardInterrupt) as caught, deferring_signals():
             pytest.fail("signals are not deferred")
-        assert isinstance(caught.value.__context__, Nowhere)
-        assert rank_signals._pending == []
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    assert isinstance(caught.value.__context__, Nowhere)
+    assert rank_signals._pending == []
 
 
 def test_an_error_as_deferral_begins_leaves_it_possible(monkeypatch: pytest.MonkeyPatch) -> None:

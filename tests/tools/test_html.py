@@ -12,6 +12,7 @@ from hf_paged import PagedCache, PagedEngine, memory_stats
 from hf_paged.tools.figures import format_bytes
 from hf_paged.tools.pictures import COLUMNS, KINDS, MAX_ROWS, memory_html
 from tests.support import models
+from tests.support.engine_helpers import engine_of
 from tests.support.rooms import needs_fingerprints
 
 
@@ -30,9 +31,8 @@ def num_squares(html: str) -> dict[str, int]:
     for svg in parsed(html).iter("svg"):
         if svg.get("role") == "img":
             for path in svg.iter("path"):
-                found[path.attrib["fill"]] = found.get(path.attrib["fill"], 0) + path.attrib[
-                    "d"
-                ].count("M")
+                colour, count = path.attrib["fill"], path.attrib["d"].count("M")
+                found[colour] = found.get(colour, 0) + count
     return found
 
 
@@ -42,9 +42,8 @@ def test_text_is_never_read_as_html() -> None:
     assert "<script" not in html
     assert parsed(html).find("b").text == bad  # type: ignore[union-attr]
     assert figures(html) == {bad: bad}
-
-
-def test_the_name_of_a_model_class_is_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    # it takes the colour of the page
+    assert not any(part in html for part in ("color:", "background", "http", "<style"))
     model = models.build("llama")
     model.__class__ = type("<img src=x onerror=alert(1)>", (type(model),), {})
     assert "<img" not in PagedEngine(model)._repr_html_()
@@ -57,87 +56,65 @@ def test_every_block_is_in_the_strip() -> None:
         **{KINDS[3].colour: 1, KINDS[4].colour: 1, KINDS[5].colour: 1},
     }
     assert "full attention: 7 blocks" in html and "window of 8 tokens: 1 blocks" in html
-
-
-def test_large_pools_stay_small() -> None:
-    html = memory_html("", {}, {None: [0, 1, 2, -1] * 100_000})
+    html = memory_html("", {}, {None: [0, 1, 2, -1] * 100_000})  # large pools stay small
     assert len(html) < 200_000
     assert sum(num_squares(html).values()) <= COLUMNS * MAX_ROWS
     assert "400,000 blocks, 521 per cell" in html
 
 
-def test_text_takes_the_colour_of_the_page() -> None:
-    html = memory_html("title", {"a": "b"}, {None: [0, 1]})
-    assert "color:" not in html and "background" not in html
-    assert "http" not in html and "<style" not in html
+REQUESTS, BLOCKS = "requests running, waiting, ended", "blocks used, at the peak"
 
 
-def test_of_an_engine() -> None:
-    engine = PagedEngine(models.get("gemma3"), {"block_size": 8, "num_blocks": 64})
-    assert figures(engine._repr_html_())["requests running, waiting, ended"] == "0, 0, 0"
+def test_of_an_engine_and_of_a_cache() -> None:
+    engine = engine_of("gemma3", num_blocks=64)
+    assert figures(engine._repr_html_())[REQUESTS] == "0, 0, 0"
     engine.add_request([5] * 30, {"max_new_tokens": 4})
     engine.step()
     html, stats = engine._repr_html_(), engine.stats()
-    assert figures(html)["requests running, waiting, ended"] == "1, 0, 0"
-    assert (
-        figures(html)["blocks used, at the peak"]
-        == f"{stats.used_blocks}, {stats.peak_blocks} (of 64)"
-    )
+    assert figures(html)[REQUESTS] == "1, 0, 0"
+    assert figures(html)[BLOCKS] == f"{stats.used_blocks}, {stats.peak_blocks} (of 64)"
     assert num_squares(html)[KINDS[2].colour] == stats.used_blocks
     engine.free()
-    assert figures(engine._repr_html_())["requests running, waiting, ended"] == "0, 0, 1"
+    assert figures(engine._repr_html_())[REQUESTS] == "0, 0, 1"
     assert not num_squares(engine._repr_html_())
-
-
-@needs_fingerprints
-def test_the_hit_rate_of_an_engine_is_that_of_the_requests_in_its_batch() -> None:
-    engine = PagedEngine(models.get("llama"), {"block_size": 8, "max_num_seqs": 2})
-    prompt = list(range(5, 38))
-    engine.generate([prompt], {"max_new_tokens": 1})
-    for _ in range(4):
-        engine.add_request(prompt, {"max_new_tokens": 8})
-    engine.step()
-    rows = figures(engine._repr_html_())
-    assert rows["requests running, waiting, ended"] == "2, 2, 1"
-    assert rows["prompt tokens found in the cache"] == "64 (65%)"  # 2 * 32 of 3 * 33
-    engine.free()
-
-
-def test_of_a_cache() -> None:
     model = models.get("llama")
     cache = PagedCache(model.config, {"block_size": 8})
     parsed(cache._repr_html_())
     model(models.token_ids(2, 20), past_key_values=cache)
     html = cache._repr_html_()
-    assert figures(html)["blocks used, at the peak"] == "6, 6"
+    assert figures(html)[BLOCKS] == "6, 6"
     assert num_squares(html)[KINDS[2].colour] == 6
     cache.free()
-    assert figures(cache._repr_html_())["blocks used, at the peak"] == "0, 6"
+    assert figures(cache._repr_html_())[BLOCKS] == "0, 6"
     parsed(PagedCache()._repr_html_())
+
+
+@needs_fingerprints
+def test_the_hit_rate_of_an_engine_is_that_of_the_requests_in_its_batch() -> None:
+    engine, prompt = engine_of(max_num_seqs=2), list(range(5, 38))
+    engine.generate([prompt], {"max_new_tokens": 1})
+    for _ in range(4):
+        engine.add_request(prompt, {"max_new_tokens": 8})
+    engine.step()
+    rows = figures(engine._repr_html_())
+    assert rows[REQUESTS] == "2, 2, 1"
+    assert rows["prompt tokens found in the cache"] == "64 (65%)"  # 2 * 32 of 3 * 33
+    engine.free()
 
 
 def test_of_memory_stats() -> None:
     model = models.build("llama")
     assert "last call" not in memory_stats(model)._repr_html_()
-    model.generate(
-        **models.prompt("llama", 4, 16),
-        max_new_tokens=4,
-        do_sample=False,
-        num_beams=2,
-        **models.PAGED,
-    )
+    options = {"max_new_tokens": 4, "do_sample": False, "num_beams": 2}
+    model.generate(**models.prompt("llama", 4, 16), **options, **models.PAGED)
     stats = memory_stats(model)
-    shown = figures(stats._repr_html_())
-    share = stats.call_bytes / stats.plain_bytes
-    assert share < 0.9 and shown["last call: keys and values at the peak"].endswith(
-        f"({share:.0%} of plain `generate`)"
-    )
+    shown, share = figures(stats._repr_html_()), stats.call_bytes / stats.plain_bytes
+    peak = shown["last call: keys and values at the peak"]
+    assert share < 0.9 and peak.endswith(f"({share:.0%} of plain `generate`)")
     assert shown["last call: cache of plain `generate`"] == format_bytes(stats.plain_bytes)
     text = str(stats)
-    assert (
-        all(label in text and value in text for label, value in shown.items())
-        and max(map(len, text.split("\n"))) < 80
-    )
+    assert all(label in text and value in text for label, value in shown.items())
+    assert max(map(len, text.split("\n"))) < 80
 
 
 def test_bytes() -> None:

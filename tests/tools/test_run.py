@@ -25,26 +25,27 @@ from tests.support import models
 ROOT = Path(hf_paged.__file__).parents[1]
 TIME_LIMIT = 300  # seconds, for busy machines
 STARTED = "-X", "importtime", "-m", "hf_paged", "run"  # says what is imported
+OPTIONS = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
 # A user's script that does not import hf_paged. It reports its environment and the outcome of a
 # call.
-SCRIPT = """
-import json, os, subprocess, sys
+SCRIPT = f"""
+import json, os, sys
 import torch
 from transformers import AutoModelForCausalLM
 
 def report(folder):
     model = AutoModelForCausalLM.from_pretrained(folder)
-    tokens = model.generate(torch.tensor([[5, 6, 7], [9, 8, 7]]), max_new_tokens=8, do_sample=False, pad_token_id=0)
+    tokens = model.generate(torch.tensor([[5, 6, 7], [9, 8, 7]]), **{OPTIONS})
     ours = sys.modules.get("hf_paged")
-    return {
+    return {{
         "argv": sys.argv[1:],
         "tokens": tokens.tolist(),
         "file": ours and ours.__file__,
         "road": ours and ours.last_route(model).road,
         "block_size": ours and ours.PagedConfig().block_size,
         "rank": os.environ.get("RANK"),
-    }
+    }}
 
 if __name__ == "__main__":
     with open(sys.argv[1] + "/" + os.environ.get("RANK", "0") + ".json", "w") as file:
@@ -78,36 +79,35 @@ def run(
     )
 
 
-def expected() -> list[list[int]]:
-    return (
-        models.get("llama")
-        .generate(
-            torch.tensor([[5, 6, 7], [9, 8, 7]]), max_new_tokens=8, do_sample=False, pad_token_id=0
-        )
-        .tolist()
-    )
+def assert_told(path: Path, block_size: int) -> dict[str, Any]:
+    told: dict[str, Any] = json.loads(path.read_text())
+    prompts = torch.tensor([[5, 6, 7], [9, 8, 7]])
+    assert told["tokens"] == models.get("llama").generate(prompts, **OPTIONS).tolist()
+    assert (told["road"], told["block_size"]) == ("engine", block_size)
+    return told
 
 
 @pytest.mark.slow
 def test_a_script_as_it_is(folder: Path, tmp_path: Path) -> None:
     """Its arguments, its exit status; all its calls of `generate` are paged, with the configured
-    block size."""
-    ended = run(
-        "--paged",
-        "--set",
-        "block_size=32",
-        folder / "script.py",
-        tmp_path,
-        folder / "model",
-        "7",
-        "--set",
-    )
+    block size. So is a program that names its interpreter, whose Python gets the settings."""
+    script, arguments = folder / "script.py", (tmp_path, folder / "model", "7", "--set")
+    asked = "--paged", "--set", "block_size=32"
+    ended = run(*asked, script, *arguments)
     assert ended.returncode == 7, ended.stderr
-    told = json.loads((tmp_path / "0.json").read_text())
-    assert told["tokens"] == expected()
-    assert (told["road"], told["block_size"]) == ("engine", 32)
-    assert told["argv"] == [str(tmp_path), str(folder / "model"), "7", "--set"]
+    told = assert_told(tmp_path / "0.json", 32)
+    assert told["argv"] == [*map(str, arguments)]
     assert Path(told["file"]).parents[1] == ROOT
+    (tmp_path / "0.json").unlink()
+    job = tmp_path / "job.sh"
+    job.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{script}" "$@"\n')
+    ended = run(*asked, job, "x", *arguments)
+    assert ended.returncode == 2, ended.stderr
+    assert re.search(r"job.sh' is neither a Python script.*chmod", ended.stderr), ended.stderr
+    job.chmod(0o755)
+    ended = run(*asked, job, "x", *arguments)
+    assert ended.returncode == 7, ended.stderr
+    assert_told(tmp_path / "0.json", 32)
 
 
 @pytest.mark.slow
@@ -115,30 +115,13 @@ def test_accelerate_launch(folder: Path, tmp_path: Path) -> None:
     """A console script that starts Python again, twice: both get `run`'s settings."""
     # accelerate's way to run several processes on one machine; without a GPU they compute on the
     # CPU
-    launch = "accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"
-    launch = (
-        *launch,
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "--main_process_port",
-        "0",
-    )
-    ended = run(
-        "--paged",
-        "--set=block_size=64",
-        *launch,
-        folder / "script.py",
-        tmp_path,
-        folder / "model",
-        "0",
-    )
+    launch = "accelerate launch --multi_gpu --num_processes 2 --num_machines 1"
+    launch += " --mixed_precision no --dynamo_backend no --main_process_port 0"
+    program = *launch.split(), folder / "script.py", tmp_path, folder / "model", "0"
+    ended = run("--paged", "--set=block_size=64", *program)
     assert ended.returncode == 0, ended.stderr
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert [each["rank"] for each in told] == ["0", "1"]
-    assert all((each["road"], each["block_size"]) == ("engine", 64) for each in told)
-    assert [each["tokens"] for each in told] == [expected()] * 2
+    for rank in ("0", "1"):
+        assert assert_told(tmp_path / f"{rank}.json", 64)["rank"] == rank
 
 
 REWARDS = """
@@ -170,19 +153,15 @@ def test_trl(folder: Path, tmp_path: Path) -> None:
             --reward_funcs rewards.reward --output_dir {tmp_path / name} --per_device_train_batch_size 4
             --num_generations 4 --max_completion_length 8 --report_to none --save_strategy no --bf16 false
             --gradient_checkpointing false --dtype float32 --max_steps 2 --seed 3"""
-        env = {
-            "REWARDS": str(tmp_path / f"{name}.jsonl"),
-            "PYTHONPATH": str(folder),
-            "HF_HOME": str(tmp_path),
-        }
+        path = tmp_path / f"{name}.jsonl"
+        env = {"REWARDS": str(path), "PYTHONPATH": str(folder), "HF_HOME": str(tmp_path)}
         ended = run(*grpo.split(), *options, command=("-m", *run_with), **env)
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        return [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
+        return [json.loads(line) for line in path.read_text().splitlines()]
 
     plain = rollouts("plain", run_with=("trl.cli.main",))
-    paged = rollouts(
-        "paged", "--cache_implementation", "paged", run_with=("hf_paged", "run", "trl")
-    )
+    asked = "--cache_implementation", "paged"
+    paged = rollouts("paged", *asked, run_with=("hf_paged", "run", "trl"))
     assert [texts for texts, _ in paged] == [texts for texts, _ in plain] and len(plain) == 2
     assert [roads for _, roads in plain] == [[], []] and paged[-1][1] == ["engine"]
 
@@ -210,15 +189,14 @@ print("torch" in sys.modules, "hf_paged" in sys.modules, getattr(sitecustomize, 
 
 def test_a_child_without_models_imports_nothing(tmp_path: Path) -> None:
     """... and an existing `sitecustomize` runs, too."""
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text("theirs = 'here'\n")
+    (tmp_path / "sitecustomize.py").write_text("theirs = 'here'\n")
     env = environment({}, [])
-    paths = env["PYTHONPATH"] + os.pathsep + str(tmp_path / "site")
-    ended = run("-c", PROBE, command=(), **{**env, "PYTHONPATH": paths})
+    env["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    ended = run("-c", PROBE, command=(), **env)
     assert ended.stdout == "False False here 1\n", ended.stderr
 
 
-@pytest.mark.slow_cases("first1", "import transformers.models.llama.modeling_llama")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [
@@ -227,8 +205,8 @@ def test_a_child_without_models_imports_nothing(tmp_path: Path) -> None:
             "import transformers.generation.utils; from transformers import AutoModel;"
             " AutoModel.from_pretrained; from transformers import PreTrainedModel"
         ),
-        pytest.param("import hf_paged", marks=pytest.mark.slow),
-        pytest.param("from transformers import Trainer", marks=pytest.mark.slow),
+        "import hf_paged",
+        "from transformers import Trainer",
     ],
 )
 def test_whichever_module_is_first(first: str, tmp_path: Path) -> None:
@@ -265,37 +243,18 @@ def test_what_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("accelerate", "mine.py"):
         (tmp_path / name).touch()
-    assert command_of("accelerate", False) == [str(Path(sys.executable).with_name("accelerate"))]
-    assert command_of("./accelerate", False) == [sys.executable, "./accelerate"]
-    assert command_of("mine.py", False) == [sys.executable, "mine.py"]
-    assert (
-        command_of("json.tool", False)
-        == command_of("json.tool", True)
-        == [sys.executable, "-m", "json.tool"]
-    )
-    assert command_of("torch.distributed.run", True) == [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-    ]
     (tmp_path / "sh").mkdir()  # no module that can be run
-    assert command_of("sh", False) == [shutil.which("sh")]
-
-
-@pytest.mark.slow
-def test_a_file_that_names_its_interpreter(folder: Path, tmp_path: Path) -> None:
-    """... runs unchanged: its Python gets `run`'s settings."""
-    script = tmp_path / "job.sh"
-    script.write_text(f'#!/bin/sh\nshift\nexec "{sys.executable}" "{folder / "script.py"}" "$@"\n')
-    ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")
-    assert ended.returncode == 2 and re.search(
-        r"job.sh' is neither a Python script.*chmod", ended.stderr
-    ), ended.stderr
-    script.chmod(0o755)
-    ended = run("--paged", "--set=block_size=32", script, "x", tmp_path, folder / "model", "7")
-    assert ended.returncode == 7, ended.stderr
-    told = json.loads((tmp_path / "0.json").read_text())
-    assert (told["road"], told["block_size"]) == ("engine", 32) and told["tokens"] == expected()
+    python = sys.executable
+    for (name, is_module), command in {
+        ("accelerate", False): [str(Path(python).with_name("accelerate"))],
+        ("./accelerate", False): [python, "./accelerate"],
+        ("mine.py", False): [python, "mine.py"],
+        ("json.tool", False): [python, "-m", "json.tool"],
+        ("json.tool", True): [python, "-m", "json.tool"],
+        ("torch.distributed.run", True): [python, "-m", "torch.distributed.run"],
+        ("sh", False): [shutil.which("sh")],
+    }.items():
+        assert command_of(name, is_module) == command
 
 
 @pytest.mark.parametrize(
@@ -322,39 +281,32 @@ def test_what_runs_a_file(
         assert command_of(str(path), False) == [sys.executable, str(path)][0 if is_python else 1 :]
 
 
-@pytest.mark.parametrize("flags", ["-I", "-sE", "-u -S", None, "-s"])
 def test_a_console_script_that_reads_no_environment(
-    flags: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tool"
-    path.write_text(
-        f"#!/usr/bin/env -S python3 {flags}\n" if flags else "#!/opt/python3.11/bin/python3.11\n"
-    )
-    path.chmod(0o755)
+    path.touch(0o755)
     monkeypatch.setattr("hf_paged.tools.commands.scripts_path", lambda: str(tmp_path))
-    if flags in (None, "-s"):
+    for interpreter in ("/opt/python3.11/bin/python3.11", "/usr/bin/env -S python3 -s"):
+        path.write_text(f"#!{interpreter}\n")
         assert command_of("tool", False) == [str(path)]
-        return
-    with pytest.raises(ValueError, match="hf_paged would not be imported"):
-        command_of("tool", False)
+    for flags in ("-I", "-sE", "-u -S"):
+        path.write_text(f"#!/usr/bin/env -S python3 {flags}\n")
+        with pytest.raises(ValueError, match="hf_paged would not be imported"):
+            command_of("tool", False)
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_the_commands_and_version_names_what_it_runs_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    assert (
-        re.search(r"(?m)^  +run +run a program.*\n +inspect +report a model", printed)
-        and "--version" in printed
-    )
-
-
-def test_version_names_what_it_runs_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"(?m)^  +run +run a program.*\n +inspect +report a model", printed)
+    assert "--version" in printed
     assert main(["--version"]) == 0
     printed = capsys.readouterr().out
-    assert (
-        printed.startswith(f"hf_paged {hf_paged.__version__} (")
-        and f"torch {metadata.version('torch')}" in printed
-    )
+    assert printed.startswith(f"hf_paged {hf_paged.__version__} (")
+    assert f"torch {metadata.version('torch')}" in printed
 
 
 @pytest.mark.slow
@@ -367,19 +319,15 @@ def test_inspect_is_the_module_of_that_name() -> None:
 
 def test_a_program_starts_without_torch() -> None:
     """... and without transformers; any program on PATH runs."""
-    ended = run(
-        "--set", "block_size=32", "sh", "-c", "echo $HF_PAGED_CONFIG; exit 7", command=STARTED
-    )
+    printing = "sh", "-c", "echo $HF_PAGED_CONFIG; exit 7"
+    ended = run("--set", "block_size=32", *printing, command=STARTED)
     assert (ended.returncode, ended.stdout) == (7, '{"block_size": 32}\n'), ended.stderr
     refused = run("-m", "torch.distributed.missing", command=STARTED)
     assert refused.returncode == 2 and "no module 'torch.distributed.missing'" in refused.stderr
     for stderr in (ended.stderr, refused.stderr):
         imported = {line.rpartition("|")[2].strip() for line in stderr.splitlines()}
-        assert {"hf_paged", "hf_paged.config"} <= imported and not {
-            "torch",
-            "transformers",
-            "numpy",
-        } & imported
+        assert {"hf_paged", "hf_paged.config"} <= imported
+        assert not {"torch", "transformers", "numpy"} & imported
 
 
 @pytest.mark.parametrize(
@@ -404,31 +352,23 @@ def test_importing_installs_except_for_the_command(
 
 def test_help_of_the_package_is_short_and_names_all_that_is_public() -> None:
     text = pydoc.render_doc(hf_paged, renderer=pydoc.plaintext)
-    names = {
-        name
-        for name, x in vars(hf_paged).items()
-        if name[0] != "_" and not isinstance(x, ModuleType)
-    }
-    assert "PagedEngine" in names and all(
-        re.search(rf"\b{name}\b", hf_paged.__doc__ or "") for name in names
-    )
     assert len(text.splitlines()) < 200 and "HF_PAGED" not in text
+    public = [name for name, x in vars(hf_paged).items() if not isinstance(x, ModuleType)]
+    names = [name for name in public if name[0] != "_"]
+    assert "PagedEngine" in names
+    for name in names:
+        assert re.search(rf"\b{name}\b", hf_paged.__doc__ or ""), name
 
 
 @pytest.mark.slow
 def test_a_star_import_takes_the_public_names_and_no_modules() -> None:
     # in another process, as modules that are imported later stand in the package
-    code = (
-        "from hf_paged import *; import hf_paged.config, hf_paged.cache.memory as memory; memory,"
-        " hf_paged.config"
-    )
+    code = "from hf_paged import *; import hf_paged.config, hf_paged.cache.memory as memory"
     program = f"{code}; print(*(name for name in vars() if name[:1] != '_'))"
-    shown = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    ).stdout.split()
+    ended = run("-c", program, command=())
     listing = (hf_paged.__doc__ or "").partition("The public names")[2].splitlines()
     public = {name for line in listing[1:] for name in re.findall(r"\w+", line[:29])}
-    assert set(shown) == public | {"hf_paged", "memory"}
+    assert set(ended.stdout.split()) == public | {"hf_paged", "memory"}
     assert hf_paged.config is sys.modules["hf_paged.config"] and not hasattr(hf_paged, "no_module")
 
 
@@ -455,25 +395,18 @@ def test_threads_of_a_server_do_not_wait_in_a_loop(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [
-        ("HF_PAGED_CONFIG", "[]"),
-        ("HF_PAGED_CONFIG", '{"blocks": 1}'),
-        ("HF_PAGED_INSTALL", "every"),
-    ],
-)
-def test_a_wrong_variable_is_named(variable: str, value: str) -> None:
+@pytest.mark.parametrize(("name", "value"), [("CONFIG", '{"blocks": 1}'), ("INSTALL", "every")])
+def test_a_wrong_variable_is_named(name: str, value: str) -> None:
+    variable = f"HF_PAGED_{name}"
     ended = run("-c", "import hf_paged", command=(), **{variable: value})
     assert ended.returncode == 1 and f"ValueError: {variable} " in ended.stderr
 
 
 @pytest.mark.slow_cases('{"blocks": 1}')
 @pytest.mark.parametrize(
-    "value", ["{", '{"blocks": 1}', '{"block_size": 33}', '{"prefix_tiers": 7}']
+    "value", ["{", "[]", '{"blocks": 1}', '{"block_size": 33}', '{"prefix_tiers": 7}']
 )
 def test_a_wrong_default_ends_the_command_in_a_line(value: str) -> None:
     ended = run("true", HF_PAGED_CONFIG=value)
-    assert ended.returncode == 2 and re.fullmatch(
-        "python -m hf_paged: HF_PAGED_CONFIG .*\n", ended.stderr
-    )
+    assert ended.returncode == 2
+    assert re.fullmatch("python -m hf_paged: HF_PAGED_CONFIG .*\n", ended.stderr)

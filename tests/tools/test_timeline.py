@@ -16,7 +16,7 @@ from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.plan import StepPlan
 from hf_paged.tools.timeline import Activity, Timeline
 from tests.support import models
-from tests.support.engine_helpers import prompts, run_all
+from tests.support.engine_helpers import engine_of, prompts, run_all
 
 LENGTHS = (40, 24, 33, 5, 60)
 
@@ -36,11 +36,10 @@ def step(timeline: Timeline, chunks: Any = (), admitted: Any = ()) -> None:
 
 
 def activities(timeline: Timeline, name: str) -> list[tuple[Activity, int, int]]:
-    found = [interval for interval in timeline.intervals() if interval.request_id == name]
     return [
-        (each.activity, each.first_step, each.end_step)
-        for each in found
-        if each.end_step > each.first_step
+        (interval.activity, interval.first_step, interval.end_step)
+        for interval in timeline.intervals()
+        if interval.request_id == name and interval.end_step > interval.first_step
     ]
 
 
@@ -79,8 +78,7 @@ def test_a_swapped_request_recomputes_what_it_lost(kept: int) -> None:
 def test_a_request_whose_swapped_blocks_are_dropped(
     cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {"block_size": 8, "num_blocks": 12, "preemption": "swap", "prefix_caching": False}
-    with PagedEngine(models.get("llama"), config) as engine:
+    with engine_of(num_blocks=12, preemption="swap", prefix_caching=False) as engine:
         for prompt in prompts(40, 24):
             engine.add_request(prompt, {"do_sample": False, "max_new_tokens": 25})
         while Activity.SWAPPED not in {each.activity for each in engine.timeline.intervals()}:
@@ -95,32 +93,26 @@ def test_a_request_whose_swapped_blocks_are_dropped(
         while engine.has_unfinished:
             engine.step()
         intervals = engine.timeline.intervals()
-    numbers = {each.number for each in intervals if each.activity is Activity.SWAPPED}
-    for number in numbers:
+    for number in {each.number for each in intervals if each.activity is Activity.SWAPPED}:
         told = [each.activity for each in intervals if each.number == number]
         told = told[told.index(Activity.SWAPPED) :]
         assert Activity.RECOMPUTE in told and Activity.PREFILL not in told
 
 
 def what_it_did(
-    request: Request, before: dict[str, Any], counts: dict[Sequence, int], has_lost: bool
+    request: Request, before: Activity, counts: dict[Sequence, int], has_lost: bool
 ) -> Activity:
     """The expected timeline entry of a request after a scheduled step, from the request itself."""
     if request.status is Status.WAITING:
         if request.is_swapped:
             return Activity.SWAPPED
         return Activity.PREEMPTED if request.num_preemptions else Activity.WAITING
-    if any(
-        counts.get(sequence, 0) > 1 or sequence.num_to_compute > counts.get(sequence, 0)
-        for sequence in request.open_sequences
-    ):
-        return (
-            Activity.RECOMPUTE
-            if before[request.request_id] in (Activity.PREEMPTED, Activity.RECOMPUTE)
-            or (before[request.request_id] is Activity.SWAPPED and has_lost)
-            else Activity.PREFILL
-        )
-    return Activity.DECODE
+    rows = [(counts.get(row, 0), row.num_to_compute) for row in request.open_sequences]
+    if all(count <= 1 and num_to_compute <= count for count, num_to_compute in rows):
+        return Activity.DECODE
+    is_again = before in (Activity.PREEMPTED, Activity.RECOMPUTE)
+    is_again |= before is Activity.SWAPPED and has_lost
+    return Activity.RECOMPUTE if is_again else Activity.PREFILL
 
 
 def num_computed(request: Request) -> int:
@@ -133,35 +125,33 @@ def num_computed(request: Request) -> int:
 def test_against_every_step_under_preemption(
     name: str, preemption: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = {
-        **{"block_size": 8, "num_blocks": 34 if name == "gemma3" else 20, "preemption": preemption},
-        **{"max_num_batched_tokens": 24, "prefix_caching": False},
-    }
-    engine = PagedEngine(models.get(name), config)
+    engine = engine_of(
+        name,
+        num_blocks=34 if name == "gemma3" else 20,
+        preemption=preemption,
+        max_num_batched_tokens=24,
+        prefix_caching=False,
+    )
     expected: dict[str, list[Activity]] = {}
     requests: list[Request] = []
     for i, prompt in enumerate(prompts(*LENGTHS)):
-        options = {"num_beams": 3} if i == 1 else {}
-        request_id = engine.add_request(
-            prompt, {"do_sample": False, "max_new_tokens": 25, **options}
-        )
+        options = {"do_sample": False, "max_new_tokens": 25, "num_beams": 3 if i == 1 else 1}
+        request_id = engine.add_request(prompt, options)
         requests.append(engine._core.requests[request_id].request)
         expected[request_id] = []
     scheduler = engine._core.loop.scheduler
     schedule = scheduler.schedule
 
     def watched() -> Any:
-        open_now = [request for request in requests if not request.is_finished]
-        computed = {request: num_computed(request) for request in open_now}
+        computed = {
+            request: num_computed(request) for request in requests if not request.is_finished
+        }
         batch = schedule()
         counts = dict(zip(batch.sequences, batch.counts))
-        before = {
-            name: steps[-1] if steps else Activity.WAITING for name, steps in expected.items()
-        }
-        for request in open_now:
-            has_lost = num_computed(request) < computed[request]
-            did = what_it_did(request, before, counts, has_lost)
-            expected[request.request_id].append(did)
+        for request, count in computed.items():
+            told = expected[request.request_id]
+            before = told[-1] if told else Activity.WAITING
+            told.append(what_it_did(request, before, counts, num_computed(request) < count))
         return batch
 
     monkeypatch.setattr(scheduler, "schedule", watched)
@@ -189,7 +179,7 @@ def test_against_every_step_under_preemption(
 
 
 def test_it_goes_on_when_the_engine_makes_a_new_core() -> None:
-    engine = PagedEngine(models.build("llama"))
+    engine = PagedEngine(models.get("llama"))
     for _ in range(2):
         engine.generate([[5, 6, 7]], {"max_new_tokens": 2}, request_id="again")
         engine.free()

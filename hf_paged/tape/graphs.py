@@ -327,6 +327,7 @@ class StepGraphs:
                 target.copy_(token_ids)
             recorded.inputs.move_in(self._states)
             recorded.graph.replay()
+            recorded.inputs.grow(self._states)
             logits = recorded.logits[: len(tokens.last)]
             return logits.clone()  # the next replay overwrites them
 

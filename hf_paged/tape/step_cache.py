@@ -152,7 +152,8 @@ def step_cache(
     which the forward reads and changes. `length` and `reads_keys`: as in `StepLayer`. Raises
     `NotCapturable` for unsupported layers."""
     self_cache = _cache_of_one_kind(cache, steps[: len(cache.groups)], length, reads_keys)
-    layers = dense_layers(self_cache)
+    state_classes = LinearAttentionLayer, IndexedStepLayer
+    layers = [layer for layer in self_cache.layers if isinstance(layer, state_classes)]
     for layer, source in zip(layers, running_layers, strict=True):
         copy_state_attributes(layer, source)
     set_state_tensors(layers, states)

@@ -5,7 +5,7 @@ also read and replace indexer keys, which no slot stores."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,13 +215,28 @@ def growing_states(layers: Sequence[Any]) -> list[bool]:
     return [key == _INDEXER_KEYS for layer in layers for _, key in _states_of(layer)]
 
 
+def state_specs(layers: Sequence[Any], column: int) -> Hashable:
+    """Returns the shape of a row and the dtype of each of the `state_tensors` of these layers. The
+    columns of indexer keys are counted from `column`."""
+    specs = []
+    for layer in layers:
+        for states, key in _states_of(layer):
+            _, *sizes = states[key].shape
+            if key == _INDEXER_KEYS:
+                sizes[0] -= column
+            specs.append((*sizes, states[key].dtype))
+    return tuple(specs)
+
+
 def _states_of(layer: Any) -> list[tuple[dict[Any, Tensor], Any]]:
     """Returns the dict that holds each of the layer's state tensors, with the tensor's key."""
     attributes = vars(layer)
     places: list[tuple[dict[Any, Tensor], Any]] = []
     for name in _STATES:
         states = attributes.get(name, {})
-        places += [(states, index) for index, state in states.items() if state is not None]
+        for index, state in states.items():
+            if state is not None:
+                places.append((states, index))
     if attributes.get(_INDEXER_KEYS) is not None:
         places.append((attributes, _INDEXER_KEYS))
     return places

@@ -40,9 +40,7 @@ class Columns(Tensor):
     num_columns: int
 
     @staticmethod
-    def __new__(
-        cls, tensor: Tensor, length: Tensor, num_columns: int | None = None
-    ) -> Columns:
+    def __new__(cls, tensor: Tensor, length: Tensor, num_columns: int | None = None) -> Columns:
         self = Tensor._make_subclass(cls, tensor)
         self.tensor = tensor
         self.length = length

@@ -328,8 +328,7 @@ class StepGraphs:
             recorded.inputs.move_in(self._states)
             recorded.graph.replay()
             recorded.inputs.grow(self._states)
-            logits = recorded.logits[: len(tokens.last)]
-            return logits.clone()  # the next replay overwrites them
+            return recorded.logits[: len(tokens.last)].clone()  # the next replay overwrites them
 
     def _try_record(
         self,

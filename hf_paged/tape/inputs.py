@@ -245,7 +245,9 @@ class StaticInputs:
                 from .static_states import StaticStates
 
                 tables = zip(key.widths, memories)
-                num_columns = max((width * memory.block_size for width, memory in tables), default=0)
+                num_columns = max(
+                    (width * memory.block_size for width, memory in tables), default=0
+                )
                 self.states = StaticStates(layers, key.num_decodes, num_columns)
                 self.arguments["states"] = self.states.buffers
             self.logit_indices = self._logit_indices.on_device if key.num_chunks else None

@@ -23,7 +23,7 @@ from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..cache.paged_cache import PagedCache
 from ..model.own_loop import cache_output, cache_parts, next_inputs
 from ..model.state import ModelState
-from ..rectangles.states import dense_layers, growing_states, state_tensors
+from ..rectangles.states import dense_layers, state_specs, state_tensors
 from ..seams import ForwardContext
 from ..step import NotCapturable, StepMetadata
 from .columns import Columns
@@ -107,13 +107,13 @@ class RectangleReplays:
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
         self._prepared = prepared
         layers = dense_layers(cache_parts(rectangle.cache)[0])
-        state_specs = _state_specs(layers, rectangle.width - 1)
+        specs = state_specs(layers, rectangle.width - 1)
         try:
             return recorder.run(
                 tokens,
                 None,
                 self._forward,
-                kind=(self._is_padded, self._constants, state_specs),
+                kind=(self._is_padded, self._constants, specs),
                 states=layers,
                 checked_as=(self._constants, self._num_axes, frozenset(self._row_masking)),
             )
@@ -401,18 +401,6 @@ def _token_types(prepared: dict[str, Any]) -> dict[str, int]:
             if is_column and value.dtype is torch.int64 and bool((value == value[0]).all()):
                 types[name] = int(value[0])
     return types
-
-
-def _state_specs(layers: Sequence[Any], column: int) -> Hashable:
-    """Returns the shape of a row, and the dtype, of each state of these layers. The number of
-    columns of indexer keys is counted from `column`."""
-    specs = []
-    for state, is_growing in zip(state_tensors(layers), growing_states(layers)):
-        _, *sizes = state.shape
-        if is_growing:
-            sizes[0] -= column
-        specs.append((tuple(sizes), state.dtype))
-    return tuple(specs)
 
 
 def _constants(prepared: dict[str, Any]) -> Hashable:

@@ -148,7 +148,7 @@ def step_cache(
 ) -> Any:
     """Returns the cache of a recorded forward. `cache`: the model's empty cache. `steps`: one per
     layer group of `cache`, then of its cross-attention cache. `running_layers`: the running step's
-    layers with states or indexer keys, whose attributes are copied. `states`: the tensors `(n, ...)` of the states,
+    `dense_layers`, whose attributes are copied. `states`: the tensors `(n, ...)` of their states,
     which the forward reads and changes. `length` and `reads_keys`: as in `StepLayer`. Raises
     `NotCapturable` for unsupported layers."""
     self_cache = _cache_of_one_kind(cache, steps[: len(cache.groups)], length, reads_keys)

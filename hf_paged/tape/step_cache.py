@@ -120,8 +120,17 @@ class IndexedStepLayer(StepLayer):
     # (n, at least capacity, dim), with zeros in the columns after `length`; `None` if the running
     # step's layer has none
     indexer_keys: Tensor | None = None
-    # the positions of the indexer keys that some models store: steps with them are not recorded
-    indexer_position_ids = None
+    indexer_position_ids = None  # as in every layer that `take` accepts
+
+    def take(self, source: Any) -> None:
+        """Takes the indexer keys of the running step's layer. Raises `NotCapturable` if these do
+        not count the cache's tokens, or have positions of their own."""
+        keys, length = source.indexer_keys, self.length
+        assert isinstance(length, Length)
+        has_positions = source.indexer_position_ids is not None
+        if has_positions or (keys is not None and keys.shape[1] != length.recorded_value):
+            raise NotCapturable("its indexer keys are not one for each of the cache's tokens")
+        copy_state_attributes(self, source)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Stores indexer keys `(n, 1, dim)` in column `length`; returns those of all columns,
@@ -155,7 +164,10 @@ def step_cache(
     state_classes = LinearAttentionLayer, IndexedStepLayer
     layers = [layer for layer in self_cache.layers if isinstance(layer, state_classes)]
     for layer, source in zip(layers, running_layers, strict=True):
-        copy_state_attributes(layer, source)
+        if isinstance(layer, IndexedStepLayer):
+            layer.take(source)
+        else:
+            copy_state_attributes(layer, source)
     set_state_tensors(layers, states)
     if cache.cross is None:
         return self_cache

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicIndexedLayer
 
 from hf_paged.rectangles.states import growing_states, state_tensors
+from hf_paged.step import NotCapturable
+from hf_paged.tape.length import Length, LengthRange
 from hf_paged.tape.static_states import StaticStates
+from hf_paged.tape.step_cache import IndexedStepLayer
 
 DIM, CAPACITY = 4, 16
 
@@ -55,3 +61,20 @@ def test_keys_are_ordinary_for_steps_without_a_recording() -> None:
     expected = replay(static, layer, 2.0)
     assert torch.equal(state_tensors([layer])[0], expected)
     assert expected.shape == (2, 7, DIM)
+
+
+def test_a_recorded_layer_takes_a_key_for_each_token_alone() -> None:
+    source: Any = layer_of(2, 5, 0)
+    source.dtype, source.device = torch.float32, torch.device("cpu")
+    step: Any = None
+    layers = []
+    for length in (5, 6):
+        counted = Length(torch.tensor(length), length, LengthRange())
+        layers.append(IndexedStepLayer(None, step, counted, is_sliding=False, reads_keys=True))
+    layers[0].take(source)
+    assert layers[0].indexer_keys is source.indexer_keys
+    with pytest.raises(NotCapturable, match="one for each"):
+        layers[1].take(source)
+    source.indexer_position_ids = torch.zeros(3, 2, 5)
+    with pytest.raises(NotCapturable, match="one for each"):
+        layers[0].take(source)

@@ -1,10 +1,11 @@
 """Stores states of linear attention and convolutions: one slot per sequence, for any number of
-tokens. Callers decide which states to keep and which slot a sequence gets."""
+tokens. Callers decide which states to keep and which slot a sequence gets. The functions on layers
+also read and replace indexer keys, which no slot stores."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +172,15 @@ def state_layers(cache: Any) -> list[Any]:
     return [layer for layer in layers if hasattr(layer, "recurrent_states")]
 
 
+def dense_layers(cache: Any) -> list[Any]:
+    """Returns the layers of a cache that hold states or may hold indexer keys."""
+    return [
+        layer
+        for layer in cache.layers
+        if hasattr(layer, "recurrent_states") or hasattr(layer, "indexer_keys")
+    ]
+
+
 def num_state_bytes(layers: Sequence[Any]) -> int:
     """Returns the bytes of the states of these layers, over all rows."""
     return sum(state.nbytes for state in state_tensors(layers))
@@ -183,35 +193,64 @@ _STATE_ATTRIBUTES = (
     "has_previous_state",
     "conv_kernel_size",
 )
+_INDEXER_KEYS = "indexer_keys"  # (rows, length, dim): a step appends a column
 
 
 def state_tensors(layers: Sequence[Any]) -> list[Tensor]:
-    """Returns the state tensors `(rows, ...)` of these layers, in order."""
-    states = (states for layer in layers for states in _states_of(layer))
-    return [state for tensors in states for state in tensors.values() if state is not None]
+    """Returns the state tensors `(rows, ...)` of these layers, indexer keys included, in order."""
+    return [states[key] for layer in layers for states, key in _states_of(layer)]
 
 
 def set_state_tensors(layers: Sequence[Any], tensors: Iterable[Tensor]) -> None:
     """Replaces the state tensors of the layers by `tensors`, in the order of `state_tensors`."""
     new_states = iter(tensors)
     for layer in layers:
-        for states in _states_of(layer):
-            for state_index, state in states.items():
-                if state is not None:
-                    states[state_index] = next(new_states)
+        for states, key in _states_of(layer):
+            states[key] = next(new_states)
 
 
-def _states_of(layer: Any) -> list[dict[int, Tensor | None]]:
-    return [getattr(layer, name) for name in _STATES]
+def growing_states(layers: Sequence[Any]) -> list[bool]:
+    """Returns for each of the `state_tensors` of these layers whether it has a column for each
+    token, `(rows, length, ...)`."""
+    return [key == _INDEXER_KEYS for layer in layers for _, key in _states_of(layer)]
+
+
+def state_specs(layers: Sequence[Any], column: int) -> Hashable:
+    """Returns the shape of a row and the dtype of each of the `state_tensors` of these layers. The
+    columns of indexer keys are counted from `column`."""
+    specs = []
+    for layer in layers:
+        for states, key in _states_of(layer):
+            _, *sizes = states[key].shape
+            if key == _INDEXER_KEYS:
+                sizes[0] -= column
+            specs.append((*sizes, states[key].dtype))
+    return tuple(specs)
+
+
+def _states_of(layer: Any) -> list[tuple[dict[Any, Tensor], Any]]:
+    """Returns the dict that holds each of the layer's state tensors, with the tensor's key."""
+    attributes = vars(layer)
+    places: list[tuple[dict[Any, Tensor], Any]] = []
+    for name in _STATES:
+        states = attributes.get(name, {})
+        for index, state in states.items():
+            if state is not None:
+                places.append((states, index))
+    if attributes.get(_INDEXER_KEYS) is not None:
+        places.append((attributes, _INDEXER_KEYS))
+    return places
 
 
 def copy_state_attributes(layer: Any, source: Any) -> None:
     """Copies the states of `source`, and the attributes that describe them, to `layer`. The dicts
     are new, the tensors shared."""
     for name in (*_STATES, *_STATE_ATTRIBUTES):
-        setattr(layer, name, dict(getattr(source, name)))
-    for name in ("number_of_states", "record_past", "dtype", "device"):
-        setattr(layer, name, getattr(source, name))
+        if hasattr(source, name):
+            setattr(layer, name, dict(getattr(source, name)))
+    for name in ("number_of_states", "record_past", "dtype", "device", _INDEXER_KEYS):
+        if hasattr(source, name):
+            setattr(layer, name, getattr(source, name))
 
 
 def gather_states(
@@ -223,18 +262,14 @@ def gather_states(
     pairs of source layers and of the row indices to copy, in order. The copies are on `device`, by
     default the `device` attribute of the source layer."""
     for index, layer in enumerate(layers):
-        sources = [(part_layers[index], rows) for part_layers, rows in parts]
-        first_source, _ = sources[0]
-        target_device = first_source.device if device is None else device
-        copy_state_attributes(layer, first_source)
-        for name in _STATES:
-            states = getattr(layer, name)
-            for state_index, state in states.items():
-                if state is not None:
-                    tensors = [
-                        (getattr(source, name)[state_index], rows) for source, rows in sources
-                    ]
-                    states[state_index] = _concatenate_rows(tensors).to(target_device)
+        sources = [part_layers[index] for part_layers, _ in parts]
+        target_device = sources[0].device if device is None else device
+        copy_state_attributes(layer, sources[0])
+        gathered = []
+        for states in zip(*(state_tensors([source]) for source in sources)):
+            rows = [(state, part_rows) for state, (_, part_rows) in zip(states, parts)]
+            gathered.append(_concatenate_rows(rows).to(target_device))
+        set_state_tensors([layer], gathered)
 
 
 def _concatenate_rows(parts: list[tuple[Tensor, list[int]]]) -> Tensor:

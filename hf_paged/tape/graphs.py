@@ -327,8 +327,8 @@ class StepGraphs:
                 target.copy_(token_ids)
             recorded.inputs.move_in(self._states)
             recorded.graph.replay()
-            logits = recorded.logits[: len(tokens.last)]
-            return logits.clone()  # the next replay overwrites them
+            recorded.inputs.grow(self._states)
+            return recorded.logits[: len(tokens.last)].clone()  # the next replay overwrites them
 
     def _try_record(
         self,

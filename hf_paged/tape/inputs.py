@@ -244,7 +244,11 @@ class StaticInputs:
             if layers:
                 from .static_states import StaticStates
 
-                self.states = StaticStates(layers, key.num_decodes)
+                tables = zip(key.widths, memories)
+                num_columns = max(
+                    (width * memory.block_size for width, memory in tables), default=0
+                )
+                self.states = StaticStates(layers, key.num_decodes, num_columns)
                 self.arguments["states"] = self.states.buffers
             self.logit_indices = self._logit_indices.on_device if key.num_chunks else None
         self._copy_done: torch.cuda.Event | None = None
@@ -264,6 +268,11 @@ class StaticInputs:
         """As `StaticStates.move_in`, if there are states."""
         if self.states is not None:
             self.states.move_in(layers)
+
+    def grow(self, layers: Sequence[Any]) -> None:
+        """As `StaticStates.grow`, if there are states."""
+        if self.states is not None:
+            self.states.grow(layers)
 
     def fill(
         self,

@@ -23,9 +23,10 @@ from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..cache.paged_cache import PagedCache
 from ..model.own_loop import cache_output, cache_parts, next_inputs
 from ..model.state import ModelState
-from ..rectangles.states import state_layers, state_tensors
+from ..rectangles.states import dense_layers, state_specs, state_tensors
 from ..seams import ForwardContext
-from ..step import StepMetadata
+from ..step import NotCapturable, StepMetadata
+from .columns import Columns
 from .length import Length
 from .recorders import log_unrecorded
 from .step_cache import step_cache, store_states
@@ -105,14 +106,14 @@ class RectangleReplays:
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
         self._prepared = prepared
-        layers = rectangle.state_layers
-        state_specs = tuple((x.shape[1:], x.dtype) for x in state_tensors(layers))
+        layers = dense_layers(cache_parts(rectangle.cache)[0])
+        specs = state_specs(layers, rectangle.width - 1)
         try:
             return recorder.run(
                 tokens,
                 None,
                 self._forward,
-                kind=(self._is_padded, self._constants, state_specs),
+                kind=(self._is_padded, self._constants, specs),
                 states=layers,
                 checked_as=(self._constants, self._num_axes, frozenset(self._row_masking)),
             )
@@ -129,7 +130,8 @@ class RectangleReplays:
         this kind are no longer replayed."""
         results = [(expected, replayed)]
         copied = state_tensors(self._recorder.checks.copied_states)
-        results += zip(state_tensors(rectangle.state_layers), copied)
+        layers = dense_layers(cache_parts(rectangle.cache)[0])
+        results += zip(state_tensors(layers), copied, strict=True)
         pairs = []
         for masking in {*self._row_masking}:
             rows = [row for row, value in enumerate(self._row_masking) if value == masking]
@@ -270,7 +272,7 @@ class RectangleReplays:
         arguments = self._arguments(token_ids, positions, column_steps, position_ids)
         running_cache, *_ = cache_parts(self._prepared[self._cache_name])
         reads_keys = self._recorder.reads_keys
-        layers = state_layers(running_cache)
+        layers = dense_layers(running_cache)
         length = Length(positions[0, 0], self._width - 1, self._recorder.lengths)
         cache = step_cache(self._cache, column_steps, length, layers, states, reads_keys)
         arguments[self._cache_name] = cache
@@ -279,6 +281,8 @@ class RectangleReplays:
         outputs = self._model(**arguments, return_dict=True)
         store_states(cache_parts(cache)[0], states)
         logits: Tensor = outputs.logits[:, -1]
+        if isinstance(logits, Columns):
+            raise NotCapturable("its forward uses indexer keys for more than a choice of columns")
         return logits
 
     def _arguments(

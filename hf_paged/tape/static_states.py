@@ -12,28 +12,32 @@ import torch
 from torch import Tensor
 
 from ..cache.free_memory import discard
-from ..rectangles.states import set_state_tensors, state_tensors
+from ..rectangles.states import growing_states, set_state_tensors, state_tensors
 
 
 class StaticStates:
     """Buffers for the states of up to `num_rows` rows, with the shapes and dtypes of the states of
-    `layers`. The states of a step's rows stay in the buffers until other rows need the buffers, so
+    `layers`; for indexer keys, with `num_columns` columns, of which those after a row's tokens are
+    zeros. The states of a step's rows stay in the buffers until other rows need the buffers, so
     that the next step of the same rows copies nothing."""
 
-    def __init__(self, layers: Sequence[Any], num_rows: int) -> None:
-        with torch.inference_mode(False):  # the buffers outlive the call
-            self.buffers = [
-                torch.zeros((num_rows, *state.shape[1:]), dtype=state.dtype, device=state.device)
-                for state in state_tensors(layers)
-            ]
+    def __init__(self, layers: Sequence[Any], num_rows: int, num_columns: int = 0) -> None:
+        self._are_growing = growing_states(layers)
+        self.buffers: list[Tensor] = []
+        for state, is_growing in zip(state_tensors(layers), self._are_growing):
+            _, *sizes = state.shape
+            if is_growing:
+                sizes[0] = num_columns
+            with torch.inference_mode(False):  # the buffers outlive the call
+                buffer = torch.zeros((num_rows, *sizes), dtype=state.dtype, device=state.device)
+            self.buffers.append(buffer)
         self._resident_layers: list[weakref.ref[Any]] = []
         self._resident_states: list[Tensor] = []
 
     def copy_in(self, layers: Sequence[Any]) -> None:
         """Copies the states of these layers to the first rows of the buffers. No layers may hold
         views of the buffers (`move_in`)."""
-        states = state_tensors(layers)
-        torch._foreach_copy_(self._views_like(states), states)
+        self._copy(state_tensors(layers))
 
     def move_in(self, layers: Sequence[Any]) -> None:
         """Copies the states of these layers to the first rows of the buffers, and makes the layers
@@ -44,11 +48,20 @@ class StaticStates:
         ):
             return
         self._move_out()
-        views = self._views_like(states)
-        torch._foreach_copy_(views, states)
         self._resident_layers = [weakref.ref(layer) for layer in layers]
-        self._resident_states = views
-        set_state_tensors(layers, views)
+        self._resident_states = self._copy(states)
+        set_state_tensors(layers, self._resident_states)
+
+    def grow(self, layers: Sequence[Any]) -> None:
+        """After a replay for these layers, which hold views of the buffers: adds the column that
+        the replay wrote to the views of indexer keys."""
+        if any(self._are_growing):
+            for index, view in enumerate(self._resident_states):
+                if self._are_growing[index]:
+                    num_rows, length = view.shape[:2]
+                    grown = self.buffers[index][:num_rows, : length + 1]
+                    self._resident_states[index] = grown
+            set_state_tensors(layers, self._resident_states)
 
     def discard(self) -> bool:
         """Gives the memory of the buffers back until the next step, whose states are copied to
@@ -57,8 +70,18 @@ class StaticStates:
         self._resident_states = []
         return discard(self.buffers)
 
-    def _views_like(self, states: Sequence[Tensor]) -> list[Tensor]:
-        return [buffer[: len(state)] for buffer, state in zip(self.buffers, states, strict=True)]
+    def _copy(self, states: Sequence[Tensor]) -> list[Tensor]:
+        """Copies states to the first rows of the buffers; returns the views that now hold them."""
+        views = []
+        for buffer, state, is_growing in zip(self.buffers, states, self._are_growing, strict=True):
+            rows = buffer[: len(state)]
+            if is_growing:
+                rows[:, state.shape[1] :] = 0
+                rows = rows[:, : state.shape[1]]
+            views.append(rows)
+        if views:
+            torch._foreach_copy_(views, states)
+        return views
 
     def _move_out(self) -> None:
         """Replaces the views that resident layers hold by copies."""

@@ -18,17 +18,19 @@ from transformers.cache_utils import (
 
 from ..cache.handles import PagedTensor
 from ..cache.kv_blocks import KVBlocks
-from ..cache.layers import EMPTY_LAYERS, PagedLayer
+from ..cache.layers import EMPTY_LAYERS, PagedIndexedLayer, PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.reading import gather
 from ..cache.store import store_signature
 from ..rectangles.states import (
     copy_state_attributes,
+    dense_layers,
     set_state_tensors,
-    state_layers,
     state_tensors,
 )
-from ..step import NotCapturable, StepMetadata
+from ..step import KeysReadError, NotCapturable, StepMetadata
+from .columns import Columns
+from .length import Length
 
 
 class StepLayer(CacheLayerMixin):
@@ -112,6 +114,39 @@ class HybridStepLayer(StepLayer, LinearAttentionLayer):
     """A layer of a recorded step with keys, values and states of linear attention."""
 
 
+class IndexedStepLayer(StepLayer):
+    """A layer of a recorded step with keys, values and indexer keys."""
+
+    # (n, at least capacity, dim), with zeros in the columns after `length`; `None` if the running
+    # step's layer has none
+    indexer_keys: Tensor | None = None
+    indexer_position_ids = None  # as in every layer that `take` accepts
+
+    def take(self, source: Any) -> None:
+        """Takes the indexer keys of the running step's layer. Raises `NotCapturable` if these do
+        not count the cache's tokens, or have positions of their own."""
+        keys, length = source.indexer_keys, self.length
+        assert isinstance(length, Length)
+        has_positions = source.indexer_position_ids is not None
+        if has_positions or (keys is not None and keys.shape[1] != length.recorded_value):
+            raise NotCapturable("its indexer keys are not one for each of the cache's tokens")
+        copy_state_attributes(self, source)
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Stores indexer keys `(n, 1, dim)` in column `length`; returns those of all columns,
+        `(n, capacity, dim)`. The forward's masks hide columns that are not stored. Raises
+        `NotCapturable` for other numbers of rows or tokens."""
+        if not self._reads_keys:  # then the masks do not
+            raise KeysReadError("the model's own code reads indexer keys")
+        buffer, length = self.indexer_keys, self.length
+        num_rows = self.step.num_rows
+        if buffer is None or indexer_key_states.shape != (num_rows, 1, buffer.shape[2]):
+            raise NotCapturable("its forward stores other indexer keys than in the last step")
+        assert isinstance(length, Length) and self.step.columns is not None
+        buffer.index_copy_(1, length.tensor.view(1), indexer_key_states)
+        return Columns(buffer[:, : len(self.step.columns)], length.tensor)
+
+
 def step_cache(
     cache: PagedCache,
     steps: Sequence[StepMetadata],
@@ -122,13 +157,17 @@ def step_cache(
 ) -> Any:
     """Returns the cache of a recorded forward. `cache`: the model's empty cache. `steps`: one per
     layer group of `cache`, then of its cross-attention cache. `running_layers`: the running step's
-    layers with states, whose attributes are copied. `states`: the tensors `(n, ...)` of the states,
+    `dense_layers`, whose attributes are copied. `states`: the tensors `(n, ...)` of their states,
     which the forward reads and changes. `length` and `reads_keys`: as in `StepLayer`. Raises
     `NotCapturable` for unsupported layers."""
     self_cache = _cache_of_one_kind(cache, steps[: len(cache.groups)], length, reads_keys)
-    layers = [x for x in self_cache.layers if isinstance(x, LinearAttentionLayer)]
+    state_classes = LinearAttentionLayer, IndexedStepLayer
+    layers = [layer for layer in self_cache.layers if isinstance(layer, state_classes)]
     for layer, source in zip(layers, running_layers, strict=True):
-        copy_state_attributes(layer, source)
+        if isinstance(layer, IndexedStepLayer):
+            layer.take(source)
+        else:
+            copy_state_attributes(layer, source)
     set_state_tensors(layers, states)
     if cache.cross is None:
         return self_cache
@@ -150,7 +189,11 @@ def _cache_of_one_kind(
     for layer in cache.layers:
         if isinstance(layer, PagedLayer):
             blocks = layer.blocks
-            layer_class = HybridStepLayer if isinstance(layer, LinearAttentionLayer) else StepLayer
+            layer_class = StepLayer
+            if isinstance(layer, LinearAttentionLayer):
+                layer_class = HybridStepLayer
+            elif isinstance(layer, PagedIndexedLayer):
+                layer_class = IndexedStepLayer
             layer = layer_class(
                 blocks, step_by_group[layer.group], length, layer.is_sliding, reads_keys
             )
@@ -164,6 +207,6 @@ def _cache_of_one_kind(
 
 def store_states(cache: Any, states: Sequence[Tensor]) -> None:
     """Copies into `states` those states of `cache` that the forward replaced by new tensors."""
-    for state, current in zip(states, state_tensors(state_layers(cache)), strict=True):
+    for state, current in zip(states, state_tensors(dense_layers(cache)), strict=True):
         if current is not state:
             state.copy_(current)

@@ -47,6 +47,8 @@ CLASSES += [
     "Pix2StructForConditionalGeneration",  # slices a mask
     "MllamaForCausalLM",  # some layers have no blocks
 ]
+INDEXED = "GlmMoeDsaForCausalLM"  # chooses 4 keys by indexer keys
+CLASSES.append(INDEXED)
 NUM_TOKENS = 24
 GREEDY: dict[str, Any] = {"do_sample": False, "num_beams": 1}
 MODES: dict[str, dict[str, Any]] = {
@@ -137,7 +139,9 @@ def assert_recorded(model: PreTrainedModel, least: int = 1) -> None:
     assert route_of(model).num_captured_steps >= least or not records_on_cpu()
 
 
-@pytest.mark.slow_cases(but=["*-greedy", "T5*-beams", "Qwen3Next*-beams", "DiffLlama*-sample"])
+@pytest.mark.slow_cases(
+    but=["*-greedy", "T5*-beams", "Qwen3Next*-beams", "GlmMoeDsa*-beams", "DiffLlama*-sample"]
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CLASSES)
 def test_replays_give_the_tokens_of_plain(name: str, mode: str) -> None:
@@ -162,7 +166,7 @@ def test_an_encoder_mask_hides_tokens_from_replays_too(name: str) -> None:
 
 
 @pytest.mark.slow_cases("Lfm2*", "FalconH1*")
-@pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3], *HYBRIDS])
+@pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3], *HYBRIDS, INDEXED])
 def test_requests_of_an_engine_join_and_leave(name: str) -> None:
     inputs, rows = inputs_of(name), []
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool()):
@@ -171,7 +175,7 @@ def test_requests_of_an_engine_join_and_leave(name: str) -> None:
 
 
 @pytest.mark.slow_cases("FalconH1*")
-@pytest.mark.parametrize("name", [CLASSES[0], *HYBRIDS[2:]])
+@pytest.mark.parametrize("name", [CLASSES[0], *HYBRIDS[2:], INDEXED])
 def test_preempted_rows_go_on(name: str) -> None:
     rows = [{"input_ids": inputs_of(name)["input_ids"][:1]}]
     assert assert_requests_as_plain(build(name), rows, [60] * 4, num_blocks=24).num_preemptions
@@ -531,3 +535,19 @@ def test_token_types_of_new_tokens_are_constants_of_a_replay() -> None:
         assert_as_plain(build(name), inputs_of(name, seed))
     if not models.BEFORE_5_24:
         assert_recorded(build(name), 10)
+
+
+@pytest.mark.parametrize("name", [INDEXED, "HYV4ForCausalLM"])  # the latter's mask is of floats
+def test_replays_choose_among_equal_scores_as_plain_does(name: str) -> None:
+    """Later rows also have fewer tokens than the model chooses."""
+    model = fresh(name)
+    with torch.no_grad():
+        for module in model.modules():
+            if hasattr(module, "index_topk"):
+                module.wq_b.weight.zero_()  # all scores are 0
+    for prompt_length in (9, 9, 2, 1):
+        generator = torch.Generator().manual_seed(prompt_length)
+        ids = torch.randint(5, 100, (2, prompt_length), generator=generator)
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        assert_as_plain(model, inputs, **exactly(80))  # the tables of a graph have 64 tokens
+        assert_recorded(model, 60)

@@ -1,0 +1,81 @@
+"""Tensors that a recorded forward computes from indexer keys. They have a column for each token
+that block tables can hold, of which a replay has stored only the first."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..step import NotCapturable
+
+_LIBRARY = torch.library.Library("hf_paged", "FRAGMENT")
+_LIBRARY.define("topk_stored(Tensor scores, int k, Tensor length) -> (Tensor, Tensor)")
+
+
+def _topk_stored(scores: Tensor, k: int, length: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the values and indices that `scores.topk(k)` gives for the first `length + 1`
+    columns alone, as in a forward without a recording: which of several equal scores are chosen
+    depends on the number of columns. If these are fewer than `k`, returns the first `k`."""
+    num_columns = max(int(length) + 1, k)
+    values, indices = scores[..., :num_columns].contiguous().topk(k)
+    return values, indices
+
+
+_LIBRARY.impl("topk_stored", _topk_stored, "CPU")
+
+
+class Columns(Tensor):
+    """A tensor computed from indexer keys, with an axis of columns. Of the first result, with the
+    keys `(n, columns, dim)`, all others are made. Only a choice of columns, `topk`, returns
+    ordinary tensors. Raises `NotCapturable` for functions after which a replay might not see which
+    columns are stored."""
+
+    tensor: Tensor  # this tensor as an ordinary one
+    length: Tensor  # the number of columns stored by earlier steps, `()` int64
+    num_columns: int
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, length: Tensor, num_columns: int | None = None) -> Columns:
+        self = Tensor._make_subclass(cls, tensor)
+        self.tensor = tensor
+        self.length = length
+        self.num_columns = tensor.shape[1] if num_columns is None else num_columns
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        leaves = tree_leaves((args, kwargs))
+        source = next(leaf for leaf in leaves if isinstance(leaf, cls))
+        if func in (torch.topk, Tensor.topk) and args and args[0] is source:
+            return source._topk(*args[1:], **kwargs)
+        if _writes(func, kwargs) and not isinstance(args[0], cls):
+            raise NotCapturable("its forward stores tensors that it computes from indexer keys")
+        args, kwargs = tree_map_only(cls, operator.attrgetter("tensor"), (args, kwargs))
+        return tree_map_only(Tensor, source._derive, func(*args, **kwargs))
+
+    def _derive(self, tensor: Tensor) -> Columns:
+        if self.num_columns not in tensor.shape:
+            raise NotCapturable("its forward sums over the columns of indexer keys")
+        return Columns(tensor, self.length, self.num_columns)
+
+    def _topk(
+        self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    ) -> torch.return_types.topk:
+        scores = self.tensor
+        is_last = dim % scores.dim() == scores.dim() - 1
+        if not (is_last and largest and sorted and scores.shape[-1] == self.num_columns):
+            raise NotCapturable("its forward chooses other columns than those of the best scores")
+        return torch.return_types.topk(torch.ops.hf_paged.topk_stored(scores, k, self.length))
+
+
+def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes to its first argument or to an `out` tensor."""
+    name = getattr(func, "__name__", "")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    return is_in_place or name == "__setitem__" or kwargs.get("out") is not None

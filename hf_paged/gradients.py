@@ -85,7 +85,7 @@ def extend(
     if not blocks.is_exact:  # gradients pass through the rounding
         pairs = zip(read_pair(step, blocks), new_states)
         new_states = [
-            stored[:, :, -states.shape[2] :] + (states - states.detach())
+            stored[:, :, stored.shape[2] - states.shape[2] :] + (states - states.detach())
             for stored, states in pairs
         ]
     if layer.graph_states is not None:

@@ -119,7 +119,7 @@ def paged_attention(
         observe(sizes, mask, bool(is_causal))
     if in_place is not None:
         in_place_query, blocks, expand = in_place
-        features = _features(module, in_place_query, key.step, kwargs)
+        features = _features(module, query, key.step, kwargs)
         output = _attend_in_place(in_place_query, key.step, blocks, mask, bool(is_causal), features)
         if output is not None:
             if expand is not None:
@@ -187,10 +187,11 @@ def _attend_in_place(
     features: Features | None,
 ) -> Tensor | None:
     """Computes attention that reads blocks through the block tables, `(batch, query_len, heads,
-    value_dim)`. Returns `None` if rows have so many queries that gathering is as fast, or if the
-    call needs a dense mask, a gradient or unsupported features."""
+    value_dim)`. Returns `None` if rows have so many queries that gathering is as fast, if the
+    batch size is not the number of the step's rows, or if the call needs a dense mask, a gradient
+    or unsupported features."""
     batch, _, query_len, _ = query.shape
-    if features is None or query_len > MAX_IN_PLACE_QUERIES:
+    if features is None or query_len > MAX_IN_PLACE_QUERIES or batch != step.num_rows:
         return None
     step_and_bias = step.plan(rectangle_step, query_len, mask, is_causal, query.device)
     if step_and_bias is None:

@@ -258,11 +258,14 @@ def _in_chunks(step: StepMetadata, chunk_size: int) -> StepMetadata:
             starts.append(max(0, chunk_start - origin))
             first = chunk_end
     tables = step.block_tables
+    block_ids = step.block_ids
     if len(rows) > step.num_rows:
         tables = tables[torch.tensor(rows, device=tables.device)]
+        block_ids = ()  # they do not count leading one-query rows that a split adds
     return dataclasses.replace(
         step,
         block_tables=tables,
+        block_ids=block_ids,
         query_start=tuple(query_start),
         seq_lens=tuple(seq_lens),
         starts=tuple(starts),

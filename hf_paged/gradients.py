@@ -1,6 +1,6 @@
 """Gradients through a `PagedCache`: keys and values with an autograd graph, beside their copies in
-blocks, which have none. `cache.layers` decides when to keep such tensors. This module imports no
-other room."""
+blocks, which have none. `cache.layers` decides when to keep such tensors. This module implements
+`rooms.GradientsRoom`, and imports no other room."""
 
 from __future__ import annotations
 

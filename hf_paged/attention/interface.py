@@ -106,7 +106,8 @@ def paged_attention(
     if (is_pair or is_latent) and key.step.columns is None:
         return _attend_packed_step(module, query, key, value, mask, kwargs), None
     if is_latent:
-        if query.shape[2] <= MAX_IN_PLACE_QUERIES:  # otherwise the product would be wasted
+        # with more queries, `_attend_in_place` would not use the absorbed queries
+        if query.shape[2] <= MAX_IN_PLACE_QUERIES:
             in_place = key.absorb(query, value)
     elif is_pair and key.fresh is None:
         in_place = query, paired_blocks(key, value), None

@@ -1,5 +1,5 @@
-"""Attention masks that stay symbolic until code reads their numbers, and their effect on each row
-of a step. Kernels decide how to apply them."""
+"""Attention masks that stay symbolic until code reads their values, and the steps that have the
+same effect. Kernels decide how to apply them."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
             f" {tuple(mask.shape)}, and its first key is {offset}"
         )
     if mask.visible_columns != ((0,), (num_tokens,)):
-        raise NotPackable("the attention mask hides tokens")
+        raise NotPackable("the attention mask marks some tokens as padding")
     max_visible = pattern.window if pattern.chunk is None else pattern.chunk
     if step.window is not None and (max_visible is None or max_visible > step.window):
         raise NotPackable(

@@ -71,7 +71,7 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
     """
     times = costs.times
     if not times or not lengths:
-        reason = "no sequence has ended yet" if times else costs.source
+        reason = "no sequence had ended when the pool was created" if times else costs.source
         return Choice(DEFAULT_BLOCK_SIZE, reason)
     occupancy = Occupancy.of(lengths, window)
     best_size = min(sorted(times), key=lambda size: sum(occupancy.losses(size, times)))

@@ -35,8 +35,8 @@ class WeightsGuard:
         self._autocast: torch.dtype | None = None
         # whether the executor compares the model with its last state (`ModelState.is_same`)
         self.is_watched = False
-        # times that a stored fingerprint was discarded: the model had changed, or could not be
-        # fingerprinted
+        # how often `_forget` discarded a stored fingerprint, because the model had changed or could
+        # not be fingerprinted; `abandon` is not counted
         self.num_changes = 0
         processes = memory.processes
         self._fingerprint = fingerprint if processes is None else processes.fingerprint
@@ -57,8 +57,8 @@ class WeightsGuard:
 
     def go_idle(self) -> None:
         """Called when work ends, with no request in flight. If there is a tier, fingerprints the
-        weights, so that any process can use the blocks that are later evicted to it; not if they
-        are verified or no fingerprint is stored."""
+        weights, so that any process can use blocks that are evicted to the tier later. Skipped if
+        the weights are already verified, or if no fingerprint is stored."""
         needs_check = self._memory.fingerprint is not None and not self._epochs.are_verified
         if self.is_on and self._blocks.tier is not None and needs_check:
             self.begin_period()  # the model may have changed since the last step

@@ -148,7 +148,7 @@ def test_masks_of_another_pattern_or_past_what_the_cache_keeps_are_refused() -> 
         "None": None,
         "dense": torch.ones(1, 1, length, length, dtype=torch.bool),
         f"not made for {length} tokens in one row": causal_mask(length + 1),
-        "hides tokens": causal_mask(length, attention_mask=padded),
+        "marks some tokens as padding": causal_mask(length, attention_mask=padded),
     }
     for words, mask in refused.items():
         with pytest.raises(NotPackable, match=words):

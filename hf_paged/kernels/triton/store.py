@@ -115,9 +115,10 @@ def _store_kernel(
     key_scales=None,
     value_scales=None,
 ):
-    # Each program stores one token and BLOCK_HEADS heads. `name_x` (`key_row`, `slots_token`) is
-    # the stride of `name` along the axis `x`. Offsets are int64, since the states of a long prompt
-    # may exceed 2^31 elements.
+    # Each program stores one token and BLOCK_HEADS heads. `key_row` is the stride of `keys` along
+    # rows, and so on. `key_block` and `key_block_x` are the strides of `key_blocks` along blocks
+    # and along the axis `x`. The same holds for values and `slots`. Offsets are int64, since the
+    # states of a long prompt may exceed 2^31 elements.
     row = (tl.program_id(0) // num_tokens).to(tl.int64)
     token = (tl.program_id(0) % num_tokens).to(tl.int64)
     slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)

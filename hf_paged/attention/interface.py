@@ -39,13 +39,13 @@ Features = tuple[float, float | None, Tensor | None, Tensor | None]
 
 def register() -> None:
     """Registers `attn_implementation="hf_paged"` with transformers."""
-    switch.forget_when_unused(None)
+    switch.keep_registered()
     _register()
 
 
-def forget() -> None:
+def unregister() -> None:
     """Undoes `register`. Calls in progress continue to use our functions."""
-    switch.forget_when_unused(_register)
+    switch.unregister_when_unused(_register)
 
 
 def _register() -> None:

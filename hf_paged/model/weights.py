@@ -35,8 +35,8 @@ class WeightsGuard:
         self._autocast: torch.dtype | None = None
         # whether the executor compares the model with its last state (`ModelState.is_same`)
         self.is_watched = False
-        # how often `_forget` discarded a stored fingerprint, because the model had changed or could
-        # not be fingerprinted; `abandon` is not counted
+        # how often `_drop_earlier` discarded a stored fingerprint, because the model had changed or
+        # could not be fingerprinted; `abandon` is not counted
         self.num_changes = 0
         processes = memory.processes
         self._fingerprint = fingerprint if processes is None else processes.fingerprint
@@ -98,11 +98,11 @@ class WeightsGuard:
         if self.is_on and not self.is_watched and not self._epochs.are_verified:
             self._memory.fingerprint = None
 
-    def forget_earlier(self) -> None:
+    def drop_all(self) -> None:
         """Called after the model has changed: drops all cached blocks."""
         with self._memory.lock:
             self._epochs.begin_period()
-        self._forget()
+        self._drop_earlier()
 
     def _compare(self, state: ModelState | None = None) -> bool:
         """Fingerprints the model. If the fingerprint has changed, drops the blocks of earlier
@@ -115,7 +115,7 @@ class WeightsGuard:
         with self._memory.changing():
             previous = self._memory.fingerprint
             if current is None or current != previous:
-                self._forget()
+                self._drop_earlier()
                 for blocks in self._memory.managers.values():
                     # the managers of other layouts share the fingerprint
                     if blocks is not self._blocks:
@@ -129,7 +129,9 @@ class WeightsGuard:
             self._epochs.verify()
         return current is not None and current == previous
 
-    def _forget(self) -> None:
+    def _drop_earlier(self) -> None:
+        """Drops the blocks of earlier periods, and the stored fingerprint. The model is no longer
+        watched."""
         self.is_watched = False
         with self._memory.changing():
             if self._memory.fingerprint is not None:

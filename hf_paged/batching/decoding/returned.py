@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from ...interrupts import is_interrupt
 
 
-def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Exception) -> None:
+def raise_if_invalid_scores(processors: Any, logits: Tensor, scores: Any, error: Exception) -> None:
     """Raises `TypeError` if `error` is due to a logits processor that did not return a tensor;
     otherwise does nothing. `error` was raised when the processors ran on the logits `(rows,
     vocab)`, or when their result `scores` was used."""
@@ -41,17 +41,19 @@ def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Ex
     ) from error
 
 
-def explain_hits_error(criterion: Any, are_hits: Any, num_rows: int, error: Exception) -> None:
-    """Raises a `TypeError` that names `criterion`, after the use of its result `are_hits` has
-    raised `error`; does nothing if the result is valid, as the error is then another's (such as a
-    kernel's that failed earlier), or if `error` is an interrupt."""
-    is_valid = isinstance(are_hits, bool) or (
-        isinstance(are_hits, Tensor) and are_hits.shape in ((), (1,), (num_rows,))
+def raise_if_invalid_criterion(
+    criterion: Any, result: Any, num_rows: int, error: Exception
+) -> None:
+    """Raises a `TypeError` that names `criterion`, after the use of its `result` has raised
+    `error`. Does nothing if the result is valid, since the error then has another cause (such as a
+    kernel that failed earlier), or if `error` is an interrupt."""
+    is_valid = isinstance(result, bool) or (
+        isinstance(result, Tensor) and result.shape in ((), (1,), (num_rows,))
     )
     if is_valid or is_interrupt(error):
         return
     raise TypeError(
-        f"the stopping criterion {type(criterion).__name__} returned {_describe(are_hits)}: it"
+        f"the stopping criterion {type(criterion).__name__} returned {_describe(result)}: it"
         f" must return a bool tensor of shape ({num_rows},), one value per row"
     ) from error
 

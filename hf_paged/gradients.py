@@ -1,6 +1,6 @@
 """Gradients through a `PagedCache`: keys and values with an autograd graph, beside their copies in
-blocks, which have none. `cache.layers` decides when to keep such tensors. This module imports no
-other room."""
+blocks, which have none. `cache.layers` decides when to keep such tensors. This module implements
+`rooms.GradientsRoom`, and imports no other room."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def extend(
     if not blocks.is_exact:  # gradients pass through the rounding
         pairs = zip(read_pair(step, blocks), new_states)
         new_states = [
-            stored[:, :, -states.shape[2] :] + (states - states.detach())
+            stored[:, :, stored.shape[2] - states.shape[2] :] + (states - states.detach())
             for stored, states in pairs
         ]
     if layer.graph_states is not None:

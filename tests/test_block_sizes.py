@@ -164,7 +164,10 @@ def test_an_engine_changes_between_requests(llama: Any) -> None:
     with hf_paged.PagedEngine(llama, AUTO | {"prefix_caching": False}) as engine:
         assert_lone(engine, prompts, engine.generate(prompts, GREEDY), GREEDY)
         assert sizes(engine.stats()) == {FULL: 16}
-        assert engine.stats().block_sizes[FULL].reason == "no sequence has ended yet"
+        assert (
+            engine.stats().block_sizes[FULL].reason
+            == "no sequence had ended when the pool was created"
+        )
         engine.add_request(prompts[0], GREEDY)
         engine.step()
         assert sizes(engine.stats()) == {FULL: 8}

@@ -230,3 +230,11 @@ def test_quantized_states_are_as_rounded_with_gradients_as_without(
             grads.append(model.model.layers[0].self_attn.k_proj.weight.grad)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
     assert (grads[0] - grads[1]).norm() < 0.2 * grads[1].norm()
+
+
+def test_no_new_tokens_in_quantized_blocks() -> None:
+    cache = PagedCache(paged_config={"block_size": 8, "kv_dtype": "int8"})
+    states = torch.randn(1, 1, 9, 4, requires_grad=True)
+    cache.update(states, states, 0)
+    keys, values = cache.update(states[:, :, :0], states[:, :, :0], 0)
+    assert keys.shape == values.shape == states.shape

@@ -10,10 +10,12 @@ import accelerate
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
 import hf_paged
-from hf_paged.attention.switch import switch_attention
+from hf_paged.attention.interface import paged_attention
+from hf_paged.attention.switch import NAME, switch_attention
 from hf_paged.latent import ExpandedTensor
 from tests.support import models
 from tests.support.latents import build_deepseek
@@ -118,4 +120,23 @@ def test_many_queries_are_not_projected(num_queries: int, monkeypatch: pytest.Mo
             model(ids[:, :5], past_key_values=cache)
             logits = model(ids[:, 5:], past_key_values=cache).logits[:, -1]
     assert query_lens == ([16, 16] if num_queries == 16 else [])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_without_a_scaling_the_scale_is_that_of_the_models_own_queries(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Absorbed queries are wider."""
+    model, ids = build_deepseek(), models.token_ids(2, 7)
+
+    def unscaled(*args: Any, scaling: float, **kwargs: Any) -> Any:
+        return paged_attention(*args, **kwargs)
+
+    cache = hf_paged.PagedCache(model.config)
+    with torch.no_grad():
+        expected = model(ids).logits[:, -1]
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, NAME, unscaled)
+        with switch_attention(list(model.modules())):
+            model(ids[:, :5], past_key_values=cache)
+            logits = model(ids[:, 5:], past_key_values=cache).logits[:, -1]
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)

@@ -39,13 +39,13 @@ Features = tuple[float, float | None, Tensor | None, Tensor | None]
 
 def register() -> None:
     """Registers `attn_implementation="hf_paged"` with transformers."""
-    switch.forget_when_unused(None)
+    switch.keep_registered()
     _register()
 
 
-def forget() -> None:
+def unregister() -> None:
     """Undoes `register`. Calls in progress continue to use our functions."""
-    switch.forget_when_unused(_register)
+    switch.unregister_when_unused(_register)
 
 
 def _register() -> None:
@@ -106,7 +106,8 @@ def paged_attention(
     if (is_pair or is_latent) and key.step.columns is None:
         return _attend_packed_step(module, query, key, value, mask, kwargs), None
     if is_latent:
-        if query.shape[2] <= MAX_IN_PLACE_QUERIES:  # otherwise the product would be wasted
+        # with more queries, `_attend_in_place` would not use the absorbed queries
+        if query.shape[2] <= MAX_IN_PLACE_QUERIES:
             in_place = key.absorb(query, value)
     elif is_pair and key.fresh is None:
         in_place = query, paired_blocks(key, value), None
@@ -119,7 +120,7 @@ def paged_attention(
         observe(sizes, mask, bool(is_causal))
     if in_place is not None:
         in_place_query, blocks, expand = in_place
-        features = _features(module, in_place_query, key.step, kwargs)
+        features = _features(module, query, key.step, kwargs)
         output = _attend_in_place(in_place_query, key.step, blocks, mask, bool(is_causal), features)
         if output is not None:
             if expand is not None:
@@ -187,10 +188,11 @@ def _attend_in_place(
     features: Features | None,
 ) -> Tensor | None:
     """Computes attention that reads blocks through the block tables, `(batch, query_len, heads,
-    value_dim)`. Returns `None` if rows have so many queries that gathering is as fast, or if the
-    call needs a dense mask, a gradient or unsupported features."""
+    value_dim)`. Returns `None` if rows have so many queries that gathering is as fast, if the
+    batch size is not the number of the step's rows, or if the call needs a dense mask, a gradient
+    or unsupported features."""
     batch, _, query_len, _ = query.shape
-    if features is None or query_len > MAX_IN_PLACE_QUERIES:
+    if features is None or query_len > MAX_IN_PLACE_QUERIES or batch != step.num_rows:
         return None
     step_and_bias = step.plan(rectangle_step, query_len, mask, is_causal, query.device)
     if step_and_bias is None:

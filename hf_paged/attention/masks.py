@@ -1,5 +1,5 @@
-"""Attention masks that stay symbolic until code reads their numbers, and their effect on each row
-of a step. Kernels decide how to apply them."""
+"""Attention masks that stay symbolic until code reads their values, and the steps that have the
+same effect. Kernels decide how to apply them."""
 
 from __future__ import annotations
 
@@ -147,8 +147,8 @@ class PagedMask(LazyTensor):
         return mask.expand(self.shape)
 
     @lazy_property
-    def visible_columns(self) -> Columns | None:
-        """The columns of the padded batch that the 2D padding mask shows; `None` if
+    def unpadded_columns(self) -> Columns | None:
+        """The columns of the padded batch that the 2D padding mask shows; `None` if the function
         `unpadded_columns` returns `None`."""
         arguments = self.arguments
         return unpadded_columns(
@@ -207,8 +207,8 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
             f"the attention mask was not made for {num_tokens} tokens in one row: its shape is"
             f" {tuple(mask.shape)}, and its first key is {offset}"
         )
-    if mask.visible_columns != ((0,), (num_tokens,)):
-        raise NotPackable("the attention mask hides tokens")
+    if mask.unpadded_columns != ((0,), (num_tokens,)):
+        raise NotPackable("the attention mask marks some tokens as padding")
     max_visible = pattern.window if pattern.chunk is None else pattern.chunk
     if step.window is not None and (max_visible is None or max_visible > step.window):
         raise NotPackable(
@@ -258,11 +258,14 @@ def _in_chunks(step: StepMetadata, chunk_size: int) -> StepMetadata:
             starts.append(max(0, chunk_start - origin))
             first = chunk_end
     tables = step.block_tables
+    block_ids = step.block_ids
     if len(rows) > step.num_rows:
         tables = tables[torch.tensor(rows, device=tables.device)]
+        block_ids = ()  # they do not count leading one-query rows that a split adds
     return dataclasses.replace(
         step,
         block_tables=tables,
+        block_ids=block_ids,
         query_start=tuple(query_start),
         seq_lens=tuple(seq_lens),
         starts=tuple(starts),
@@ -287,7 +290,7 @@ def rectangle_step(
     if step.lengths is not None:
         return _recorded_step(step, mask), None
     if isinstance(mask, PagedMask):
-        visible = _visible_columns(mask, columns, query_len)
+        visible = _checked_columns(mask, columns, query_len)
         if visible is None:
             return None
         return _step_from_columns(step, query_len, mask.pattern, visible, device), None
@@ -325,16 +328,16 @@ def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     return step
 
 
-def _visible_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:
-    """Returns the columns that a symbolic mask shows in a step with these `columns`; `None` if the
-    mask has other sizes, or if its effect is not a range of columns per row, or differs between
-    implementations."""
+def _checked_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:
+    """Returns the `unpadded_columns` of a symbolic mask in a step with these `columns`, to which
+    `_step_from_columns` applies the mask's pattern; `None` if the mask has other sizes, or if its
+    effect is not a range of columns per row, or differs between implementations."""
     arguments = mask.arguments
     pattern = mask.pattern
     sizes = (*mask.shape[2:], arguments.get("kv_offset", 0))
     if sizes != (query_len, len(columns), columns.start):
         return None
-    visible = mask.visible_columns
+    visible = mask.unpadded_columns
     if visible is None:
         return None
     _, ends = visible

@@ -80,22 +80,28 @@ def _switching(config: PreTrainedConfig) -> Switching:
     return switch, functools.partial(compat.set_attention, config, original)
 
 
-def _forget_unused() -> None:
+def _unregister_unused() -> None:
     """Makes transformers forget our functions if hf_paged has been uninstalled."""
     if _register is not None:
         compat.forget_attention(NAME)
 
 
-_switches: Switches[PreTrainedConfig] = Switches(_switching, _forget_unused)
+_switches: Switches[PreTrainedConfig] = Switches(_switching, _unregister_unused)
 
 
-def forget_when_unused(register: Callable[[], None] | None) -> None:
+def keep_registered() -> None:
+    """Undoes `unregister_when_unused`."""
+    global _register
+    _register = None
+
+
+def unregister_when_unused(register: Callable[[], None]) -> None:
     """Makes transformers forget our functions once no call in progress uses them; a call that
-    switches to them again first calls `register`. With `None`, transformers keeps them."""
+    switches to them again first calls `register`."""
     global _register
     _register = register
     if not _switches.entries:
-        _forget_unused()
+        _unregister_unused()
 
 
 def switch_attention(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .groups import GroupSpec
 
 DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
-MAX_LENGTHS = 1024  # recorded lengths: those of the sequences that ended last
+MAX_NUM_LENGTHS = 1024  # final lengths kept: those of the sequences that ended last
 MIN_GAIN = 0.02  # smallest reduction of the loss that justifies rebuilding a pool
 # after this many ended sequences without a prefix cache hit, cached blocks count as worthless
 MIN_ENDED_WITHOUT_HIT = 64
@@ -71,7 +71,7 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
     """
     times = costs.times
     if not times or not lengths:
-        reason = "no sequence has ended yet" if times else costs.source
+        reason = "no sequence had ended when the pool was created" if times else costs.source
         return Choice(DEFAULT_BLOCK_SIZE, reason)
     occupancy = Occupancy.of(lengths, window)
     best_size = min(sorted(times), key=lambda size: sum(occupancy.losses(size, times)))
@@ -96,7 +96,7 @@ class BlockSizes:
         sequences, in tokens; if there are none, the sizes are chosen for the `expected` lengths."""
         self.costs = costs or NO_COSTS
         self.chosen = dict[GroupSpec, Choice]()
-        self.lengths = deque(observed, MAX_LENGTHS)
+        self.lengths = deque(observed, MAX_NUM_LENGTHS)
         self.num_ended = 0  # sequences that have ended in this memory
         self._initial_lengths = tuple(self.lengths) or tuple(expected)
 

@@ -29,8 +29,8 @@ class BlockCopier:
         """Copies block `source` of each tensor `(num_blocks, ...)` to its block `target`, for each
         pair `(source, target)`, reading all sources before writing. `copies` must not be empty, no
         id in it may be negative, and targets must be distinct. Raises `IndexError` for blocks past
-        the end; but PyTorch on a GPU fails in a kernel instead, and the process can then no longer
-        use the device."""
+        the end, except when plain PyTorch copies on a GPU: there a device-side assertion fails,
+        after which the process cannot use the device."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for tensor in tensors:
             by_device.setdefault(tensor.device, []).append(tensor)

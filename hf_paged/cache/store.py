@@ -57,8 +57,8 @@ def choose_store(
         are_supported = all(
             tensor.dtype in supported_dtypes and tensor.device == device for tensor in tensors
         )
-        has_one_format = quantized.have_one_format(key_blocks, value_blocks)
-        if has_equal_heads and are_supported and has_one_format:
+        are_supported &= quantized.are_quantized_alike(key_blocks, value_blocks)
+        if has_equal_heads and are_supported:
             write = _store_triton
     elif has_equal_heads and cpp.is_available():
         key_dtype = keys.dtype

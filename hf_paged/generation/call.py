@@ -263,7 +263,7 @@ class Call:
             # cross-attention layers store the image's positions, to which the text's padding does
             # not apply
             return
-        columns = mask.visible_columns
+        columns = mask.unpadded_columns
         if columns is None:
             return
         paddings, ends = columns

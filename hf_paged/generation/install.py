@@ -487,7 +487,7 @@ def uninstall() -> None:
             else:
                 setattr(owner, name, original)
         compat.allow_cache_implementation(NAME, False)
-        interface.forget()
+        interface.unregister()
         latent: rooms.LatentRoom | None = rooms.room_if_installed("latent")
         if latent is not None:
             latent.unwrap_expansions()

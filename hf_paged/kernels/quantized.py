@@ -37,7 +37,7 @@ def is_quantized(blocks: Tensor) -> bool:
     return blocks.dtype in MAX_CODES
 
 
-def have_one_format(key_blocks: Tensor, value_blocks: Tensor) -> bool:
+def are_quantized_alike(key_blocks: Tensor, value_blocks: Tensor) -> bool:
     """Whether the blocks are quantized to the same dtype, or both unquantized, as kernels need."""
     return DTYPE_NUMBERS.get(key_blocks.dtype) == DTYPE_NUMBERS.get(value_blocks.dtype)
 

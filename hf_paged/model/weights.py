@@ -35,8 +35,8 @@ class WeightsGuard:
         self._autocast: torch.dtype | None = None
         # whether the executor compares the model with its last state (`ModelState.is_same`)
         self.is_watched = False
-        # times that a stored fingerprint was discarded: the model had changed, or could not be
-        # fingerprinted
+        # how often `_drop_earlier` discarded a stored fingerprint, because the model had changed or
+        # could not be fingerprinted; `abandon` is not counted
         self.num_changes = 0
         processes = memory.processes
         self._fingerprint = fingerprint if processes is None else processes.fingerprint
@@ -57,8 +57,8 @@ class WeightsGuard:
 
     def go_idle(self) -> None:
         """Called when work ends, with no request in flight. If there is a tier, fingerprints the
-        weights, so that any process can use the blocks that are later evicted to it; not if they
-        are verified or no fingerprint is stored."""
+        weights, so that any process can use blocks that are evicted to the tier later. Skipped if
+        the weights are already verified, or if no fingerprint is stored."""
         needs_check = self._memory.fingerprint is not None and not self._epochs.are_verified
         if self.is_on and self._blocks.tier is not None and needs_check:
             self.begin_period()  # the model may have changed since the last step
@@ -98,11 +98,11 @@ class WeightsGuard:
         if self.is_on and not self.is_watched and not self._epochs.are_verified:
             self._memory.fingerprint = None
 
-    def forget_earlier(self) -> None:
+    def drop_all(self) -> None:
         """Called after the model has changed: drops all cached blocks."""
         with self._memory.lock:
             self._epochs.begin_period()
-        self._forget()
+        self._drop_earlier()
 
     def _compare(self, state: ModelState | None = None) -> bool:
         """Fingerprints the model. If the fingerprint has changed, drops the blocks of earlier
@@ -115,7 +115,7 @@ class WeightsGuard:
         with self._memory.changing():
             previous = self._memory.fingerprint
             if current is None or current != previous:
-                self._forget()
+                self._drop_earlier()
                 for blocks in self._memory.managers.values():
                     # the managers of other layouts share the fingerprint
                     if blocks is not self._blocks:
@@ -129,7 +129,9 @@ class WeightsGuard:
             self._epochs.verify()
         return current is not None and current == previous
 
-    def _forget(self) -> None:
+    def _drop_earlier(self) -> None:
+        """Drops the blocks of earlier periods, and the stored fingerprint. The model is no longer
+        watched."""
         self.is_watched = False
         with self._memory.changing():
             if self._memory.fingerprint is not None:

@@ -443,7 +443,7 @@ class EncoderColumns:
         if mask is None:
             return unpadded_columns(None, self.num_rows, self.width)
         if isinstance(mask, PagedMask):
-            return None if mask.pattern.causal else mask.visible_columns
+            return None if mask.pattern.causal else mask.unpadded_columns
         if mask.dim() != 4 or mask.shape[1] != 1:
             return None
         is_visible = mask[:, 0]

@@ -193,3 +193,13 @@ def test_masks_without_a_pattern_are_those_of_the_model(implementation: str) -> 
     with switched(LlamaForCausalLM(config)):
         found = create_causal_mask(*given, **options)
     assert type(found) is torch.Tensor and torch.equal(found, expected)
+
+
+def test_queries_of_one_row_are_broadcast_over_the_rows_of_handles() -> None:
+    cache = hf_paged.PagedCache(paged_config={"block_size": 8})
+    states, query = torch.randn(4, 3, 9, 8), torch.randn(1, 3, 1, 8)
+    cache.update(states, -states, 0)
+    found = F.scaled_dot_product_attention(query, cache.layers[0].keys, cache.layers[0].values)
+    expected = F.scaled_dot_product_attention(query.expand(4, -1, -1, -1), states, -states)
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected)

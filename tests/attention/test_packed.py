@@ -24,6 +24,7 @@ from hf_paged.attention.masks import PagedMask, packed_step
 from hf_paged.attention.switch import NAME
 from hf_paged.cache.handles import PagedTensor
 from hf_paged.cache.kv_blocks import KVBlocks
+from hf_paged.kernels.triton.cascade import CascadeCosts, find_cascade
 from hf_paged.step import Lengths, NotPackable, StepMetadata
 from tests.support.attention import SCALE, Packed
 from tests.support.attention import PackedCase as Case
@@ -147,7 +148,7 @@ def test_masks_of_another_pattern_or_past_what_the_cache_keeps_are_refused() -> 
         "None": None,
         "dense": torch.ones(1, 1, length, length, dtype=torch.bool),
         f"not made for {length} tokens in one row": causal_mask(length + 1),
-        "hides tokens": causal_mask(length, attention_mask=padded),
+        "marks some tokens as padding": causal_mask(length, attention_mask=padded),
     }
     for words, mask in refused.items():
         with pytest.raises(NotPackable, match=words):
@@ -214,3 +215,15 @@ def test_no_operation_takes_packed_keys_for_one_sequence(operation: str) -> None
     outside = operation in ("tolist", "numpy", "deepcopy")
     with pytest.raises(RuntimeError if outside else NotPackable):
         OPERATIONS[operation](built.key)
+
+
+@torch.no_grad()
+def test_a_prompt_whose_first_query_ends_a_chunk_beside_decodes() -> None:
+    """The query becomes one more row of one query, whose blocks the host's tables lack."""
+    built = Built(Case(((20, 1), (20, 1), (31, 9)), chunk=32, block=16))
+    mask = causal_mask(built.step.num_tokens, chunk=32)
+    decodes, _ = packed_step(built.step, mask).split(1)
+    assert decodes is not None and decodes.seq_lens == (21, 21, 32)
+    costs = CascadeCosts(token_bytes=1, state_bytes=0, rows_per_read=1000)
+    assert find_cascade(decodes, costs) is None
+    built.check(built.attend(mask))

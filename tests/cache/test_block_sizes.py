@@ -44,7 +44,7 @@ def test_without_lengths_or_times_it_is_the_default() -> None:
     assert choose([], SLOWER_IF_SMALL) == choose((), FLAT)
     assert (choose([], FLAT).block_size, choose([], FLAT).reason) == (
         DEFAULT_BLOCK_SIZE,
-        "no sequence has ended yet",
+        "no sequence had ended when the pool was created",
     )
     nothing = choose([5], Costs({}, "why there are none"))
     assert (nothing.block_size, nothing.reason) == (DEFAULT_BLOCK_SIZE, "why there are none")

@@ -47,7 +47,7 @@ def unsupported_reason(call: AttentionCall) -> str | None:
     value_heads = values.shape[1]
     if key_heads != value_heads or heads % key_heads:
         return f"{heads} query heads over {key_heads} K and {value_heads} V heads"
-    if not quantized.have_one_format(keys, values):
+    if not quantized.are_quantized_alike(keys, values):
         return f"key blocks in {keys.dtype} and value blocks in {values.dtype}"
     if keys.stride(3) != 1 or values.stride(3) != 1:
         return "blocks whose head dimension is not contiguous"

@@ -17,7 +17,7 @@ from transformers.generation import stopping_criteria as stock
 
 from ...step import numbers_on
 from ...switches import NOTHING
-from .returned import explain_hits_error
+from .returned import raise_if_invalid_criterion
 from .stop_strings import StopStrings
 
 Fetch = Callable[[Tensor], list[int]]
@@ -163,11 +163,11 @@ def hits(
     transformers' `StoppingCriteriaList`, the criterion may return a single bool for all rows.
     Raises the criterion's error, or `TypeError` for a result that is neither a single value nor one
     value per row."""
-    are_hits = criterion(ids, scores)
+    result = criterion(ids, scores)
     try:
-        return torch.as_tensor(are_hits).expand(len(ids)).tolist()
+        return torch.as_tensor(result).expand(len(ids)).tolist()
     except Exception as error:
-        explain_hits_error(criterion, are_hits, len(ids), error)
+        raise_if_invalid_criterion(criterion, result, len(ids), error)
         raise
 
 

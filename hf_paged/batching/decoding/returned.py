@@ -4,6 +4,7 @@ check."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from torch import Tensor
@@ -12,12 +13,12 @@ from transformers import LogitsProcessorList
 from ...interrupts import is_interrupt
 
 
-def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Exception) -> None:
+def raise_if_invalid_scores(processors: Any, logits: Tensor, scores: Any, error: Exception) -> None:
     """Raises `TypeError` if `error` is due to a logits processor that did not return a tensor;
     otherwise does nothing. `error` was raised when the processors ran on the logits `(rows,
     vocab)`, or when their result `scores` was used."""
     members = list(processors) if isinstance(processors, list) else [processors]
-    culprit = members[-1] if members else None
+    culprits = members[-1:]
     trace = error.__traceback__
     while trace is not None:
         frame = trace.tb_frame
@@ -25,26 +26,34 @@ def explain_scores_error(processors: Any, logits: Tensor, scores: Any, error: Ex
             # a processor raised, perhaps because the one before it returned these scores
             scores = frame.f_locals.get("scores")
             failing = frame.f_locals.get("processor")
-            pairs = zip([None, *members], members)
-            culprit = next((previous for previous, next_ in pairs if next_ is failing), None)
+            pairs = itertools.pairwise(members)
+            # several if `failing` is in the list more than once
+            culprits = [processor for processor, next_ in pairs if next_ is failing]
             break
         trace = trace.tb_next
-    if culprit is None or isinstance(scores, Tensor) or is_interrupt(error):
+    if not culprits or isinstance(scores, Tensor) or is_interrupt(error):
         return
+    names = " or ".join(dict.fromkeys(type(culprit).__name__ for culprit in culprits))
     raise TypeError(
-        f"the logits processor {type(culprit).__name__} returned {_describe(scores)}: it must"
+        f"the logits processor {names} returned {_describe(scores)}: it must"
         f" return the scores, a tensor of shape {tuple(logits.shape)}, even if it changes them in"
         " place"
     ) from error
 
 
-def explain_hits_error(criterion: Any, are_hits: Any, num_rows: int, error: Exception) -> None:
-    """Raises a `TypeError` that names `criterion`, after the use of its result `are_hits` has
-    raised `error`; does nothing if `error` is an interrupt."""
-    if is_interrupt(error):
+def raise_if_invalid_criterion(
+    criterion: Any, result: Any, num_rows: int, error: Exception
+) -> None:
+    """Raises a `TypeError` that names `criterion`, after the use of its `result` has raised
+    `error`. Does nothing if the result is valid, since the error then has another cause (such as a
+    kernel that failed earlier), or if `error` is an interrupt."""
+    is_valid = isinstance(result, bool) or (
+        isinstance(result, Tensor) and result.shape in ((), (1,), (num_rows,))
+    )
+    if is_valid or is_interrupt(error):
         return
     raise TypeError(
-        f"the stopping criterion {type(criterion).__name__} returned {_describe(are_hits)}: it"
+        f"the stopping criterion {type(criterion).__name__} returned {_describe(result)}: it"
         f" must return a bool tensor of shape ({num_rows},), one value per row"
     ) from error
 

@@ -170,7 +170,7 @@ class Executor:
     def handle_weight_change(self) -> None:
         """Called between steps after the weights have changed: drops the blocks cached until now,
         and everything that `forget_model` drops."""
-        self.guard.forget_earlier()
+        self.guard.drop_all()
         self.forget_model()
 
     def forget_model(self) -> None:

@@ -344,7 +344,7 @@ class Store:
             else:
                 is_supported = states.dtype is blocks.dtype
             is_supported &= all(x.is_cpu and x.stride(3) == 1 for x in (states, blocks))
-            if not (is_supported and quantized.have_one_format(key_blocks, value_blocks)):
+            if not (is_supported and quantized.are_quantized_alike(key_blocks, value_blocks)):
                 raise TypeError(
                     f"new states are {_describe(states)}, their blocks {_describe(blocks)}: the"
                     " kernel takes tensors on the CPU with a contiguous last dimension, and blocks"

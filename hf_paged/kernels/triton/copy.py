@@ -1,5 +1,5 @@
 """A Triton kernel that copies blocks to other blocks of the same layer, in one launch for all
-layers. `cache.copies` decides which blocks."""
+layers. `cache.copies` calls it, or falls back to PyTorch."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ def copy_blocks(addresses: Sequence[tuple[int, int]], table: Tensor, pairs: Tens
         WORD=word,
         WORD_BYTES=word_bytes,
         TILE=TILE_BYTES // word_bytes,
-        # in place of the blocks, which the kernel gets only by their addresses
+        # stands in for the blocks, since the kernel gets addresses instead of tensors; gives the
+        # device
         writes=(table,),
     )

@@ -45,14 +45,14 @@ def _store_states(
     scales,
     is_head,
     DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE_DIM: tl.constexpr,
     CODE_DTYPE: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
     """Stores the states of some heads of one token, `[heads, dim]`, unquantized or as codes and
     scales (`kernels/quantized.py`). `source` and `target`: pointers `[heads, 1]`; `scales`:
     pointers `[heads]`."""
-    d = tl.arange(0, BLOCK).to(tl.int64)[None, :]
+    d = tl.arange(0, TILE_DIM).to(tl.int64)[None, :]
     mask = is_head[:, None] & (d < DIM)
     states = tl.load(source + d * source_d, mask=mask)
     target += d * target_d
@@ -107,17 +107,18 @@ def _store_kernel(
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_KEY: tl.constexpr,
-    BLOCK_VALUE: tl.constexpr,
+    TILE_HEADS: tl.constexpr,
+    TILE_KEY: tl.constexpr,
+    TILE_VALUE: tl.constexpr,
     CODE_DTYPE: tl.constexpr = 0,
     LARGEST: tl.constexpr = 1.0,
     key_scales=None,
     value_scales=None,
 ):
-    # Each program stores one token and BLOCK_HEADS heads. `name_x` (`key_row`, `slots_token`) is
-    # the stride of `name` along the axis `x`. Offsets are int64, since the states of a long prompt
-    # may exceed 2^31 elements.
+    # Each program stores one token and TILE_HEADS heads. `key_row` is the stride of `keys` along
+    # rows, and so on. `key_block` and `key_block_x` are the strides of `key_blocks` along blocks
+    # and along the axis `x`. The same holds for values and `slots`. Offsets are int64, since the
+    # states of a long prompt may exceed 2^31 elements.
     row = (tl.program_id(0) // num_tokens).to(tl.int64)
     token = (tl.program_id(0) % num_tokens).to(tl.int64)
     slot = tl.load(slots + row * slots_row + token * slots_token).to(tl.int64)
@@ -127,7 +128,7 @@ def _store_kernel(
         return
     block = slot // BLOCK_SIZE
     offset = slot % BLOCK_SIZE
-    heads = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
+    heads = (tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)).to(tl.int64)
     head = heads[:, None]
     is_head = heads < HEADS
     if CODE_DTYPE:  # strides of quantized blocks are in bytes; a scale takes 4
@@ -141,7 +142,7 @@ def _store_kernel(
         key_scales,
         is_head,
         KEY_DIM,
-        BLOCK_KEY,
+        TILE_KEY,
         CODE_DTYPE,
         LARGEST,
     )
@@ -153,7 +154,7 @@ def _store_kernel(
         value_scales,
         is_head,
         VALUE_DIM,
-        BLOCK_VALUE,
+        TILE_VALUE,
         CODE_DTYPE,
         LARGEST,
     )
@@ -171,10 +172,10 @@ def store(
     if batch * tokens * heads == 0:
         return
     num_blocks, _, block_size, value_dim = value_blocks.shape
-    block_key = triton.next_power_of_2(key_dim)
-    block_value = triton.next_power_of_2(value_dim)
+    tile_key = triton.next_power_of_2(key_dim)
+    tile_value = triton.next_power_of_2(value_dim)
     # about 2048 elements per program: 16 per thread of four warps
-    block_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(block_key, block_value)))
+    tile_heads = min(triton.next_power_of_2(heads), max(1, 2048 // max(tile_key, tile_value)))
     options: dict[str, Any] = {}
     if (code_dtype := quantized.DTYPE_NUMBERS.get(key_blocks.dtype)) is not None:
         options = dict(CODE_DTYPE=code_dtype, LARGEST=quantized.MAX_CODES[key_blocks.dtype])
@@ -185,7 +186,7 @@ def store(
         value_blocks = as_uint8(value_blocks)
     launch(
         _store_kernel,
-        (batch * tokens, triton.cdiv(heads, block_heads)),
+        (batch * tokens, triton.cdiv(heads, tile_heads)),
         keys,
         values,
         key_blocks,
@@ -202,9 +203,9 @@ def store(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         BLOCK_SIZE=block_size,
-        BLOCK_HEADS=block_heads,
-        BLOCK_KEY=block_key,
-        BLOCK_VALUE=block_value,
+        TILE_HEADS=tile_heads,
+        TILE_KEY=tile_key,
+        TILE_VALUE=tile_value,
         writes=(key_blocks, value_blocks, options.get("key_scales"), options.get("value_scales")),
         **options,
     )

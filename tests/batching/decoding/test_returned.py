@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, StoppingCriteria
+from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from hf_paged import PagedEngine
+from hf_paged.batching.decoding.returned import raise_if_invalid_criterion, raise_if_invalid_scores
 from tests.support import models
 from tests.support.checks import assert_paged_is_plain, assert_pool_empty
 from tests.support.engine_helpers import MODES, Asked, lone_run, prompts
@@ -215,3 +216,28 @@ def test_an_unknown_id_that_ends_its_row_is_no_error() -> None:
 def test_a_criterion_that_writes_tokens() -> None:
     options = {"max_new_tokens": 9, "stopping_criteria": [Writes(16, 99)]}
     assert_paged_is_plain(models.get("llama"), models.prompt("llama"), options)
+
+
+def test_a_criterion_is_not_blamed_for_the_error_of_an_earlier_kernel() -> None:
+    """An asynchronous error arises where the host reads the result."""
+    for result in (True, torch.tensor(True), torch.ones(1), torch.ones(4, dtype=torch.bool)):
+        raise_if_invalid_criterion(Returns(result), result, 4, RuntimeError("device-side assert"))
+    for result in (None, torch.ones(3)):
+        with pytest.raises(TypeError, match=CRITERION):
+            raise_if_invalid_criterion(Returns(result), result, 4, RuntimeError("sizes"))
+
+
+def test_a_processor_that_comes_twice() -> None:
+    def drop(input_ids: Any, scores: Any) -> None:
+        pass
+
+    logits, ids = torch.ones(1, 4), torch.zeros(1, 1, dtype=torch.long)
+    for members, culprits in (
+        ([double, InPlace(), double], "InPlace"),
+        ([drop, double, InPlace(), double], "function or InPlace"),
+    ):
+        processors = LogitsProcessorList(members)
+        with pytest.raises(AttributeError) as caught:
+            processors(ids, logits)
+        with pytest.raises(TypeError, match=f"the logits processor {culprits} returned None"):
+            raise_if_invalid_scores(processors, logits, logits, caught.value)

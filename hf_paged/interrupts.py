@@ -18,9 +18,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from collections.abc import Set as AbstractSet
 from contextvars import ContextVar
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -225,19 +224,17 @@ def ensure_done(undo: Callable[[], object]) -> None:
 
 def is_interrupt(error: BaseException) -> bool:
     """Whether an error must reach the caller instead of being handled as a failure of the running
-    code: it is not an `Exception`, or `interrupt_of` finds an interrupt."""
-    return not isinstance(error, Exception) or interrupt_of(error) is not None
+    code: it is not an `Exception`, or a signal handler raised it."""
+    return not isinstance(error, Exception) or _is_from_handler(error)
 
 
 def interrupt_of(error: BaseException) -> BaseException | None:
     """Returns the interrupt, a `KeyboardInterrupt` or an error of a signal handler, that `error` is
-    or that other code has caught and replaced by `error`; `None` if there is none."""
-    handlers = map(signal.getsignal, signal.valid_signals())
-    handler_codes = set(map(_code_of, handlers)) - {None}
+    or that a library has caught and replaced by `error`; `None` if there is none. Only for
+    libraries that replace every error: other code that raises an error of its own in place of an
+    interrupt has dealt with that."""
     for earlier in _with_replaced(error):
-        if isinstance(earlier, KeyboardInterrupt):
-            return earlier
-        if _is_from_handler(earlier.__traceback__, handler_codes):
+        if isinstance(earlier, KeyboardInterrupt) or _is_from_handler(earlier):
             return earlier
     return None
 
@@ -250,21 +247,23 @@ def _with_replaced(error: BaseException) -> list[BaseException]:
     while frame is not None:
         running_ids.add(id(frame))
         frame = frame.f_back
-    errors = [error]
+    errors, known_ids = [error], {id(error)}
     for later in errors:  # which grows
         for earlier in (later.__cause__, later.__context__):
-            if earlier is None or any(earlier is known for known in errors):
+            trace = None if earlier is None else earlier.__traceback__
+            if earlier is None or trace is None or id(earlier) in known_ids:
                 continue
-            trace = earlier.__traceback__
-            if trace is None or id(trace.tb_frame) not in running_ids:
+            if id(trace.tb_frame) not in running_ids:
                 errors.append(earlier)
+                known_ids.add(id(earlier))
     return errors
 
 
-def _is_from_handler(
-    trace: TracebackType | None, handler_codes: AbstractSet[CodeType | None]
-) -> bool:
-    """Whether a traceback passes through a signal handler."""
+def _is_from_handler(error: BaseException) -> bool:
+    """Whether an error's traceback passes through a signal handler."""
+    handlers = map(signal.getsignal, signal.valid_signals())
+    handler_codes = set(map(_code_of, handlers)) - {None}
+    trace = error.__traceback__
     interrupted: FrameType | None = None
     while trace is not None:
         frame = trace.tb_frame

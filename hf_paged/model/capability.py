@@ -3,7 +3,6 @@ comparing forwards (`checks`). There is no list of model names."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import types
@@ -47,22 +46,6 @@ _RULED_OUT, _PENDING, _DONE = range(3)
 _KEYED_TYPES = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
 _verdicts = weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]]()
-
-
-@dataclasses.dataclass
-class _Failure:
-    """The reason for which the last `count` runs of a check failed. The cause may be temporary, so
-    the check runs again, but after each failure for the same reason more calls take the reason
-    for true first."""
-
-    reason: str
-    count: int = 1
-    num_skipped: int = 0  # calls since the last run of the check
-
-    @property
-    def is_believed(self) -> bool:
-        return self.num_skipped < 2 ** min(self.count, 10) - 2
-
 
 Verdicts = dict[Hashable, Any]
 """By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that
@@ -128,8 +111,7 @@ class Capability:
     ) -> Any:
         """Returns the verdict in the caller's `verdicts`, if it is still valid; otherwise the first
         of `structure.reasons_against`, if any, or the result of `check`. A check runs several short
-        forwards, once for each `_code_key` of the model and `kind` of call, and rarely again if a
-        forward fails (`_Failure`)."""
+        forwards, once for each `_code_key` of the model and `kind` of call."""
         verdicts = self._caller_verdicts
         if verdicts is None:
             return self._judge(check, layout, prompts, kind)
@@ -155,11 +137,6 @@ class Capability:
             verdicts = _verdicts.setdefault(model, {})
             verdict = verdicts.get(key)
             state = _DONE if key in verdicts else _PENDING
-            failure = verdict if isinstance(verdict, _Failure) else None
-            if failure is not None:
-                verdict = failure.reason
-                state = _DONE if failure.is_believed else _PENDING
-                failure.num_skipped += 1
         if processes is not None:
             # modules may differ between processes, but all processes must run the check, or none
             if reason is not None:
@@ -178,11 +155,7 @@ class Capability:
                     judge_writes(trial)
         except ForwardFailedError as error:
             verdict = Topic.SELF_CHECK(str(error))
-            if not error.is_permanent:
-                count = 1
-                if failure is not None and failure.reason == verdict:
-                    count += failure.count
-                _store_verdict(model, key, _Failure(verdict, count))
+            if not error.is_permanent:  # the cause may be temporary: the next call checks again
                 return verdict
         # a new key: keys leave out write-only attributes, and `judge_writes` may just have noted
         # some

@@ -62,7 +62,7 @@ def has_foreign_hook(module: nn.Module) -> bool:
     )
 
 
-def behavior_key(function: Any, visited: dict[int, Any] | None = None) -> Any:
+def behavior_key(function: Any, visited: dict[int, tuple[int, Any]] | None = None) -> Any:
     """A hashable key for what a function, method, callable object, wrapper or hook computes: its
     code, the scalars in its closure and defaults or in the attributes of its object, and the keys
     of callables among these. Callables that were created alike have equal keys. A key keeps code
@@ -73,8 +73,10 @@ def behavior_key(function: Any, visited: dict[int, Any] | None = None) -> Any:
         return kind, repr(function) if kind is float else function
     visited = {} if visited is None else visited
     if id(function) in visited:  # some functions have themselves in their closures
-        return kind
-    visited[id(function)] = function  # kept alive, so that no other object gets its id
+        number, _ = visited[id(function)]
+        return kind, number
+    # kept alive, so that no other object gets its id
+    visited[id(function)] = len(visited), function
     head: Any = kind
     parts: Iterable[Any] = ()
     if kind is types.FunctionType:

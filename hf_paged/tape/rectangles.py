@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
@@ -21,6 +22,7 @@ from .. import compat
 from ..attention.masks import unpadded_columns
 from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..cache.paged_cache import PagedCache
+from ..interrupts import is_interrupt
 from ..model.own_loop import cache_output, cache_parts, next_inputs
 from ..model.state import ModelState
 from ..rectangles.states import dense_layers, state_specs, state_tensors
@@ -147,9 +149,13 @@ class RectangleReplays:
     def _can_update(self, rectangle: Rectangle, inputs: dict[str, Any]) -> bool:
         """Whether the model's override makes the next step's inputs, those of `rectangle`, of its
         last `inputs` without outputs of a forward."""
+        if not all(map(_is_plain, tree_flatten(inputs)[0])):
+            return False  # an iterator, which the method may have advanced
         try:
             updated = next_inputs(self._model, cache_output(rectangle.cache), inputs)
-        except (AttributeError, LookupError, TypeError):
+        except Exception as error:
+            if is_interrupt(error):
+                raise
             return False
         leaves, spec = tree_flatten(updated)
         expected, expected_spec = tree_flatten(rectangle.inputs)
@@ -373,7 +379,13 @@ def _position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list
 
 
 def _is_of_transformers(method: Any) -> bool:
-    return str(getattr(method, "__module__", "")).startswith("transformers.")
+    """Whether a method's code is transformers'. (A user's wrapper has its `__module__`, too.)"""
+    namespace = getattr(method, "__globals__", {})
+    return str(namespace.get("__name__", "")).startswith("transformers.")
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, (Tensor, Cache, bool, int, float, str))
 
 
 def _is_equal(a: Any, b: Any) -> bool:

@@ -531,30 +531,3 @@ def test_packed_rows_with_padding_that_plain_counts_stay_together() -> None:
         assert (
             route is not None and route.road == "engine" and ("padding" in route.reason) == padded
         ), route
-
-
-def test_a_check_whose_forward_fails_runs_again_ever_more_rarely() -> None:
-    model = models.build("llama")
-    own = model.model.forward
-    messages: list[str] = ["lasting"]
-    forwards: list[None] = []  # a number would be part of the function's key
-
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        forwards.append(None)
-        raise LookupError(messages[-1])
-
-    def calls_with_checks(num_calls: int) -> list[int]:
-        numbers = []
-        for number in range(num_calls):
-            num_before = len(forwards)
-            assert "its forward fails" in (reason(model) or "")
-            if len(forwards) > num_before:
-                numbers.append(number)
-        return numbers
-
-    model.model.forward = fail
-    assert calls_with_checks(12) == [0, 1, 4, 11]
-    messages.append("another")
-    assert calls_with_checks(18) == [14, 15]  # a new reason is as good as the first
-    model.model.forward = own
-    assert reason(model) is None

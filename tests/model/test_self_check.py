@@ -176,3 +176,9 @@ def test_keys_tell_scalars_of_several_types_and_signs_apart() -> None:
     assert len({behavior_key(with_cell(value)) for value in values}) == len(values)
     one, other = (behavior_key(with_cell(float("nan"))) for _ in range(2))
     assert one == other
+
+
+def test_keys_tell_which_callable_occurs_twice() -> None:
+    first, second = with_cell(1), with_cell(2)
+    keys = [behavior_key(functools.partial(max, first, second, x)) for x in (first, second)]
+    assert keys[0] != keys[1]

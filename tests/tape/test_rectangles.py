@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import types
 from typing import Any
 
 import pytest
@@ -512,15 +514,24 @@ class OwnUpdate(transformers.BertLMHeadModel):
         return prepared
 
 
+def code_of_transformers(function: Any) -> Any:
+    namespace = {**function.__globals__, "__name__": "transformers.models.bert.modeling_bert"}
+    copied = types.FunctionType(function.__code__, namespace, closure=function.__closure__)
+    return functools.update_wrapper(copied, function)
+
+
 @pytest.mark.parametrize("is_of_transformers", [True, False])
 @pytest.mark.parametrize("reads_outputs", [False, True])
 def test_an_update_of_the_models_own_is_replayed_unless_it_reads_outputs(
     is_of_transformers: bool, reads_outputs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A method of a user may do more than return inputs, so it sees each forward."""
+    update = OwnUpdate._update_model_kwargs_for_generation
     if is_of_transformers:
-        update = OwnUpdate._update_model_kwargs_for_generation
+        update = code_of_transformers(update)
+    else:  # a wrapper of a user has the module of what it wraps
         monkeypatch.setattr(update, "__module__", "transformers.models.bert.modeling_bert")
+    monkeypatch.setattr(OwnUpdate, "_update_model_kwargs_for_generation", update)
     model = as_subclass(OwnUpdate, "BertLMHeadModel")
     model.reads_outputs = reads_outputs
     for seed in range(3):

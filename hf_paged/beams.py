@@ -22,7 +22,7 @@ from .batching.decoding.base import (
     SampledTokens,
     stop_string_hits,
 )
-from .batching.decoding.returned import raise_if_invalid_criterion, raise_if_invalid_scores
+from .batching.decoding.returned import check_criterion_result, check_scores
 from .batching.decoding.scores import are_row_wise, top_tokens, values_at
 from .model.structure import is_stock
 
@@ -180,7 +180,7 @@ class BeamDecoding(Decoding):
         try:
             are_ends = self.stopping_criteria(ids, self.scores)
         except Exception as error:
-            _raise_if_criteria_failed(len(ids), error)
+            _check_criteria(len(ids), error)
             raise
         ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
         num_generated = self.length - self.prompt_length
@@ -237,7 +237,7 @@ class BeamDecoding(Decoding):
             log_probs = self.logits_processor(self._ids, log_probs)
             by_beam = log_probs.unflatten(0, (self.num_prompts, self.num_beams))
         except Exception as error:
-            raise_if_invalid_scores(self.logits_processor, logits, log_probs, error)
+            check_scores(self.logits_processor, logits, log_probs, error)
             raise
         if self.raw_logits is not None:
             self.raw_logits += (logits,)
@@ -339,8 +339,8 @@ class BeamDecoding(Decoding):
         return finished
 
 
-def _raise_if_criteria_failed(num_rows: int, error: Exception) -> None:
-    """As `raise_if_invalid_criterion`, if `error` came from transformers' `StoppingCriteriaList`
+def _check_criteria(num_rows: int, error: Exception) -> None:
+    """As `check_criterion_result`, if `error` came from transformers' `StoppingCriteriaList`
     when it used the result of one of its criteria; otherwise does nothing."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
@@ -350,4 +350,4 @@ def _raise_if_criteria_failed(num_rows: int, error: Exception) -> None:
         return
     frame_locals = innermost.tb_frame.f_locals
     if "criteria" in frame_locals:
-        raise_if_invalid_criterion(frame_locals["criteria"], NotImplemented, num_rows, error)
+        check_criterion_result(frame_locals["criteria"], NotImplemented, num_rows, error)

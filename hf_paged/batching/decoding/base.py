@@ -17,7 +17,7 @@ from transformers.generation import stopping_criteria as stock
 
 from ...step import numbers_on
 from ...switches import NOTHING
-from .returned import raise_if_invalid_criterion
+from .returned import check_criterion_result
 from .stop_strings import StopStrings
 
 Fetch = Callable[[Tensor], list[int]]
@@ -167,7 +167,7 @@ def hits(
     try:
         return torch.as_tensor(result).expand(len(ids)).tolist()
     except Exception as error:
-        raise_if_invalid_criterion(criterion, result, len(ids), error)
+        check_criterion_result(criterion, result, len(ids), error)
         raise
 
 

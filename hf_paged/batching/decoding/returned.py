@@ -13,7 +13,7 @@ from transformers import LogitsProcessorList
 from ...interrupts import is_interrupt
 
 
-def raise_if_invalid_scores(processors: Any, logits: Tensor, scores: Any, error: Exception) -> None:
+def check_scores(processors: Any, logits: Tensor, scores: Any, error: Exception) -> None:
     """Raises `TypeError` if `error` is due to a logits processor that did not return a tensor;
     otherwise does nothing. `error` was raised when the processors ran on the logits `(rows,
     vocab)`, or when their result `scores` was used."""
@@ -41,9 +41,7 @@ def raise_if_invalid_scores(processors: Any, logits: Tensor, scores: Any, error:
     ) from error
 
 
-def raise_if_invalid_criterion(
-    criterion: Any, result: Any, num_rows: int, error: Exception
-) -> None:
+def check_criterion_result(criterion: Any, result: Any, num_rows: int, error: Exception) -> None:
     """Raises a `TypeError` that names `criterion`, after the use of its `result` has raised
     `error`. Does nothing if the result is valid, since the error then has another cause (such as a
     kernel that failed earlier), or if `error` is an interrupt."""

@@ -21,7 +21,7 @@ from .base import (
     hits,
     stop_string_hits,
 )
-from .returned import raise_if_invalid_scores
+from .returned import check_scores
 from .scores import (
     BatchableProcessors,
     are_row_wise,
@@ -204,7 +204,7 @@ class SampleDecoding(Decoding):
                     scores = processors(ids, logits)
                 has_wrong_shape = scores.dim() != 2 or len(scores) != len(ids)
             except Exception as error:
-                raise_if_invalid_scores(processors, logits, scores, error)
+                check_scores(processors, logits, scores, error)
                 raise
             if has_wrong_shape:
                 raise RuntimeError(

@@ -9,7 +9,7 @@ import torch
 from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria
 
 from hf_paged import PagedEngine
-from hf_paged.batching.decoding.returned import raise_if_invalid_criterion, raise_if_invalid_scores
+from hf_paged.batching.decoding.returned import check_criterion_result, check_scores
 from tests.support import models
 from tests.support.checks import assert_paged_is_plain, assert_pool_empty
 from tests.support.engine_helpers import MODES, Asked, lone_run, prompts
@@ -221,10 +221,10 @@ def test_a_criterion_that_writes_tokens() -> None:
 def test_a_criterion_is_not_blamed_for_the_error_of_an_earlier_kernel() -> None:
     """An asynchronous error arises where the host reads the result."""
     for result in (True, torch.tensor(True), torch.ones(1), torch.ones(4, dtype=torch.bool)):
-        raise_if_invalid_criterion(Returns(result), result, 4, RuntimeError("device-side assert"))
+        check_criterion_result(Returns(result), result, 4, RuntimeError("device-side assert"))
     for result in (None, torch.ones(3)):
         with pytest.raises(TypeError, match=CRITERION):
-            raise_if_invalid_criterion(Returns(result), result, 4, RuntimeError("sizes"))
+            check_criterion_result(Returns(result), result, 4, RuntimeError("sizes"))
 
 
 def test_a_processor_that_comes_twice() -> None:
@@ -240,4 +240,4 @@ def test_a_processor_that_comes_twice() -> None:
         with pytest.raises(AttributeError) as caught:
             processors(ids, logits)
         with pytest.raises(TypeError, match=f"the logits processor {culprits} returned None"):
-            raise_if_invalid_scores(processors, logits, logits, caught.value)
+            check_scores(processors, logits, logits, caught.value)

@@ -34,6 +34,7 @@ CLASSES = [
     "BambaForCausalLM",  # Mamba states
     "Lfm2ForCausalLM",  # convolutions
     "FalconH1ForCausalLM",  # a state and K/V in one layer
+    "InklingForCausalLM",  # the same, some through a window
     "Mamba2ForCausalLM",  # states alone
 ]
 STATELESS = "GPTNeoForCausalLM"  # rectangular rows for another reason: hits need no snapshot

@@ -37,6 +37,7 @@ CLASSES = [
     "Lfm2ForCausalLM",  # states of convolutions
     "Qwen3NextForCausalLM",  # recurrent states, and attention of other layers
     "FalconH1ForCausalLM",  # states and attention of one layer
+    "ZayaForCausalLM",  # the same, through a window
 ]
 HYBRIDS = CLASSES[5:]
 CLASSES += [
@@ -188,7 +189,7 @@ def test_rows_outgrow_the_graph() -> None:
     assert_recorded(build(CLASSES[0]), 1000)
 
 
-@pytest.mark.slow_cases("Lfm2*", "FalconH1*")
+@pytest.mark.slow_cases("Lfm2*", "FalconH1*", "Zaya*")
 @pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3], *HYBRIDS])
 def test_requests_of_an_engine_join_and_leave(name: str) -> None:
     inputs, rows = inputs_of(name), []
@@ -197,14 +198,14 @@ def test_requests_of_an_engine_join_and_leave(name: str) -> None:
     assert_requests_as_plain(build(name), rows, [30, 9, 21, 14, 26, 17])
 
 
-@pytest.mark.slow_cases("FalconH1*")
+@pytest.mark.slow_cases("FalconH1*", "Zaya*")
 @pytest.mark.parametrize("name", [CLASSES[0], *HYBRIDS[2:]])
 def test_preempted_rows_go_on(name: str) -> None:
     rows = [{"input_ids": inputs_of(name)["input_ids"][:1]}]
     assert assert_requests_as_plain(build(name), rows, [60] * 4, num_blocks=24).num_preemptions
 
 
-@pytest.mark.slow_cases("Lfm2*", "FalconH1*")
+@pytest.mark.slow_cases("Lfm2*", "FalconH1*", "Zaya*")
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_rows_that_share_a_prefix_start_from_its_states(name: str) -> None:
     """The kept states are copies, which the replays of earlier rows do not change."""
@@ -419,7 +420,7 @@ def test_attention_code_of_a_model_in_packed_steps_is_replayed(name: str, mode: 
     assert_recorded(build(name), 80)
 
 
-@pytest.mark.parametrize("name", ["DogeForCausalLM", "GraniteSWAForCausalLM"])
+@pytest.mark.parametrize("name", ["DogeForCausalLM", "GraniteSWAForCausalLM", "Inkling2ForCausalLM"])
 def test_keys_through_a_window_are_read_until_it_is_full(name: str) -> None:
     for seed in range(2):
         assert_as_plain(build(name), inputs_of(name, seed), **exactly(90))

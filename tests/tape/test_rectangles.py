@@ -12,6 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.bloom.modeling_bloom import BloomAttention
+from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
 from hf_paged import PagedConfig, PagedEngine, Route, check_integrity, last_route
@@ -420,7 +421,9 @@ def test_attention_code_of_a_model_in_packed_steps_is_replayed(name: str, mode: 
     assert_recorded(build(name), 80)
 
 
-@pytest.mark.parametrize("name", ["DogeForCausalLM", "GraniteSWAForCausalLM", "Inkling2ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["DogeForCausalLM", "GraniteSWAForCausalLM", "Inkling2ForCausalLM"]
+)
 def test_keys_through_a_window_are_read_until_it_is_full(name: str) -> None:
     for seed in range(2):
         assert_as_plain(build(name), inputs_of(name, seed), **exactly(90))
@@ -540,3 +543,27 @@ def test_a_bias_of_the_encoders_columns_is_not_lost() -> None:
         assert_same_samples(model, {**inputs, "attention_mask": weights.clone()}, 24)
         if number == 1:
             assert_recorded(model, 20)
+
+
+class WindowLogits(InklingRelativeLogits):
+    """Counts keys from the window's first."""
+
+    def forward(self, states: Any, query_positions: Any, key_positions: Any) -> Any:
+        return super().forward(states, query_positions, key_positions - key_positions[0])
+
+
+@pytest.mark.parametrize("ignores_first", [False, True])
+def test_a_bias_of_keys_through_a_window(ignores_first: bool) -> None:
+    """The recorded step has the keys of the window's blocks, and the model's own fewer."""
+    model = fresh("InklingForCausalLM")
+    for module in model.modules():
+        if ignores_first and type(module) is InklingRelativeLogits:
+            module.__class__ = WindowLogits
+            module.rel_extent = 200
+            weights = torch.randn(len(module.proj), 200, generator=torch.Generator().manual_seed(0))
+            module.proj = torch.nn.Parameter(weights)
+    for seed in range(2):
+        ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(seed))
+        assert_as_plain(model, {"input_ids": ids}, **GREEDY, **exactly(90))
+    if not ignores_first:
+        assert_recorded(model, 80)

@@ -229,7 +229,7 @@ def test_buffers_are_cut_and_parameters_are_not() -> None:
 
 
 def test_a_table_that_can_grow_is_part_of_the_models_state() -> None:
-    """The search cuts the table, and forwards then replace it, as they do not replace a whole one."""
+    """The search cuts the table, so that forwards replace it."""
     model = build("xglm")
     ids = torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(0))
     model.generate(ids, max_new_tokens=20, **models.PAGED)

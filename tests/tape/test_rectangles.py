@@ -556,7 +556,10 @@ class WindowLogits(InklingRelativeLogits):
 def test_a_bias_of_keys_through_a_window(ignores_first: bool) -> None:
     """The recorded step has the keys of the window's blocks, and the model's own fewer."""
     model = fresh("InklingForCausalLM")
+    model.config.sliding_window_size = 40
     for module in model.modules():
+        if getattr(module, "is_sliding", False):
+            module.sliding_window = 40
         if ignores_first and type(module) is InklingRelativeLogits:
             module.__class__ = WindowLogits
             module.rel_extent = 200

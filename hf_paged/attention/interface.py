@@ -16,7 +16,7 @@ from .. import compat
 from ..cache.handles import LatentTensor, LazyTensor, PagedTensor, ReadOnlyTensor
 from ..cache.kv_blocks import KVBlocks
 from ..compiled import untraced
-from ..step import NotCapturable, NotPackable, StepMetadata
+from ..step import NotPackable, StepMetadata
 from . import backends, switch
 from .backends.reference import AttentionCall, paired_blocks
 from .masks import (
@@ -202,10 +202,6 @@ def _attend_in_place(
     if position_bias is not None:
         if step.has_padding or step.columns is None:
             return None
-        if step.lengths is not None and step.window is not None:
-            raise NotCapturable(
-                "a position bias applies to a window whose first position only the device knows"
-            )
         position_bias = position_bias[..., -len(step.columns) :]
         position_bias = in_table_coordinates(position_bias, step)
         bias = position_bias if bias is None else bias + position_bias

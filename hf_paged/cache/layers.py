@@ -424,6 +424,11 @@ class PagedHybridLayer(PagedLayer, cache_utils.LinearAttentionAndFullAttentionLa
         self._linear.crop(self, int(tokens_to_remove))
 
 
+class PagedHybridSlidingWindowLayer(PagedHybridLayer, PagedSlidingWindowLayer):
+    """A hybrid layer with a sliding window; replaces
+    `LinearAttentionAndSlidingWindowAttentionLayer`."""
+
+
 def _is_transformed(states: Tensor) -> bool:
     """Whether a function transform (`torch.func`, forward-mode differentiation) traces the
     tensor."""

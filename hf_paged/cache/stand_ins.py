@@ -9,13 +9,20 @@ from transformers import cache_utils
 
 from .groups import GroupSpec
 from .layer_group import LayerGroup
-from .layers import PagedHybridLayer, PagedIndexedLayer, PagedLayer, PagedSlidingWindowLayer
+from .layers import (
+    PagedHybridLayer,
+    PagedHybridSlidingWindowLayer,
+    PagedIndexedLayer,
+    PagedLayer,
+    PagedSlidingWindowLayer,
+)
 
 _STAND_INS: dict[type, type[PagedLayer]] = {
     cache_utils.DynamicLayer: PagedLayer,
     cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
     cache_utils.DynamicIndexedLayer: PagedIndexedLayer,
     cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: PagedHybridSlidingWindowLayer,
 }
 
 
@@ -38,6 +45,6 @@ def paged_layer(layer: Any, group: LayerGroup | None, index: int) -> Any:
         return layer
     stock = type(layer)
     paged: Any = _STAND_INS.get(stock, stock)
-    if paged is PagedHybridLayer:
+    if issubclass(paged, PagedHybridLayer):
         return paged(group, index, layer.number_of_states)
     return paged(group, index)

@@ -135,12 +135,16 @@ def num_positions(
 def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:
     """Whether forwards pass after the table is cut to one position less than they need, so that
     they must replace it."""
-    if not table.is_parameter:
-        with contextlib.suppress(ForwardFailedError):
-            length = table.offset + _NUM_PROMPT_TOKENS + _NUM_STEPS - 1
-            _find_tables(trial, encoder_inputs, table.size, length)
-            return True
-    return False
+    if table.is_parameter:
+        return False
+    can_grow = False
+    num_writes = len(trial.writes)
+    with contextlib.suppress(ForwardFailedError):
+        length = table.offset + _NUM_PROMPT_TOKENS + _NUM_STEPS - 1
+        _find_tables(trial, encoder_inputs, table.size, length)
+        can_grow = True
+    del trial.writes[num_writes:]  # forwards with the whole table do not replace it
+    return can_grow
 
 
 def _find_tables(

@@ -20,7 +20,13 @@ from ..attention.switch import (
     have_latents,
     switchable_configs,
 )
-from ..cache.layers import EMPTY_LAYERS, PagedHybridLayer, PagedLayer, PagedSlidingWindowLayer
+from ..cache.layers import (
+    EMPTY_LAYERS,
+    PagedHybridLayer,
+    PagedHybridSlidingWindowLayer,
+    PagedLayer,
+    PagedSlidingWindowLayer,
+)
 from ..cache.paged_cache import PagedCache
 from ..topics import Topic
 from .forwards import has_foreign_hook, tensors_of_module
@@ -30,7 +36,7 @@ Modules = Sequence[nn.Module]  # all modules of a model
 
 KV_LAYERS = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
 """Cache layers that hold nothing but keys and values."""
-_STATE_LAYERS = {PagedHybridLayer, LinearAttentionLayer}
+_STATE_LAYERS = {PagedHybridLayer, PagedHybridSlidingWindowLayer, LinearAttentionLayer}
 # parts of names of attributes that hold the rate of something random
 _RATE_NAMES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
 

@@ -67,6 +67,7 @@ class RectangleReplays:
         self._prepared: dict[str, Any] = {}
         self._width = self._num_axes = 0
         self._is_padded = False
+        self._num_past_windows = 0  # layer groups whose windows hide the first position
         self._constants: Hashable = None
         self._token_types: dict[str, int] = {}
         self._row_masking: list[tuple[bool, bool]] = []
@@ -117,7 +118,12 @@ class RectangleReplays:
                 self._forward,
                 kind=(self._is_padded, self._constants, specs),
                 states=layers,
-                checked_as=(self._constants, self._num_axes, frozenset(self._row_masking)),
+                checked_as=(
+                    self._constants,
+                    self._num_axes,
+                    self._num_past_windows,
+                    frozenset(self._row_masking),
+                ),
             )
         finally:
             self._prepared = {}
@@ -171,11 +177,16 @@ class RectangleReplays:
         if visible_lengths is None or not self._are_inputs_supported(prepared, rectangle):
             return None
         groups = []
+        self._num_past_windows = 0
         for number, group in enumerate(self._groups):
             block_size = group.group_memory.block_size
             tables = [blocks.tables[number] for blocks in rectangle.blocks]
-            if self._recorder.reads_keys and any(table.num_dropped for table in tables):
+            num_dropped = {table.num_dropped for table in tables}
+            if self._recorder.reads_keys and num_dropped != {0}:
                 return None  # a mask would need each row's first column
+            if len(num_dropped) > 1 and not any(rectangle.paddings):
+                return None  # the first key's position must be that of all rows
+            self._num_past_windows += group.spec.first_visible(column) > 0
             rows = zip(rectangle.paddings, tables)
             origins = [padding + table.num_dropped * block_size for padding, table in rows]
             indices = [column - origin for origin in origins]

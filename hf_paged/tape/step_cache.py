@@ -98,10 +98,15 @@ class StepLayer(CacheLayerMixin):
         """Returns `length`, or 0 if nothing has been stored."""
         return 0 if self._blocks is None else self.length
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns the number of keys (the capacity) and the position of the first key."""
-        assert self.step.columns is not None
-        return len(self.step.columns), 0
+    def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
+        """Returns the number of keys (the capacity) and the position of the first key: a tensor if
+        tokens before the window have been dropped, equally many of each row."""
+        assert self.step.columns is not None and self.step.lengths is not None
+        first: Any = 0
+        if self.step.window is not None and not (self._reads_keys or self.step.has_padding):
+            assert self.step.lengths.origins is not None
+            first = self.step.lengths.origins[0]
+        return len(self.step.columns), first
 
     def get_max_length(self) -> int:
         """Returns -1: no maximum."""

@@ -11,11 +11,14 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+import hf_paged
 from hf_paged.model.positions import PositionReads, PositionTable, num_positions, shorten
+from hf_paged.model.state import fingerprint
 from hf_paged.model.trial import Trial
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.checks import model_state
+from tests.support.rooms import records_on_cpu
 
 NUM = 32  # positions
 _IDS = dict(vocab_size=models.VOCAB_SIZE, pad_token_id=models.PAD, bos_token_id=models.BOS)
@@ -165,3 +168,16 @@ def test_buffers_are_cut_and_parameters_are_not() -> None:
     module.weight = torch.nn.Parameter(torch.randn(9, 2))
     assert shorten(module, 9, 4) and module.table.shape == (2, 4) and module.weight.shape == (9, 2)
     assert not shorten(module, 9, 4)
+
+
+def test_a_table_that_can_grow_is_part_of_the_models_state() -> None:
+    """The search cuts the table, so that forwards replace it."""
+    model = build("xglm")
+    ids = torch.randint(5, 60, (1, 9), generator=torch.Generator().manual_seed(0))
+    model.generate(ids, max_new_tokens=20, **models.PAGED)
+    route = hf_paged.last_route(model)
+    assert route is not None
+    assert route.num_captured_steps > 0 or not records_on_cpu()
+    before = fingerprint(model)
+    model.model.embed_positions.weights.mul_(2)
+    assert fingerprint(model) != before

@@ -14,6 +14,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 from transformers.models.bloom.modeling_bloom import BloomAttention
+from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
 from hf_paged import PagedConfig, PagedEngine, Route, check_integrity, last_route
@@ -38,6 +39,7 @@ CLASSES = [
     "Lfm2ForCausalLM",  # states of convolutions
     "Qwen3NextForCausalLM",  # recurrent states, and attention of other layers
     "FalconH1ForCausalLM",  # states and attention of one layer
+    "ZayaForCausalLM",  # the same, through a window
 ]
 HYBRIDS = CLASSES[5:]
 CLASSES += [
@@ -167,7 +169,7 @@ def test_an_encoder_mask_hides_tokens_from_replays_too(name: str) -> None:
     assert route_of(model).num_captured_steps == 0
 
 
-@pytest.mark.slow_cases("Lfm2*", "FalconH1*")
+@pytest.mark.slow_cases("Lfm2*", "FalconH1*", "Zaya*")
 @pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3], *HYBRIDS, INDEXED])
 def test_requests_of_an_engine_join_and_leave(name: str) -> None:
     inputs, rows = inputs_of(name), []
@@ -176,14 +178,14 @@ def test_requests_of_an_engine_join_and_leave(name: str) -> None:
     assert_requests_as_plain(build(name), rows, [30, 9, 21, 14, 26, 17])
 
 
-@pytest.mark.slow_cases("FalconH1*")
+@pytest.mark.slow_cases("FalconH1*", "Zaya*")
 @pytest.mark.parametrize("name", [CLASSES[0], *HYBRIDS[2:], INDEXED])
 def test_preempted_rows_go_on(name: str) -> None:
     rows = [{"input_ids": inputs_of(name)["input_ids"][:1]}]
     assert assert_requests_as_plain(build(name), rows, [60] * 4, num_blocks=24).num_preemptions
 
 
-@pytest.mark.slow_cases("Lfm2*", "FalconH1*")
+@pytest.mark.slow_cases("Lfm2*", "FalconH1*", "Zaya*")
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_rows_that_share_a_prefix_start_from_its_states(name: str) -> None:
     """The kept states are copies, which the replays of earlier rows do not change."""
@@ -371,6 +373,10 @@ def test_a_replay_is_of_the_constants_that_it_was_recorded_with() -> None:
     assert len(tokens) > 2
 
 
+# their code reads keys through a window, and is replayed until the window is full
+READ_THROUGH_WINDOWS = ("DogeForCausalLM", "GraniteSWAForCausalLM", "Inkling2ForCausalLM")
+
+
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -383,14 +389,13 @@ def test_a_replay_is_of_the_constants_that_it_was_recorded_with() -> None:
             ),
             MODES,
         ),
-        ("DogeForCausalLM", "greedy"),  # reads keys through a window until it is full
-        ("GraniteSWAForCausalLM", "greedy"),
+        *((name, "greedy") for name in READ_THROUGH_WINDOWS),
     ],
 )
 def test_attention_code_of_a_model_is_replayed(name: str, mode: str) -> None:
     for seed in range(2):  # more tokens than the first graph's tables
         assert_as_plain(build(name), inputs_of(name, seed), **MODES[mode], **exactly(90))
-    if name not in ("DogeForCausalLM", "GraniteSWAForCausalLM"):
+    if name not in READ_THROUGH_WINDOWS:
         assert_recorded(build(name), 80)
 
 
@@ -562,3 +567,30 @@ def test_replays_choose_among_equal_scores_as_plain_does(name: str) -> None:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         assert_as_plain(model, inputs, **exactly(80))  # the tables of a graph have 64 tokens
         assert_recorded(model, 60)
+
+
+class WindowLogits(InklingRelativeLogits):
+    """Counts keys from the window's first."""
+
+    def forward(self, states: Any, query_positions: Any, key_positions: Any) -> Any:
+        return super().forward(states, query_positions, key_positions - key_positions[0])
+
+
+@pytest.mark.parametrize("ignores_first", [False, True])
+def test_a_bias_of_keys_through_a_window(ignores_first: bool) -> None:
+    """The recorded step has the keys of the window's blocks, and the model's own fewer."""
+    model = fresh("InklingForCausalLM")
+    model.config.sliding_window_size = 40
+    for module in model.modules():
+        if getattr(module, "is_sliding", False):
+            module.sliding_window = 40
+        if ignores_first and type(module) is InklingRelativeLogits:
+            module.__class__ = WindowLogits
+            module.rel_extent = 200
+            weights = torch.randn(len(module.proj), 200, generator=torch.Generator().manual_seed(0))
+            module.proj = torch.nn.Parameter(weights)
+    for seed in range(2):
+        ids = torch.randint(5, 60, (2, 12), generator=torch.Generator().manual_seed(seed))
+        assert_as_plain(model, {"input_ids": ids}, **GREEDY, **exactly(90))
+    if not ignores_first:
+        assert_recorded(model, 80)

@@ -7,7 +7,6 @@ import logging
 import os
 from typing import Any
 
-from ..interrupts import is_interrupt
 from ..topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -34,6 +33,8 @@ def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.peft import maybe_load_adapters
 
+    from ..interrupts import is_interrupt
+
     source_options = _source_options(options)
     try:
         _, base, _ = maybe_load_adapters(name_or_path, source_options)
@@ -57,6 +58,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], model: Any, **options: 
     """Loads the tokenizer of the model or, for an adapter without one, of its base model. Returns
     `None`, with a warning, if there is none."""
     from transformers import AutoTokenizer
+
+    from ..interrupts import is_interrupt
 
     source_options = _source_options(options)
     error: Exception | None = None

@@ -114,10 +114,11 @@ def generate_both(
     inputs: dict[str, Any],
     options: dict[str, Any],
     paged: dict[str, Any] = models.PAGED,
+    seed: int = 3,
 ) -> tuple[Any, Any]:
-    """Outputs of plain and of paged `generate`, both drawn from one seed."""
-    plain = plain_run(model, inputs, options, seed=3)
-    torch.manual_seed(3)
+    """Outputs of plain and of paged `generate`, both drawn from this seed."""
+    plain = plain_run(model, inputs, options, seed)
+    torch.manual_seed(seed)
     return plain, model.generate(**inputs, **options, **paged)
 
 

@@ -247,9 +247,8 @@ def test_a_fork_while_other_threads_make_layers(monkeypatch: pytest.MonkeyPatch)
         return own(blocks, block_ids)
 
     monkeypatch.setattr(KVBlocks, "select", at)
-    monkeypatch.setattr(
-        forks, "_fork_listeners", [storage_of(each) for each in (busy, broken, cache)]
-    )
+    listeners = [storage_of(each) for each in (busy, broken, cache)]
+    monkeypatch.setattr(forks, "members_of", lambda weak_set: listeners)
     assert in_child(
         lambda: torch.equal(cache.layers[0].keys + 0, expected), before_end=lambda: refill(cache)
     )

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hf_paged
 from hf_paged.tape import recorders
 from tests.support import models
 
@@ -44,6 +45,7 @@ def test_an_interrupt_of_a_recording_leaves_no_mode_behind(monkeypatch: pytest.M
             return capture(*args)
 
     expected = model.generate(**inputs, **options)
+    hf_paged.free(model)  # drops the recordings of other tests
     monkeypatch.setattr(recorders.Tapes, "capture", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.generate(**inputs, **options, **models.PAGED)

@@ -73,3 +73,20 @@ def test_blocks_registered_after_a_step_was_undone_are_computed() -> None:
     pool.release([block_id])
     pool.evict(1)
     assert told == [block_id]
+
+
+def test_blocks_of_a_step_that_was_undone_are_not_found() -> None:
+    """Nothing has computed them; those of the step before stay."""
+    pool = BlockPool(4)
+    index = PrefixIndex([pool], [None], SIZE)
+    (kept,) = pool.allocate(1)
+    index.begin_step()
+    node = index.add(index.root(None), (5, 6), [kept])
+    index.end_step()
+    index.begin_step()
+    (undone,) = pool.allocate(1)
+    index.add(node, (7, 8), [undone])
+    assert len(index.find([5, 6, 7, 8], None, 2)) == 2
+    index.undo_step()
+    assert [node.block_ids for node in index.find([5, 6, 7, 8], None, 2)] == [[kept]]
+    index.check_integrity()

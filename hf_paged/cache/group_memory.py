@@ -363,8 +363,9 @@ class GroupMemory:
         references to them (and that of the group to `memory`, its own)."""
         for manager in memory.managers.values():
             if self in manager.groups:
+                live = manager.sequences()  # first: garbage collection may abandon some of them now
                 abandoned = [rows for owner, rows, _ in list(memory.abandoned) if owner is manager]
-                yield from manager.tables(manager.groups.index(self), *abandoned)
+                yield from manager.tables(manager.groups.index(self), live, *abandoned)
 
 
 def _budget_text() -> str:

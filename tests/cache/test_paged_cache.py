@@ -8,6 +8,7 @@ import functools
 import gc
 import sys
 import weakref
+from collections import deque
 from typing import Any
 
 import psutil
@@ -322,3 +323,30 @@ def test_a_call_of_another_dtype_leaves_a_held_cache_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model.generate(tokens(1, 5), **options)
     assert torch.equal(held.layers[0].keys.clone(), before)
+
+
+class Collecting(deque[Any]):
+    """Garbage collection may run anywhere: here, once somebody has looked at the items."""
+
+    garbage: list[PagedCache]
+
+    def __iter__(self) -> Any:
+        items = [*super().__iter__()]
+        self.garbage.clear()
+        gc.collect()
+        return iter(items)
+
+
+def test_the_check_counts_rows_that_are_collected_meanwhile() -> None:
+    cache = PagedCache()
+    memory, states = cache.memory, torch.randn(1, 2, 20, 8)
+    cache.update(states, states, 0)
+    other = PagedCache(memory=memory)
+    other.update(states, states, 0)
+    other.itself = other
+    memory.abandoned = Collecting(memory.abandoned)
+    memory.abandoned.garbage = [other]
+    del other
+    memory.check_integrity()
+    cache.check_integrity()
+    assert not memory.abandoned.garbage

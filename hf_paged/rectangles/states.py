@@ -216,8 +216,9 @@ def growing_states(layers: Sequence[Any]) -> list[bool]:
 
 
 def state_specs(layers: Sequence[Any], column: int) -> Hashable:
-    """Returns the shape of a row and the dtype of each of the `state_tensors` of these layers. The
-    columns of indexer keys are counted from `column`."""
+    """Returns the shape of a row and the dtype of each of the `state_tensors` of these layers. Of
+    indexer keys `(rows, length, dim)`, the number of columns counts from `column`, so that it is
+    the same in each step."""
     specs = []
     for layer in layers:
         for states, key in _states_of(layer):
@@ -231,15 +232,15 @@ def state_specs(layers: Sequence[Any], column: int) -> Hashable:
 def _states_of(layer: Any) -> list[tuple[dict[Any, Tensor], Any]]:
     """Returns the dict that holds each of the layer's state tensors, with the tensor's key."""
     attributes = vars(layer)
-    places: list[tuple[dict[Any, Tensor], Any]] = []
+    entries: list[tuple[dict[Any, Tensor], Any]] = []
     for name in _STATES:
         states = attributes.get(name, {})
         for index, state in states.items():
             if state is not None:
-                places.append((states, index))
+                entries.append((states, index))
     if attributes.get(_INDEXER_KEYS) is not None:
-        places.append((attributes, _INDEXER_KEYS))
-    return places
+        entries.append((attributes, _INDEXER_KEYS))
+    return entries
 
 
 def copy_state_attributes(layer: Any, source: Any) -> None:

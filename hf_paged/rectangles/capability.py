@@ -16,7 +16,7 @@ from ..model.layout import Layout
 from ..model.structure import KV_LAYERS
 from ..topics import Topic
 from .checks import TOGETHER, join_check, positions_check, rows_check, side_by_side_check
-from .rectangle import set_join_keys
+from .rectangle import with_join_keys
 
 
 def choose_layout(capability: Capability, reason: str) -> Layout:
@@ -85,7 +85,7 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
             return
         reason = Topic.PADDING(f"padding changes the rows' results, and {reason}")
     repeats = call.call.repeats
-    call.prompts = prompts = call.prompts or call.find_prompts()
+    prompts = call.prompts or call.find_prompts()
     if prompts is None:
         yield Topic.MODEL_CODE(f"{reason}, and the model overrides how rows are repeated")
         return
@@ -107,11 +107,11 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
     capability = Capability(call.model, call.cache, make_runner)
     rows_reason = reason_against_rows(capability, prompts)
     if rows_reason and any(prompts.paddings):  # the model may attend to padding
-        prompts.paddings = [0] * len(prompts.paddings)
+        prompts = dataclasses.replace(prompts, paddings=[0] * len(prompts.paddings))
         rows_reason = reason_against_rows(capability, prompts)
     if rows_reason:
         yield rows_reason if rows_reason in reason else f"{reason}, and {rows_reason}"
-    set_join_keys(prompts, join_requirements(capability, prompts))
+    call.prompts = with_join_keys(prompts, join_requirements(capability, prompts))
     call.layout = dataclasses.replace(
         TOGETHER,
         unsupported_reason=reason,
@@ -132,7 +132,7 @@ def prepare(
     reason = reason_against_rows(capability, prompts)
     if reason is not None:
         return layout, reason
-    set_join_keys(prompts, join_requirements(capability, prompts))
+    prompts = with_join_keys(prompts, join_requirements(capability, prompts))
     shift = prompts.position_shift(0)
     state.request.limit_positions(max_positions(capability, prompts), shift)
     state.request.set_inputs(prompts, 0, None)

@@ -27,7 +27,7 @@ from ..model.trial import (
 )
 from ..model.writes import values_are_equal
 from ..topics import Topic
-from .rectangle import set_join_keys, with_cross
+from .rectangle import with_cross, with_join_keys
 
 _LENGTHS = (8, 9, 13)  # prompt tokens of the three sequences in `_SIDE_BY_SIDE_STEPS`
 # A short and a long prompt; their decodes; a third row joins; the long row has left.
@@ -82,14 +82,13 @@ TOGETHER = RectangleLayout(
 class PromptsRunner(TrialRunner):
     """Runs rows of `Prompts` that may have an encoder's output."""
 
-    def add_prompts(self, prompts: Any, new_tokens: Tensor) -> list[TrialRow]:
-        rows = super().add_prompts(prompts, new_tokens)
+    def add(self, tokens: list[int], num_prompt_tokens: int, **fields: Any) -> TrialRow:
         encoders = self.runner.encoder_blocks
         if encoders is not None:
-            for row in rows:
-                row.encoded = encoders.new()
-                encoders.append(row.encoded, prompts.num_encoder_tokens)
-        return rows
+            prompts, _ = fields["inputs"]
+            fields["encoded"] = encoders.new()
+            encoders.append(fields["encoded"], prompts.num_encoder_tokens)
+        return super().add(tokens, num_prompt_tokens, **fields)
 
     def advance_isolated(self, *rows: TrialRow) -> Tensor:
         """Runs one step of `advance`, and undoes its writes into modules, so that the rows' next
@@ -207,16 +206,15 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     shorter_second = _single_row(trial.prompts, max(1, width - 3), -1)
     new_tokens = sample_tokens(model)[:1, :3]
 
-    def compute(second: Any, requirements: tuple[bool, bool], can_join: bool) -> Tensor:
-        """Returns the logits of both rows, which begin together. Unless lengths must be equal, the
-        first row then computes one token more. `can_join`: whether the rows share forwards."""
-        for single in (first, second):
-            set_join_keys(single, requirements if can_join else None)
+    def compute(pair: list[Any], needs_equal_lengths: bool) -> Tensor:
+        """Returns the logits of the rows of two prompts, which begin together, and share forwards
+        if the prompts have join keys. Unless lengths must be equal, the first row then computes one
+        token more."""
         runner = PromptsRunner(trial, TOGETHER)
-        (first_row,) = runner.add_prompts(first, new_tokens)
-        (second_row,) = runner.add_prompts(second, new_tokens.flip(1))
+        (first_row,) = runner.add_prompts(pair[0], new_tokens)
+        (second_row,) = runner.add_prompts(pair[1], new_tokens.flip(1))
         logits = [runner.advance_isolated(first_row, second_row)]
-        if not requirements[0]:
+        if not needs_equal_lengths:
             logits.append(runner.advance_isolated(first_row))
         logits.append(runner.advance_isolated(first_row, second_row))
         logits.append(runner.advance_isolated(first_row, second_row))
@@ -224,11 +222,13 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
 
     encoder_options = (False, True) if width > 1 else (True,)
     for requirements in itertools.product((False, True), encoder_options):
-        second = equal_second if requirements[1] else shorter_second
+        needs_equal_lengths, needs_equal_encoders = requirements
+        pair = [first, equal_second if needs_equal_encoders else shorter_second]
+        keyed = [with_join_keys(single, requirements) for single in pair]
         with contextlib.suppress(ForwardFailedError):
-            separate = compute(second, requirements, can_join=False)
-            joined = compute(second, requirements, can_join=True)
-            if first.join_key is not None and trial.difference(separate, joined) is None:
+            separate = compute(pair, needs_equal_lengths)
+            joined = compute(keyed, needs_equal_lengths)
+            if keyed[0].join_key is not None and trial.difference(separate, joined) is None:
                 return requirements
     return None
 
@@ -237,7 +237,7 @@ def _single_row(prompts: Any, width: int, sign: int) -> Any:
     """The first row of `Prompts`, with its encoder's tokens cut to `width`. `sign` -1 negates the
     row's floating-point inputs, so that an exchange of two rows would change the logits."""
     num_encoded = prompts.num_encoder_tokens
-    single = copy.deepcopy(prompts)
+    copied = copy.deepcopy(prompts)
 
     def cut_and_sign(x: Tensor) -> Tensor:
         if x.is_floating_point():
@@ -246,10 +246,12 @@ def _single_row(prompts: Any, width: int, sign: int) -> Any:
             return x[:, :width]
         return x
 
-    single.model_kwargs = map_tensors(cut_and_sign, first_row(single))
-    single.input_ids = single.input_ids[:1]
-    single.paddings = single.paddings[:1]
-    return single
+    return dataclasses.replace(
+        copied,
+        input_ids=copied.input_ids[:1],
+        model_kwargs=map_tensors(cut_and_sign, first_row(copied)),
+        paddings=copied.paddings[:1],
+    )
 
 
 def positions_check(trial: Trial) -> int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
@@ -16,13 +17,16 @@ from transformers.cache_utils import EncoderDecoderCache
 from transformers.utils import ModelOutput
 
 from .. import compat
+from ..attention.masks import Columns
 from ..batching.execution.prompts import Prompts, empty_blocks, is_plain_value
 from ..batching.request import Sequence
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
-from ..model.own_loop import cache_parts, padding_mask, select_rows, tensors_of
+from ..model.own_loop import cache_parts, next_inputs, padding_mask, select_rows, tensors_of
+from ..model.registry import warn_once
 from ..plan import StepPlan
-from .states import state_layers
+from ..topics import Topic
+from .states import num_state_bytes, state_layers
 
 # Attributes of a layer that `_copy_layers` does not copy, since they belong to the layer's cache.
 _NOT_COPIED = {"graph_states", "group", "index", "num_operations", "packed_handles"}
@@ -44,24 +48,25 @@ class Rectangle:
     cache: Any  # borrows the rows' tables; `None` for a model that creates its own cache
     # inputs of the next forward, as `generate` carries them: attention mask, position ids, cache
     inputs: dict[str, Any]
+    encoder_width: int = 0  # columns of the encoder output, including padding
     # names of the inputs that do not change from step to step
     constant_names: set[str] = dataclasses.field(default_factory=set)
-    row_bytes: int = 0  # bytes of a row's states
     # the range of encoder columns that each row attends to; `None` unless a forward has shown it
     encoder_columns: list[tuple[int, int]] | None = None
+    # each row's index before any `select`
+    original_rows: list[int] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.original_rows = list(range(len(self.blocks)))  # each row's index before any `select`
-        # columns of the encoder output, including padding
-        self.encoder_width = max(self._encoder_lengths, default=0)
-
-    @property
-    def _encoder_lengths(self) -> list[int]:
-        return [blocks.tables[0].num_tokens for blocks in self.encoded if blocks.tables]
+        self.original_rows = self.original_rows or list(range(len(self.blocks)))
 
     @property
     def state_layers(self) -> list[Any]:
         return state_layers(cache_parts(self.cache)[0])
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        """Bytes of a row's states, once a forward has computed them."""
+        return num_state_bytes(self.state_layers) // len(self.blocks)
 
     def borrow(self, num_cached: int) -> None:
         """Makes the cache borrow the rows' tables, in which the first `num_cached` columns are
@@ -74,30 +79,26 @@ class Rectangle:
             if not isinstance(cross, PagedCache):
                 continue
             width = self.encoder_width
-            paddings = tuple(width - length for length in self._encoder_lengths)
+            paddings = tuple(width - length for length in _encoder_lengths(self.encoded))
             cross.take(self.encoded, paddings, width if num_cached else 0)
 
     def select(self, rows: list[int], cache: Any) -> Rectangle:
         """Returns a rectangle that uses `cache`, and whose row `i` is row `rows[i]` of this one.
         The caller selects the same rows in `cache`, and calls `borrow`."""
         index = torch.tensor(rows, device=self.token_ids.device)
-        selected = copy.copy(self)
-        for name in ("blocks", "encoded", "paddings", "original_rows"):
+        by_row = {"cache": cache, "token_ids": self.token_ids[index]}
+        for name in ("blocks", "encoded", "paddings", "original_rows", "encoder_columns"):
             values = getattr(self, name)
-            setattr(selected, name, [values[row] for row in rows])
-        if self.encoder_columns is not None:
-            selected.encoder_columns = [self.encoder_columns[row] for row in rows]
-        is_same_order = selected.original_rows == self.original_rows
-        selected.inputs = {}
+            by_row[name] = values and [values[row] for row in rows]
+        is_same_order = by_row["original_rows"] == self.original_rows
+        inputs = {}
         for name, value in self.inputs.items():
             if value is self.cache:
                 value = cache
             elif not is_same_order or name not in self.constant_names:
                 value = select_rows(name, value, index, len(self.blocks))
-            selected.inputs[name] = value
-        selected.cache = cache
-        selected.token_ids = self.token_ids[index]
-        return selected
+            inputs[name] = value
+        return dataclasses.replace(self, inputs=inputs, **by_row)
 
     def fork_cache(self, cache: Any) -> Any:
         """Makes the empty `cache` continue from this rectangle's cache. Returns `cache`, or an
@@ -111,7 +112,7 @@ class Rectangle:
                 cache = EncoderDecoderCache(cache, copy.deepcopy(cross))
             elif isinstance(cross, PagedCache):
                 _copy_layers(cross, cache.cross_attention_cache)
-            cache.is_updated = dict(self.cache.is_updated)
+            cache.is_updated.update(self.cache.is_updated)
         return cache
 
     @classmethod
@@ -127,7 +128,6 @@ class Rectangle:
         for part in parts:
             part.inputs.pop(_MASK, None)
         first = parts[0]
-        device = first.token_ids.device
         lengths = [part.width - padding for part in parts for padding in part.paddings]
         blocks = [blocks for part in parts for blocks in part.blocks]
         encoded = [blocks for part in parts for blocks in part.encoded]
@@ -135,34 +135,29 @@ class Rectangle:
         paddings = [width - length for length in lengths]
         ids = [part.token_ids for part in parts]
         ids = join_rows(ids, [part.shape[1] for part in ids], width)
-        joined = cls(blocks, encoded, width, paddings, ids, cache, {})
+        encoder_width = max(_encoder_lengths(encoded), default=0)
         widths = [part.encoder_width for part in parts]
         has_masks = any(part.inputs.get(_ENCODER_MASK) is not None for part in parts)
         if len(set(widths)) > 1 or has_masks:
             for part in parts:
-                part._mask_encoder()
+                if part.inputs.get(_ENCODER_MASK) is None:
+                    ones = ids.new_ones((len(part.blocks), part.encoder_width), dtype=torch.long)
+                    part.inputs[_ENCODER_MASK] = ones
+        inputs = {}
         for name, value in first.inputs.items():
             if value is not cache:
                 values = [part.inputs.get(name) for part in parts]
-                value = join_rows(values, widths, joined.encoder_width)
-            joined.inputs[name] = value
+                value = join_rows(values, widths, encoder_width)
+            inputs[name] = value
         if any(paddings):  # the mask also has a column for the next token
-            joined.inputs[_MASK] = padding_mask(paddings, width + 1, device).long()
-        constant_names = (part.constant_names for part in parts)
-        joined.constant_names = set.intersection(*constant_names) - {_MASK}
+            inputs[_MASK] = padding_mask(paddings, width + 1, ids.device).long()
+        constant_names = set.intersection(*(part.constant_names for part in parts)) - {_MASK}
         if isinstance(cache, EncoderDecoderCache):
             source, _ = sources[0]
-            cache.is_updated = dict(source.cache.is_updated)
-        return joined
-
-    def _mask_encoder(self) -> None:
-        """If the inputs have no attention mask for the encoder's tokens, adds one of all ones."""
-        if self.inputs.get(_ENCODER_MASK) is None:
-            self.inputs[_ENCODER_MASK] = torch.ones(
-                (len(self.blocks), self.encoder_width),
-                dtype=torch.long,
-                device=self.token_ids.device,
-            )
+            cache.is_updated.update(source.cache.is_updated)
+        return cls(
+            blocks, encoded, width, paddings, ids, cache, inputs, encoder_width, constant_names
+        )
 
     def append(self, plan: StepPlan) -> None:
         """Appends to each row the token that the plan computes, and sets the rows' blocks to the
@@ -174,6 +169,41 @@ class Rectangle:
         token_ids = torch.cat([self.token_ids, column], dim=1)
         # assigned last: an exception above must not leave attributes that contradict one another
         self.blocks, self.width, self.token_ids = blocks, self.width + 1, token_ids
+
+    def advance(
+        self, model: PreTrainedModel, outputs: Any, begins: bool, columns: Columns | None = None
+    ) -> None:
+        """Replaces the inputs by those of the step after a forward that returned `outputs`.
+        `begins`: whether that was the rows' first. `columns`: the `encoder_columns`, if the forward
+        has shown them."""
+        inputs = next_inputs(model, outputs, dict(self.inputs))
+        if columns is not None:
+            self.encoder_columns = list(zip(*columns))
+        if begins:
+            if self.cache is not None:
+                self._keep_cache(model, inputs)
+            for name in compat.PREFILL_INPUTS:
+                inputs.pop(name, None)
+            items = inputs.items()
+            self.constant_names = {name for name, x in items if x is self.inputs.get(name)}
+        self.inputs = inputs
+
+    def _keep_cache(self, model: PreTrainedModel, inputs: dict[str, Any]) -> None:
+        """Keeps the cache that the first forward returned: the model may have added a
+        cross-attention cache. Warns if the model ignored ours and returned another."""
+        cache = inputs[compat.cache_name(model)]
+        if cache_parts(cache)[0] is cache_parts(self.cache)[0]:
+            self.cache = cache
+            return
+        reason = (
+            "ignores the cache that `generate` prepares, so nothing is paged: let its"
+            f" `prepare_inputs_for_generation` pass `{compat.OUTPUT_CACHE}` on to its forward"
+        )
+        warn_once(model, Topic.CACHE(reason))
+
+
+def _encoder_lengths(encoded: Items[SequenceBlocks]) -> list[int]:
+    return [blocks.tables[0].num_tokens for blocks in encoded if blocks.tables]
 
 
 def join_rows(values: Items[Any], widths: Items[int], width: int) -> Any:
@@ -220,38 +250,42 @@ class JoinKey(NamedTuple):
     inputs: Hashable
 
 
-def set_join_keys(prompts: Prompts, requirements: tuple[bool, bool] | None) -> None:
-    """Sets the `join_key` of the prompts if their rows can join others and, if the prompts can also
-    share a forward, their `merge_key`. `requirements`: whether joined rows must have equal lengths,
-    and equal encoder lengths; `None`: rows cannot join (`capability.join_requirements`)."""
-    prompts.join_key = None
-    prompts.merge_key = None
+def with_join_keys(prompts: Prompts, requirements: tuple[bool, bool] | None) -> Prompts:
+    """Returns the prompts with a `join_key` if their rows can join others and, if the prompts can
+    also share a forward, with a `merge_key`. `requirements`: whether joined rows must have equal
+    lengths, and equal encoder lengths; `None`: rows cannot join
+    (`capability.join_requirements`)."""
+    join_key = None if requirements is None else _join_key(prompts, *requirements)
+    merge_key = None
+    has_media = not compat.PREFILL_INPUTS.isdisjoint(prompts.model_kwargs)
+    if join_key is not None and not has_media and not any(prompts.paddings):
+        merge_key = (join_key, prompts.length)
+    return dataclasses.replace(prompts, join_key=join_key, merge_key=merge_key)
+
+
+def _join_key(
+    prompts: Prompts, needs_equal_lengths: bool, needs_equal_encoders: bool
+) -> JoinKey | None:
+    """Returns the key of prompts whose inputs allow their rows to join others; otherwise `None`."""
     shapes: list[Hashable] = []
     options: list[Any] = []
-    has_media = False
-    if requirements is None:
-        return
     for name in sorted(prompts.model_kwargs):
         value = prompts.model_kwargs[name]
         tensors = tensors_of(value)
         if not tensors:
             options.append((name, value))
         elif name in compat.PREFILL_INPUTS:
-            has_media = True
             continue
         for tensor in tensors:
             if not tensor.dim() or len(tensor) != len(prompts.paddings):
-                return
+                return None
             can_pad = tensor.dim() > 1 and tensor.shape[1] == prompts.num_encoder_tokens
             shape = tensor.shape[2:] if can_pad else tensor.shape[1:]
             shapes.append((name, str(tensor.dtype), *shape))
-    needs_equal_lengths, needs_equal_encoders = requirements
-    encoder_length = needs_equal_encoders and prompts.num_encoder_tokens
     if not all(is_plain_value(value) for _, value in options):
-        return
-    prompts.join_key = JoinKey(needs_equal_lengths, (*shapes, *options, encoder_length))
-    if not has_media and not any(prompts.paddings):
-        prompts.merge_key = (prompts.join_key, prompts.length)
+        return None
+    num_encoded = needs_equal_encoders and prompts.num_encoder_tokens
+    return JoinKey(needs_equal_lengths, (*shapes, *options, num_encoded))
 
 
 def rectangle_of(
@@ -275,7 +309,8 @@ def rectangle_of(
     for row, sequence in sequences.items():
         encoded[row] = sequence.request.encoded
     ids = prompts.input_ids
-    return Rectangle(blocks, encoded, prompts.length, paddings, ids, cache, inputs)
+    width = prompts.num_encoder_tokens
+    return Rectangle(blocks, encoded, prompts.length, paddings, ids, cache, inputs, width)
 
 
 def _copy_layers(cache: PagedCache, empty: PagedCache) -> None:

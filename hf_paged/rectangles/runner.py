@@ -28,21 +28,18 @@ from ..model.own_loop import (
     cache_output,
     cache_parts,
     first_inputs,
-    next_inputs,
     pad_token_id,
     padding_mask,
     prepare,
 )
-from ..model.registry import warn_once
 from ..model.state import ModelState
 from ..plan import StepPlan
 from ..seams import ForwardContext, Recorder
 from ..switches import NOTHING
-from ..topics import Topic
 from .checks import RectangleLayout
 from .preemption import RectanglePreemption
 from .rectangle import Rectangle, rectangle_of, with_cross
-from .states import StateSpec, StateStorage, gather_states, num_state_bytes, state_layers
+from .states import StateSpec, StateStorage, gather_states, state_layers
 
 
 class RectangleRunner(Runner):
@@ -174,39 +171,12 @@ class RectangleRunner(Runner):
         `num_new`. Stores the states of `rows`, those that later steps continue (default: all).
         Returns logits `(rectangle rows * num_logits, vocab_size)` of the last `num_logits` tokens
         of each row. `may_replay`: whether a replay may take the place of the forward."""
-        inputs_before = dict(rectangle.inputs)
         prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
         logits = None
         if may_replay:
             logits = self._replay(rectangle, prepared)
         if logits is None:
-            logits = self._compute(rectangle, prepared, num_logits)
-        if begins:
-            if rectangle.cache is not None:
-                cache = rectangle.inputs[compat.cache_name(self.model)]
-                # the model may add a cross-attention cache, or ignore ours and return another
-                returned_cache, *_ = cache_parts(cache)
-                given_cache, *_ = cache_parts(rectangle.cache)
-                if returned_cache is given_cache:
-                    rectangle.cache = cache
-                else:
-                    warn_once(
-                        self.model,
-                        Topic.CACHE(
-                            "ignores the cache that `generate` prepares, so nothing is paged: let"
-                            f" its `prepare_inputs_for_generation` pass `{compat.OUTPUT_CACHE}` on"
-                            " to its forward"
-                        ),
-                    )
-            for name in compat.PREFILL_INPUTS:
-                rectangle.inputs.pop(name, None)
-            constant_names = set()
-            for name, value in rectangle.inputs.items():
-                if value is inputs_before.get(name):
-                    constant_names.add(name)
-            rectangle.constant_names = constant_names
-        if not rectangle.row_bytes:
-            rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
+            logits = self._compute(rectangle, prepared, num_logits, begins)
         if rows is not None and rows != list(range(len(rectangle.blocks))):
             rectangle = self._select(rectangle, rows, is_shared=False)
             rectangle.borrow(rectangle.width)
@@ -216,10 +186,14 @@ class RectangleRunner(Runner):
         return logits.contiguous()  # a view would keep the logits of all prompt tokens alive
 
     def _compute(
-        self, rectangle: Rectangle, prepared: dict[str, Any], num_logits: int = 1
+        self,
+        rectangle: Rectangle,
+        prepared: dict[str, Any],
+        num_logits: int = 1,
+        begins: bool = False,
     ) -> Tensor:
-        """Runs the model's own forward with the arguments `prepared`, and replaces the rectangle's
-        inputs by those of the next step; returns logits as `_forward` does."""
+        """Runs the model's own forward with the arguments `prepared`, and advances the rectangle;
+        returns logits as `_forward` does."""
         self.num_forwards += 1
         observer = self._encoder_observer(rectangle)
         observing = NOTHING if observer is None else setting(attention_observer, observer)
@@ -227,10 +201,9 @@ class RectangleRunner(Runner):
             prepared["logits_to_keep"] = num_logits
         with self.product_context, observing:
             outputs = self.model(**prepared, return_dict=True)
-        if observer is not None and (columns := observer.columns()) is not None:
-            rectangle.encoder_columns = list(zip(*columns))
+        columns = None if observer is None else observer.columns()
         logits: Tensor = outputs.logits[:, -num_logits:].flatten(0, 1)
-        rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
+        rectangle.advance(self.model, outputs, begins, columns)
         return logits
 
     def _encoder_observer(self, rectangle: Rectangle) -> EncoderColumns | None:
@@ -254,14 +227,14 @@ class RectangleRunner(Runner):
             return None
         assert self.recorder is not None
         if not self.recorder.is_checked:
-            inputs = dict(rectangle.inputs)
+            inputs = rectangle.inputs
             logits = self._compute(rectangle, prepared)
             recorder.check(rectangle, replayed, logits, inputs)
             return logits
         self.num_captured_steps += 1
         cache, *_ = cache_parts(rectangle.cache)
         _note_step(cache, rectangle.width)
-        rectangle.inputs = next_inputs(self.model, cache_output(rectangle.cache), rectangle.inputs)
+        rectangle.advance(self.model, cache_output(rectangle.cache), begins=False)
         return replayed
 
     def _continue(self, plan: StepPlan) -> Tensor:
@@ -306,9 +279,7 @@ class RectangleRunner(Runner):
         """Returns a rectangle of these rows; the caller must call its `borrow`. `is_shared`:
         whether other sequences also continue from the cache, which then stays unchanged."""
         if not self._supports_cache:  # one row, with the model's own cache among the inputs
-            copied = copy.copy(rectangle)
-            copied.inputs = copy.deepcopy(rectangle.inputs)
-            return copied
+            return dataclasses.replace(rectangle, inputs=copy.deepcopy(rectangle.inputs))
         cache = rectangle.cache
         if is_shared:
             cache = rectangle.fork_cache(self._new_cache())

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from hf_paged.batching.execution.prompts import Prompts
-from hf_paged.rectangles.rectangle import set_join_keys
+from hf_paged.rectangles.rectangle import with_join_keys
 
 
-def test_prompts_that_cannot_join_share_no_forward_whatever_was_set_before() -> None:
+def test_prompts_that_cannot_join_share_no_forward_whatever_keys_they_had() -> None:
     prompts = Prompts(torch.ones(1, 4, dtype=torch.long), {"use_cache": True}, [0])
-    set_join_keys(prompts, (False, False))
-    assert prompts.join_key is not None and prompts.merge_key is not None
-    set_join_keys(prompts, None)
-    assert prompts.join_key is None and prompts.merge_key is None
+    keyed = with_join_keys(prompts, (False, False))
+    assert keyed.join_key is not None and keyed.merge_key is not None
+    unkeyed = with_join_keys(keyed, None)
+    assert unkeyed.join_key is None and unkeyed.merge_key is None

@@ -1,24 +1,12 @@
-"""The sequences that a step has scheduled so far, and the tokens that it may still schedule. Plain
-Python: no tensors, no policy."""
+"""The sequences that a step has scheduled so far. Plain Python: no tensors, no policy."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ...plan import StepPlan
 from ..request import Request, Sequence
-
-
-@dataclass(slots=True)
-class Budget:
-    """The numbers of tokens that a step may still schedule for running requests."""
-
-    num_tokens: int  # in all
-    num_chunk_tokens: int  # in chunks beside decodes
-    num_draft_tokens: int  # in drafts
-    # tokens reserved for decodes that are not scheduled yet; negative until the step's first chunk,
-    # for which `Scheduler._chunk_limit` counts these decodes
-    num_reserved: int = -1
 
 
 @dataclass
@@ -26,17 +14,47 @@ class Scheduled:
     """The sequences scheduled so far, from which `plan` makes the step's plan."""
 
     decodes: list[Sequence] = field(default_factory=list)  # one token of each
-    has_partial_decodes: bool = False  # whether some of `decodes` have further tokens to compute
+    num_partial_decodes: int = 0  # how many of `decodes` have further tokens to compute
     # sequences with a draft, each with its number of tokens: the last token and the draft
     drafted: list[tuple[Sequence, int]] = field(default_factory=list)
     # chunks of a prefill or recompute, each with its number of tokens
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
+    num_draft_tokens: int = 0
+    num_chunk_tokens: int = 0
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
+    # rows of running requests that need one token in this step; counted for the first chunk
+    _num_decoding: int | None = None
 
     def __bool__(self) -> bool:
         """Whether any token is scheduled."""
         return bool(self.decodes or self.drafted or self.chunks)
+
+    @property
+    def num_tokens(self) -> int:
+        num_decodes = len(self.decodes) + len(self.drafted)
+        return num_decodes + self.num_draft_tokens + self.num_chunk_tokens
+
+    def num_reserved(self, running: Iterable[Request]) -> int:
+        """Returns how many rows of the running requests need one token and are not scheduled yet:
+        chunks leave as many tokens."""
+        if self._num_decoding is None:
+            rows = (row for request in running for row in request.open_sequences)
+            self._num_decoding = sum(row.num_to_compute == 1 for row in rows)
+        num_scheduled = len(self.decodes) - self.num_partial_decodes + len(self.drafted)
+        return self._num_decoding - num_scheduled
+
+    def add_decode(self, sequence: Sequence) -> None:
+        self.num_partial_decodes += sequence.num_to_compute > 1
+        self.decodes.append(sequence)
+
+    def add_drafted(self, sequence: Sequence, num_draft_tokens: int) -> None:
+        self.num_draft_tokens += num_draft_tokens
+        self.drafted.append((sequence, 1 + num_draft_tokens))
+
+    def add_chunk(self, sequence: Sequence, count: int) -> None:
+        self.num_chunk_tokens += count
+        self.chunks.append((sequence, count))
 
     def shares_forward(self, request: Request) -> bool:
         """Whether the request's prompt belongs to the same `Prompts` as all chunks scheduled so
@@ -55,7 +73,7 @@ class Scheduled:
         sequences = self.decodes
         counts = [1] * len(sequences)
         num_logits = counts
-        if self.has_partial_decodes:
+        if self.num_partial_decodes:
             num_logits = [int(sequence.num_to_compute == 1) for sequence in sequences]
         other_rows = [*self.drafted, *self.chunks]
         if other_rows:

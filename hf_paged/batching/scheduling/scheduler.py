@@ -15,7 +15,7 @@ from ...seams import Adapters, Drafter
 from ..request import Request, RequestListener, Rope, Sequence, Status
 from .preemption import Preemption
 from .queue import RequestQueue
-from .scheduled import Budget, Scheduled
+from .scheduled import Scheduled
 
 logger = logging.getLogger(__name__)
 
@@ -114,9 +114,9 @@ class Scheduler:
                     self._preempt(request, may_swap=False)
                     # the preemption was not for blocks, so this step may admit the request again
                     scheduled.preempted.pop()
-        num_tokens_left = self._continue_running()
+        self._continue_running()
         if self.queue.waiting and not scheduled.preempted:
-            self._admit(num_tokens_left)
+            self._admit()
         if self.queue.waiting and not scheduled:
             self._admit_past_row_limit()
 
@@ -127,7 +127,7 @@ class Scheduler:
         free. Raises `OutOfBlocksError` if the waiting request still does not fit."""
         has_released = False
         while (first := self.queue.first_waiting) is not None:
-            self._admit(self.max_num_batched_tokens, ignores_row_limit=True)
+            self._admit(ignores_row_limit=True)
             if self._scheduled:
                 return
             self.timeline.record_waiting(first)  # `_admit` may have freed its swapped blocks
@@ -146,15 +146,10 @@ class Scheduler:
             else:
                 raise self.queue.out_of_blocks(first) from self.blocks.take_error
 
-    def _continue_running(self) -> int:
-        """Schedules tokens of running requests; returns how many tokens new admissions may add."""
-        scheduled = self._scheduled
-        decodes = scheduled.decodes
-        max_tokens = self.max_num_batched_tokens
-        max_chunk_tokens = self.max_chunk_tokens
-        if max_chunk_tokens is None:
-            max_chunk_tokens = max_tokens
-        budget = Budget(max_tokens, max_chunk_tokens, max_tokens - self.queue.num_rows)
+    def _continue_running(self) -> None:
+        """Schedules tokens of running requests."""
+        decodes = self._scheduled.decodes
+        max_decodes = self.max_num_batched_tokens  # those on the fast path
         allowed = self.queue.allowed
         for request in self.queue.running:  # the body removes only later ones, or returns
             if allowed is not None and request not in allowed:
@@ -167,69 +162,59 @@ class Scheduler:
                 blocks = sequence.blocks
                 is_decode = num_to_compute == 1 and not sequence.draft
                 # fast path: the tail block has a free slot and is not shared
-                if is_decode and num_tokens <= blocks.capacity and budget.num_tokens > 0:
+                if is_decode and num_tokens <= blocks.capacity and len(decodes) < max_decodes:
                     for table in blocks.tables:
                         table.num_tokens = num_tokens
                     decodes.append(sequence)
-                    budget.num_tokens -= 1
-                    budget.num_reserved -= 1
                     continue
-                if not self._continue_row(request, sequence, num_to_compute, budget):
-                    return budget.num_tokens
-        if decodes or scheduled.drafted:
-            return min(budget.num_tokens, budget.num_chunk_tokens)
-        return budget.num_tokens
+                if not self._continue_row(request, sequence, num_to_compute):
+                    return
+                max_decodes = len(decodes) + self._num_tokens_left
 
-    def _continue_row(
-        self, request: Request, sequence: Sequence, num_to_compute: int, budget: Budget
-    ) -> bool:
+    def _continue_row(self, request: Request, sequence: Sequence, num_to_compute: int) -> bool:
         """Schedules tokens of a running sequence that is not on the fast path of
         `_continue_running`. Returns whether later sequences may get tokens."""
-        if num_to_compute == 1:
-            if budget.num_tokens <= 0:
-                return False
-            budget.num_reserved -= 1
-            if sequence.draft:
-                num_drafted = sequence.append_draft(self.blocks, budget.num_draft_tokens)
-                if num_drafted:
-                    self._scheduled.drafted.append((sequence, 1 + num_drafted))
-                    budget.num_tokens -= 1 + num_drafted
-                    budget.num_draft_tokens -= num_drafted
-                    return True
-            limit = budget.num_tokens
-        else:
-            limit = self._chunk_limit(request, budget)
-        count = self._schedule_tokens(request, sequence, limit)
-        budget.num_tokens -= count
-        if count > 1:
-            budget.num_chunk_tokens -= count
+        scheduled = self._scheduled
+        limit = self._num_tokens_left
+        if num_to_compute > 1:
+            limit = self._chunk_limit(scheduled.num_reserved(self.queue.running))
+            first = self.queue.first_waiting
+            if first is not None and first.sort_key < request.sort_key:
+                # leaves half of the tokens to a waiting request that sorts before this one
+                limit -= limit // 2
+        elif limit <= 0:
+            return False
+        elif sequence.draft:
+            max_drafted = self.max_num_batched_tokens - self.queue.num_rows
+            max_drafted -= scheduled.num_draft_tokens
+            num_drafted = sequence.append_draft(self.blocks, max_drafted)
+            if num_drafted:
+                scheduled.add_drafted(sequence, num_drafted)
+                return True
+        self._schedule_tokens(request, sequence, limit)
         return request.status is Status.RUNNING
 
-    def _chunk_limit(self, request: Request, budget: Budget) -> int:
-        """Returns the maximum number of tokens of a running request's next chunk."""
+    @property
+    def _num_tokens_left(self) -> int:
+        return self.max_num_batched_tokens - self._scheduled.num_tokens
+
+    def _chunk_limit(self, num_reserved: int = 0) -> int:
+        """Returns the maximum number of tokens of the next chunk, which leaves `num_reserved` to
+        decodes that are not scheduled yet."""
         scheduled = self._scheduled
-        num_scheduled = len(scheduled.decodes) + len(scheduled.drafted)
-        if budget.num_reserved < 0:
-            open_rows = (row for running in self.queue.running for row in running.open_sequences)
-            num_decodes = sum(row.num_to_compute == 1 for row in open_rows)
-            budget.num_reserved = num_decodes - num_scheduled
-        limit = budget.num_tokens
-        if num_scheduled or budget.num_reserved:
-            limit = min(budget.num_tokens - budget.num_reserved, budget.num_chunk_tokens)
-        first = self.queue.first_waiting
-        if first is not None and first.sort_key < request.sort_key:
-            # leaves half of the tokens to a waiting request that sorts before this one
-            limit -= limit // 2
+        limit = self._num_tokens_left - num_reserved
+        decodes = scheduled.decodes or scheduled.drafted or num_reserved
+        if decodes and self.max_chunk_tokens is not None:
+            limit = min(limit, self.max_chunk_tokens - scheduled.num_chunk_tokens)
         return limit
 
     def _schedule_tokens(
         self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True
-    ) -> int:
-        """Schedules up to `limit` tokens of `sequence`, and returns their number. A whole prompt
-        may exceed `limit`, unless a chunk of another forward is scheduled. If too few blocks are
-        free, frees the drafter's blocks, preempts later requests, shrinks the chunk if layers have
-        windows, then preempts `request` if none of its rows is scheduled; without `may_preempt`,
-        preempts nothing."""
+    ) -> None:
+        """Schedules up to `limit` tokens of `sequence`. A whole prompt may exceed `limit`, unless a
+        chunk of another forward is scheduled. If too few blocks are free, frees the drafter's
+        blocks, preempts later requests, shrinks the chunk if layers have windows, then preempts
+        `request` if none of its rows is scheduled; without `may_preempt`, preempts nothing."""
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
@@ -239,9 +224,9 @@ class Scheduler:
         if not is_whole:
             count = min(limit, count)
         elif limit < count and not self._scheduled.shares_forward(request):
-            return 0
+            return
         if count <= 0:
-            return 0
+            return
         if sequence.blocks is NO_BLOCKS:
             sequence.begin(self.blocks)
         num_computed = sequence.num_computed_tokens
@@ -249,15 +234,13 @@ class Scheduler:
         is_unchunked = is_whole or not self._can_chunk
         count = self._append(request, sequence, count, is_unchunked, may_preempt)
         if not count:
-            return 0
+            return
         if request.num_shared_tokens:  # keeps the row off the fast path, which does not fork
             sequence.blocks.capacity = num_computed + count
         if count > 1 or is_whole:
             self._add_chunk(request, sequence, count, is_unchunked)
         else:
-            self._scheduled.has_partial_decodes |= sequence.num_to_compute > 1
-            self._scheduled.decodes.append(sequence)
-        return count
+            self._scheduled.add_decode(sequence)
 
     def _append(
         self,
@@ -313,7 +296,7 @@ class Scheduler:
             # later requests may share the blocks already in this step, since each layer stores all
             # K and V before attention
             self.blocks.register(blocks, sequence.keys, end, request.namespace)
-        self._scheduled.chunks.append((sequence, count))
+        self._scheduled.add_chunk(sequence, count)
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Allocates a slot for the next token of each sequence, if the next step will consist of
@@ -338,7 +321,7 @@ class Scheduler:
                 return False
         return True
 
-    def _admit(self, num_tokens_left: int, ignores_row_limit: bool = False) -> None:
+    def _admit(self, ignores_row_limit: bool = False) -> None:
         """Admits waiting requests while tokens, rows and blocks last; with `ignores_row_limit`, the
         first one may exceed the limit on rows. Postpones requests that can soon reuse a prefix that
         a scheduled request is computing (`Preemption.awaited_prefixes`)."""
@@ -347,7 +330,7 @@ class Scheduler:
             if not self.queue.may_begin(request):
                 continue
             can_exceed_budget = self._scheduled.chunks and self._scheduled.shares_forward(request)
-            if num_tokens_left <= 0 and not can_exceed_budget:
+            if self._chunk_limit() <= 0 and not can_exceed_budget:
                 return
             is_alone = not self.queue.running
             num_rows = self.queue.num_rows + num_postponed_rows + request.num_open_rows
@@ -372,13 +355,14 @@ class Scheduler:
                     self._blocked_request = request
                     return
             self.queue.start(request)
-            num_tokens_before = num_tokens_left
+            num_tokens_before = self._scheduled.num_tokens
             for sequence in request.open_sequences:
                 if sequence.num_to_compute:
-                    num_tokens_left -= self._schedule_tokens(
-                        request, sequence, num_tokens_left, may_preempt=False
-                    )
-            if num_tokens_left == num_tokens_before:  # nothing fits: tokens or blocks ran out
+                    limit = self._chunk_limit()
+                    self._schedule_tokens(request, sequence, limit, may_preempt=False)
+            if (
+                self._scheduled.num_tokens == num_tokens_before
+            ):  # nothing fits: tokens or blocks ran out
                 # blocks that it shares may be computed only in this step
                 self._requeue(request, may_swap=was_swapped)
                 return

@@ -448,7 +448,7 @@ def test_a_returned_cache_is_computed_again_in_the_blocks_of_its_call(
 
     def losing(self: Any, generation: Any, loop: StepLoop) -> Any:
         for row, (blocks, _) in generation.kept_blocks.items():
-            loop.blocks.free(blocks)
+            blocks.free()
             generation.kept_blocks[row] = loop.blocks.new(), 0
         return lose(self, generation, loop)
 

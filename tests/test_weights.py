@@ -265,9 +265,9 @@ def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
 
     begin(guards[0])
     blocks, tokens = packed.new(), list(range(16))
-    assert packed.append(blocks, 16)
-    packed.register(blocks, tokens, 16, None)
-    packed.free(blocks)
+    assert blocks.append(16)
+    blocks.register(tokens, 16, None)
+    blocks.free()
     begin(guards[1])
     assert packed.index.find(tokens, None, 2), "the weights are the same"
     with torch.no_grad():

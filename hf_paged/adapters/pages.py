@@ -31,9 +31,9 @@ class _ResidentAdapter:
         table = self.sequence.tables[group_index]
         table.append(len(block_ids) * table.block_size, block_ids)
 
-    def release(self, block_manager: BlockManager) -> None:
+    def release(self) -> None:
         """Releases its blocks, which are cached from now on."""
-        block_manager.free(self.sequence)
+        self.sequence.free()
         self.sequence = NO_BLOCKS
 
 
@@ -124,7 +124,7 @@ class AdapterPages:
             # refuse every other adapter as long as this one stayed.
             self._drop(adapter)
             return
-        resident.release(self._block_manager)
+        resident.release()
 
     def recover(self) -> None:
         """Drops all adapters, including pinned ones, after an exception that may have left one

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ..cache.block_manager import BlockManager
 from ..cache.memory import PagedMemory
+from ..cache.sequence_blocks import NO_BLOCKS
 from ..plan import StepPlan
 from .decoding.base import Draft, LogitRows, SampledTokens
 from .generation import Generation
@@ -28,7 +28,6 @@ class Ledger:
     requests and generations. Changes of sequences need the memory's lock: `deliver` and
     `split_preempted` take it, and callers of `recover`, `append`, `apply` and `close` hold it."""
 
-    block_manager: BlockManager
     memory: PagedMemory
     scheduler: Scheduler
     num_generated_tokens: int = 0
@@ -79,7 +78,7 @@ class Ledger:
             rows = self.rows[request]
             if request.num_rows > len(request.sequences):  # the prompt was computed for all rows
                 with self.memory.lock:
-                    request.fork(self.block_manager, len(rows))
+                    request.fork(len(rows))
             elif len(rows) > 1:
                 rows = [rows[sequence.index]]
             for generation, row in rows:
@@ -154,7 +153,7 @@ class Ledger:
             rows = range(first_row, first_row + len(self.rows[request]))
             parents = [sampled.parents[row] - first_row for row in rows]
             tokens = [sampled.tokens[row] for row in rows]
-            request.permute(self.block_manager, parents, tokens)
+            request.permute(parents, tokens)
             self.num_generated_tokens += len(rows)
             is_finished = all(row in finished for row in rows)
             if is_finished and not generation.decoding.is_done:
@@ -178,7 +177,7 @@ class Ledger:
         """Appends the accepted draft tokens to the row, and drops the draft."""
         sequence = generation.sequence()
         # does nothing if the request has been preempted, which drops the sequence's draft
-        sequence.commit_draft(self.block_manager, len(accepted))
+        sequence.commit_draft(len(accepted))
         timeline = self.scheduler.timeline
         timeline.record_verification(sequence.request, len(draft.tokens), len(accepted))
         generation.draft_counts.update(
@@ -216,8 +215,10 @@ class Ledger:
             if sequence.request.is_swapped:
                 # blocks on the host cannot be forked
                 self.scheduler.preemption.free(sequence.request)
+            if sequence.blocks is NO_BLOCKS:
+                sequence.begin(self.scheduler.blocks)
             generation.kept_blocks[row] = (
-                self.block_manager.fork(sequence.blocks),
+                sequence.blocks.fork(),
                 sequence.num_computed_tokens,
             )
         self.scheduler.finish_sequence(sequence)

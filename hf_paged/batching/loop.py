@@ -54,7 +54,7 @@ class StepLoop:
     def __post_init__(self) -> None:
         # generations that advanced or ended and are not reported yet; callers remove them
         self.unreported: deque[Generation] = deque()
-        self.ledger = Ledger(self.blocks, self.memory, self.scheduler)
+        self.ledger = Ledger(self.memory, self.scheduler)
         self._progress = Progress()
         self._is_mid_update = False  # whether an exception may leave bookkeeping half changed
         self._is_recovery_due = False  # whether the last `recover` raised
@@ -141,7 +141,7 @@ class StepLoop:
         with self.memory.lock:
             self.ledger.close(generation)
             for blocks, _ in generation.kept_blocks.values():
-                self.blocks.free(blocks)
+                blocks.free()
         generation.kept_blocks.clear()
 
     def handle_weight_change(self, recompute: bool) -> None:

@@ -72,30 +72,29 @@ class Sequence:
         """Gives the sequence empty tables, with nothing computed. Does not free earlier blocks."""
         self.blocks, self.num_computed_tokens = block_manager.new(), 0
 
-    def append_draft(self, block_manager: BlockManager, limit: int) -> int:
+    def register(self, num_tokens: int) -> None:
+        """Registers in the prefix index the blocks that the first `num_tokens` tokens fill."""
+        self.blocks.register(self.keys, num_tokens, self.request.namespace)
+
+    def append_draft(self, limit: int) -> int:
         """Shortens the draft to `limit` tokens, allocates slots for the last token and the draft,
         and returns the draft's length. If too few blocks are free, drops the draft, since drafts
         must not preempt requests. Without a draft, allocates nothing and returns 0."""
         del self.draft[max(0, limit) :]
         num_draft_tokens = len(self.draft)
         if num_draft_tokens:
-            block_manager.register(
-                self.blocks,
-                self.keys,
-                self.num_computed_tokens,
-                self.request.namespace,
-            )
+            self.register(self.num_computed_tokens)
             before_draft = NO_BLOCKS
-            if block_manager.has_states:
-                before_draft = block_manager.fork(self.blocks)
-            if block_manager.append(self.blocks, 1 + num_draft_tokens):
+            if self.blocks.manager.has_states:
+                before_draft = self.blocks.fork()
+            if self.blocks.append(1 + num_draft_tokens):
                 self.before_draft = before_draft
                 return num_draft_tokens
-            block_manager.free(before_draft)
+            before_draft.free()
         self.draft = []
         return 0
 
-    def commit_draft(self, block_manager: BlockManager, num_accepted: int = 0) -> None:
+    def commit_draft(self, num_accepted: int = 0) -> None:
         """Keeps the K and V of the first `num_accepted` draft tokens, and drops the other draft
         tokens. Since a state cannot be truncated, a sequence with states returns to its blocks and
         state before the step unless all draft tokens were accepted; the token before the draft and
@@ -104,38 +103,36 @@ class Sequence:
             return
         unused_blocks, self.before_draft = self.before_draft, NO_BLOCKS
         if unused_blocks is NO_BLOCKS or num_accepted == len(self.draft):
-            self.truncate(block_manager, self.num_computed_tokens + num_accepted)
+            self.truncate(self.num_computed_tokens + num_accepted)
         else:
             unused_blocks, self.blocks = self.blocks, unused_blocks
             self.num_computed_tokens = self.blocks.tables[0].num_tokens
-        block_manager.free(unused_blocks)
+        unused_blocks.free()
         self.draft = []
 
-    def truncate(self, block_manager: BlockManager, num_computed: int) -> None:
+    def truncate(self, num_computed: int) -> None:
         """Drops the K and V of the tokens from `num_computed` on, which must be computed again."""
-        block_manager.truncate(self.blocks, num_computed)
+        self.blocks.truncate(num_computed)
         self.num_computed_tokens = num_computed
 
-    def share_blocks(self, parent: Sequence, block_manager: BlockManager) -> None:
+    def share_blocks(self, parent: Sequence) -> None:
         """Forks the blocks of `parent`, if it has any, and copies its number of computed tokens.
         Does not free this sequence's earlier blocks."""
-        self.blocks = NO_BLOCKS
-        if parent.blocks is not NO_BLOCKS:
-            self.blocks = block_manager.fork(parent.blocks)
+        self.blocks = parent.blocks.fork()
         self.num_computed_tokens = parent.num_computed_tokens
 
-    def fork_from(self, parent: Sequence, block_manager: BlockManager) -> None:
+    def fork_from(self, parent: Sequence) -> None:
         """Copies the tokens and counts of `parent`, shares its blocks on the host, and forks those
         in the pool. Does not free this sequence's earlier blocks."""
-        self.share_blocks(parent, block_manager)
+        self.share_blocks(parent)
         self.token_ids, self.swapped = list(parent.token_ids), parent.swapped
         self.logits_length = parent.logits_length
 
-    def free(self, block_manager: BlockManager) -> None:
+    def free(self) -> None:
         """Frees the blocks, in the pool and on the host, and drops the draft, so that all tokens
         must be computed again."""
         for blocks in (self.blocks, self.before_draft):
-            block_manager.free(blocks)
+            blocks.free()
         self.blocks = self.before_draft = NO_BLOCKS
         self.num_computed_tokens, self.swapped, self.draft = 0, None, []
 
@@ -326,14 +323,14 @@ class Request:
             sequence.logits_length == len(sequence.token_ids) for sequence in self.open_sequences
         )
 
-    def fork(self, block_manager: BlockManager, num_sequences: int) -> None:
+    def fork(self, num_sequences: int) -> None:
         """Adds forks of the first sequence until there are `num_sequences` sequences."""
         forks = [Sequence([]) for _ in range(num_sequences - len(self.sequences))]
         for fork in forks:
-            fork.fork_from(self.sequences[0], block_manager)
+            fork.fork_from(self.sequences[0])
         self.adopt(forks)
 
-    def num_before_fork(self, sequence: Sequence, block_manager: BlockManager) -> int:
+    def num_before_fork(self, sequence: Sequence) -> int:
         """Returns how many tokens a sequence may compute now if there are `num_shared_tokens`: for
         the first open row, the number of missing shared tokens; for the others, 0. Once no shared
         token is missing, forks the first row's blocks for the others, and returns the number of the
@@ -345,11 +342,11 @@ class Request:
         if num_missing > 0:
             return num_missing
         for row in other_rows:
-            row.share_blocks(sequence, block_manager)
+            row.share_blocks(sequence)
         self.num_shared_tokens = 0
         return sequence.num_to_compute
 
-    def permute(self, block_manager: BlockManager, parents: list[int], tokens: list[int]) -> None:
+    def permute(self, parents: list[int], tokens: list[int]) -> None:
         """Makes each unfinished sequence `i` a fork of sequence `parents[i]`, unless `i` is its own
         parent, and appends `tokens[i]`. Frees the blocks of replaced sequences. Copies no K or
         V."""
@@ -360,9 +357,9 @@ class Request:
             if row != parent and not previous[row].is_finished
         ]
         for row in replaced_rows:
-            self.sequences[row].fork_from(previous[parents[row]], block_manager)
+            self.sequences[row].fork_from(previous[parents[row]])
         for row in replaced_rows:
-            block_manager.free(previous[row].blocks)
+            previous[row].blocks.free()
         for sequence, token in zip(self.sequences, tokens):
             if not sequence.is_finished:
                 sequence.token_ids.append(token)

@@ -364,7 +364,9 @@ class GroupMemory:
         for manager in memory.managers.values():
             if self in manager.groups:
                 live = manager.sequences()  # first: garbage collection may abandon some of them now
-                abandoned = [rows for owner, rows, _ in list(memory.abandoned) if owner is manager]
+                abandoned = [
+                    rows for rows, _ in list(memory.abandoned) if rows[0].manager is manager
+                ]
                 yield from manager.tables(manager.groups.index(self), live, *abandoned)
 
 

@@ -96,7 +96,7 @@ class PagedMemory:
         self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
         self.handles: dict[int, Handles] = {}  # of each cache, by the `id` of its `CacheRows`
         self.is_recovery_due = False  # `recover` has begun but not finished
-        self.abandoned: deque[tuple[BlockManager, list[SequenceBlocks], Handles]] = deque()
+        self.abandoned: deque[tuple[list[SequenceBlocks], Handles]] = deque()
         self.charged_bytes = 0  # bytes charged to `hf_paged.budget`
         self.holders: list[Holder] = []  # calls that hold blocks; only appended to and removed from
         # grows with every step of any call, by one or more: waiting calls see that others progress
@@ -150,12 +150,12 @@ class PagedMemory:
                 self.managers[specs] = BlockManager(groups, weakref.proxy(self))
             return self.managers[specs]
 
-    def abandon(self, manager: BlockManager, rows: list[SequenceBlocks], handles: Handles) -> None:
+    def abandon(self, rows: list[SequenceBlocks], handles: Handles) -> None:
         """Frees the rows of a garbage-collected cache without waiting for the lock: now or, if a
         thread holds it, the next time that blocks are counted or run short."""
         if not sys or sys.is_finalizing():  # at exit the interpreter clears modules
             return
-        self.abandoned.append((manager, rows, handles))
+        self.abandoned.append((rows, handles))
         if not self.lock._is_owned():  # type: ignore[attr-defined]  # else this thread may be in the middle of a change
             self.free_abandoned()
 
@@ -207,7 +207,7 @@ class PagedMemory:
             with attempt(self.lock) as is_held:
                 if not is_held:
                     return
-                manager, rows, handles = self.abandoned.popleft()
+                rows, handles = self.abandoned.popleft()
                 try:
                     with torch._C.DisableTorchFunction(), _disable_current_modes():
                         # this thread may be running other code, under torch modes of that code
@@ -221,7 +221,7 @@ class PagedMemory:
                     )
                 finally:
                     for blocks in rows:
-                        manager.end(blocks)
+                        blocks.end()
 
     def gather_handles(self) -> None:
         """Gathers the handles of all caches."""

@@ -51,7 +51,7 @@ class CacheRows:
         if "handles" in self.__dict__:  # otherwise `__init__` has raised
             del self.memory.handles[id(self)]
             if self.sequences and not self.is_borrowed:
-                self.memory.abandon(self.manager, self.sequences, self.handles)
+                self.memory.abandon(self.sequences, self.handles)
 
     @property
     def is_only_holder(self) -> bool:
@@ -84,12 +84,12 @@ class CacheRows:
             sources = [all_rows[index] for index in indices]
             # a row that keeps its index keeps its blocks
             self.sequences = [
-                old_rows[source] if source == row else self.manager.fork(old_rows[source])
+                old_rows[source] if source == row else old_rows[source].fork()
                 for row, source in enumerate(sources)
             ]
             for row, sequence in enumerate(old_rows):
                 if row >= len(sources) or sources[row] != row:
-                    self.manager.free(sequence)
+                    sequence.free()
             for group in self.groups.values():
                 paddings = group.paddings
                 if paddings:
@@ -123,7 +123,7 @@ class CacheRows:
             finally:
                 if not self.is_borrowed:
                     for sequence in self.sequences:
-                        self.manager.end(sequence)
+                        sequence.end()
                 self.sequences = []
                 self.handles.clear()
                 for group in self.groups.values():
@@ -137,7 +137,7 @@ class CacheRows:
         with self.memory.changing():
             sequences = self.sequences
             if not self.is_borrowed:
-                sequences = [self.manager.fork(sequence) for sequence in sequences]
+                sequences = [sequence.fork() for sequence in sequences]
             copied_rows = CacheRows(
                 self.memory, self.specs, counters, self.is_borrowed, sequences, self.num_operations
             )

@@ -253,7 +253,7 @@ class BatchCall(Candidate):
         self.call.built_caches.append(cache)
         with loop.memory.changing():
             cache.take(
-                [loop.blocks.fork(blocks) for blocks, _ in kept_blocks],
+                [blocks.fork() for blocks, _ in kept_blocks],
                 tuple(self.paddings),
                 length,
             )
@@ -271,7 +271,7 @@ def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
             count = min(budget, sequence.num_to_compute - 1)
             if not count:
                 break
-            append = functools.partial(loop.blocks.append, sequence.blocks)
+            append = sequence.blocks.append
             if not append(count) and not (loop.scheduler.reclaim() and append(count)):
                 count = 1  # token by token, since sliding windows then free blocks
                 if not append(count):

@@ -159,7 +159,7 @@ def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
             if table.first_token > group.spec.first_visible(end):
                 return False
     for row, end in zip(rows, content_ends):
-        runner.manager.truncate(row.blocks, end)
+        row.blocks.truncate(end)
         row.num_computed_tokens = end
     return True
 

@@ -272,7 +272,7 @@ class TrialRunner:
         its logits."""
         for row, count in rows:
             can_skip = not self._is_packed or row.inputs is not None
-            self.manager.append(row.blocks, count, can_skip=can_skip)
+            row.blocks.append(count, can_skip=can_skip)
             end = max(row.num_prompt_tokens, row.num_computed_tokens + count)
             row.token_ids = row.tokens[:end]
         self.manager.flush_copies()

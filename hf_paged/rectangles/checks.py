@@ -87,7 +87,7 @@ class PromptsRunner(TrialRunner):
         if encoders is not None:
             prompts, _ = fields["inputs"]
             fields["encoded"] = encoders.new()
-            encoders.append(fields["encoded"], prompts.num_encoder_tokens)
+            fields["encoded"].append(prompts.num_encoder_tokens)
         return super().add(tokens, num_prompt_tokens, **fields)
 
     def advance_isolated(self, *rows: TrialRow) -> Tensor:
@@ -180,7 +180,7 @@ def rows_check(trial: Trial) -> str | None:
     try:
         first_logits = runner.advance_isolated(*rows)
         row = rows[least_padded]
-        fork = dataclasses.replace(row, blocks=runner.manager.fork(row.blocks))
+        fork = dataclasses.replace(row, blocks=row.blocks.fork())
         pair_logits = runner.advance_isolated(row, fork)
         single_logits = batch_logits[1][[most_padded]]
         if most_padded != least_padded:

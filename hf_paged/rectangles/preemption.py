@@ -134,11 +134,10 @@ class RectanglePreemption(Preemption):
         if self.encoder_blocks is None or not request.num_encoder_tokens:
             return True
         request.encoded = self.encoder_blocks.new()
-        return self.encoder_blocks.append(request.encoded, request.num_encoder_tokens)
+        return request.encoded.append(request.num_encoder_tokens)
 
     def free_other_blocks(self, request: Request) -> None:
-        if self.encoder_blocks is not None:
-            self.encoder_blocks.free(request.encoded)
+        request.encoded.free()
         request.encoded = NO_BLOCKS
 
     def _may_stop(self, request: Request) -> bool:

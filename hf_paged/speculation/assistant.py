@@ -167,7 +167,7 @@ class Assistant:
         sequence = row.sequence
         with self.memory.changing():
             had_blocks = any(table.block_ids for table in sequence.blocks.tables)
-            sequence.free(self.blocks)
+            sequence.free()
             row.clear()
         return had_blocks
 
@@ -226,7 +226,7 @@ class Assistant:
         num_valid = max(0, min(num_equal + 1 - self.depth, len(token_ids) - 1))
         if num_valid < row.sequence.num_computed_tokens:
             with self.memory.changing():
-                row.sequence.truncate(self.blocks, num_valid)
+                row.sequence.truncate(num_valid)
 
     def _allocate(self, row: AssistantRow, count: int) -> bool:
         """Allocates blocks for `count` more tokens of the row; returns whether enough were free."""
@@ -235,7 +235,7 @@ class Assistant:
             if sequence.blocks is NO_BLOCKS:
                 sequence.begin(self.blocks)
             num_committed = max(0, row.num_target_tokens - self.depth)
-            is_allocated = self.blocks.append(sequence.blocks, count, num_committed=num_committed)
+            is_allocated = sequence.blocks.append(count, num_committed=num_committed)
             if is_allocated:
                 self.blocks.flush_copies()
         return is_allocated

@@ -44,13 +44,13 @@ def test_the_least_recently_used_goes_first_and_as_a_whole():
     for name in ("a", "b", "a"):
         use(pages, name, 3)
     row = blocks.new()
-    assert blocks.append(row, 1) and evicted == ["b"]
+    assert row.append(1) and evicted == ["b"]
     assert (group.pool.num_free, group.pool.num_cached) == (2, 3)
     assert "a" in pages and "b" not in pages and pages.num_evictions == 1
     blocks.check_integrity()
-    assert blocks.append(row, 11) and evicted == ["b"]
-    assert blocks.append(row, 1) and evicted == ["b", "a"]
-    blocks.free(row)
+    assert row.append(11) and evicted == ["b"]
+    assert row.append(1) and evicted == ["b", "a"]
+    row.free()
     assert group.pool.num_free == 6
 
 
@@ -58,9 +58,9 @@ def test_prefixes_and_adapters_have_one_order():
     pages, blocks, _, evicted = make(4)
     use(pages, "a", 2)
     row, tokens = blocks.new(), list(range(8))
-    assert blocks.append(row, 8)
-    blocks.register(row, tokens, 8, None)
-    blocks.free(row)
+    assert row.append(8)
+    row.register(tokens, 8, None)
+    row.free()
     assert pages.pin("b", 2 * BYTES, "r") and evicted == ["a"], "it was let go before the prefix"
     assert blocks.num_matching([*tokens, 0], None) == 8
     assert pages.pin("c", BYTES, "s") and blocks.num_matching([*tokens, 0], None) < 8

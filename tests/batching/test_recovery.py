@@ -22,6 +22,7 @@ from hf_paged.cache import free_memory, kv_blocks
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool, BlockTable
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.sequence_blocks import SequenceBlocks
 from hf_paged.generation import batch_call
 from tests.support import models, scenarios
 from tests.support.checks import assert_pool_empty
@@ -94,7 +95,7 @@ def test_an_engine_goes_on_after_a_recovery_that_failed(
     for change in [
         (Scheduler, "_schedule"),
         (BlockTable, "append"),
-        (BlockManager, "fork"),
+        (SequenceBlocks, "fork"),
         (Ledger, "_finish"),
     ]:
         with monkeypatch.context() as patch, memory_error():
@@ -109,7 +110,7 @@ def test_blocks_of_a_lost_sequence_are_free_again() -> None:
     cache = hf_paged.PagedCache(models.get("llama").config)
     manager = cache.rows.manager
     kept, lost = manager.new(), manager.new()
-    assert manager.append(kept, 40) and manager.append(lost, 40)
+    assert kept.append(40) and lost.append(40)
     del lost
     cache.memory.check_integrity()
     assert cache.stats().used_blocks == len(kept.tables[0].block_ids)

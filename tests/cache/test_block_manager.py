@@ -33,18 +33,18 @@ def stored(
 ) -> SequenceBlocks:
     """A sequence that holds `tokens`, with full blocks in the prefix index."""
     sequence = blocks.new()
-    assert blocks.append(sequence, len(tokens))
-    blocks.register(sequence, tokens, len(tokens), namespace)
+    assert sequence.append(len(tokens))
+    sequence.register(tokens, len(tokens), namespace)
     return sequence
 
 
 def hit(blocks: BlockManager, tokens: Sequence[int], namespace: str | None = None) -> int:
     """Tokens of a new sequence found in the prefix cache; frees the sequence."""
     sequence = blocks.new()
-    found = blocks.match(sequence, tokens, namespace)
+    found = sequence.match(tokens, namespace)
     assert all(table.num_tokens == found for table in sequence.tables)
     blocks.check_integrity()
-    blocks.free(sequence)
+    sequence.free()
     return found
 
 
@@ -64,7 +64,7 @@ def test_the_longest_prefix_that_was_stored_is_found(seed: int) -> None:
         known = [n for n in ends for old in same if text[:n] == old[:n]]
         assert hit(blocks, text, namespace) == max(known, default=0)
         texts.append((namespace, text))
-        blocks.free(stored(blocks, text, namespace))
+        stored(blocks, text, namespace).free()
         if number == 40:
             blocks.drop_cached()
             texts.clear()
@@ -83,10 +83,10 @@ def test_equal_hashes_are_not_equal_tokens() -> None:
 def test_the_first_of_equal_blocks_is_named_and_the_tail_is_evicted_first() -> None:
     blocks = manager(None)
     first, second = stored(blocks, range(4)), stored(blocks, range(12))
-    blocks.free(second)
+    second.free()
     assert blocks.groups[0].pool.num_cached == 2  # blocks 1 and 2 of the second; its first is free
     assert hit(blocks, range(13)) == 12
-    blocks.free(first)
+    first.free()
     for left in (8, 4, 0):
         blocks.groups[0].pool.evict(1)
         assert hit(blocks, range(13)) == left
@@ -96,17 +96,17 @@ def test_a_hit_needs_what_the_window_shows() -> None:
     blocks = manager(None, 6)
     sequence = stored(blocks, range(8))
     for start in range(8, 24, 4):
-        assert blocks.append(sequence, 4)
-        blocks.register(sequence, range(24), start + 4, None)
-    blocks.trim(sequence)
+        assert sequence.append(4)
+        sequence.register(range(24), start + 4, None)
+    sequence.trim()
     full, window = sequence.tables
     assert (len(full.block_ids), window.num_dropped) == (6, 4)
-    blocks.free(sequence)
+    sequence.free()
     assert hit(blocks, range(25)) == 24
     second = blocks.new()
-    assert blocks.match(second, range(25), None) == 24
+    assert second.match(range(25), None) == 24
     assert (second.tables[1].num_dropped, len(second.tables[1].block_ids)) == (4, 2)
-    blocks.free(second)
+    second.free()
     pool = blocks.groups[1].pool
     pool.evict(pool.num_cached - 3)  # the least recently released are the oldest
     # after 20 tokens a query sees tokens 15 to 19, in blocks 3 and 4; after 16 it sees block 2
@@ -117,15 +117,15 @@ def test_only_registered_blocks_count_as_shared_after_a_window_has_dropped_some(
     blocks = manager(6)
     sequence = stored(blocks, range(8))
     for start in range(8, 24, 4):
-        assert blocks.append(sequence, 4)
-        blocks.register(sequence, range(24), start + 4, None)
-    assert blocks.append(sequence, 2)
+        assert sequence.append(4)
+        sequence.register(range(24), start + 4, None)
+    assert sequence.append(2)
     (table,) = sequence.tables
     assert (table.num_dropped, len(table.block_ids)) == (4, 3)
-    forks = [blocks.fork(sequence), blocks.fork(sequence)]
-    assert blocks.num_shared_blocks(sequence, num_rows=1) == 2, "not the tail"
+    forks = [sequence.fork(), sequence.fork()]
+    assert sequence.num_shared_blocks(num_rows=1) == 2, "not the tail"
     for each in (sequence, *forks):
-        blocks.free(each)
+        each.free()
 
 
 def test_a_copy_whose_target_went_back_is_not_made_to_blocks_of_a_cache() -> None:
@@ -135,11 +135,11 @@ def test_a_copy_whose_target_went_back_is_not_made_to_blocks_of_a_cache() -> Non
     group.copy_blocks = lambda copies: pytest.fail(f"{copies}")  # type: ignore[method-assign]
     blocks = manager_of([group], SIZE)
     first = blocks.new()
-    blocks.append(first, 6)
-    second = blocks.fork(first)
-    assert blocks.append(second, 1)
+    first.append(6)
+    second = first.fork()
+    assert second.append(1)
     for each in (first, second):
-        blocks.free(each)
+        each.free()
     blocks.extend(0, [blocks.new().tables[0]], [(0, 12)])
     blocks.flush_copies()
 
@@ -147,7 +147,7 @@ def test_a_copy_whose_target_went_back_is_not_made_to_blocks_of_a_cache() -> Non
 def test_a_layer_made_anew_serves_nothing_from_before() -> None:
     memory = PagedMemory(PagedConfig(block_size=8))
     blocks, member = memory.manager([GroupSpec()]), memory.group(GroupSpec())
-    blocks.free(stored(blocks, range(32)))
+    stored(blocks, range(32)).free()
     states = torch.zeros(1, 2, 4, 16)
     member.layer(0, states, states, num_layers=1, num_new_tables=0)
     assert member.pool.num_cached == 0
@@ -160,5 +160,5 @@ def test_a_sequence_may_be_freed_while_tables_are_looked_at() -> None:
     first, second = stored(blocks, range(3)), stored(blocks, range(5))
     tables = blocks.tables(0)
     assert next(tables) is first.tables[0]
-    blocks.free(second)
+    second.free()
     assert [table.block_ids for table in tables] == [[]]

@@ -89,7 +89,7 @@ class House:
         sequence.content = content(self, sequence)
 
     def fork(self, sequence: Any) -> Any:
-        blocks = self.manager.fork(sequence.blocks)
+        blocks = sequence.blocks.fork()
         return SimpleNamespace(blocks=blocks, swapped=None, content=sequence.content)
 
     def check(self, rows: list[Any]) -> None:
@@ -153,7 +153,7 @@ def test_requests_come_back_with_what_they_share(
         elif what == "append" and rows and has_room:
             house.append(draw.choice(rows), draw.randrange(1, SIZE + 2))
         elif what == "end" and rows:
-            house.manager.free(rows.pop().blocks)
+            rows.pop().blocks.free()
         elif what == "out" and rows:
             draw.shuffle(rows)
             asked = request(*(rows.pop() for _ in range(min(len(rows), draw.randint(1, 3)))))
@@ -186,7 +186,7 @@ def test_requests_come_back_with_what_they_share(
     del asked, swapped
     assert host_bytes() == 0
     for row in rows:
-        house.manager.free(row.blocks)
+        row.blocks.free()
     assert house.memory.num_used == 0
 
 

@@ -13,7 +13,7 @@ import transformers
 import hf_paged
 from hf_paged import PagedEngine, compat
 from hf_paged.batching.arguments import ServedByGenerateError
-from hf_paged.cache.block_manager import BlockManager
+from hf_paged.cache.sequence_blocks import SequenceBlocks
 from hf_paged.generation import batch_call
 from hf_paged.kernels import cpp
 from hf_paged.kernels.hashing import hash_tensors
@@ -160,13 +160,13 @@ def hits_behind(model: Any, calls: list[dict[str, Any]]) -> list[int]:
 @pytest.fixture
 def hits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Records the tokens that each prefix cache look-up found."""
-    found, match = list[int](), BlockManager.match
+    found, match = list[int](), SequenceBlocks.match
 
     def watched(*args: Any, **kwargs: Any) -> int:
         found.append(match(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(BlockManager, "match", watched)
+    monkeypatch.setattr(SequenceBlocks, "match", watched)
     return found
 
 

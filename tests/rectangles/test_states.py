@@ -26,8 +26,8 @@ def grown(blocks: BlockManager, tokens: Sequence[int], *stops: int) -> SequenceB
     sequence = blocks.new()
     sequence.stops = stops
     for first, end in zip((0, *stops), (*stops, len(tokens))):
-        blocks.register(sequence, tokens, first, None)
-        assert blocks.append(sequence, end - first)
+        sequence.register(tokens, first, None)
+        assert sequence.append(end - first)
         blocks.flush_copies()
         blocks.check_integrity()
     return sequence
@@ -37,8 +37,8 @@ def hit(blocks: BlockManager, tokens: Sequence[int]) -> tuple[int, int]:
     """Prefix hit of a new sequence in tokens, and its hit if there were a snapshot after each
     block."""
     sequence = blocks.new()
-    found = blocks.match(sequence, tokens, None), blocks.num_matching(tokens, None)
-    blocks.free(sequence)
+    found = sequence.match(tokens, None), blocks.num_matching(tokens, None)
+    sequence.free()
     return found
 
 
@@ -46,9 +46,9 @@ def test_with_states_alone_only_snapshots_are_known() -> None:
     """Prefixes without a snapshot have no block to keep their place in the index, or to give it
     up."""
     blocks = manager_of([PoolGroup(BlockPool(9), StateSpec())], SIZE)
-    blocks.free(grown(blocks, TOKENS[:30]))
+    grown(blocks, TOKENS[:30]).free()
     assert hit(blocks, TOKENS) == (0, 0) and not blocks.index._roots
-    blocks.free(grown(blocks, TOKENS[:30], 20))
+    grown(blocks, TOKENS[:30], 20).free()
     assert hit(blocks, TOKENS) == (20, 20) and hit(blocks, TOKENS[:15]) == (0, 12)
     blocks.groups[0].pool.evict(9)
     blocks.check_integrity()
@@ -67,7 +67,7 @@ def test_a_few_snapshots_are_kept_without_a_budget() -> None:
     keys, group = memory.group(GroupSpec()), memory.group(StateSpec())
     keys.pool.release(keys.take(4 * KEPT_STATES))  # memory for blocks that are kept
     for number in range(KEPT_STATES + 4):
-        blocks.free(grown(blocks, range(100 * number, 100 * number + 10), 8))
+        grown(blocks, range(100 * number, 100 * number + 10), 8).free()
         memory.check_integrity()
     assert group.pool.num_cached == KEPT_STATES and group.pool.num_blocks == KEPT_STATES + 1
 
@@ -76,8 +76,8 @@ def test_slots_without_states_are_not_counted_as_shared_blocks() -> None:
     memory = PagedMemory(PagedConfig(block_size=8))
     blocks = memory.manager([GroupSpec(), StateSpec(is_empty=True)])
     sequence = grown(blocks, range(5))
-    fork = blocks.fork(sequence)
+    fork = sequence.fork()
     stats = memory.stats()
     assert stats.used_blocks == stats.shared_blocks == 1
-    blocks.free(fork)
-    blocks.free(sequence)
+    fork.free()
+    sequence.free()

@@ -16,9 +16,9 @@ from hf_paged.batching.execution.packed import PackedRunner
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.preemption import Preemption
 from hf_paged.batching.scheduling.scheduler import Scheduler
-from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.cache.sequence_blocks import SequenceBlocks
 from hf_paged.tape.run_ahead import GraphRunAhead, LaunchedStep
 from tests.batching.test_runner import SIZE
 from tests.support import models
@@ -218,10 +218,10 @@ def test_an_exception_behind_a_change_of_tables_for_a_launch(
     model, texts = models.get("llama"), prompts(9, 14)
     options = [{"do_sample": x, "max_new_tokens": 40, "top_k": 5} for x in (False, True)]
     expected = [lone_run(model, *each, 7) for each in zip(texts, options)]
-    allocate, reserve_next = BlockPool.allocate, BlockManager.reserve_next
+    allocate, reserve_next = BlockPool.allocate, SequenceBlocks.reserve_next
     failed: list[bool] = []  # in each call of `reserve_next`
 
-    def reserving(self: BlockManager, *args: Any) -> bool:
+    def reserving(self: SequenceBlocks, *args: Any) -> bool:
         failed.append(False)
         with monkeypatch.context() as patch:
             if not any(failed):
@@ -233,7 +233,7 @@ def test_an_exception_behind_a_change_of_tables_for_a_launch(
         failed[-1] = True
         raise MemoryError("on purpose")
 
-    monkeypatch.setattr(BlockManager, "reserve_next", reserving)
+    monkeypatch.setattr(SequenceBlocks, "reserve_next", reserving)
     with PagedEngine(model, CONFIG) as engine:
         for number, (text, given) in enumerate(zip(texts, options)):
             engine.add_request(text, given, request_id=str(number), seed=7)

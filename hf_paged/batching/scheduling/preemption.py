@@ -285,7 +285,7 @@ class Preemption:
         tier = self.blocks.tier
         assert tier is not None
         if tier.restore(self.blocks, sequence):
-            self.blocks.free(sequence.blocks)
+            sequence.blocks.free()
             self.match(sequence, sequence.keys)
 
     def match(self, sequence: Sequence, keys: list[Hashable]) -> None:
@@ -298,10 +298,10 @@ class Preemption:
             keys = keys[:-1]
         min_tokens = max(request.num_content, self.min_saved)
         blocks = sequence.blocks
-        num_matched = self.blocks.match(blocks, keys, request.namespace, min_tokens)
+        num_matched = blocks.match(keys, request.namespace, min_tokens)
         if not num_matched and request.num_text:
             text_keys = keys[: request.num_text + 1]
-            num_matched = self.blocks.match(blocks, text_keys, request.namespace)
+            num_matched = blocks.match(text_keys, request.namespace)
         sequence.num_computed_tokens = num_matched
 
     def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
@@ -331,7 +331,7 @@ class Preemption:
         prefix cache may keep full blocks. Blocks computed before the model changed are swapped out
         if possible."""
         for sequence in request.sequences:
-            sequence.commit_draft(self.blocks)
+            sequence.commit_draft()
             self._register(sequence)
         rows = request.open_sequences
         if self.can_swap(request):
@@ -347,7 +347,7 @@ class Preemption:
                 # blocks shared with other requests stay in the pool, where a recompute would find
                 # them; a swap-in would need new blocks
                 num_rows = len(rows)
-                is_shared = any(self.blocks.num_shared_blocks(row.blocks, num_rows) for row in rows)
+                is_shared = any(row.blocks.num_shared_blocks(num_rows) for row in rows)
                 choice = "recompute"
                 if not is_shared:
                     choice = self.cost_model.choose(num_tokens, num_bytes)
@@ -374,7 +374,7 @@ class Preemption:
         or left bookkeeping half changed (`StepLoop.recover`); the end of a row whose swapped blocks
         a returned cache needs."""
         for sequence in request.sequences:
-            sequence.free(self.blocks)
+            sequence.free()
         request.num_shared_tokens = 0
         self.free_other_blocks(request)
 
@@ -384,16 +384,11 @@ class Preemption:
         if sequence.swapped is None:
             self._register(sequence)
         sequence.is_finished = True
-        self.blocks.end(sequence.blocks)
-        sequence.free(self.blocks)
+        sequence.blocks.end()
+        sequence.free()
         if not sequence.request.open_sequences:
             self.free_other_blocks(sequence.request)
 
     def _register(self, sequence: Sequence) -> None:
         sequence.blocks.stops = ()  # no snapshot at a stop: no later step would copy the state
-        self.blocks.register(
-            sequence.blocks,
-            sequence.keys,
-            sequence.num_computed_tokens,
-            sequence.request.namespace,
-        )
+        sequence.register(sequence.num_computed_tokens)

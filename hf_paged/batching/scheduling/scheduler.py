@@ -90,17 +90,11 @@ class Scheduler:
         if not plan.has_chunks:
             return
         for sequence in plan.sequences[plan.num_decodes :]:
-            request = sequence.request
-            if request.inputs is not None:
+            if sequence.request.inputs is not None:
                 # only now has the model's own forward filled the blocks of the prompt
-                self.blocks.register(
-                    sequence.blocks,
-                    sequence.keys,
-                    sequence.num_computed_tokens,
-                    request.namespace,
-                )
+                sequence.register(sequence.num_computed_tokens)
             # frees blocks that are outside the windows of all tokens after the chunk
-            self.blocks.trim(sequence.blocks)
+            sequence.blocks.trim()
 
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
@@ -187,7 +181,7 @@ class Scheduler:
         elif sequence.draft:
             max_drafted = self.max_num_batched_tokens - self.queue.num_rows
             max_drafted -= scheduled.num_draft_tokens
-            num_drafted = sequence.append_draft(self.blocks, max_drafted)
+            num_drafted = sequence.append_draft(max_drafted)
             if num_drafted:
                 scheduled.add_drafted(sequence, num_drafted)
                 return True
@@ -218,7 +212,7 @@ class Scheduler:
         count = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
-            count = min(count, request.num_before_fork(sequence, self.blocks))
+            count = min(count, request.num_before_fork(sequence))
         if count > 1:
             count = self.preemption.limit_tokens(request, sequence, count)
         if not is_whole:
@@ -230,7 +224,7 @@ class Scheduler:
         if sequence.blocks is NO_BLOCKS:
             sequence.begin(self.blocks)
         num_computed = sequence.num_computed_tokens
-        self.blocks.register(sequence.blocks, sequence.keys, num_computed, request.namespace)
+        sequence.register(num_computed)
         is_unchunked = is_whole or not self._can_chunk
         count = self._append(request, sequence, count, is_unchunked, may_preempt)
         if not count:
@@ -254,7 +248,7 @@ class Scheduler:
         are free. `is_unchunked`: the tokens must be computed in one step, and an empty sequence
         skips blocks that no later token attends to. `may_preempt` as in `_schedule_tokens`."""
         can_shrink = self.blocks.has_windows and not is_unchunked
-        while not self.blocks.append(sequence.blocks, count, can_skip=is_unchunked):
+        while not sequence.blocks.append(count, can_skip=is_unchunked):
             if self.reclaim():
                 continue
             if may_preempt and self.queue.running[-1] is not request:
@@ -295,7 +289,7 @@ class Scheduler:
         if not is_unchunked:
             # later requests may share the blocks already in this step, since each layer stores all
             # K and V before attention
-            self.blocks.register(blocks, sequence.keys, end, request.namespace)
+            sequence.register(end)
         self._scheduled.add_chunk(sequence, count)
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
@@ -316,8 +310,8 @@ class Scheduler:
                 return False
             if num_tokens < blocks.capacity:
                 continue
-            self.blocks.register(blocks, sequence.keys, num_tokens, sequence.request.namespace)
-            if not self.blocks.reserve_next(blocks):
+            sequence.register(num_tokens)
+            if not blocks.reserve_next():
                 return False
         return True
 
@@ -421,8 +415,8 @@ class Scheduler:
             is_running = sequence.request.status is Status.RUNNING
             if is_running and sequence.blocks is not NO_BLOCKS:
                 # drops the slots of the step's tokens, and the draft; restores no state
-                self.blocks.truncate(sequence.blocks, sequence.num_computed_tokens)
-                self.blocks.free(sequence.before_draft)
+                sequence.blocks.truncate(sequence.num_computed_tokens)
+                sequence.before_draft.free()
                 sequence.draft, sequence.before_draft = [], NO_BLOCKS
 
     def recover(self, requests: Collection[Request]) -> None:

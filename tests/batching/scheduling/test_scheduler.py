@@ -222,7 +222,7 @@ def test_rows_computed_anew_share_their_prompt_again() -> None:
     other = add(scheduler, "o", 12, new_tokens=20, priority=-1)
     rows = add(scheduler, "r", 17, new_tokens=8, num_rows=3)
     step(scheduler)
-    rows.fork(scheduler.blocks, 3)
+    rows.fork(3)
     used = scheduler.blocks.num_free
     give(rows)
     step(scheduler)

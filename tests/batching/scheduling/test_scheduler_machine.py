@@ -242,7 +242,7 @@ class Engine(RuleBasedStateMachine):
             open_requests = [request for request in decoding if not request.is_finished]
             for request in open_requests:
                 if self.answered[request] and len(request.sequences) < request.num_rows:
-                    request.fork(self.scheduler.blocks, request.num_rows)
+                    request.fork(request.num_rows)
                     self.answered[request] = set(range(request.num_rows))
             if all(s.index in self.answered[r] for r in open_requests for s in r.open_sequences):
                 for request in open_requests:
@@ -259,7 +259,7 @@ class Engine(RuleBasedStateMachine):
             expected = [
                 [*request.sequences[p].token_ids, token] for p, token in zip(parents, tokens)
             ]
-            request.permute(self.scheduler.blocks, parents, tokens)
+            request.permute(parents, tokens)
             assert [sequence.token_ids for sequence in request.sequences] == expected
         else:
             for sequence, token in zip(request.sequences, tokens):

@@ -29,6 +29,7 @@ from ..rectangles.states import dense_layers, state_specs, state_tensors
 from ..seams import ForwardContext
 from ..step import NotCapturable, StepMetadata
 from .columns import Columns
+from .graph_keys import MIN_TABLE_TOKENS
 from .length import Length
 from .recorders import log_unrecorded
 from .step_cache import step_cache, store_states
@@ -181,16 +182,21 @@ class RectangleReplays:
         for number, group in enumerate(self._groups):
             block_size = group.group_memory.block_size
             tables = [blocks.tables[number] for blocks in rectangle.blocks]
-            num_dropped = {table.num_dropped for table in tables}
-            if self._recorder.reads_keys and num_dropped != {0}:
-                return None  # a mask would need each row's first column
-            if len(num_dropped) > 1 and not any(rectangle.paddings):
-                return None  # the first key's position must be that of all rows
-            self._num_past_windows += group.spec.first_visible(column) > 0
-            rows = zip(rectangle.paddings, tables)
-            origins = [padding + table.num_dropped * block_size for padding, table in rows]
-            indices = [column - origin for origin in origins]
             block_ids = [table.block_ids for table in tables]
+            num_dropped = [table.num_dropped for table in tables]
+            self._num_past_windows += group.spec.first_visible(column) > 0
+            if self._recorder.reads_keys and any(num_dropped):
+                if column >= max(MIN_TABLE_TOKENS, 2 * block_size * max(map(len, block_ids))):
+                    return None  # reading only the blocks of the windows is faster
+                # the forward reads as if no blocks were dropped, but hides those of their columns
+                rows_blocks = zip(num_dropped, block_ids)
+                block_ids = [[*[ids[0]] * count, *ids] for count, ids in rows_blocks]
+                num_dropped = [0] * num_rows
+            if len({*num_dropped}) > 1 and not any(rectangle.paddings):
+                return None  # the first key's position must be that of all rows
+            rows = zip(rectangle.paddings, num_dropped)
+            origins = [padding + count * block_size for padding, count in rows]
+            indices = [column - origin for origin in origins]
             slots = [
                 ids[index // block_size] * block_size + index % block_size
                 for ids, index in zip(block_ids, indices)

@@ -373,8 +373,10 @@ def test_a_replay_is_of_the_constants_that_it_was_recorded_with() -> None:
     assert len(tokens) > 2
 
 
-# their code reads keys through a window, and is replayed until the window is full
+# their code reads keys through a window, whose first blocks are freed meanwhile
 READ_THROUGH_WINDOWS = ("DogeForCausalLM", "GraniteSWAForCausalLM", "Inkling2ForCausalLM")
+# their own code makes masks of numbers
+DENSE_MASKS = ("Gemma4UnifiedForConditionalGeneration", "Kosmos2ForConditionalGeneration")
 
 
 @pytest.mark.parametrize(
@@ -390,13 +392,28 @@ READ_THROUGH_WINDOWS = ("DogeForCausalLM", "GraniteSWAForCausalLM", "Inkling2For
             MODES,
         ),
         *((name, "greedy") for name in READ_THROUGH_WINDOWS),
+        *itertools.product(DENSE_MASKS, ("greedy", "beams")),
     ],
 )
 def test_attention_code_of_a_model_is_replayed(name: str, mode: str) -> None:
     for seed in range(2):  # more tokens than the first graph's tables
         assert_as_plain(build(name), inputs_of(name, seed), **MODES[mode], **exactly(90))
-    if name not in READ_THROUGH_WINDOWS:
-        assert_recorded(build(name), 80)
+    assert_recorded(build(name), 80)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_keys_of_a_short_window_are_read_without_those_before_it(
+    is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded forward that reads keys reads those of all columns: of as many as a step's tables
+    have at least, but otherwise only of twice as many as the window's blocks hold."""
+    model = fresh("GraniteSWAForCausalLM")
+    if is_long:
+        monkeypatch.setattr(rectangles, "MIN_TABLE_TOKENS", 32)
+    for seed in range(2):
+        assert_as_plain(model, inputs_of("GraniteSWAForCausalLM", seed), **GREEDY, **exactly(90))
+    if records_on_cpu():
+        assert (route_of(model).num_captured_steps < 60) == is_long
 
 
 def test_lengths_beyond_a_size_of_the_model_are_not_replayed() -> None:

@@ -49,6 +49,7 @@ class Rectangle:
     row_bytes: int = 0  # bytes of a row's states
     # the range of encoder columns that each row attends to; `None` unless a forward has shown it
     encoder_columns: list[tuple[int, int]] | None = None
+    row_inputs: Any = None  # those of the last recorded step (`tape.row_inputs`)
 
     def __post_init__(self) -> None:
         self.original_rows = list(range(len(self.blocks)))  # each row's index before any `select`

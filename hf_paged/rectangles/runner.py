@@ -25,7 +25,6 @@ from ..cache.sequence_blocks import SequenceBlocks
 from ..interrupts import setting
 from ..model.forwards import compute_device
 from ..model.own_loop import (
-    cache_output,
     cache_parts,
     first_inputs,
     next_inputs,
@@ -180,7 +179,7 @@ class RectangleRunner(Runner):
         if may_replay:
             logits = self._replay(rectangle, prepared)
         if logits is None:
-            logits = self._compute(rectangle, prepared, num_logits)
+            logits, _ = self._compute(rectangle, prepared, num_logits)
         if begins:
             if rectangle.cache is not None:
                 cache = rectangle.inputs[compat.cache_name(self.model)]
@@ -217,9 +216,9 @@ class RectangleRunner(Runner):
 
     def _compute(
         self, rectangle: Rectangle, prepared: dict[str, Any], num_logits: int = 1
-    ) -> Tensor:
+    ) -> tuple[Tensor, Any]:
         """Runs the model's own forward with the arguments `prepared`, and replaces the rectangle's
-        inputs by those of the next step; returns logits as `_forward` does."""
+        inputs by those of the next step; returns logits as `_forward` does, and all outputs."""
         self.num_forwards += 1
         observer = self._encoder_observer(rectangle)
         observing = NOTHING if observer is None else setting(attention_observer, observer)
@@ -231,7 +230,7 @@ class RectangleRunner(Runner):
             rectangle.encoder_columns = list(zip(*columns))
         logits: Tensor = outputs.logits[:, -num_logits:].flatten(0, 1)
         rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
-        return logits
+        return logits, outputs
 
     def _encoder_observer(self, rectangle: Rectangle) -> EncoderColumns | None:
         """The observer of the next forward's attention to the encoder; `None` if no replay needs
@@ -255,13 +254,14 @@ class RectangleRunner(Runner):
         assert self.recorder is not None
         if not self.recorder.is_checked:
             inputs = dict(rectangle.inputs)
-            logits = self._compute(rectangle, prepared)
-            recorder.check(rectangle, replayed, logits, inputs)
+            logits, outputs = self._compute(rectangle, prepared)
+            recorder.check(rectangle, replayed, logits, inputs, outputs, prepared)
             return logits
         self.num_captured_steps += 1
         cache, *_ = cache_parts(rectangle.cache)
         _note_step(cache, rectangle.width)
-        rectangle.inputs = next_inputs(self.model, cache_output(rectangle.cache), rectangle.inputs)
+        outputs = recorder.outputs(rectangle, prepared)
+        rectangle.inputs = next_inputs(self.model, outputs, rectangle.inputs)
         return replayed
 
     def _continue(self, plan: StepPlan) -> Tensor:

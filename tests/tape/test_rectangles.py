@@ -570,6 +570,25 @@ def test_token_types_of_new_tokens_are_constants_of_a_replay() -> None:
         assert_recorded(build(name), 10)
 
 
+# a cross-attention cache that the model makes; features and their mask, of which the model's own
+# update reads the former from outputs
+MEDIA = ("BlipForConditionalGeneration", "IdeficsForVisionText2Text")
+
+
+@pytest.mark.parametrize("name", MEDIA)
+def test_tensors_of_media_are_read_by_replays(name: str) -> None:
+    """Rows end at different lengths, so that others go on with their part of the tensors."""
+    model = fresh(name)
+    for seed in range(3):
+        inputs = inputs_of(name, seed)
+        tokens = assert_as_plain(model, inputs, **GREEDY)
+        assert_recorded(model, 15)
+        ended = {"eos_token_id": int(tokens[0, -NUM_TOKENS // 2]), "min_new_tokens": None}
+        if hasattr(model, "text_decoder"):  # its own `generate` takes the token from the config
+            model.config.text_config.sep_token_id = ended.pop("eos_token_id")
+        assert_as_plain(model, inputs, **GREEDY, **ended)
+
+
 @pytest.mark.parametrize("name", [INDEXED, "HYV4ForCausalLM"])  # the latter's mask is of floats
 def test_replays_choose_among_equal_scores_as_plain_does(name: str) -> None:
     """Later rows also have fewer tokens than the model chooses."""

@@ -20,7 +20,7 @@ from transformers.masking_utils import (
 
 from ..cache.handles import LazyTensor
 from ..forks import lazy_property
-from ..step import NotCapturable, NotPackable, StepMetadata
+from ..step import KeysReadError, NotCapturable, NotPackable, StepMetadata
 
 # The function that `interface.paged_mask` calls with every symbolic mask, so that a call learns
 # which leading positions its model treats as padding.
@@ -317,8 +317,10 @@ def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
     that the layer keeps. Raises `NotCapturable` if the mask may hide some of them."""
     if mask is None:
         return step
-    if not isinstance(mask, PagedMask) or mask.pattern.chunk is not None:
-        raise NotCapturable("the attention mask is a dense tensor, or has chunks")
+    if not isinstance(mask, PagedMask):
+        raise KeysReadError("the attention mask is a dense tensor")
+    if mask.pattern.chunk is not None:
+        raise NotCapturable("the attention mask has chunks")
     # a causal mask without a window hides none of the tokens that the layer keeps
     if mask.pattern.causal and mask.pattern.window not in (None, step.window):
         raise NotCapturable(

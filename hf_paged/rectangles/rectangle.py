@@ -55,6 +55,7 @@ class Rectangle:
     encoder_columns: list[tuple[int, int]] | None = None
     # each row's index before any `select`
     original_rows: list[int] = dataclasses.field(default_factory=list)
+    row_inputs: Any = None  # those of the last recorded step (`tape.row_inputs`)
 
     def __post_init__(self) -> None:
         self.original_rows = self.original_rows or list(range(len(self.blocks)))

@@ -25,7 +25,6 @@ from ..cache.sequence_blocks import SequenceBlocks
 from ..interrupts import setting
 from ..model.forwards import compute_device
 from ..model.own_loop import (
-    cache_output,
     cache_parts,
     first_inputs,
     pad_token_id,
@@ -176,7 +175,7 @@ class RectangleRunner(Runner):
         if may_replay:
             logits = self._replay(rectangle, prepared)
         if logits is None:
-            logits = self._compute(rectangle, prepared, num_logits, begins)
+            logits, _ = self._compute(rectangle, prepared, num_logits, begins)
         if rows is not None and rows != list(range(len(rectangle.blocks))):
             rectangle = self._select(rectangle, rows, is_shared=False)
             rectangle.borrow(rectangle.width)
@@ -191,9 +190,9 @@ class RectangleRunner(Runner):
         prepared: dict[str, Any],
         num_logits: int = 1,
         begins: bool = False,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Any]:
         """Runs the model's own forward with the arguments `prepared`, and advances the rectangle;
-        returns logits as `_forward` does."""
+        returns logits as `_forward` does, and all outputs."""
         self.num_forwards += 1
         observer = self._encoder_observer(rectangle)
         observing = NOTHING if observer is None else setting(attention_observer, observer)
@@ -204,7 +203,7 @@ class RectangleRunner(Runner):
         columns = None if observer is None else observer.columns()
         logits: Tensor = outputs.logits[:, -num_logits:].flatten(0, 1)
         rectangle.advance(self.model, outputs, begins, columns)
-        return logits
+        return logits, outputs
 
     def _encoder_observer(self, rectangle: Rectangle) -> EncoderColumns | None:
         """The observer of the next forward's attention to the encoder; `None` if no replay needs
@@ -228,13 +227,14 @@ class RectangleRunner(Runner):
         assert self.recorder is not None
         if not self.recorder.is_checked:
             inputs = rectangle.inputs
-            logits = self._compute(rectangle, prepared)
-            recorder.check(rectangle, replayed, logits, inputs)
+            logits, outputs = self._compute(rectangle, prepared)
+            recorder.check(rectangle, replayed, logits, inputs, outputs, prepared)
             return logits
         self.num_captured_steps += 1
         cache, *_ = cache_parts(rectangle.cache)
         _note_step(cache, rectangle.width)
-        rectangle.advance(self.model, cache_output(rectangle.cache), begins=False)
+        outputs = recorder.outputs(rectangle, prepared)
+        rectangle.advance(self.model, outputs, begins=False)
         return replayed
 
     def _continue(self, plan: StepPlan) -> Tensor:

@@ -31,6 +31,8 @@ class Checks:
         # by kind and columns of each layer group's tables: for each group, the length of the
         # longest row, with padding and dropped blocks, in the check in which it was shortest
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
+        # by the names of a step's row inputs: those that its forward returns as outputs
+        self.passed_inputs: dict[Hashable, dict[str, Any]] = {}
         # the kind, table columns and row lengths of the last step, if it is to be checked
         self.pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
         # layers with copies of the rows' states, for the replay of that step
@@ -39,6 +41,7 @@ class Checks:
     def clear(self) -> None:
         self._refused.clear()
         self._min_lengths.clear()
+        self.passed_inputs.clear()
 
     def begin_step(self, kind: Hashable) -> bool:
         """Starts a step; returns whether steps of this kind may be replayed."""

@@ -124,6 +124,8 @@ def check_replay(
     replay()
     names = itertools.chain(["logits"], itertools.repeat("states"))
     for name, before, after in zip(names, expected, results):
+        if torch.equal(before, after):  # a single number has no standard deviation
+            continue
         difference = significant_difference(
             before.flatten(1), after.flatten(1), (after.dtype, *dtypes)
         )

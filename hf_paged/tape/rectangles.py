@@ -23,15 +23,27 @@ from ..attention.masks import unpadded_columns
 from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..cache.paged_cache import PagedCache
 from ..interrupts import is_interrupt
-from ..model.own_loop import cache_output, cache_parts, next_inputs
+from ..model.own_loop import cache_parts, next_inputs
 from ..model.state import ModelState
 from ..rectangles.states import dense_layers, state_specs, state_tensors
 from ..seams import ForwardContext
 from ..step import NotCapturable, StepMetadata
 from .columns import Columns
+from .graph_keys import MIN_TABLE_TOKENS
 from .length import Length
 from .recorders import log_unrecorded
 from .step_cache import step_cache, store_states
+from .step_inputs import (
+    RowInputs,
+    constants_of,
+    is_row_input,
+    outputs_of,
+    passed_inputs,
+    position_axes,
+    row_inputs,
+    token_types_of,
+    with_cross_states,
+)
 
 if TYPE_CHECKING:
     from ..rectangles.rectangle import Rectangle
@@ -71,6 +83,7 @@ class RectangleReplays:
         self._constants: Hashable = None
         self._token_types: dict[str, int] = {}
         self._row_masking: list[tuple[bool, bool]] = []
+        self._row_inputs: RowInputs | None = None
 
     def begin(self, state: ModelState | None) -> None:
         """As `Runner.begin`."""
@@ -98,28 +111,31 @@ class RectangleReplays:
             return None
         if rectangle.width - 1 not in recorder.lengths:
             return None
-        self._token_types = _token_types(prepared)
+        self._token_types = token_types_of(prepared)
         tokens = self._pack(rectangle, prepared)
         if tokens is None:
             return None
         self._width = rectangle.width
         self._is_padded = any(rectangle.paddings)
         self._num_axes = len(tokens.axes or ())
-        self._constants = _constants(prepared), tuple(self._token_types.items())
+        self._constants = constants_of(prepared), tuple(self._token_types.items())
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
         self._prepared = prepared
         layers = dense_layers(cache_parts(rectangle.cache)[0])
+        if self._row_inputs is not None:
+            layers.append(self._row_inputs)
         specs = state_specs(layers, rectangle.width - 1)
         try:
             return recorder.run(
                 tokens,
                 None,
                 self._forward,
-                kind=(self._is_padded, self._constants, specs),
+                kind=(self._is_padded, self._constants, self._input_names, specs),
                 states=layers,
                 checked_as=(
                     self._constants,
+                    self._input_names,
                     self._num_axes,
                     self._num_past_windows,
                     frozenset(self._row_masking),
@@ -128,18 +144,35 @@ class RectangleReplays:
         finally:
             self._prepared = {}
 
+    @property
+    def _input_names(self) -> tuple[Hashable, ...]:
+        return () if self._row_inputs is None else self._row_inputs.names
+
+    def outputs(self, rectangle: Rectangle, prepared: dict[str, Any]) -> ModelOutput:
+        """Returns what is known of the outputs of the last replay: the cache, and those of the
+        inputs `prepared` that the model's own forward passes on."""
+        passed = self._recorder.checks.passed_inputs.get(self._input_names, {})
+        return outputs_of(passed, prepared, rectangle.cache)
+
     def check(
-        self, rectangle: Rectangle, replayed: Tensor, expected: Tensor, inputs: dict[str, Any]
+        self,
+        rectangle: Rectangle,
+        replayed: Tensor,
+        expected: Tensor,
+        inputs: dict[str, Any],
+        outputs: ModelOutput,
+        prepared: dict[str, Any],
     ) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the
         last replay with those of the model's own forward, separately for rows with different values
-        of `_masking_of_rows`. `inputs`: those of the rectangle before the step. If any differ, or
-        if the inputs of the next step need other outputs of the forward than its cache, steps of
-        this kind are no longer replayed."""
+        of `_masking_of_rows`. `inputs`: those of the rectangle before the step. `outputs`: those of
+        the forward, of the inputs `prepared`. If any differ, or if the inputs of the next step need
+        other outputs of the forward than `outputs` returns, steps of this kind are no longer
+        replayed."""
         results = [(expected, replayed)]
         copied = state_tensors(self._recorder.checks.copied_states)
         layers = dense_layers(cache_parts(rectangle.cache)[0])
-        results += zip(state_tensors(layers), copied, strict=True)
+        results += zip(state_tensors(layers), copied)  # the rest are `_row_inputs`
         pairs = []
         for masking in {*self._row_masking}:
             rows = [row for row, value in enumerate(self._row_masking) if value == masking]
@@ -148,17 +181,22 @@ class RectangleReplays:
                 for expected_result, replayed_result in results
             ]
         reason = None
-        if self._has_own_update and not self._can_update(rectangle, inputs):
+        passed = passed_inputs(outputs, prepared)
+        self._recorder.checks.passed_inputs[self._input_names] = passed
+        known_outputs = self.outputs(rectangle, prepared)
+        if self._has_own_update and not self._can_update(rectangle, inputs, known_outputs):
             reason = f"its `{compat.UPDATE_INPUTS}` reads outputs of the forward"
         self._recorder.check(pairs, reason)
 
-    def _can_update(self, rectangle: Rectangle, inputs: dict[str, Any]) -> bool:
+    def _can_update(
+        self, rectangle: Rectangle, inputs: dict[str, Any], outputs: ModelOutput
+    ) -> bool:
         """Whether the model's override makes the next step's inputs, those of `rectangle`, of its
-        last `inputs` without outputs of a forward."""
+        last `inputs` with no other outputs of a forward than `outputs`."""
         if not all(map(_is_plain, tree_flatten(inputs)[0])):
             return False  # an iterator, which the method may have advanced
         try:
-            updated = next_inputs(self._model, cache_output(rectangle.cache), inputs)
+            updated = next_inputs(self._model, outputs, inputs)
         except Exception as error:
             if is_interrupt(error):
                 raise
@@ -181,16 +219,21 @@ class RectangleReplays:
         for number, group in enumerate(self._groups):
             block_size = group.group_memory.block_size
             tables = [blocks.tables[number] for blocks in rectangle.blocks]
-            num_dropped = {table.num_dropped for table in tables}
-            if self._recorder.reads_keys and num_dropped != {0}:
-                return None  # a mask would need each row's first column
-            if len(num_dropped) > 1 and not any(rectangle.paddings):
-                return None  # the first key's position must be that of all rows
-            self._num_past_windows += group.spec.first_visible(column) > 0
-            rows = zip(rectangle.paddings, tables)
-            origins = [padding + table.num_dropped * block_size for padding, table in rows]
-            indices = [column - origin for origin in origins]
             block_ids = [table.block_ids for table in tables]
+            num_dropped = [table.num_dropped for table in tables]
+            self._num_past_windows += group.spec.first_visible(column) > 0
+            if self._recorder.reads_keys and any(num_dropped):
+                if column >= max(MIN_TABLE_TOKENS, 2 * block_size * max(map(len, block_ids))):
+                    return None  # reading only the blocks of the windows is faster
+                # the forward reads as if no blocks were dropped, but hides those of their columns
+                rows_blocks = zip(num_dropped, block_ids)
+                block_ids = [[*[ids[0]] * count, *ids] for count, ids in rows_blocks]
+                num_dropped = [0] * num_rows
+            if len({*num_dropped}) > 1 and not any(rectangle.paddings):
+                return None  # the first key's position must be that of all rows
+            rows = zip(rectangle.paddings, num_dropped)
+            origins = [padding + count * block_size for padding, count in rows]
+            indices = [column - origin for origin in origins]
             slots = [
                 ids[index // block_size] * block_size + index % block_size
                 for ids, index in zip(block_ids, indices)
@@ -204,7 +247,7 @@ class RectangleReplays:
         last = list(range(num_rows))
         positions = [column] * num_rows
         query_start = [*last, num_rows]
-        axes = _position_axes(prepared, num_rows, column)
+        axes = position_axes(prepared, num_rows, column)
         return PackedTokens(token_ids, positions, last, query_start, num_rows, groups, [], axes)
 
     def _visible_encoder_lengths(
@@ -244,8 +287,16 @@ class RectangleReplays:
         replaced.update(self._token_types)
         if self._cross_groups:
             replaced.add("attention_mask")  # checked by `_visible_encoder_lengths`
-        inputs = [(name, value) for name, value in prepared.items() if name not in replaced]
-        return all(self._is_input_supported(name, value, rectangle) for name, value in inputs)
+        by_row: dict[str, Tensor] = {}
+        for name, value in prepared.items():
+            if name in replaced or self._is_input_supported(name, value, rectangle):
+                continue
+            is_other = name not in (self._mask_name, *_POSITION_INPUTS)
+            if not (is_other and isinstance(value, Tensor) and is_row_input(value, rectangle)):
+                return False
+            by_row[name] = value
+        self._row_inputs = row_inputs(rectangle, by_row)
+        return True
 
     def _is_input_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
         num_rows, width = len(rectangle.blocks), rectangle.width
@@ -290,9 +341,17 @@ class RectangleReplays:
         running_cache, *_ = cache_parts(self._prepared[self._cache_name])
         reads_keys = self._recorder.reads_keys
         layers = dense_layers(running_cache)
+        input_tensors = {}
+        if self._row_inputs is not None:
+            num_states = len(states) - len(self._input_names)
+            input_tensors = dict(zip(self._input_names, states[num_states:], strict=True))
+            states = states[:num_states]
         length = Length(positions[0, 0], self._width - 1, self._recorder.lengths)
         cache = step_cache(self._cache, column_steps, length, layers, states, reads_keys)
-        arguments[self._cache_name] = cache
+        prepared_cache = self._prepared[self._cache_name]
+        arguments[self._cache_name] = with_cross_states(cache, prepared_cache, input_tensors)
+        for name in arguments:
+            arguments[name] = input_tensors.get(name, arguments[name])
         if reads_keys:
             arguments |= self._masks(column_steps)
         outputs = self._model(**arguments, return_dict=True)
@@ -376,19 +435,6 @@ def _parameters(model: PreTrainedModel) -> set[str]:
     return names
 
 
-def _position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:
-    """Returns the rows' position ids on each axis; `None` if there are none, or if all on a single
-    axis equal the column."""
-    position_ids = prepared.get("position_ids")
-    if not isinstance(position_ids, Tensor) or position_ids.dim() == 1:
-        return None
-    if position_ids.dim() == 2 and bool((position_ids == column).all()):
-        return None
-    rows = position_ids.expand(*position_ids.shape[:-2], num_rows, 1)
-    axes: list[list[int]] = rows.reshape(-1, num_rows).long().tolist()
-    return axes
-
-
 def _is_of_transformers(method: Any) -> bool:
     """Whether a method's code is transformers'. (A user's wrapper has its `__module__`, too.)"""
     namespace = getattr(method, "__globals__", {})
@@ -413,23 +459,6 @@ def _stored_columns(step: StepMetadata) -> Tensor:
     columns = torch.arange(len(step.columns), device=lengths.origins.device)
     positions = columns - lengths.origins[:, None]
     return ((positions >= 0) & (positions < lengths.seq_lens[:, None])).long()
-
-
-def _token_types(prepared: dict[str, Any]) -> dict[str, int]:
-    """Returns the token-type inputs that are equal for every row's new token, with their values."""
-    types = {}
-    for name, value in prepared.items():
-        if name.endswith("token_type_ids") and isinstance(value, Tensor):
-            is_column = value.dim() == 2 and value.shape[1] == 1
-            if is_column and value.dtype is torch.int64 and bool((value == value[0]).all()):
-                types[name] = int(value[0])
-    return types
-
-
-def _constants(prepared: dict[str, Any]) -> Hashable:
-    """Returns the inputs that a recording treats as constants."""
-    items = prepared.items()
-    return tuple((name, value) for name, value in items if isinstance(value, (bool, int, str)))
 
 
 def _masking_of_rows(

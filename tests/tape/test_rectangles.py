@@ -373,8 +373,10 @@ def test_a_replay_is_of_the_constants_that_it_was_recorded_with() -> None:
     assert len(tokens) > 2
 
 
-# their code reads keys through a window, and is replayed until the window is full
+# their code reads keys through a window, whose first blocks are freed meanwhile
 READ_THROUGH_WINDOWS = ("DogeForCausalLM", "GraniteSWAForCausalLM", "Inkling2ForCausalLM")
+# their own code makes masks of numbers
+DENSE_MASKS = ("Gemma4UnifiedForConditionalGeneration", "Kosmos2ForConditionalGeneration")
 
 
 @pytest.mark.parametrize(
@@ -390,13 +392,28 @@ READ_THROUGH_WINDOWS = ("DogeForCausalLM", "GraniteSWAForCausalLM", "Inkling2For
             MODES,
         ),
         *((name, "greedy") for name in READ_THROUGH_WINDOWS),
+        *itertools.product(DENSE_MASKS, ("greedy", "beams")),
     ],
 )
 def test_attention_code_of_a_model_is_replayed(name: str, mode: str) -> None:
     for seed in range(2):  # more tokens than the first graph's tables
         assert_as_plain(build(name), inputs_of(name, seed), **MODES[mode], **exactly(90))
-    if name not in READ_THROUGH_WINDOWS:
-        assert_recorded(build(name), 80)
+    assert_recorded(build(name), 80)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_keys_of_a_short_window_are_read_without_those_before_it(
+    is_long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recorded forward that reads keys reads those of all columns: of as many as a step's tables
+    have at least, but otherwise only of twice as many as the window's blocks hold."""
+    model = fresh("GraniteSWAForCausalLM")
+    if is_long:
+        monkeypatch.setattr(rectangles, "MIN_TABLE_TOKENS", 32)
+    for seed in range(2):
+        assert_as_plain(model, inputs_of("GraniteSWAForCausalLM", seed), **GREEDY, **exactly(90))
+    if records_on_cpu():
+        assert (route_of(model).num_captured_steps < 60) == is_long
 
 
 def test_lengths_beyond_a_size_of_the_model_are_not_replayed() -> None:
@@ -551,6 +568,25 @@ def test_token_types_of_new_tokens_are_constants_of_a_replay() -> None:
         assert_as_plain(build(name), inputs_of(name, seed))
     if not models.BEFORE_5_24:
         assert_recorded(build(name), 10)
+
+
+# a cross-attention cache that the model makes; features and their mask, of which the model's own
+# update reads the former from outputs
+MEDIA = ("BlipForConditionalGeneration", "IdeficsForVisionText2Text")
+
+
+@pytest.mark.parametrize("name", MEDIA)
+def test_tensors_of_media_are_read_by_replays(name: str) -> None:
+    """Rows end at different lengths, so that others go on with their part of the tensors."""
+    model = fresh(name)
+    for seed in range(3):
+        inputs = inputs_of(name, seed)
+        tokens = assert_as_plain(model, inputs, **GREEDY)
+        assert_recorded(model, 15)
+        ended = {"eos_token_id": int(tokens[0, -NUM_TOKENS // 2]), "min_new_tokens": None}
+        if hasattr(model, "text_decoder"):  # its own `generate` takes the token from the config
+            model.config.text_config.sep_token_id = ended.pop("eos_token_id")
+        assert_as_plain(model, inputs, **GREEDY, **ended)
 
 
 @pytest.mark.parametrize("name", [INDEXED, "HYV4ForCausalLM"])  # the latter's mask is of floats

@@ -20,6 +20,7 @@ from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..step import NotCapturable
 from .length import RANGE_FUNCTIONS, with_ranges
+from .unmasked import UnmaskedColumns, running
 
 aten = torch.ops.aten
 _LAZY_VIEWS = frozenset({"aten::_conj", "aten::_neg_view"})
@@ -235,11 +236,11 @@ def _reads_on_host(func: Any, args: Any) -> bool:
     if name in _INDEXED_READS:
         # the host needs the content of a mask only, for the number of selected elements
         return _has_mask(args[1])
-    if name in _INDEXED_WRITES:  # a single number on the host is written without counting elements
-        if not _has_mask(args[1]):
-            return False
-        values = args[2]
-        return values.numel() > 1 or not values.is_cpu
+    if name in _INDEXED_WRITES:
+        x, indices, values, *_ = args
+        if not _has_mask(indices) or (values.is_cpu and values.numel() == 1):
+            return False  # a single number on the host is written without counting elements
+        return not (x.is_cpu and _suits_any_count(x, indices, values))
     return (
         torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     )
@@ -275,6 +276,16 @@ def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
 def _has_mask(indices: Any) -> bool:
     mask_dtypes = (torch.bool, torch.uint8)
     return any(index is not None and index.dtype in mask_dtypes for index in indices)
+
+
+def _suits_any_count(x: Tensor, indices: Any, values: Tensor) -> bool:
+    """Whether the same `values` are written to every element that a mask selects, however many
+    these are. `indices`: those of a write to `x`, with a mask."""
+    axes = [axis for axis, index in enumerate(indices) if index is not None]
+    if len(axes) > 1:
+        return False
+    num_inner_axes = x.dim() - axes[0] - indices[axes[0]].dim()
+    return values.dim() <= num_inner_axes or values.shape[-1 - num_inner_axes] == 1
 
 
 class ReadGuard(TorchFunctionMode):
@@ -346,6 +357,7 @@ class _OperationRecorder(CaptureGuard):
     def __init__(self, operations: list[Recorded]) -> None:
         super().__init__()
         self._operations = operations
+        self.columns = UnmaskedColumns()
 
     def __torch_dispatch__(
         self,
@@ -366,7 +378,11 @@ class _OperationRecorder(CaptureGuard):
             result = decompose(func, args, kwargs)
         if result is not NotImplemented:
             return result
+        if func is aten._softmax.default:
+            with self:
+                args = self.columns.hide(*args)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.columns.follow(func, args, kwargs, result)
         if func.name() in _LAZY_VIEWS:
             raise NotCapturable(f"its forward conjugates or negates lazily ({func})")
         if tensors_in(result):  # otherwise, it may be a number read from a constant
@@ -383,17 +399,19 @@ def recording() -> Iterator[list[Recorded]]:
     """A context that records this thread's operations in the list that it yields. Raises
     [`NotCapturable`] at an operation that cannot be replayed."""
     operations: list[Recorded] = []
+    recorder = _OperationRecorder(operations)
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
+    columns_token = running.set(recorder.columns)
     num_before = num_modes()
     is_tracing = masking_utils.is_tracing
     try:
         # While tracing, transformers creates each mask, without first reading whether it would hide
         # anything. Other threads are unaffected, and only one records at a time.
         masking_utils.is_tracing = lambda x: observer.get() is not None or is_tracing(x)
-        recorder = _OperationRecorder(operations)
         with ReadGuard(recorder), recorder:
             yield operations
     finally:
         masking_utils.is_tracing = is_tracing
+        running.reset(columns_token)
         observer.reset(token)
         end_modes(num_before)  # a mode that an interrupt left active would refuse later operations

@@ -29,6 +29,7 @@ from ..rectangles.states import (
     state_tensors,
 )
 from ..step import KeysReadError, NotCapturable, StepMetadata
+from . import unmasked
 from .columns import Columns
 from .length import Length
 
@@ -77,7 +78,11 @@ class StepLayer(CacheLayerMixin):
         if not self._reads_keys:
             return PagedTensor(self.step, blocks, is_value)
         stored = blocks.values if is_value else blocks.keys
-        return gather(self.step, stored, blocks.dtypes[is_value])
+        gathered = gather(self.step, stored, blocks.dtypes[is_value])
+        columns = unmasked.running.get()
+        if columns is not None and isinstance(self.length, Length) and self.step.window is None:
+            columns.add(gathered, self.length.tensor)
+        return gathered
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -25,6 +25,7 @@ def run_twice(run: Callable[[], Any]) -> tuple[Any, Any, CaptureGuard]:
 
 WEIGHT = torch.arange(6.0)
 MASK = WEIGHT > 2
+ROWS = torch.arange(12.0).view(6, 2)
 
 
 def written_to(x: torch.Tensor, what: torch.Tensor) -> torch.Tensor:
@@ -64,6 +65,10 @@ REFUSED: dict[str, Callable[[], Any]] = {
     "where": lambda: torch.where(MASK),
     "mask behind None": lambda: WEIGHT[None, MASK],
     "index_put_": lambda: WEIGHT.clone().index_put_((MASK,), WEIGHT[3:]),
+    "index_put_ of rows": lambda: ROWS.clone().index_put_((MASK,), ROWS[3:]),
+    "index_put_ with two indices": lambda: ROWS.clone().index_put_(
+        (MASK, torch.zeros(3, dtype=torch.int64)), WEIGHT[:3]
+    ),
 }
 
 

@@ -50,6 +50,8 @@ CLASSES += [
     "MoonshineForConditionalGeneration",  # its encoder returns a mask
     "Pix2StructForConditionalGeneration",  # slices a mask
     "MllamaForCausalLM",  # some layers have no blocks
+    "LEDForConditionalGeneration",  # a single query gets no mask
+    "FSMTForConditionalGeneration",  # nor here
 ]
 INDEXED = "GlmMoeDsaForCausalLM"  # chooses 4 keys by indexer keys
 CLASSES.append(INDEXED)

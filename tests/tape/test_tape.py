@@ -397,3 +397,16 @@ def test_what_is_written_outside_is_read_in_its_order(between: Callable[[Tensor]
             run()
             torch.testing.assert_close(replayed, found)
             torch.testing.assert_close(after, kept)
+
+
+def test_values_that_suit_any_number_of_masked_elements() -> None:
+    value = tensor(3, seed=1)
+
+    def written(x: Tensor) -> tuple[Tensor, ...]:
+        rows, row, columns = x.clone(), x.clone(), x.clone()
+        rows[x[:, 0] > 0] = value
+        row[x[:, 0] > 0] = value[None]
+        columns[:, x[0] > 0] = value[:1]
+        return rows, row, columns
+
+    check(written, tensor(5, 3), exact=True)

@@ -90,11 +90,12 @@ class StateReading(Reading):
             hashes = hash_tensors(self.tensors)
             return self._digest(hashes)
 
-    def addresses(self) -> bytes:
-        """As `fingerprint`, but covers the tensors' addresses instead of their content, and also
-        every module's mode and the scalars in containers and objects that any closure holds."""
+    def addresses(self) -> tuple[bytes, list[int]]:
+        """Returns 32 bytes as `fingerprint` does, but without the tensors' content, and with every
+        module's mode and the scalars in containers and objects that any closure holds; and the
+        addresses of `tensors`."""
         pointers = [tensor.data_ptr() for tensor in self.tensors]
-        return self._digest([pointers, self._modes, self._closure_scalars])
+        return self._digest([self._modes, self._closure_scalars]), pointers
 
     def is_like(self, other: Any) -> bool:
         """Whether both states describe equal models: by `addresses` and, if both states are

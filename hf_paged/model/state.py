@@ -28,9 +28,9 @@ class ModelState(Protocol):
     tensors: list[Tensor]
     """The distinct tensors of the model."""
 
-    def addresses(self) -> bytes:
-        """Returns 32 bytes that depend on the whole state, but on the tensors' addresses instead of
-        their content."""
+    def addresses(self) -> tuple[bytes, list[int]]:
+        """Returns 32 bytes that depend on the whole state except for the tensors' content, and the
+        addresses of `tensors`."""
 
     def is_like(self, other: ModelState) -> bool:
         """Whether both states describe equal models."""

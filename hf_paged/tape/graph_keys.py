@@ -166,3 +166,15 @@ def key_of(
         variant,
         options,
     )
+
+
+def limit_below(key: GraphKey) -> tuple[str, int]:
+    """Returns the limit of recordings after one of this key has failed: of "decodes" or "chunk
+    tokens", and the largest number of these in smaller graphs (0: there are none)."""
+    if key.num_chunks:
+        counted, size = "chunk tokens", key.num_chunk_tokens
+        smaller_sizes = [count for count in range(1, size) if chunk_bucket(count) < size]
+    else:
+        counted, size = "decodes", key.num_decodes
+        smaller_sizes = [count for count in range(1, size) if bucket(count) < size]
+    return counted, max(smaller_sizes, default=0)

@@ -9,7 +9,6 @@ import os
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..attention.switch import model_attention
-from ..batching.execution.buckets import bucket, chunk_bucket
 from ..batching.execution.inputs import Bounds, PackedTokens
 from ..batching.scheduling.scheduler import Scheduler
 from ..cache.free_memory import is_out_of_memory
@@ -35,9 +33,10 @@ from ..step import KeysReadError
 from ..switches import NOTHING
 from ..timing import timed
 from .checks import Checks
-from .graph_keys import MAX_CHUNK_TOKENS, GraphKey, Prefixes, key_of
+from .graph_keys import MAX_CHUNK_TOKENS, GraphKey, Prefixes, key_of, limit_below
 from .inputs import StaticInputs, StaticOutputs
 from .length import LengthRange
+from .misses import MIN_REPLAYS, Misses
 from .recorders import (
     GraphBackend,
     RecordedStep,
@@ -60,12 +59,6 @@ Forward = Callable[..., Tensor]
 tokens that get logits (`None`: all), the context and, as keywords, `StaticInputs.arguments`;
 returns logits `(m, vocab_size)`."""
 
-# steps without a graph of their own size before one is recorded: a recording takes about as long as
-# three steps (an estimate, not measured)
-MIN_MISSES = 3
-# the same if the context `is_fixed`: roughly the number of replays that pay for a recording, which
-# is useless once a context with other ranges replaces this one
-MIN_FIXED_MISSES = 64
 # maximum number of stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider
 # tables and adapters
 MAX_GRAPHS = 64
@@ -117,19 +110,18 @@ class StepGraphs:
         self._lock = lock
         self._backend = backend
         self.in_order = backend.in_order
-        # addresses of the storages of the model's tensors
-        self._persistent_storages: set[int] = set()
-        self._signature: Hashable = None  # state of model and torch in which graphs are valid
+        # state of model and torch in which graphs are valid, except for the addresses of the
+        # model's tensors, and of their storages
+        self._signature: Hashable = None
+        self._addresses: list[int] = []
+        self._storages: list[int] = []
         self._graphs: dict[GraphKey, RecordedStep] = {}  # in LRU order, the last used at the end
         self._blocks: list[weakref.ref[KVBlocks]] = []  # the blocks whose addresses the graphs use
         self._shared_prefixes = SharedPrefixes(self._model, groups)
-        # steps without a graph of their own size, by key and by `GraphKey.without_widths`; negative
-        # after memory ran out, to delay the next attempt
-        self._num_misses: Counter[Hashable] = Counter()
+        self._misses = Misses()
         # after failures, the largest sizes still recorded, by what they count: "decodes", "chunk
         # tokens" or "prefixes", whose limit is always 0
         self._limits: dict[str, int] = {}
-        self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
         self._outputs = StaticOutputs()  # shared by graphs
         # of the running step:
         self._forward: Forward | None = None
@@ -138,23 +130,28 @@ class StepGraphs:
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Drops all graphs that were recorded in another state of the model (apart from the content
-        of its tensors) or under other options of torch; with `reads_keys` (as in `Recorder.begin`),
-        also those that were recorded without it. `self.reads_keys` stays set until the model or
-        the options change; a recording that raises `KeysReadError` sets it, too."""
+        and addresses of its tensors) or under other options of torch, and those that may read a
+        tensor whose address has changed; with `reads_keys` (as in `Recorder.begin`), also those
+        that were recorded without it. `self.reads_keys` stays set until the model or the options
+        change; a recording that raises `KeysReadError` sets it, too."""
         model = self._model()
         assert model is not None
         text_config = model.config.get_text_config(decoder=True)
+        description, addresses = state.addresses()
         signature = (
-            state.addresses(),
+            description,
             torch_options(),
             model_attention(text_config),
             os.environ.get(BACKEND_VARIABLE),
         )
         self._untracked_reason = state.undetectable
+        if addresses != self._addresses:
+            self._drop_readers(addresses)
+            storages = [tensor.untyped_storage().data_ptr() for tensor in state.tensors]
+            self._addresses, self._storages = addresses, storages
         if signature != self._signature:
+            self._misses.restart(self._graphs.values())
             self.clear()
-            self._num_misses.clear()  # so that a model that changes often is recorded less often
-            self._persistent_storages = storage_addresses(state.tensors)
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
             self.checks.clear()
             self.reads_keys = False
@@ -166,6 +163,17 @@ class StepGraphs:
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> GraphRunAhead | None:
         """As `Recorder.run_ahead`."""
         return GraphRunAhead(memory, scheduler) if self._backend.on_device else None
+
+    def _drop_readers(self, addresses: list[int]) -> None:
+        """Drops the graphs that may read a tensor of the model that is no longer at its address.
+        `addresses`: those of the same tensors now."""
+        tensors = zip(self._storages, self._addresses, addresses)
+        moved = {storage for storage, before, after in tensors if before != after}
+        stale = {key: step for key, step in self._graphs.items() if step.may_read(moved)}
+        if stale:
+            self._misses.restart(stale.values())
+            for key in stale:
+                del self._graphs[key]
 
     def clear(self) -> None:
         """Drops all graphs."""
@@ -300,15 +308,10 @@ class StepGraphs:
         `None` if that fails. Until then, returns the key of the best larger graph, or `None`."""
         candidates = (key for key in self._graphs if key.serves(requested))
         best = min(candidates, key=GraphKey.waste, default=None)
-        min_misses = MIN_MISSES
-        if self._context is not None and self._context.is_fixed:
-            min_misses = MIN_FIXED_MISSES
-        is_due = self._num_misses[requested] >= min_misses
-        if not is_due and best is None:
-            is_due = self._num_misses[requested.without_widths] >= min_misses
-        if is_due:
+        is_fixed = self._context is not None and self._context.is_fixed
+        if self._misses.is_due(requested, is_fixed, has_larger=best is not None):
             return self._try_record(requested, tokens, prefixes)
-        self._num_misses.update((requested, requested.without_widths))
+        self._misses.add(requested)
         return best
 
     def _replay(
@@ -320,6 +323,9 @@ class StepGraphs:
     ) -> Tensor:
         """Replays the graph of `key` for a step; returns a copy of the step's logits."""
         recorded = self._graphs[key] = self._graphs.pop(key)  # now the last used
+        recorded.num_replays += 1
+        if recorded.num_replays == MIN_REPLAYS:
+            self._misses.note_paid()
         with self.in_order():
             recorded.inputs.fill(tokens, prefixes, self._ranges(recorded.context, tokens))
             if token_ids is not None:
@@ -356,12 +362,11 @@ class StepGraphs:
                 logger.debug("capturing %s failed", key, exc_info=True)
                 self._handle_failure(key, error, reason_of(error, handled))
                 return None
-            self._num_out_of_memory = 0
+            self._misses.note_recorded()
             while len(self._graphs) >= MAX_GRAPHS:
                 oldest = next(iter(self._graphs))
                 del self._graphs[oldest]
-                # so that an evicted graph is not recorded again at once
-                self._num_misses[oldest] = self._num_misses[oldest.without_widths] = 0
+                self._misses.forget(oldest)
             self._graphs[key] = step
             logger.debug("captured %s", key)
             return key
@@ -378,11 +383,11 @@ class StepGraphs:
         prepare = functools.partial(inputs.copy_in, self._states)
         context = self._context
         recorded_context = None
-        storages = self._persistent_storages
+        storages = {*self._storages}
         if context is not None:
             recorded_context = context.record(inputs.ranges, key.num_tokens, key.num_chunks > 0)
-            storages = storages | storage_addresses(context.tensors)
-        storages = storages | storage_addresses(inputs.state_buffers)
+            storages |= storage_addresses(context.tensors)
+        storages |= storage_addresses(inputs.state_buffers)
         outputs: list[Tensor] = []
         run = functools.partial(_run_forward, weakref.ref(self), inputs, outputs, recorded_context)
         # without autocast's cache, so that replays convert the weights: a graph must not read the
@@ -416,9 +421,7 @@ class StepGraphs:
         if self._backend.on_device:
             log_level = logging.WARNING
         if is_out_of_memory(error):
-            self._num_out_of_memory += 1
-            num_delayed = MIN_MISSES << self._num_out_of_memory
-            self._num_misses[key] = self._num_misses[key.without_widths] = -num_delayed
+            self._misses.delay(key)
             log_unrecorded(f"there is no memory for more recordings now ({reason})", log_level)
             return
         if key.prefixes:  # the next attempt records the step without a cascade
@@ -430,18 +433,13 @@ class StepGraphs:
             }
             logger.info("steps are recorded without cascades over shared prefixes: %s", reason)
             return
-        limited, size = "decodes", key.num_decodes
-        if key.num_chunks:
-            limited, size = "chunk tokens", key.num_chunk_tokens
+        limited, limit = limit_below(key)
         has_decodes = any(not graph_key.num_chunks for graph_key in self._graphs)
         if limited == "decodes" and not has_decodes:
             self.unsupported_reason = reason
             self.clear()
             log_unrecorded(reason, log_level)
             return
-        bucket_of = chunk_bucket if limited == "chunk tokens" else bucket
-        smaller_sizes = (count for count in range(1, size) if bucket_of(count) < size)
-        limit = max(smaller_sizes, default=0)
         self._limits[limited] = limit
         logger.info("steps with more than %d %s are not recorded: %s", limit, limited, reason)
 

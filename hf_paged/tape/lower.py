@@ -59,6 +59,8 @@ class Lowering:
     is_persistent: Callable[[Tensor], bool]
     buffers: Buffers = field(default_factory=Buffers)
     entries: list[Entry] = field(default_factory=list)
+    # addresses of the storages without a buffer that operations read or write
+    storages: set[int] = field(default_factory=set)
     # addresses of the storages to which any operation writes, of those to which an operation before
     # the last writes, and of those with constant content
     _written: set[int] = field(default_factory=set)
@@ -126,6 +128,7 @@ class Lowering:
             if self.buffers.id_of(tensor) is not None:
                 continue
             address = _storage_address(tensor)
+            self.storages.add(address)
             is_stable = address not in self._written and (
                 address in self._constants or self.is_persistent(tensor)
             )

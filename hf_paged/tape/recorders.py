@@ -83,6 +83,14 @@ class RecordedStep:
     logits: Tensor  # (number of logit rows, vocab_size)
     graph: Graph
     context: RecordedContext | None
+    num_replays: int = 0
+
+    def may_read(self, storages: set[int]) -> bool:
+        """Whether the step may read or write one of the storages at these addresses. (What a CUDA
+        graph reads is not known.)"""
+        if not isinstance(self.graph, Tape):
+            return bool(storages)
+        return not self.graph.storages.isdisjoint(storages)
 
     def discard(self) -> bool:
         """Gives memory back until the next replay: that of intermediate values, logits and states.

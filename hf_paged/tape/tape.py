@@ -37,7 +37,10 @@ class Tape:
     C++ entries; PyTorch's operations run between these calls. The tape owns memory for intermediate
     results; the model, blocks and inputs must stay at their addresses."""
 
-    def __init__(self, entries: list[Entry], buffers: Buffers) -> None:
+    def __init__(self, entries: list[Entry], buffers: Buffers, storages: set[int]) -> None:
+        """`storages`: addresses of the storages outside of the buffers that entries read or
+        write."""
+        self.storages = storages
         self._arena = Arena(buffers, lifetimes(entries))
         self._retained: list[Any] = [buffers.retained_tensors]
         self._store = functools.partial(store_bytes, self._retained)
@@ -66,7 +69,7 @@ class Tape:
         with recording() as operations:
             run()
         lowering = Lowering(is_persistent)
-        return cls(lowering.run(operations), lowering.buffers)
+        return cls(lowering.run(operations), lowering.buffers, lowering.storages)
 
     def replay(self) -> None:
         for run in self._runs:

@@ -40,7 +40,7 @@ WEIGHTS = "adapter_model.safetensors"
 @pytest.fixture(autouse=True)
 def soon_recorded(monkeypatch):
     if is_installed("tape"):
-        monkeypatch.setattr("hf_paged.tape.graphs.MIN_FIXED_MISSES", 8)
+        monkeypatch.setattr("hf_paged.tape.misses.MIN_FIXED_MISSES", 8)
 
 
 def engine_of(model=None, **config):

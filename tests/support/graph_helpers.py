@@ -11,7 +11,7 @@ import torch
 
 from hf_paged import PagedEngine, RequestResult
 from hf_paged.fingerprints import read_state
-from hf_paged.tape import graph_keys, recorders
+from hf_paged.tape import graph_keys, misses, recorders
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay
 from tests.batching.test_runner import SIZE, Bench, Row, assert_close, tokens
@@ -88,7 +88,8 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     """Graphs on the CPU, captured at the second use of a size, with tables no wider than needed."""
     backend = FakeGraphs()
     monkeypatch.setattr(recording, "graph_backend", lambda device: backend)
-    monkeypatch.setattr(recording, "MIN_MISSES", 1)
+    monkeypatch.setattr(misses, "MIN_MISSES", 1)
+    monkeypatch.setattr(misses, "MIN_REPLAYS", 0)  # also after the model has changed
     monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", SIZE)
     recorders.log_unrecorded.cache_clear()
     return backend

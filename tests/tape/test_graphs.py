@@ -23,7 +23,7 @@ from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.model import registry
 from hf_paged.model.registry import memory_for
 from hf_paged.step import NotCapturable
-from hf_paged.tape import graph_keys, recorders
+from hf_paged.tape import graph_keys, misses, recorders
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.graph_keys import GraphKey as Key
 from hf_paged.tape.torch_options import torch_options
@@ -427,8 +427,35 @@ def test_decode_steps_on_the_cpu_are_tapes(
     with PagedEngine(models.get("llama"), PagedConfig(block_size=SIZE, capture=capture)) as engine:
         engine.generate(prompts(5), {**GREEDY, "max_new_tokens": 9})
         has_tapes = capture and not backend
-        assert engine.stats().num_captured_steps == (8 - recording.MIN_MISSES) * has_tapes
+        assert engine.stats().num_captured_steps == (8 - misses.MIN_MISSES) * has_tapes
         assert bool(engine.memory.recorders) == has_tapes
+
+
+@pytest.mark.parametrize("name", ["weight", "order", "unread"])
+def test_a_replaced_tensor_drops_the_tapes_that_read_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    model, inputs = models.build("llama"), models.prompt("llama", 1, 9)
+    norm: Any = model.model.norm
+    forward = type(norm).forward
+
+    def reordering(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return forward(self, hidden).index_select(-1, self.order)
+
+    norm.__class__ = type("ReorderingNorm", (type(norm),), {"forward": reordering})
+    norm.order = torch.arange(norm.weight.shape[0])
+    norm.unread = norm.order.clone()
+    recorded = []
+    for _ in range(2):
+        expected = model.generate(**inputs, **OF_A_CALL)
+        assert torch.equal(generate(model, inputs, **OF_A_CALL), expected)
+        (step,) = graphs_of(registry._memories[model][1])._graphs.values()
+        recorded.append(step)
+        before = getattr(norm, name)
+        after = before.flip(0)
+        setattr(norm, name, torch.nn.Parameter(-after) if name == "weight" else after)
+    assert (recorded[0] is recorded[1]) == (name == "unread")
 
 
 @pytest.mark.parametrize("changed", ["logits", "states"])
@@ -529,7 +556,7 @@ def test_scores_are_not_overwritten_by_the_next_step(graphs: FakeGraphs) -> None
 def test_every_adapter_has_its_graphs(graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, and beside others: a graph for their ranges, which the CPU's kernels do not read."""
     pytest.importorskip("peft")
-    monkeypatch.setattr(recording, "MIN_FIXED_MISSES", 8)
+    monkeypatch.setattr(misses, "MIN_FIXED_MISSES", 8)
     from tests.support.peft_models import ADAPTERS, lone_with, lora_model
 
     model = lora_model()

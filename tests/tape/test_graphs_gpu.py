@@ -13,8 +13,7 @@ from transformers.models.llama import modeling_llama
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.fingerprints import read_state
-from hf_paged.tape import cuda_graphs, recorders, run_ahead
-from hf_paged.tape import graphs as recording
+from hf_paged.tape import cuda_graphs, misses, recorders, run_ahead
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
 from tests.support import models
 from tests.support.engine_helpers import assert_drained
@@ -132,7 +131,7 @@ def test_a_replay_does_not_wait_for_the_device() -> None:
     bench.cache.reserve(64, 64)
     rows = [Row(tokens(60, seed), bench) for seed in range(3)]
     bench.run([row.take(4) for row in rows])
-    for _ in range(recording.MIN_MISSES + 1):
+    for _ in range(misses.MIN_MISSES + 1):
         bench.run([row.take(1) for row in rows])
     count = bench.runner.num_captured_steps
     assert count

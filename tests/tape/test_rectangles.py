@@ -295,6 +295,17 @@ def test_positions_on_axes_are_replayed(name: str, mode: str) -> None:
         assert_recorded(model, NUM_TOKENS - 2)
 
 
+@pytest.mark.parametrize(
+    "name", ["HYV4VLForConditionalGeneration", "MiniCPMV4_7ForConditionalGeneration"]
+)
+def test_a_tensor_that_each_call_replaces_and_no_step_reads(name: str) -> None:
+    """`rope_deltas`, from which `generate` makes the positions of a call's steps."""
+    model = fresh(name)
+    for seed in range(3):
+        assert_as_plain(model, make_inputs(model, seed)["image"], **GREEDY)
+    assert_recorded(model, NUM_TOKENS - 2)
+
+
 @pytest.mark.parametrize("name", [CLASSES[0], CLASSES[3]])
 def test_requests_with_adapters_do_not_get_another_ones_replay(name: str) -> None:
     peft = pytest.importorskip("peft")

@@ -16,7 +16,7 @@ import hf_paged
 from hf_paged import PagedEngine
 from hf_paged.cache import free_memory
 from hf_paged.model import registry
-from hf_paged.tape import graphs, recorders
+from hf_paged.tape import misses, recorders
 from tests.support import models
 from tests.support.graph_helpers import graphs_of
 from tests.tape.test_rectangles import fresh, inputs_of
@@ -156,7 +156,7 @@ def test_pools_that_give_way_to_each_other(captures: Any) -> None:
 
 def test_recordings_with_adapters_go_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
-    monkeypatch.setattr(graphs, "MIN_FIXED_MISSES", 3)
+    monkeypatch.setattr(misses, "MIN_FIXED_MISSES", 3)
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model = peft.get_peft_model(models.build("llama"), lora, adapter_name="first").eval()

@@ -86,6 +86,24 @@ def tensor(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def test_a_tape_knows_the_storages_that_it_reads_or_writes() -> None:
+    """Also those to which it writes in place, and those of views; but not of what it computes."""
+    read, viewed, written, unread = (tensor(3, 8, seed=seed) for seed in range(4))
+
+    def run(x: Tensor) -> Tensor:
+        written.add_(x)
+        assert unread.shape == x.shape
+        return (x * read + viewed.t()[:, 0].sum()).relu()
+
+    x = tensor(3, 8, seed=4)
+    tape = Tape.record(lambda: x.copy_(run(x)), lambda tensor: True)
+    known = [tensor.untyped_storage().data_ptr() in tape.storages for tensor in (read, viewed)]
+    assert known == [True, True]
+    assert written.untyped_storage().data_ptr() in tape.storages
+    assert unread.untyped_storage().data_ptr() not in tape.storages
+    assert len(tape.storages) == 4
+
+
 UNARY = (
     *OPERATIONS,
     *(ACT2FN["gelu_new"], ACT2FN["relu2"], lambda x: x**3, lambda x: 1.0 - x),

@@ -21,7 +21,7 @@ from ..cache.kv_blocks import KVBlocks
 from ..cache.layers import EMPTY_LAYERS, PagedIndexedLayer, PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.reading import gather
-from ..cache.store import store_signature
+from ..kernels.cpp.blocks import store_signature
 from ..rectangles.states import (
     copy_state_attributes,
     dense_layers,
@@ -76,8 +76,7 @@ class StepLayer(CacheLayerMixin):
         blocks = self.blocks
         if not self._reads_keys:
             return PagedTensor(self.step, blocks, is_value)
-        stored = blocks.values if is_value else blocks.keys
-        return gather(self.step, stored, blocks.dtypes[is_value])
+        return gather(self.step, blocks, is_value)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any

@@ -161,6 +161,7 @@ class PagedTensor(ReadOnlyTensor):
     step: StepMetadata
     layer: KVBlocks
     blocks: Tensor
+    is_value: bool
     fresh: Tensor | None
     reader: Any
     _dense: Tensor | None
@@ -195,6 +196,7 @@ class PagedTensor(ReadOnlyTensor):
         device = blocks.device
         self = make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
         self.bind(step, layer, blocks, fresh)
+        self.is_value = is_value
         self.reader = reader
         self.has_read_only_views = has_read_only_views
         self._dense = None
@@ -223,7 +225,7 @@ class PagedTensor(ReadOnlyTensor):
                 )
             else:
                 with self._own_mode():
-                    self._dense = read_rows(self.step, self.layer, self.blocks, self.dtype)
+                    self._dense = read_rows(self.step, self.layer, self.is_value)
         return self._dense
 
     def _own_mode(self) -> torch.inference_mode:
@@ -238,7 +240,7 @@ class PagedTensor(ReadOnlyTensor):
         if not is_gathered and self.step.columns is not None:
             # not in this thread's mode: garbage collection may have called this from any code
             with torch.inference_mode(False):
-                self._dense = gather(self.step, self.blocks, self.dtype)
+                self._dense = gather(self.step, self.layer, self.is_value)
 
     def read(self) -> Tensor:
         if self.reader is not None:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from ..forks import lazy_property
-from ..kernels import quantized
-from ..kernels.cpp import attention as cpp_attention
+from ..kernels import cpp, quantized
+from ..kernels.cpp.attention import Attention
+from ..kernels.cpp.blocks import Gather, StoreSignature
 from ..seams import MappedRows
 from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
-from .store import Store, StoreSignature, choose_store
+from .store import Store, choose_store
 
 # Host tensors of at least this many bytes get separate mappings, as in glibc's allocator.
 MIN_RESERVED_BYTES = 32 << 20
@@ -55,7 +56,7 @@ class KVBlocks:
         # blocks
         self.stores: dict[StoreSignature, Store] = {}
         # the prepared call of the C++ kernel, by what it requires of later calls
-        self.kernels: dict[Hashable, cpp_attention.Attention] = {}
+        self.kernels: dict[Hashable, Attention] = {}
         # attributes, not properties, since each growth of a pool sums them over all layers
         self.num_blocks = self.keys.shape[0]
         self.block_bytes = sum(tensor[0].nbytes for tensor in self.data if len(tensor))
@@ -98,17 +99,19 @@ class KVBlocks:
         `signature` (`store_signature`) stays equal, since choosing takes longer than a small
         store."""
         blocks = self
+        stored_signature: StoreSignature | None = signature
         if self.rows is not None:
             self.rows.preserve_views()
         if self.shares_scales:
             blocks = self.latents
             keys = torch.cat((keys, values), dim=3)
             values = keys
+            stored_signature = None
         store = self.stores.get(signature)
         if store is None:
             store = choose_store(keys, values, blocks.keys, blocks.values, slots)
             self.stores = {signature: store}
-        store(keys, values, slots)
+        store(keys, values, slots, stored_signature)
 
     def fits(self, keys: Tensor, values: Tensor) -> bool:
         """Whether K/V `(batch, heads, n, dim)` have these blocks' heads, dims, device and
@@ -140,6 +143,15 @@ class KVBlocks:
             keys = blocks.keys.to(self.keys)
             values = blocks.values.to(self.values)
             self.keys[block_ids], self.values[block_ids] = keys, values
+
+    @lazy_property
+    def gathers(self) -> tuple[list[Gather], list[Gather]] | None:
+        """The calls of the C++ kernel that gather keys and values: one for each of their
+        `quantized.stored_tensors`; `None` without the kernel."""
+        if not self.keys.is_cpu or not cpp.is_available():
+            return None
+        keys, values = map(quantized.stored_tensors, (self.keys, self.values))
+        return list(map(Gather, keys)), list(map(Gather, values))
 
     @lazy_property
     def latents(self) -> KVBlocks:

@@ -133,16 +133,41 @@ class LayerGroup:
         step = self._steps.get((length, query_len))
         if step is not None:
             return step
-        rows = zip(self.tables, self.paddings)
-        have_slots = (padding + table.num_tokens >= length for table, padding in rows)
-        follows_last_step = self.rows.is_borrowed and context_len == self.length
-        if follows_last_step and all(have_slots):
-            # the tables' owner has already allocated blocks and copied shared ones
-            self.length, self._block_tables = length, None
-        else:
+        if context_len != self.length or not self._use_slots(length):
             self._make_writable(context_len, length)
         self._steps.clear()
         return self._make_step(length, query_len, device)
+
+    def _use_slots(self, length: int) -> bool:
+        """Makes the next logical positions, up to `length`, part of all rows, if that takes no more
+        than counting them; returns whether it did. Otherwise, changes nothing."""
+        tables = self.tables
+        paddings = self.paddings
+        if self.rows.is_borrowed:
+            # whether the tables' owner has already allocated blocks and copied shared ones
+            rows = zip(tables, paddings)
+            if not all(padding + table.num_tokens >= length for table, padding in rows):
+                return False
+            self.length, self._block_tables = length, None
+            return True
+        first_visible = 0
+        if not self.record_past:
+            first_visible = self.spec.first_visible(self.length)
+        if not self.length or self.memory.is_recovery_due:
+            return False
+        if not self.group_memory.pool.is_exclusive:
+            return False
+        for table, padding in zip(tables, paddings):
+            size = table.block_size
+            num_slots = (table.num_dropped + len(table.block_ids)) * size
+            num_droppable = (first_visible - padding) // size
+            if padding + num_slots < length or num_droppable > table.num_dropped:
+                return False
+        for table, padding in zip(tables, paddings):
+            table.num_tokens = max(table.num_tokens, length - padding)
+        self.length = length
+        self.memory.note_progress()
+        return True
 
     @guarded
     def undo_first_step(self, length: int) -> None:

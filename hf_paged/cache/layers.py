@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 from transformers import cache_utils
 
 from ..compiled import untraced
+from ..kernels.cpp.blocks import StoreSignature, store_signature
 from ..rooms import GradientsRoom, OwnAttentionRoom, room
 from ..step import NotPackable, StepMetadata
 from .block_pool import OutOfBlocksError
@@ -19,7 +20,6 @@ from .handles import PagedTensor
 from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
 from .reading import read_pair
-from .store import StoreSignature, store_signature
 from .waits import Shortage
 
 # Layers that store nothing, such as those that read another layer's K/V. Older versions of
@@ -64,21 +64,22 @@ class PagedLayer(cache_utils.DynamicLayer):
         fit; `NotPackable` for a shape other than the packed step's; and `RuntimeError` for K/V that
         a function transform traces (`torch.func`, forward-mode differentiation), or if the layer
         missed an operation (`_check_current`)."""
-        self._check_states(key_states, value_states)
-        needs_grad = torch.is_grad_enabled() and (
-            key_states.requires_grad or value_states.requires_grad
-        )
         keys = key_states
         values = value_states
-        if needs_grad:
-            keys = key_states.detach()
-            values = value_states.detach()
-        # borrowed rows are computed by their owner, without gradients
         gradients: GradientsRoom | None = None
-        if (needs_grad or self._is_in_graph) and not self.group.rows.is_borrowed:
-            gradients = room("gradients", "a forward with gradients (outside `torch.no_grad()`)")
-        context_len = self.num_positions
+        if torch.is_grad_enabled():
+            needs_grad = key_states.requires_grad or value_states.requires_grad
+            if needs_grad:
+                keys = key_states.detach()
+                values = value_states.detach()
+            # borrowed rows are computed by their owner, without gradients
+            if (needs_grad or self.graph_states is not None) and not self.group.rows.is_borrowed:
+                gradients = room(
+                    "gradients", "a forward with gradients (outside `torch.no_grad()`)"
+                )
         signature = store_signature(keys, values)
+        self._check_states(key_states, value_states, signature)
+        context_len = self.num_positions
         step, blocks = self._store(keys, values, signature)
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
@@ -99,18 +100,22 @@ class PagedLayer(cache_utils.DynamicLayer):
         cached_values = track(PagedTensor(step, blocks, True, reader=reader))
         return cached_keys, cached_values
 
-    def _check_states(self, key_states: Tensor, value_states: Tensor) -> None:
+    def _check_states(
+        self, key_states: Tensor, value_states: Tensor, signature: StoreSignature
+    ) -> None:
         """Raises `ValueError` or `RuntimeError` if `update` must not store these K/V."""
-        key_shape = key_states.shape
-        value_shape = value_states.shape
-        have_four_axes = len(key_shape) == 4 and len(value_shape) == 4
-        sizes_match = key_shape[::2] == value_shape[::2]  # batch size and number of tokens
-        if not (have_four_axes and sizes_match):
-            raise ValueError(
-                f"layer {self.index} got keys of shape {tuple(key_shape)} and values of shape"
-                f" {tuple(value_shape)}: both must be (batch, heads, tokens, dim), with the same"
-                " batch size and number of tokens"
-            )
+        blocks = self.blocks
+        if blocks is None or signature not in blocks.stores:  # otherwise, such K/V were stored
+            key_shape = key_states.shape
+            value_shape = value_states.shape
+            have_four_axes = len(key_shape) == 4 and len(value_shape) == 4
+            sizes_match = key_shape[::2] == value_shape[::2]  # batch size and number of tokens
+            if not (have_four_axes and sizes_match):
+                raise ValueError(
+                    f"layer {self.index} got keys of shape {tuple(key_shape)} and values of shape"
+                    f" {tuple(value_shape)}: both must be (batch, heads, tokens, dim), with the"
+                    " same batch size and number of tokens"
+                )
         self._check_current()
         if _is_transformed(key_states) or _is_transformed(value_states):
             raise RuntimeError(

@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..kernels import cpp, quantized
-from ..kernels.cpp.attention import gather as cpp_gather
+from ..kernels import quantized
 from ..step import StepMetadata
 from .kv_blocks import KVBlocks
 
@@ -72,47 +71,40 @@ class BlockLayout(NamedTuple):
         return Units(indices.flatten(), (num_matrix_rows, width), (row_stride, 1))
 
 
-def read_rows(
-    step: StepMetadata,
-    layer: KVBlocks,
-    blocks: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:
+def read_rows(step: StepMetadata, layer: KVBlocks, is_value: bool) -> Tensor:
     """Returns a layer's keys or values `(batch, heads, len(columns), dim)`: a view if virtual
     storage maps the rows contiguously, otherwise the result of `gather`."""
     view = None
     if layer.rows is not None:
-        view = layer.rows.strided_view(step, blocks is layer.values)
+        view = layer.rows.strided_view(step, is_value)
     if view is None:
-        return gather(step, blocks, dtype)
+        return gather(step, layer, is_value)
     step.counters.in_place += 1
-    return view.to(dtype)
+    return view.to(layer.dtypes[is_value])
 
 
 def read_pair(step: StepMetadata, layer: KVBlocks) -> tuple[Tensor, Tensor]:
     """Returns the keys and the values of a layer, as `read_rows` does."""
-    keys, values = (read_rows(step, layer, blocks, dtype) for blocks, dtype in layer.pair)
-    return keys, values
+    return read_rows(step, layer, False), read_rows(step, layer, True)
 
 
-def gather(step: StepMetadata, blocks: Tensor, dtype: torch.dtype) -> Tensor:
+def gather(step: StepMetadata, layer: KVBlocks, is_value: bool) -> Tensor:
     """Gathers the `step.columns` of every row into one contiguous tensor `(batch, heads,
-    len(columns), dim)`, with zeros for padding. `blocks`: keys or values of one layer,
-    `(num_blocks, heads, block_size, dim)`."""
-    assert step.columns is not None
+    len(columns), dim)`, with zeros for padding: a layer's values, or its keys."""
+    columns = step.columns
+    assert columns is not None
     step.counters.gathered += 1
     step.counters.gathered_decodes += step.query_len == 1
-    heads = blocks.shape[1]
-    shape = (step.num_rows, heads, len(step.columns))
+    blocks, dtype = layer.pair[is_value]
+    shape = (step.num_rows, blocks.shape[1], len(columns))
     if not all(shape):
         return blocks.new_empty(*shape, blocks.shape[3], dtype=dtype)
-    stored = quantized.stored_tensors(blocks)
-    if blocks.is_cpu and cpp.is_available():
-        pieces = [cpp_gather(step, tensor) for tensor in stored]
+    if layer.gathers is not None:
+        pieces = [gather_piece(step) for gather_piece in layer.gathers[is_value]]
         return quantized.dequantize(pieces, blocks, dtype)
     device = blocks.device
     pieces = []
-    for tensor in stored:
+    for tensor in quantized.stored_tensors(blocks):
         units = step.plan(_units, BlockLayout.of(tensor), device)
         pieces.append(units.read(tensor).view(*shape, -1))
     dense = quantized.dequantize(pieces, blocks, dtype)

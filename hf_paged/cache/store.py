@@ -13,27 +13,14 @@ import torch
 from torch import Tensor
 
 from ..kernels import cpp, quantized, uses_triton
-from ..kernels.cpp import attention as cpp_attention
+from ..kernels.cpp import blocks as cpp_blocks
+from ..kernels.cpp.blocks import StoreSignature
 from ..kernels.triton import DTYPES
 from ..kernels.triton.launch import LaunchFailedError
 
-StoreSignature: TypeAlias = tuple[Any, ...]
-Store: TypeAlias = Callable[[Tensor, Tensor, Tensor], None]
-"""Called with keys, values and slots, as `choose_store` describes."""
-
-
-def store_signature(keys: Tensor, values: Tensor) -> StoreSignature:
-    """Returns the shapes, strides, dtypes and device of K/V, which determine the blocks and the
-    store function that they need."""
-    return (
-        keys.shape,
-        keys.stride(),
-        keys.dtype,
-        keys.device,
-        values.shape,
-        values.stride(),
-        values.dtype,
-    )
+Store: TypeAlias = Callable[[Tensor, Tensor, Tensor, StoreSignature | None], None]
+"""Called with keys, values, slots and, if it is known, the `store_signature`, as `choose_store`
+describes."""
 
 
 def choose_store(
@@ -43,7 +30,7 @@ def choose_store(
     value_blocks: Tensor,
     slots: Tensor,
 ) -> Store:
-    """Returns a function of `(keys, values, slots)` that writes K/V `(batch, heads, n, dim)` of any
+    """Returns a function of `(keys, values, slots, signature)` that writes K/V `(batch, heads, n, dim)` of any
     strides into blocks `(num_blocks, heads, block_size, dim)`, converted to the blocks' dtypes or
     quantized. It may be reused for K/V with an equal `store_signature` and any slots of the same
     shape. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, without
@@ -67,16 +54,16 @@ def choose_store(
             key_dtype = key_blocks.dtype
             value_dtype = value_blocks.dtype
         with contextlib.suppress(TypeError):  # if the kernel does not support such tensors
-            store: Store = cpp_attention.Store(
+            store = cpp_blocks.Store(
                 keys.to(key_dtype), values.to(value_dtype), key_blocks, value_blocks, slots
             )
             if (keys.dtype, values.dtype) == (key_dtype, value_dtype):
                 return store
-            return lambda keys, values, slots: store(
+            return lambda keys, values, slots, _: store(
                 keys.to(key_dtype), values.to(value_dtype), slots
             )
 
-    return lambda keys, values, slots: write(keys, values, key_blocks, value_blocks, slots)
+    return lambda keys, values, slots, _: write(keys, values, key_blocks, value_blocks, slots)
 
 
 def _store_triton(*tensors: Tensor) -> None:

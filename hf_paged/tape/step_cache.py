@@ -21,7 +21,7 @@ from ..cache.kv_blocks import KVBlocks
 from ..cache.layers import EMPTY_LAYERS, PagedIndexedLayer, PagedLayer
 from ..cache.paged_cache import PagedCache
 from ..cache.reading import gather
-from ..cache.store import store_signature
+from ..kernels.cpp.blocks import store_signature
 from ..rectangles.states import (
     copy_state_attributes,
     dense_layers,
@@ -77,8 +77,7 @@ class StepLayer(CacheLayerMixin):
         blocks = self.blocks
         if not self._reads_keys:
             return PagedTensor(self.step, blocks, is_value)
-        stored = blocks.values if is_value else blocks.keys
-        gathered = gather(self.step, stored, blocks.dtypes[is_value])
+        gathered = gather(self.step, blocks, is_value)
         columns = unmasked.running.get()
         if columns is not None and isinstance(self.length, Length) and self.step.window is None:
             columns.add(gathered, self.length.tensor)

@@ -20,7 +20,8 @@ from hf_paged.attention.backends import gather, reference
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.store import choose_store, store_portable
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp.attention import Attention, Store
+from hf_paged.kernels.cpp.attention import Attention
+from hf_paged.kernels.cpp.blocks import Store
 from hf_paged.step import StepMetadata
 from tests.support.attention import attend, rectangle
 from tests.support.checks import in_threads

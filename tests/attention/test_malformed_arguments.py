@@ -12,7 +12,8 @@ import torch
 
 from hf_paged import PagedCache
 from hf_paged.kernels import cpp
-from hf_paged.kernels.cpp.attention import Attention, Store, gather
+from hf_paged.kernels.cpp.attention import Attention
+from hf_paged.kernels.cpp.blocks import Gather, Store
 from hf_paged.step import Lengths, StepMetadata
 
 built = pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
@@ -128,7 +129,7 @@ def gathered(**changes: Any) -> torch.Tensor:
     a = {**GATHERED, **changes}
     ids = torch.tensor(a["block_tables"], dtype=torch.int32).view(1, -1)
     step = StepMetadata.rectangle(ids, (10,), 8, columns=a["columns"], origins=(0,))
-    return gather(replace(step, columns=a["columns"], origins=a["origins"]), a["blocks"])
+    return Gather(a["blocks"])(replace(step, columns=a["columns"], origins=a["origins"]))
 
 
 @built
@@ -139,7 +140,9 @@ def test_gathers_name_what_does_not_fit() -> None:
     for tables in ([[0, 4]], [[0, -1]], [[0]]):
         with pytest.raises(IndexError, match="too few blocks for columns range"):
             gathered(block_tables=tables)
-    others = torch.zeros(4, 1, 4, 2), torch.zeros(4, 1, 8, 4)[..., ::2], torch.zeros(4, 8, 2)
+    with pytest.raises(ValueError, match="the step has 8 tokens per block, but the blocks have 4"):
+        gathered(blocks=torch.zeros(4, 1, 4, 2))
+    others = torch.zeros(4, 1, 8, 4)[..., ::2], torch.zeros(4, 8, 2)
     for blocks in (*others, torch.zeros(4, 1, 8, 2, device="meta")):
         with pytest.raises(ValueError, match=r"blocks are torch\.float32"):
             gathered(blocks=blocks)

@@ -14,7 +14,7 @@ from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp, quantized
-from hf_paged.kernels.cpp.attention import Store
+from hf_paged.kernels.cpp.blocks import Store
 from hf_paged.step import StepMetadata
 from tests.support.kernels.device import interpreted
 

@@ -31,7 +31,8 @@ from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp, quantized
-from hf_paged.kernels.cpp.attention import Attention, Store, gather
+from hf_paged.kernels.cpp.attention import Attention
+from hf_paged.kernels.cpp.blocks import Gather, Store
 from hf_paged.kernels.cpp.build import KERNEL_NAMES, best_path, kernel
 from hf_paged.kernels.cpp.linear import linear
 from hf_paged.rooms import RoomMissingError, is_installed, room
@@ -208,18 +209,18 @@ def gathers(draws: Draws) -> None:
         numbers = [torch.tensor(x, dtype=torch.int32) for x in (lengths, origins)]
         on_device = Lengths(numbers[0], torch.zeros_like(numbers[0]), origins=numbers[1])
         step = dataclasses.replace(step, seq_lens=(), starts=(), lengths=on_device)
-    found = gather(step, blocks)
+    found = Gather(blocks)(step)
     for row, origin in enumerate(origins):
         for place, column in enumerate(columns):
             token, expected = column - origin, torch.zeros(())
             if 0 <= token < lengths[row]:
                 expected = blocks[tables[row, token // size], :, token % size]
             assert (found[row, :, place] == expected).all()
-    refuses(gather, step, blocks.new_zeros(*shape[:2], size + 1, shape[3]))
-    refuses(gather, step, blocks.new_zeros(*shape[:3], 4)[..., ::2])
-    refuses(gather, step, blocks.to("meta"))
+    refuses(Gather(blocks.new_zeros(*shape[:2], size + 1, shape[3])), step)
+    refuses(Gather, blocks.new_zeros(*shape[:3], 4)[..., ::2])
+    refuses(Gather, blocks.to("meta"))
     if rows and len(columns) and any(lengths) and heads:
-        refuses(gather, dataclasses.replace(step, block_tables=tables + len(blocks)), blocks)
+        refuses(Gather(blocks), dataclasses.replace(step, block_tables=tables + len(blocks)))
 
 
 def hashes(draws: Draws) -> None:

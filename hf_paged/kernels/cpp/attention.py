@@ -1,5 +1,5 @@
-"""Calls to the C++ kernels that attend to K/V blocks, store new K/V and gather blocks. Arguments
-that are the same in many steps are packed once. Unsupported calls raise errors."""
+"""Calls to the C++ kernel that attends to K/V blocks. Arguments that are the same in many steps are
+packed once. Unsupported calls raise errors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,9 @@ _STEP = struct.Struct("5Q7q")
 _PATH = struct.Struct("2q")
 _LAYER = struct.Struct("2Q20q2d")
 _NO_BIAS = _BIAS.pack(0, 0, 0, 0, 0, 0)
-# struct StoreCall: fields of the call, then of the layer
-_STORE_CALL = struct.Struct("3Q")
-_STORE_LAYER = struct.Struct("2Q5q6q6q2q5q")
-# struct GatherCall: fields of the call, then of the step
-_GATHER_CALL = struct.Struct("2Q6q")
-_GATHER_STEP = struct.Struct("3Q7q")
 
 
-def _describe(tensor: Tensor) -> str:
+def describe(tensor: Tensor) -> str:
     return (
         f"{tensor.dtype} on {tensor.device}, of shape {tuple(tensor.shape)} and strides"
         f" {tensor.stride()}"
@@ -87,7 +81,7 @@ def _pack_step(step: StepMetadata) -> _PackedStep:
             or tensor.dtype is not torch.int32
         ):
             raise ValueError(
-                f"{name} is {_describe(tensor)} for {step.num_rows} rows: the kernel takes int32 on"
+                f"{name} is {describe(tensor)} for {step.num_rows} rows: the kernel takes int32 on"
                 f" the CPU, of {dims} dimension(s), the first of size {size}, the last contiguous"
             )
         by_offset[8 * len(addresses)] = tensor
@@ -105,7 +99,7 @@ def _pack_step(step: StepMetadata) -> _PackedStep:
     return _PackedStep(packed, by_offset, step.num_tokens, step.block_size)
 
 
-def _scales_offset(blocks: Tensor) -> int:
+def scales_offset(blocks: Tensor) -> int:
     """Returns the offset in bytes from a head's block to its scales; 0 for unquantized blocks."""
     if not quantized.is_quantized(blocks):
         return 0
@@ -182,7 +176,7 @@ class Attention:
             if not is_supported or sinks.shape != query.shape[1:2]:
                 error_type = ValueError if is_supported else TypeError
                 raise error_type(
-                    f"sinks are {_describe(sinks)}: the C++ kernel takes contiguous floats on the"
+                    f"sinks are {describe(sinks)}: the C++ kernel takes contiguous floats on the"
                     f" CPU, one for each of {query.size(1)} heads"
                 )
         self._layouts = _layout(query), _layout(sinks)
@@ -210,8 +204,8 @@ class Attention:
             *key_blocks.stride()[:3],
             *value_blocks.stride()[:3],
             dtype_number,
-            _scales_offset(key_blocks),
-            _scales_offset(value_blocks),
+            scales_offset(key_blocks),
+            scales_offset(value_blocks),
             scale,
             softcap or 0.0,
         )
@@ -230,9 +224,9 @@ class Attention:
         `RuntimeError` for a bias that does not broadcast, and `MemoryError`. Never reads outside a
         tensor."""
         if (_layout(query), _layout(sinks)) != self._layouts:
-            described_sinks = None if sinks is None else _describe(sinks)
+            described_sinks = None if sinks is None else describe(sinks)
             raise ValueError(
-                f"queries are {_describe(query)}, sinks {described_sinks}: the call was packed for"
+                f"queries are {describe(query)}, sinks {described_sinks}: the call was packed for"
                 f" {self._layouts}"
             )
         packed_step = step.plan(_pack_step)
@@ -297,204 +291,3 @@ class Attention:
             5: IndexError(f"a row starts before position 0: starts are {starts}"),
             6: MemoryError("not enough memory for the buffers of the attention kernel"),
         }[error]
-
-
-class Store:
-    """Stores keys and values in blocks, for steps in which they have the same shapes and strides.
-    An object holds the addresses of the blocks, not the tensors, so the blocks must outlive it."""
-
-    def __init__(
-        self,
-        keys: Tensor,
-        values: Tensor,
-        key_blocks: Tensor,
-        value_blocks: Tensor,
-        slots: Tensor,
-    ) -> None:
-        """Checks and packs the arguments.
-
-        Args:
-            keys, values: `(batch, kv_heads, n, dim)`.
-            key_blocks, value_blocks: `(num_blocks, kv_heads, block_size, dim)`, in the dtype of
-                keys and values, or quantized alike.
-            slots: `(batch, n)` int64.
-
-        Raises `TypeError` for unsupported dtypes, devices and strides, and `ValueError` for shapes
-        that do not fit.
-        """
-        for states, blocks in ((keys, key_blocks), (values, value_blocks)):
-            fits = (
-                states.dim() == blocks.dim() == 4
-                and states.shape[1::2] == blocks.shape[1::2]
-                and blocks.size(2)
-            )
-            if (
-                not fits
-                or states.shape[:3] != keys.shape[:3]
-                or blocks.shape[:3] != key_blocks.shape[:3]
-            ):
-                raise ValueError(
-                    f"keys of shape {tuple(keys.shape)}, values of shape {tuple(values.shape)}, key"
-                    f" blocks of shape {tuple(key_blocks.shape)} and value blocks of shape"
-                    f" {tuple(value_blocks.shape)} do not fit: K/V are (batch, heads, n, dim),"
-                    " blocks (num_blocks, heads, block_size, dim)"
-                )
-            if quantized.is_quantized(blocks):
-                is_supported = states.dtype in FLOAT_DTYPE_NUMBERS
-            else:
-                is_supported = states.dtype is blocks.dtype
-            is_supported &= all(x.is_cpu and x.stride(3) == 1 for x in (states, blocks))
-            if not (is_supported and quantized.are_quantized_alike(key_blocks, value_blocks)):
-                raise TypeError(
-                    f"new states are {_describe(states)}, their blocks {_describe(blocks)}: the"
-                    " kernel takes tensors on the CPU with a contiguous last dimension, and blocks"
-                    " in the dtype of the states or quantized, those of keys and values alike"
-                )
-        batch, kv_heads, tokens, key_dim = keys.shape
-        self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
-        self._layouts = _layout(keys), _layout(values)
-        self._slots_shape = torch.Size((batch, tokens))
-        self._check_slots(slots)
-        self._kernel = kernel("store")
-        tensors = (keys, values, key_blocks, value_blocks)
-        strides = []
-        for tensor in tensors:
-            element_size = tensor.element_size()
-            strides += [stride * element_size for stride in tensor.stride()[:3]]
-        self._packed = _STORE_LAYER.pack(
-            key_blocks.data_ptr(),
-            value_blocks.data_ptr(),
-            batch,
-            kv_heads,
-            tokens,
-            self._block_size,
-            self._num_blocks * self._block_size,
-            *strides,
-            key_dim * key_blocks.element_size(),
-            value_dim * value_blocks.element_size(),
-            quantized.DTYPE_NUMBERS.get(key_blocks.dtype, 0),
-            FLOAT_DTYPE_NUMBERS.get(keys.dtype, 0),
-            FLOAT_DTYPE_NUMBERS.get(values.dtype, 0),
-            _scales_offset(key_blocks),
-            _scales_offset(value_blocks),
-        )
-
-    def __call__(self, keys: Tensor, values: Tensor, slots: Tensor) -> None:
-        """Stores keys and values `(batch, kv_heads, n, dim)` at `slots` `(batch, n)` int64; skips
-        negative slots. Raises, with nothing stored, `IndexError` for a slot past the pool, and
-        `TypeError` or `ValueError` for tensors whose dtypes, shapes or strides differ from the
-        constructor's."""
-        if (_layout(keys), _layout(values)) != self._layouts:
-            raise ValueError(
-                f"keys are {_describe(keys)}, values {_describe(values)}: the call was packed for"
-                f" {self._layouts}"
-            )
-        self._check_slots(slots)
-        call_fields = _STORE_CALL.pack(keys.data_ptr(), values.data_ptr(), slots.data_ptr())
-        call = call_fields + self._packed
-        error = self._kernel(call)
-        if error == 2:
-            raise IndexError(
-                f"a slot is outside the pool of {self._num_blocks} blocks of {self._block_size}"
-                " tokens"
-            )
-        if error:
-            raise ValueError("a tensor has no memory, or sizes do not fit one another")
-        observe = observer.get()
-        if observe is not None:
-            reads = {0: keys, 8: values, 16: slots}
-            observe("store", call, reads, {})
-
-    def _check_slots(self, slots: Tensor) -> None:
-        is_supported = slots.dtype is torch.int64 and slots.is_cpu and slots.is_contiguous()
-        if not is_supported or slots.shape != self._slots_shape:
-            error_type = ValueError if is_supported else TypeError
-            raise error_type(
-                f"slots are {_describe(slots)}: the kernel takes contiguous torch.int64 on the CPU,"
-                f" of shape {tuple(self._slots_shape)}, one for each new token"
-            )
-
-
-def gather(step: StepMetadata, blocks: Tensor) -> Tensor:
-    """Returns a layer's keys or values at `step.columns` of every row, as contiguous `(rows, heads,
-    len(columns), dim)`, with zeros for padding and, in a recorded step, after a row's last token.
-    `blocks`: `(num_blocks, heads, block_size, dim)` of any dtype on the CPU. Raises `IndexError`
-    for tables with too few blocks or wrong ids, and `ValueError` for other unsupported tensors."""
-    if (
-        not blocks.is_cpu
-        or blocks.dim() != 4
-        or blocks.stride(3) != 1
-        or not blocks.size(2) == step.block_size > 0
-    ):
-        raise ValueError(
-            f"blocks are {_describe(blocks)}: the kernel takes tensors on the CPU, of 4 dimensions,"
-            f" the third of size {step.block_size} (tokens per block), the last contiguous"
-        )
-    step_fields, tensors = step.plan(_pack_gather_step)
-    assert step.columns is not None  # checked by `_pack_gather_step`
-    num_blocks, heads, _, dim = blocks.shape
-    out = blocks.new_empty(step.num_rows, heads, len(step.columns), dim)
-    element_size = blocks.element_size()
-    strides = (stride * element_size for stride in blocks.stride()[:3])
-    call = _GATHER_CALL.pack(
-        blocks.data_ptr(),
-        out.data_ptr(),
-        heads,
-        num_blocks,
-        *strides,
-        dim * element_size,
-    )
-    error = kernel("gather")(call + step_fields)
-    if error == 4:
-        raise ValueError("a tensor has no memory, or sizes do not fit one another")
-    if error:
-        raise IndexError(
-            f"block tables of shape {tuple(step.block_tables.shape)} have too few blocks for"
-            f" columns {step.columns}, or ids outside the pool of {num_blocks} blocks"
-        )
-    observe = observer.get()
-    if observe is not None:
-        # without the blocks, which the pool keeps
-        reads = {_GATHER_CALL.size + 8 * index: tensor for index, tensor in enumerate(tensors)}
-        observe("gather", call + step_fields, reads, {8: out})
-    return out
-
-
-def _pack_gather_step(step: StepMetadata) -> tuple[bytes, tuple[Tensor, ...]]:
-    """Returns the fields of `GatherCall` that describe a step, the same for all layers, and the
-    tensors whose addresses they begin with. Raises `ValueError` for sizes that do not fit."""
-    tables = step.block_tables.to("cpu", torch.int32).contiguous()
-    columns = step.columns
-    tensors: tuple[Tensor, ...]
-    if step.lengths is None or step.lengths.origins is None:
-        origins = torch.tensor(step.origins, dtype=torch.int32, device="cpu")
-        tensors = tables, origins
-        lengths_address = 0
-    else:
-        origins, lengths = step.lengths.origins, step.lengths.seq_lens
-        tensors = tables, origins, lengths
-        lengths_address = lengths.data_ptr()
-    if (
-        columns is None
-        or tables.dim() != 2
-        or len(origins) != len(tables)
-        or len(tables) != step.num_rows
-    ):
-        raise ValueError(
-            f"{len(origins)} origins, block tables of shape {tuple(tables.shape)} and columns"
-            f" {columns}: the kernel takes a range of columns, and one origin and one table for"
-            f" each of {step.num_rows} rows"
-        )
-    packed = _GATHER_STEP.pack(
-        tables.data_ptr(),
-        origins.data_ptr(),
-        lengths_address,
-        step.num_rows,
-        columns.start,
-        len(columns),
-        tables.stride(0),
-        tables.size(1),
-        step.block_size,
-        torch.get_num_threads(),
-    )
-    return packed, tensors

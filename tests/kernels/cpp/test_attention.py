@@ -12,7 +12,8 @@ from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.cache.store import choose_store
 from hf_paged.kernels import cpp, quantized
-from hf_paged.kernels.cpp.attention import Attention, Store
+from hf_paged.kernels.cpp.attention import Attention
+from hf_paged.kernels.cpp.blocks import Store
 from hf_paged.step import Lengths, StepMetadata
 from tests.attention.test_backends import Case, build, check
 from tests.support.attention import attend

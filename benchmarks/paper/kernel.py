@@ -9,10 +9,8 @@ from benchmarks.attention_data import Setting, even
 from benchmarks.attention_peers import Attention, Contiguous, Ours
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import PAPER, READ, TOLD, Published, Row, Size, ranged
-from hf_paged.config import MIN_BLOCK_SIZE
 
 ROWS = 8
-BLOCKS = tuple(size for size in (4, 8, 16, 32, 64) if size >= MIN_BLOCK_SIZE)
 LAYERS = 8
 
 
@@ -21,7 +19,7 @@ def contenders(shape: Shape, context: int) -> dict[str, Attention]:
     functions of the layer."""
     case = even(ROWS, context)
     layouts = {"sdpa": context, "one block a row": context}
-    layouts |= {f"blocks of {block}": block for block in BLOCKS if block <= context}
+    layouts["blocks of 16"] = 16
     found = {}
     for name, block in layouts.items():
         data = attention_data.make(Setting(shape, case, block, "bf16", "cpu"), layers=LAYERS)

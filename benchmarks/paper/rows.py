@@ -1,11 +1,14 @@
-"""Rows of a table of `benchmarks.paper`, and the size of a run."""
+"""Rows of a table of `benchmarks.paper`, the size of a run, and turns in several processes."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
+
+from benchmarks import paired, runner, tables
+from benchmarks.models import SHAPES, Shape
 
 PAPER = "PagedAttention, arXiv 2309.06180"
 VATTENTION = "vAttention, arXiv 2405.04437"
@@ -18,9 +21,6 @@ PagedAttention paper, of 2026-02-17, in Japanese. The paper does not have the fi
 TOLD_S1 = "S1, not looked up in the paper"
 """The figure is from the document S1: an article on the vAttention paper, of 2025-03-11, in
 Korean."""
-TOLD_S2 = "S2, from the announcement of vLLM"
-"""The figure is from the document S2: notes on the announcement of vLLM, of 2023-06-20, in
-Korean."""
 
 
 class Published(NamedTuple):
@@ -28,7 +28,7 @@ class Published(NamedTuple):
     A figure that was published.
 
     Args:
-        source (`str`): Section or figure with `READ`, or `TOLD`, `TOLD_S1`, `TOLD_S2`.
+        source (`str`): Section or figure with `READ`, or `TOLD`, `TOLD_S1`.
         why (`str`): Reason why ours differs.
     """
 
@@ -103,3 +103,43 @@ FULL = Size(10_000, "llama-100m", 1024, 8, 9, 5, "llama-24m", 8, 2)
 def ranged(values: Sequence[float], digits: str = ".4g") -> str:
     """Median, minimum and maximum of some values."""
     return f"{statistics.median(values):{digits}} ({min(values):{digits}}..{max(values):{digits}})"
+
+
+def measured(
+    cases: Callable[[Size], Iterable[runner.Case]], size: Size
+) -> dict[str, dict[str, runner.Data]]:
+    """Rows of `runner.rows_of` by case and contender, with the turns of `size.processes` processes.
+    Raises if a contender's tokens differ from those of the case's first one."""
+    processes = size.processes if size.processes > 1 else 0
+    found: dict[str, dict[str, runner.Data]] = {}
+    runs = runner.in_processes(processes, runner.rows_of, cases, size)
+    for row in tables.pooled({"rows": rows} for rows in runs):
+        if row.get("equal", 1.0) < 1:
+            raise RuntimeError(f"{row['case']}: {row['system']} gives other tokens")
+        found.setdefault(row["case"], {})[row["system"]] = row
+    return found
+
+
+def small_shape(size: Size, layers: int) -> Shape:
+    """The small model with few layers and a small vocabulary, so that a long run has time for
+    turns, and the logits do not dominate attention."""
+    shape = SHAPES[size.small]
+    layers, vocab = min(layers, shape.layers), min(2048, shape.vocab)
+    return replace(shape, name=f"{shape.name} of {layers} layers", layers=layers, vocab=vocab)
+
+
+def timed_row(
+    name: str,
+    values: Sequence[float],
+    size: Size,
+    published: Published = NONE,
+    more: str = "",
+    unit: str = "times",
+) -> Row:
+    """A row of values turn by turn, which the JSON file keeps: their median with its 95% interval,
+    or with the range if there are few; `more` is said behind them."""
+    value, low, high, _ = paired.estimate(values)
+    processes = f" in {size.processes} processes" if size.processes > 1 else ""
+    turns = f"{len(values)} turn{'s' * (len(values) > 1)}{processes}"
+    ours = f"{value:.3f} ({low:.3f}..{high:.3f}), {turns}{more}"
+    return Row(name, ours, unit, *published, list(values))

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import attention, attention_data, paired, runner
 from benchmarks.attention_data import Setting, even
-from benchmarks.attention_peers import Attention, Contiguous, Ours
+from benchmarks.attention_peers import CONTIGUOUS, Attention
 from benchmarks.models import SHAPES, Shape
 from benchmarks.paper.rows import PAPER, READ, TOLD, Published, Row, Size, ranged
 
@@ -23,7 +23,7 @@ def contenders(shape: Shape, context: int) -> dict[str, Attention]:
     found = {}
     for name, block in layouts.items():
         data = attention_data.make(Setting(shape, case, block, "bf16", "cpu"), layers=LAYERS)
-        found[name] = attention.prepared(Contiguous() if name == "sdpa" else Ours(""), data)
+        found[name] = attention.prepared(CONTIGUOUS if name == "sdpa" else "ours", data)
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import hf_paged
-from benchmarks import readme, report, runner
+from benchmarks import attention_peers, readme, report, runner
 from benchmarks.models import SHAPES, build
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import kernel, simulation, vattention
@@ -56,7 +56,7 @@ def test_kernel_contenders_are_compared_with_the_reference(monkeypatch):
     functions = kernel.contenders(SHAPES["llama-tiny"], 64)
     assert functions.keys() == {"one block a row", "sdpa", "blocks of 16"}
     wrong = torch.zeros(kernel.ROWS, 1, 4, 32)
-    monkeypatch.setattr(kernel.Ours, "prepare", lambda *_: lambda layer: wrong)
+    monkeypatch.setitem(attention_peers.PEERS, "ours", lambda data: lambda layer: wrong)
     with pytest.raises(ArithmeticError, match="differs from the reference"):
         kernel.contenders(SHAPES["llama-tiny"], 64)
 

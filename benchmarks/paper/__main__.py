@@ -95,8 +95,9 @@ def show(runs: Sequence[Data]) -> Iterator[str]:
 def sections(data: Mapping[str, Any]) -> Iterator[str]:
     """Of docs/figures/papers.md: the rows with a published figure, of the tables that were run."""
     for group, title in GROUPS:
-        runs = [one for one in data["runs"] if one["rows"][0]["case"] in group]
-        rows = [row for one in runs for row in one["rows"] if row["published"]]
+        runs = [one for one in data["runs"] if {row["case"] for row in one["rows"]} & group.keys()]
+        shown = [row for one in runs for row in one["rows"] if row["published"]]
+        rows = [row for case in group for row in shown if row["case"] == case]
         if rows:
             machines = "; ".join(dict.fromkeys(machine_of(one["facts"]) for one in runs))
             names = " ".join(dict.fromkeys(row["case"] for row in rows))

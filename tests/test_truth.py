@@ -16,7 +16,7 @@ import pytest
 import hf_paged
 from benchmarks import generate, machine, readme, report, runner, tables
 from benchmarks.paper.__main__ import TABLES
-from benchmarks.paper.rows import FULL, TINY, TOLD
+from benchmarks.paper.rows import TINY
 from benchmarks.sections import overview
 from benchmarks.workloads import ALL, WORKLOADS
 from hf_paged import PagedConfig
@@ -254,10 +254,6 @@ def test_a_run_that_ends_early_leaves_its_cases(tmp_path):
 
 
 def test_the_papers_tables_claim_nothing_that_cannot_fail():
-    assert 3 * FULL.repeats >= 20, "the overhead of paging comes from twenty turns"
     rows = [row for name in ("waste", "batch_size") for row in TABLES[name](TINY)]
     for part in ("at spread 0.5", "at spread 1.5", ".."):
         assert all(part in row.ours for row in rows)
-    overheads = TABLES["overhead"](TINY)
-    assert [row.source for row in overheads if row.published == "under 3"] == [TOLD]
-    assert all(".." in row.ours and "turns" in row.ours for row in overheads)

@@ -4,12 +4,11 @@ figure.
     python -m benchmarks.paper [--quick] [--only NAME ...] [--json PATH]
 
 Measurements behind a ratio of times take turns, half of them in a second process. "read": the
-figure was looked up in the paper. S4 is one of the documents that this project was asked for in, an
-article on the PagedAttention paper (2026-02-17, Japanese); S1 is one on the vAttention paper
-(2025-03-11, Korean). A value with a range is the median with the least and the greatest over
-several seeds, or turns if it is timed; the spread is that of the lengths' logarithms, a constant
-that the paper does not give. What each table has in common with the paper's is in its docstring,
-`benchmarks/paper/`.
+figure was looked up in the paper. S1 is one of the documents that this project was asked for in,
+an article on the vAttention paper (2025-03-11, Korean). A value with a range is the median with the
+least and the greatest over several seeds, or turns if it is timed; the spread is that of the
+lengths' logarithms, a constant that the paper does not give. What each table has in common with the
+paper's is in its docstring, `benchmarks/paper/`.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import report, runner, tables
-from benchmarks.paper import simulation, vattention
-from benchmarks.paper.kernel import overhead
+from benchmarks.paper import simulation
 from benchmarks.paper.preempted import preempted
 from benchmarks.paper.rows import FULL, QUICK, Row, Size
+from benchmarks.paper.spikes import spikes
 from benchmarks.report import flow, machine_of
 from benchmarks.runner import Data, option
 
@@ -30,32 +29,24 @@ PAGED_ATTENTION: dict[str, Callable[[Size], list[Row]]] = {
     "waste": simulation.waste,
     "batch_size": simulation.batch_size,
     "sampling": simulation.sampling,
-    "overhead": overhead,
     "preempted": preempted,
 }
-VATTENTION: dict[str, Callable[[Size], list[Row]]] = {
-    "prefill": vattention.prefill,
-    "decode": vattention.decode,
-    "spikes": vattention.spikes,
-}
+VATTENTION: dict[str, Callable[[Size], list[Row]]] = {"spikes": spikes}
 TABLES = PAGED_ATTENTION | VATTENTION
 GROUPS: tuple[tuple[Mapping[str, Any], str], ...] = (
     (
         PAGED_ATTENTION,
         """**The PagedAttention paper's tables** (arXiv 2309.06180), repeated with hf_paged. All but
-        `overhead` and `preempted`, which are timed, are simulated with the engine's own scheduler
-        and block manager, so the machine hardly matters. Medians and ranges over seeds; the paper
-        does not state the spread of the lengths' logarithms, so it is a constant here. "S4, not in
-        the paper": the figure is from an article about it, one of the documents that this project
-        started from.""",
+        `preempted`, which is timed, are simulated with the engine's own scheduler and block
+        manager, so the machine hardly matters. Medians and ranges over seeds; the paper does not
+        state the spread of the lengths' logarithms, so it is a constant here.""",
     ),
     (
         VATTENTION,
-        """**vAttention's tables** (arXiv 2405.04437), repeated with hf_paged: rows at contiguous
-        addresses (`storage="virtual"`), which code that knows nothing of blocks reads in place,
-        against blocks with the kernel written for them. "S1, not looked up in the paper": the
-        figure is from an article about that paper. Medians, 95% intervals over turns of two
-        processes.""",
+        """**vAttention's spikes** (arXiv 2405.04437), repeated with hf_paged: rows at contiguous
+        addresses (`storage="virtual"`), which code that knows nothing of blocks reads in place.
+        "S1, not looked up in the paper": the figure is from an article about that paper. Medians,
+        95% intervals over turns of two processes.""",
     ),
 )
 """Tables that share a section of docs/figures/papers.md, and its first paragraph."""

@@ -11,13 +11,8 @@ from benchmarks import paired, runner, tables
 from benchmarks.models import SHAPES, Shape
 
 PAPER = "PagedAttention, arXiv 2309.06180"
-VATTENTION = "vAttention, arXiv 2405.04437"
 READ = "read"
 """The published figure was read in the paper's text or on its plot."""
-TOLD = "S4, not in the paper"
-""" The figure is from S4, one of the documents that define this project's task: an article on the
-PagedAttention paper, of 2026-02-17, in Japanese. The paper does not have the figure.
-"""
 TOLD_S1 = "S1, not looked up in the paper"
 """The figure is from the document S1: an article on the vAttention paper, of 2025-03-11, in
 Korean."""
@@ -28,7 +23,7 @@ class Published(NamedTuple):
     A figure that was published.
 
     Args:
-        source (`str`): Section or figure with `READ`, or `TOLD`, `TOLD_S1`.
+        source (`str`): Section or figure with `READ`, or `TOLD_S1`.
         why (`str`): Reason why ours differs.
     """
 
@@ -75,29 +70,23 @@ class Size:
 
     Args:
         short (`int`): Requests of a simulated trace.
-        shape (`str`): Model whose steps and attention are timed, from `benchmarks.models.SHAPES`.
-        context (`int`): Tokens of a row that a kernel reads.
         engine_requests (`int`): Timed requests per block size.
-        repeats (`int`): Repeats of every timed measurement.
         seeds (`int`): Number of traces, for figures shown with their range over seeds.
         small (`str`): Shape of the float32 model for whole calls that take turns.
         turns (`int`): Turns of the contenders in each of `processes` processes.
     """
 
     short: int
-    shape: str
-    context: int
     engine_requests: int
-    repeats: int
     seeds: int
     small: str = "llama-tiny"
     turns: int = 1
     processes: int = 1
 
 
-TINY = Size(40, "llama-tiny", 64, 2, 1, 1)
-QUICK = Size(1_000, "llama-100m", 256, 8, 3, 2)
-FULL = Size(10_000, "llama-100m", 1024, 8, 9, 5, "llama-24m", 8, 2)
+TINY = Size(40, 2, 1)
+QUICK = Size(1_000, 8, 2)
+FULL = Size(10_000, 8, 5, "llama-24m", 8, 2)
 
 
 def ranged(values: Sequence[float], digits: str = ".4g") -> str:

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import hf_paged
-from benchmarks import attention_peers, readme, report, runner
+from benchmarks import readme, report, runner
 from benchmarks.models import SHAPES, build
 from benchmarks.paper import __main__ as command
-from benchmarks.paper import kernel, simulation, vattention
-from benchmarks.paper.rows import FULL, TINY, TOLD, TOLD_S1, measured, timed_row
+from benchmarks.paper import simulation, spikes
+from benchmarks.paper.rows import FULL, TINY, TOLD_S1, measured, timed_row
 from benchmarks.paper.traces import SHAREGPT, make_trace
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.virtual.pages import MemoryFile
@@ -52,15 +52,6 @@ def test_grown_samples_take_the_blocks_that_the_engine_takes(count, prompt, outp
             simulation.grow(manager, *asked)
 
 
-def test_kernel_contenders_are_compared_with_the_reference(monkeypatch):
-    functions = kernel.contenders(SHAPES["llama-tiny"], 64)
-    assert functions.keys() == {"one block a row", "sdpa", "blocks of 16"}
-    wrong = torch.zeros(kernel.ROWS, 1, 4, 32)
-    monkeypatch.setitem(attention_peers.PEERS, "ours", lambda data: lambda layer: wrong)
-    with pytest.raises(ArithmeticError, match="differs from the reference"):
-        kernel.contenders(SHAPES["llama-tiny"], 64)
-
-
 def process(size):
     yield runner.Case("case", {"id": lambda turn: float(os.getpid())})
 
@@ -80,10 +71,10 @@ def test_half_of_the_turns_are_in_a_second_process():
 @mapped
 def test_mappings_are_counted():
     own, shape = MemoryFile.map, SHAPES["llama-tiny"]
-    forwards = vattention.Forwards(shape)
-    with vattention.mmaps() as sizes:
-        cache = vattention.filled(forwards.cache(vattention.VIRTUAL), shape, 1, 40)
-        forwards.run(vattention.VIRTUAL, cache, [torch.full((1, 1), 5)])
+    model = build(shape)
+    model.set_attn_implementation("hf_paged")
+    with spikes.mmaps() as sizes:
+        spikes.Decoding(model, shape, 1, 40).step()
     assert sizes and MemoryFile.map is own
 
 
@@ -98,17 +89,17 @@ def test_every_table_prints_its_rows(name):
         assert row["case"] == name and row["name"] in printed and row["unit"]
         assert isinstance(row["ours"], str) or math.isfinite(row["ours"])
         if row["published"]:
-            assert "read" in row["source"] or row["source"] in (TOLD, TOLD_S1)
+            assert "read" in row["source"] or row["source"] == TOLD_S1
     assert any(row["published"] for row in rows)
 
 
 def test_a_run_keeps_other_tables(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "QUICK", TINY)
     path = tmp_path / "paper.json"
-    for name in ("sampling", "overhead", "overhead"):
+    for name in ("sampling", "batch_size", "batch_size"):
         command.main(["--quick", "--only", name, "--json", str(path)])
     content = json.loads(path.read_text())
-    assert [run["rows"][0]["case"] for run in content["runs"]] == ["sampling", "overhead"]
+    assert [run["rows"][0]["case"] for run in content["runs"]] == ["sampling", "batch_size"]
     path.write_text("{")
     assert command.main(["--quick", "--only", "sampling", "--json", str(path)]) == 2
     assert path.read_text() == "{", "it adds nothing to a damaged file"
@@ -120,6 +111,6 @@ def test_the_text_has_the_tables_that_were_run():
     row |= {"unit": "ms", "source": "S1", "why": "slow"}
     run |= {"rows": [row, {**row, "name": "b", "published": ""}]}
     text, shown = command.sections({"runs": [run]})
-    assert "vAttention's tables" in text and "--only spikes`" in text
+    assert "vAttention's spikes" in text and "--only spikes`" in text
     assert "| a | 2 | 1 | ms | S1 | slow |" in shown and "| b |" not in shown
     assert list(command.sections({"runs": []})) == []

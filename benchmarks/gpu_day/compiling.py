@@ -13,26 +13,24 @@ from typing import Any, NamedTuple
 
 import torch
 
-import hf_paged
 from benchmarks import runner
 from benchmarks.gpu_day import jobs
 from benchmarks.models import SHAPES, build
 from benchmarks.runner import Data
+from benchmarks.systems import road_of
 from benchmarks.workloads import left_padded
 
 MODELS = ("qwen3-0.6b", "llama-3.1-8b")
-PROCESSES, SECONDS = 6, 180.0  # and seconds of one job
+PROCESSES, SECONDS = 4, 180.0  # and seconds of one job
 BUILD = "from hf_paged.kernels import cpp; raise SystemExit(not cpp.is_available())"
 """Builds the C++ kernels, which the last stage uses."""
 
 
 class Warm(NamedTuple):
-    """The first layers of a model in a `generate` call."""
+    """The first two layers of a model in a `generate` call."""
 
     model: str
-    layers: int
     rows: int
-    cache: str
     device: str
 
 
@@ -42,9 +40,7 @@ def measure(args: argparse.Namespace, keep: Any) -> Data:
     environment = {name: value for name, value in os.environ.items() if name != "HF_PAGED_CPP"}
     building = subprocess.Popen([sys.executable, "-c", BUILD], env=environment)
     names = ("llama-tiny",) if args.quick else MODELS
-    warms = [Warm(name, 2, size, "paged", args.device) for name in names for size in (1, 64)]
-    if not args.quick:  # these are compiled as a whole, so with all layers
-        warms += [Warm(name, SHAPES[name].layers, 1, "static", args.device) for name in names]
+    warms = [Warm(name, size, args.device) for name in names for size in (1, 64)]
     processes = 1 if args.quick else min(PROCESSES, os.cpu_count() or 1)
     calls = {str(warm): warm for warm in warms}
     rows = jobs.rows_of(call, calls, processes, SECONDS, end, keep)
@@ -57,17 +53,16 @@ def measure(args: argparse.Namespace, keep: Any) -> Data:
 
 def call(warm: Warm) -> list[Data]:
     """Calls `generate` twice, so that steps are recorded."""
-    shape = dataclasses.replace(SHAPES[warm.model], layers=warm.layers)
+    shape = dataclasses.replace(SHAPES[warm.model], layers=2)
     prompts = [list(range(3, 19 - row % 8)) for row in range(warm.rows)]
-    options = dict(max_new_tokens=64, do_sample=False, cache_implementation=warm.cache)
+    options = dict(max_new_tokens=64, do_sample=False, cache_implementation="paged")
     model = build(shape, warm.device, torch.bfloat16)
     inputs = left_padded(prompts, warm.device)
     first, second = (
         runner.seconds_of(lambda: model.generate(**inputs, **options)) for _ in range(2)
     )
-    route = hf_paged.last_route(model)
-    replayed = None if route is None else route.num_captured_steps
-    return [runner.row_of(str(warm), "calls", first=first, second=second, replayed=replayed)]
+    figures = {"first": first, "second": second, "route": road_of(model)}
+    return [runner.row_of(str(warm), "calls", **figures)]
 
 
 main = runner.Benchmark(

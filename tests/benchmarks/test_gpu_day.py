@@ -114,5 +114,5 @@ def test_a_run_on_the_stand_in_of_a_device(tmp_path):
     found = {name: report.read(tmp_path / f"gpu_day-{name}.json")["rows"] for name in "0abcdef"}
     assert sum(row["figures"]["passed"] for row in found["a"]) > 0
     assert all(row["equal"] == 1 for row in found["b"] if "equal" in row)
-    assert {row["system"] for row in found["d"]} == {"plain", "ours", "fingerprint"}
-    assert {row["case"].split(", ")[1] for row in found["e"]} == {"W1", "W3", "W6"}
+    for name in "de":
+        assert {row["case"][:2] for row in found[name]} == {"W1", "W3", "W6"}

@@ -16,17 +16,16 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from benchmarks import attention_data, ceilings, runner
 from benchmarks.attention_data import DTYPES, Setting
-from benchmarks.attention_peers import CONTIGUOUS, INT8, Attention, Peer, peers
+from benchmarks.attention_peers import CONTIGUOUS, INT8, PEERS, Attention, expected
 from benchmarks.ceilings import Ceilings
 from benchmarks.runner import Case, Turn, option
-from benchmarks.systems import NotAvailable
 
 TOLERANCES = {"bf16": 2e-2, "fp32": 1e-4}
 LIKE_CONTIGUOUS, INT8_FASTER = 1 / 1.02, 1 / 0.8
@@ -34,16 +33,14 @@ LIKE_CONTIGUOUS, INT8_FASTER = 1 / 1.02, 1 / 0.8
 PHASES = ("decode", "chunk", "prefill")
 
 
-def prepared(peer: Peer, data: attention_data.Data) -> Attention:
-    """The peer's function. Raises `NotAvailable` if it does not run, and `ArithmeticError` unless
-    its output of layer 0 matches the reference within the tolerance of the dtype."""
-    if problem := peer.missing(data.setting):
-        raise NotAvailable(problem)
-    function, expected = peer.prepare(data), peer.expected(data)
-    actual = function(0)
-    if actual.shape != expected.shape:
-        raise ArithmeticError(f"shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
-    difference = (actual.float() - expected.float()).abs().max().item()
+def prepared(name: str, data: attention_data.Data) -> Attention:
+    """The contender's function. Raises `NotAvailable` if it does not run, and `ArithmeticError`
+    unless its output of layer 0 matches the reference within the tolerance of the dtype."""
+    function = PEERS[name](data)
+    actual, right = function(0), expected(name, data)
+    if actual.shape != right.shape:
+        raise ArithmeticError(f"shape {tuple(actual.shape)}, not {tuple(right.shape)}")
+    difference = (actual.float() - right.float()).abs().max().item()
     if not difference <= TOLERANCES[data.setting.dtype]:
         raise ArithmeticError(f"differs from the reference by {difference:.3g}")
     return function
@@ -74,19 +71,19 @@ def elapsed(work: Callable[[], None], device: str) -> float:
     return first.elapsed_time(last) / 1000
 
 
-def arm(peer: Peer, data: attention_data.Data, limits: Ceilings, seconds: float) -> runner.Arm:
+def arm(name: str, data: attention_data.Data, limits: Ceilings, seconds: float) -> runner.Arm:
     """Seconds of a call, which is prepared in the warm-up; a turn loops over the layers for about
     `seconds`. Shares relate to the ceilings."""
     setting, count, is_graph, works = data.setting, 0, False, list[Callable[[], None]]()
     is_cuda = torch.device(setting.device).type == "cuda"
-    num_bytes = setting.quantized_bytes if peer.name == INT8 else setting.num_bytes
+    num_bytes = setting.quantized_bytes if name == INT8 else setting.num_bytes
     flops = limits.flops[str(DTYPES[setting.dtype])[6:]]
 
     @torch.no_grad()
     def work(turn: int) -> Turn:
         nonlocal count, is_graph
         if turn < 0:
-            function, count = prepared(peer, data), 2
+            function, count = prepared(name, data), 2
 
             def walk() -> None:
                 for call in range(count):
@@ -113,12 +110,12 @@ def arm(peer: Peer, data: attention_data.Data, limits: Ceilings, seconds: float)
 
 
 def case_of(
-    setting: Setting, contenders: Sequence[Peer], limits: Ceilings, quick: bool, seconds: float
+    setting: Setting, names: Iterable[str], limits: Ceilings, quick: bool, seconds: float
 ) -> Case:
     """All contenders on the same K/V, those that do not run with the reason."""
     with torch.no_grad():
         data = attention_data.make(setting, quick)
-    arms = {peer.name: runner.guarded(arm(peer, data, limits, seconds)) for peer in contenders}
+    arms = {name: runner.guarded(arm(name, data, limits, seconds)) for name in names}
     is_decode = setting.case.phase == "decode"
     over: dict[str, Any] = {CONTIGUOUS: {} if is_decode else {"ours": LIKE_CONTIGUOUS}}
     over["ours"] = {INT8: INT8_FASTER} if is_decode else {}
@@ -127,11 +124,10 @@ def case_of(
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     args.ceilings = ceilings.measure(args.device, args.quick)
-    contenders = peers(args.quick, args.flex_seconds)
-    contenders = [peer for peer in contenders if re.fullmatch(args.contenders, peer.name)]
+    names = [name for name in PEERS if re.fullmatch(args.contenders, name)]
     for setting in attention_data.settings(args.device, args.quick):
         if setting.case.phase in args.phase and re.search(args.only, setting.title):
-            yield case_of(setting, contenders, args.ceilings, args.quick, args.seconds)
+            yield case_of(setting, names, args.ceilings, args.quick, args.seconds)
 
 
 BENCHMARK = runner.Benchmark(
@@ -143,9 +139,6 @@ BENCHMARK = runner.Benchmark(
         "--device": runner.DEVICE,
         "--phase": option(choices=PHASES, nargs="+", default=PHASES),
         "--repeats": option("turns of each contender", type=int, default=9, dest="turns"),
-        "--flex-seconds": option(
-            "compiling flex_attention; 0: leave it out", type=float, default=30.0
-        ),
         "--contenders": option("regular expression on their names", default=".*"),
     },
     only='regular expression on "heads phase case block dtype"',

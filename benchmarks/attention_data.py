@@ -205,8 +205,8 @@ class Data:
         ]
 
 
-def make(setting: Setting, quick: bool = False, layers: int = 0) -> Data:
-    """Random K/V, of as many layers as exceed the processor's caches without `layers`. Blocks are
+def make(setting: Setting, quick: bool = False) -> Data:
+    """Random K/V, of as many layers as exceed the processor's caches, of two if `quick`. Blocks are
     placed at random, as in a pool after some use."""
     shape, case, device = setting.shape, setting.case, setting.device
     dtype, block_size, batch = DTYPES[setting.dtype], setting.block_size, len(case.seq_lens)
@@ -217,7 +217,7 @@ def make(setting: Setting, quick: bool = False, layers: int = 0) -> Data:
     dims = sum(counts), 2 * shape.kv_heads, block_size, shape.head_dim
     layer_bytes = batch * case.longest * 2 * shape.kv_heads * shape.head_dim * dtype.itemsize
     budget = CUDA_BYTES if device == "cuda" else CPU_BYTES
-    layers = layers or (2 if quick else min(MAX_LAYERS, max(2, budget // layer_bytes)))
+    layers = 2 if quick else min(MAX_LAYERS, max(2, budget // layer_bytes))
     # billions of numbers, drawn there
     draw = generator if device == "cpu" else torch.Generator(device).manual_seed(0)
     base = torch.randn(dims, generator=draw, device=device).to(dtype)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
-    compiled,
     first_call,
     generate,
     grpo,
@@ -41,7 +40,7 @@ from benchmarks import (
 from benchmarks.paper import __main__ as paper
 from benchmarks.peers import TITLES
 from benchmarks.report import flow, machine_of, result
-from benchmarks.sections import architectures, attention, gpu_day, overview, speeds, targets
+from benchmarks.sections import architectures, attention, overview, speeds, targets
 from benchmarks.sections.overview import WHOLE
 from benchmarks.workloads import ALL, WORKLOADS
 
@@ -123,7 +122,6 @@ FIGURES: dict[str, Callable[[], str]] = {
         lambda: attention.attention(result(attention.ATTENTION)),
         *sections(linears),
         lambda: attention.quantized(list(map(result, attention.QUANTIZED))),
-        lambda: compiled.section(result("compiled")),
     ),
     "papers": lambda: "\n\n".join(paper.sections(result(PAPER))),
 }
@@ -173,7 +171,6 @@ SECTIONS: dict[Path, dict[str, Callable[[], str]]] = {
         "architectures": architectures_section,
         "speeds": lambda: speeds.speeds(result(SPEEDS)),
     },
-    ROOT / "benchmarks" / "gpu_day.md": {"outcomes": lambda: gpu_day.outcomes(report.RESULTS)},
     ROOT / "docs" / "guide" / "other-engines.md": {"engines": engines_section},
     ROOT / "benchmarks" / "README.md": {"workloads": workloads_section, "results": results_section},
 }

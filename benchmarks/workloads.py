@@ -139,8 +139,7 @@ def batch_of(trace: Trace, scale: float, vocab: int) -> Batch:
     """The requests of a trace, `scale` times as long."""
     words = random.Random("trace 0")
     prompts, new_tokens = (
-        [max(4, round(length * scale)) for length in lengths]
-        for lengths in (trace.prompts, trace.outputs)
+        [max(4, round(length * scale)) for length in lengths] for lengths in zip(*trace)
     )
     return Batch(texts(words, prompts, vocab), new_tokens)
 

@@ -16,8 +16,7 @@ import pytest
 import hf_paged
 from benchmarks import generate, machine, readme, report, runner, tables
 from benchmarks.paper.__main__ import TABLES
-from benchmarks.paper.rows import FULL, TINY
-from benchmarks.paper.schedulers import PUBLISHED_RATIOS
+from benchmarks.paper.rows import TINY
 from benchmarks.sections import overview
 from benchmarks.workloads import ALL, WORKLOADS
 from hf_paged import PagedConfig
@@ -255,17 +254,6 @@ def test_a_run_that_ends_early_leaves_its_cases(tmp_path):
 
 
 def test_the_papers_tables_claim_nothing_that_cannot_fail():
-    assert 3 * FULL.repeats >= 20, "the overhead of paging comes from twenty turns"
-    assert all(1 < low < high for low, high in PUBLISHED_RATIOS.values())
-    rows = [row for name in ("batch_size", "example", "overhead") for row in TABLES[name](TINY)]
-    assert not [row for row in rows if "33,792" in row.why or "told" in row.source]
-    sizes = {row.name: row for row in rows if row.name.startswith("batch size in")}
-    assert sizes and not [row for row in sizes.values() if row.published in ("12", "16", "48")]
-    texts = ("26.4", "4.8", "82", "under 3")
-    seeds = [row for row in rows if row.published in texts or "48" in row.published]
-    assert len(seeds) == 8 and all(row.source == "S4, not in the paper" for row in seeds)
-    bands = [row.ours for row in rows if row.name.startswith("batch size")]
+    rows = [row for name in ("waste", "batch_size") for row in TABLES[name](TINY)]
     for part in ("at spread 0.5", "at spread 1.5", ".."):
-        assert all(part in band for band in bands)
-    overheads = [row for row in rows if row.unit == "%" and row.name.startswith("blocks of")]
-    assert overheads and all(".." in row.ours and "turns" in row.ours for row in overheads)
+        assert all(part in row.ours for row in rows)

@@ -28,41 +28,22 @@ class Lengths:
 
 SHAREGPT = Lengths("ShareGPT-like", 161.31, 337.99)
 ALPACA = Lengths("Alpaca-like", 19.31, 58.45)
+Trace = list[tuple[int, int]]
+"""Tokens of prompt and output of each request."""
 
 
-@dataclass(frozen=True)
-class Trace:
-    """Arrival in seconds, prompt and output in tokens of each request, in order of arrival."""
-
-    arrivals: list[float]
-    prompts: list[int]
-    outputs: list[int]
-
-    def __len__(self) -> int:
-        return len(self.arrivals)
-
-
-def make_trace(
-    lengths: Lengths, count: int, rate: float = math.inf, seed: int = 0, sigma: float = SIGMA
-) -> Trace:
+def make_trace(lengths: Lengths, count: int, seed: int = 0, sigma: float = SIGMA) -> Trace:
     """
-    `count` requests with Poisson arrivals.
+    The lengths of `count` requests.
 
     Args:
-        rate (`float`): Requests per second; infinite: all requests arrive at the start.
         sigma (`float`): The spread of the lengths' logarithms.
     """
-    draw = random.Random(seed)
-    arrivals, prompts, outputs = [], [], []
-    now = 0.0
+    draw, trace = random.Random(seed), Trace()
     for _ in range(count):
         prompt = _length(draw, lengths.mean_in, LONGEST - 1, sigma)
-        prompts.append(prompt)
-        outputs.append(_length(draw, lengths.mean_out, LONGEST - prompt, sigma))
-        if rate != math.inf:
-            now += draw.expovariate(rate)
-        arrivals.append(now)
-    return Trace(arrivals, prompts, outputs)
+        trace.append((prompt, _length(draw, lengths.mean_out, LONGEST - prompt, sigma)))
+    return trace
 
 
 def _length(draw: random.Random, mean: float, most: int, sigma: float) -> int:

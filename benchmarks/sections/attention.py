@@ -13,7 +13,7 @@ ATTENTION = "attention-cpu"
 QUANTIZED = ("kv-int8-cpu-1", "kv-int8-cpu-2")
 SHOWN = (
     ("qwen2.5-0.5b", "llama-3.1-8b"),
-    (CONTIGUOUS, "ours", "HF sdpa", "HF eager", "flex_attention"),
+    (CONTIGUOUS, "ours", "HF sdpa"),
 )
 """Heads and contenders of `benchmarks.attention` in the documentation."""
 

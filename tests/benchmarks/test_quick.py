@@ -4,19 +4,15 @@ are such rows."""
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import itertools
 import os
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import hf_paged
 from benchmarks import (
-    compiled,
     first_call,
     linears,
     lora,
@@ -32,7 +28,6 @@ from benchmarks import (
 from benchmarks.systems import Answer
 from hf_paged.kernels import cpp
 from tests.callers.test_mixed_precision import no_accelerator_left  # noqa: F401
-from tests.support.tools import ROOT
 
 ONLY = "Bloom|NemotronH tiny|Qwen2.5|Whisper tiny 1|(T5|BART).*beams"
 NEEDS_MEMORY_FILES = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="no memory files")
@@ -135,32 +130,6 @@ def check_virtual(rows):
 
 
 CHECKS = {name[6:]: check for name, check in globals().items() if name.startswith("check_")}
-
-
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.skipif(
-    sys.platform != "linux" or importlib.util.find_spec("triton") is None,
-    reason="no Triton to compile with",
-)
-def test_quick_compiles_without_a_gpu(tmp_path):
-    path = tmp_path / "compiled.json"
-    command = f"{sys.executable} -m benchmarks.compiled --quick --jobs 1 --json {path}".split()
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 300}
-    done = subprocess.run(command, env=env, check=True, **options)
-    (data,) = report.read(path)["runs"]
-    rows = {row["system"]: row for row in data["rows"]}
-    assert rows.keys() == {"attention_kernel", "merge_kernel", "_store_kernel"}
-    decode = rows["attention_kernel"]
-    assert decode["case"].startswith("decode-d128-bf16, sm_90, Triton ")
-    figures, loop = decode["figures"], decode["figures"]["loop, instructions"]
-    assert figures["tile, tokens"] == 64 and figures["spills, bytes"] == 0
-    assert 100 < loop < 2000 and figures["a token"] == round(loop * 4 / 64, 1)
-    assert decode["limits"] == {"loop, instructions": compiled.TARGET}
-    assert figures["blocks a multiprocessor"] >= 1
-    assert figures["limited by"] in ("registers", "shared memory", "warps", "blocks")
-    assert "| sm_90 |" in done.stdout and "Targets: 1 of 1 are met." in done.stdout
 
 
 @pytest.mark.parametrize("module", [*readme.FIGURES_OF, linears, parallel, virtual])

@@ -6,9 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks import ceilings, parallel, side_by_side
+from benchmarks import ceilings, side_by_side
 from benchmarks.models import SHAPES, Shape, build
-from benchmarks.paper import article
 from benchmarks.roofline import Cost, call_seconds, step_seconds
 from benchmarks.systems import latencies
 
@@ -63,29 +62,6 @@ def test_parameters_of_the_named_shapes():
             model = side_by_side.build(name, is_tiny=False)
             count = sum(parameter.numel() for parameter in model.parameters())
             assert 60e6 < count < 160e6, f"{name}: {count:,} parameters"
-
-
-def test_a_gpu_holds_its_part_of_a_model():
-    rows = {(row["model"], row["gpus"]): row for row in parallel.scaling()}
-    # its published size
-    assert rows["LLaMA-7B", 1]["weights_gib"] == pytest.approx(6.74e9 * 2 / 2**30, rel=0.01)
-    assert rows["LLaMA-65B", 1]["rows"] == 0  # it is larger than one GPU
-    one, two = rows["LLaMA-13B", 1], rows["LLaMA-13B", 2]
-    assert two["weights_gib"] == pytest.approx(one["weights_gib"] / 2, abs=0.1)
-    assert two["kv_tokens"] > 2 * one["kv_tokens"]  # a larger share of the memory is left
-    assert two["ratio"] > 2
-    assert ("LLaMA-33B", 8) not in rows  # its 52 heads cannot be split by 8
-
-
-def test_a_step_of_a_model_over_gpus_costs_what_its_part_does_and_the_links():
-    shape = parallel.LLAMAS[0]
-    one, two = article.step_cost(shape, 1), article.step_cost(shape, 2)
-    assert one.floor == pytest.approx(6.6e9 * 2 / 2.039e12, rel=0.02)  # the embedding is not read
-    assert (two.floor, two.per_token) == pytest.approx((one.floor / 2, one.per_token / 2))
-    assert one.per_link == 0 < two.per_link
-    line = next(row for row in parallel.scaling() if (row["model"], row["gpus"]) == (shape.name, 2))
-    step = two.seconds(line["rows"], line["rows"] * parallel.LENGTH)
-    assert 1000 * step == pytest.approx(line["step_ms"], abs=0.1)
 
 
 def test_latency_figures():

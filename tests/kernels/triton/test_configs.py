@@ -15,10 +15,10 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import runner, tune
-from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import reference
 from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig, find_config
+from tests.support.kernels.chips import CHIPS
 from tests.support.kernels.device import DEVICE, available
 
 

@@ -1,6 +1,6 @@
-"""Compiles every kernel ahead of time for chips that this machine lacks, with `benchmarks/aot.py`:
-`python -m tests.support.kernels.aot`. `compile_cases` starts a process without `TRITON_INTERPRET`,
-as compiling needs."""
+"""Compiles every kernel ahead of time for chips that this machine lacks: `python -m
+tests.support.kernels.aot`. `compile_cases` starts a process without `TRITON_INTERPRET`, as
+compiling needs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import report
-from benchmarks.aot import Compiled, measure, require_compiler
-from benchmarks.chips import CHIPS
 from tests.support import tools
+from tests.support.kernels.chips import CHIPS
+from tests.support.kernels.compiling import Compiled, measure, require_compiler
 
 if TYPE_CHECKING:
     from tests.support.kernels.cases import AotCase

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.chips import CHIPS
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels.triton import lora
 from hf_paged.kernels.triton.attention import decode_attention, prefill_attention
@@ -20,14 +19,14 @@ from hf_paged.kernels.triton.hash import hash_all
 from hf_paged.kernels.triton.merge import merge
 from hf_paged.kernels.triton.store import store
 from hf_paged.step import Lengths, StepMetadata
+from tests.support.kernels.chips import CHIPS
 
 ALL = tuple(CHIPS)
 FAMILIES = ("sm_80", "sm_90", "sm_100", "sm_120")
 """Chips with different code. That for 8.6 and 8.9 is compiled as for 8.0, with less shared
 memory."""
 LIMITS = ("sm_80", "sm_86", "sm_90", "gfx942")
-"""One chip for each amount of shared memory per block. `benchmarks/results/compiled.json` has the
-others."""
+"""One chip for each amount of shared memory per block."""
 FLOATS = ("sm_80", "gfx942")
 """Chips for the cases of 8-bit floats, which those before 8.9 lack: the kernels read and write
 bytes."""

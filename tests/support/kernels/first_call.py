@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 
 import hf_paged
-from benchmarks.aot import Launch, only_compile
-from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends import triton as backend
 from hf_paged.attention.backends.reference import AttentionCall
@@ -26,6 +24,8 @@ from hf_paged.cache.store import store_portable
 from hf_paged.kernels import BACKEND_VARIABLE, triton
 from hf_paged.kernels.triton import store
 from tests.support import models, tools
+from tests.support.kernels.chips import CHIPS
+from tests.support.kernels.compiling import Launch, only_compile
 from tests.support.kernels.variants import CHIP, variants
 
 PROMPTS = (3, 121, 33, 17)

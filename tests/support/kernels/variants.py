@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.aot import Launch, only_compile
-from benchmarks.chips import CHIPS
 from hf_paged.attention.backends import triton as backend
 from hf_paged.attention.backends.reference import AttentionCall
 from hf_paged.cache.kv_blocks import KVBlocks
 from hf_paged.kernels.triton import attention_kernel, lora, merge, store
 from hf_paged.step import Lengths, StepMetadata
 from tests.support import tools
+from tests.support.kernels.chips import CHIPS
+from tests.support.kernels.compiling import Launch, only_compile
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE, NUM_BLOCKS = 32, 8, 128, 16, 64
 STEPS = 200

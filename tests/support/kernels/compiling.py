@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from benchmarks import binaries
-from benchmarks.chips import CHIPS, TENSOR_COLUMNS, Chip
+from tests.support.kernels import binaries
+from tests.support.kernels.chips import CHIPS, TENSOR_COLUMNS, Chip
 
 OPERATIONS = {
     **{name: rf"\b{name}\b" for name in ("HMMA", "HGMMA", "UTCHMMA", "LDGSTS", "LDG", "BAR")},
@@ -68,16 +68,6 @@ class Compiled:
                 f" {TENSOR_COLUMNS}"
             )
         return found + [f"has no {name}" for name in self.missing]
-
-    @property
-    def residency(self) -> tuple[int, str]:
-        """Blocks that fit on a multiprocessor, and the resource that limits them."""
-        return CHIPS[self.chip].residency(self.registers, self.shared, self.num_warps)
-
-    @property
-    def per_token(self) -> float | None:
-        """Main-loop instructions of all warps per token."""
-        return round(self.loop * self.num_warps / self.tile, 1) if self.tile and self.loop else None
 
 
 class _Driver:

@@ -266,14 +266,12 @@ class Scheduler:
         """Preempts `request`, which needs blocks while no later request runs. Then, if no request
         runs and no other model holds memory, releases unused memory, or raises `OutOfBlocksError`
         if `request` had the same total length at its last such preemption."""
-        num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_only_model = not self.blocks.memory.num_held_by_others
         self._preempt(request)
         if self.queue.running or not is_only_model:
             return
-        if request.num_tokens_alone == num_tokens:
+        if not request.grows_alone():
             raise self.queue.out_of_blocks(request) from self.blocks.take_error
-        request.num_tokens_alone = num_tokens
         if self.blocks.memory.release_unused() and self.blocks.has_windows:
             # cached blocks of layers with windows would occupy freed memory that other layers need
             request.namespace = UNCACHED
@@ -364,11 +362,8 @@ class Scheduler:
             ignores_row_limit = False
 
     def _preempt(self, request: Request, may_swap: bool = True) -> None:
-        request.num_preemptions += 1
+        request.preempt()
         self.preemption.num_preemptions += 1
-        for sequence in request.open_sequences:
-            if not sequence.num_to_compute:
-                sequence.logits_length = sequence.num_tokens
         self._scheduled.preempted.append(request)
         self._requeue(request, may_swap)
 
@@ -440,7 +435,7 @@ class Scheduler:
         if request.num_open_rows == 1:
             self.finish(request)
             return
-        self.preemption.end_sequence(sequence)
+        sequence.finish()
         if request.status is Status.RUNNING:
             self.queue.num_rows -= 1
 
@@ -450,10 +445,9 @@ class Scheduler:
             return
         # first, so that the release of an adapter cannot evict this request's blocks, cached below
         self.queue.remove(request)
-        request.status = Status.FINISHED
         self.timeline.record_end(request)
-        for sequence in request.open_sequences:
-            self.preemption.end_sequence(sequence)
+        request.finish()
+        self.preemption.free_other_blocks(request)
 
     def __repr__(self) -> str:
         counts = f"{len(self.queue.running)} running, {len(self.queue.waiting)} waiting"

@@ -71,7 +71,8 @@ class SequenceBlocks(_WithWeakRefs):
         if can_skip:
             for group, table in zip(manager.groups, tables):
                 table.skip(group.spec.first_visible(end))
-        self.trim(num_committed)
+        if manager.has_windows:
+            self.trim(num_committed)
         allocated_ids = None
         while allocated_ids is None:
             needs = [table.num_needed_blocks(end - table.num_tokens) for table in tables]
@@ -108,8 +109,6 @@ class SequenceBlocks(_WithWeakRefs):
         """Frees window blocks that no later query sees; with `num_committed`, only those that no
         query after the first `num_committed` tokens sees. Must not be called between the scheduling
         of tokens and their computation."""
-        if not self.manager.has_windows:
-            return
         for group, table in zip(self.manager.groups, self.tables):
             num_tokens = min(table.num_tokens, num_committed)
             table.drop_before(group.spec.first_visible(num_tokens))

@@ -94,7 +94,8 @@ class Scheduler:
                 # only now has the model's own forward filled the blocks of the prompt
                 sequence.register(sequence.num_computed_tokens)
             # frees blocks that are outside the windows of all tokens after the chunk
-            sequence.blocks.trim()
+            if self.blocks.has_windows:
+                sequence.blocks.trim()
 
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
@@ -142,8 +143,9 @@ class Scheduler:
 
     def _continue_running(self) -> None:
         """Schedules tokens of running requests."""
-        decodes = self._scheduled.decodes
-        max_decodes = self.max_num_batched_tokens  # those on the fast path
+        scheduled = self._scheduled
+        decodes = scheduled.decodes
+        max_tokens = self.max_num_batched_tokens
         allowed = self.queue.allowed
         for request in self.queue.running:  # the body removes only later ones, or returns
             if allowed is not None and request not in allowed:
@@ -155,21 +157,22 @@ class Scheduler:
                     continue
                 blocks = sequence.blocks
                 is_decode = num_to_compute == 1 and not sequence.draft
+                limit = max_tokens - len(decodes) - scheduled.num_other_tokens
                 # fast path: the tail block has a free slot and is not shared
-                if is_decode and num_tokens <= blocks.capacity and len(decodes) < max_decodes:
+                if is_decode and num_tokens <= blocks.capacity and limit > 0:
                     for table in blocks.tables:
                         table.num_tokens = num_tokens
                     decodes.append(sequence)
                     continue
-                if not self._continue_row(request, sequence, num_to_compute):
+                if not self._continue_row(request, sequence, num_to_compute, limit):
                     return
-                max_decodes = len(decodes) + self._num_tokens_left
 
-    def _continue_row(self, request: Request, sequence: Sequence, num_to_compute: int) -> bool:
-        """Schedules tokens of a running sequence that is not on the fast path of
+    def _continue_row(
+        self, request: Request, sequence: Sequence, num_to_compute: int, limit: int
+    ) -> bool:
+        """Schedules up to `limit` tokens of a running sequence that is not on the fast path of
         `_continue_running`. Returns whether later sequences may get tokens."""
         scheduled = self._scheduled
-        limit = self._num_tokens_left
         if num_to_compute > 1:
             limit = self._chunk_limit(scheduled.num_reserved(self.queue.running))
             first = self.queue.first_waiting
@@ -183,20 +186,16 @@ class Scheduler:
             max_drafted -= scheduled.num_draft_tokens
             num_drafted = sequence.append_draft(max_drafted)
             if num_drafted:
-                scheduled.add_drafted(sequence, num_drafted)
+                scheduled.add_drafted(sequence, 1 + num_drafted)
                 return True
         self._schedule_tokens(request, sequence, limit)
         return request.status is Status.RUNNING
-
-    @property
-    def _num_tokens_left(self) -> int:
-        return self.max_num_batched_tokens - self._scheduled.num_tokens
 
     def _chunk_limit(self, num_reserved: int = 0) -> int:
         """Returns the maximum number of tokens of the next chunk, which leaves `num_reserved` to
         decodes that are not scheduled yet."""
         scheduled = self._scheduled
-        limit = self._num_tokens_left - num_reserved
+        limit = self.max_num_batched_tokens - scheduled.num_tokens - num_reserved
         decodes = scheduled.decodes or scheduled.drafted or num_reserved
         if decodes and self.max_chunk_tokens is not None:
             limit = min(limit, self.max_chunk_tokens - scheduled.num_chunk_tokens)
@@ -209,7 +208,7 @@ class Scheduler:
         chunk of another forward is scheduled. If too few blocks are free, frees the drafter's
         blocks, preempts later requests, shrinks the chunk if layers have windows, then preempts
         `request` if none of its rows is scheduled; without `may_preempt`, preempts nothing."""
-        count = sequence.num_to_compute
+        count = num_to_compute = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
             count = min(count, request.num_before_fork(sequence))
@@ -234,7 +233,7 @@ class Scheduler:
         if count > 1 or is_whole:
             self._add_chunk(request, sequence, count, is_unchunked)
         else:
-            self._scheduled.add_decode(sequence)
+            self._scheduled.add_decode(sequence, is_partial=num_to_compute > 1)
 
     def _append(
         self,

@@ -151,9 +151,8 @@ class SequenceBlocks(_WithWeakRefs):
         """Frees a finished sequence and records its length for `block_size="auto"`."""
         if self.tables:
             length = self.tables[0].num_tokens
-            recorder = self.manager.length_recorder
-            if length and recorder is not None:
-                recorder.note(length)
+            if length:
+                self.manager.length_recorder.note(length)
         self.free()
 
     def free(self) -> None:

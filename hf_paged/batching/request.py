@@ -332,6 +332,12 @@ class Request:
             sequence.free()
         self.num_shared_tokens = 0
 
+    def end_first_step(self, start: float) -> None:
+        """Called once a step that admitted the request has computed tokens: notes its `start`, in
+        seconds of `perf_counter`, unless an earlier step has computed some."""
+        if self.admitted_at is None:
+            self.admitted_at = start
+
     def start_clocks(self, now: float) -> None:
         """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""
         for criterion in self.time_criteria:

@@ -40,6 +40,17 @@ class SequenceBlocks(_WithWeakRefs):
     stops: tuple[int, ...] = ()
     manager: BlockManager = None  # type: ignore[assignment]  # `None` only without tables
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it has blocks from before the model changed or the whole cache was dropped."""
+        return self.epoch < self.manager.epochs.first_valid
+
+    @property
+    def needs_verification(self) -> bool:
+        """Whether it has registered blocks that were computed before the current period and have
+        not been verified in it."""
+        return self.num_registered > 0 and self.epoch < self.manager.epochs.period_start
+
     def forget_registered(self) -> None:
         """Forgets `node`, `num_registered` and `capacity`. The prefix index keeps its nodes."""
         self.node, self.num_registered, self.capacity = None, 0, 0
@@ -236,7 +247,7 @@ class SequenceBlocks(_WithWeakRefs):
         is_cached = manager.prefix_caching and namespace is not UNCACHED
         if num_nodes <= self.num_registered or not is_cached:
             return
-        if self.epoch < manager.epochs.first_valid:  # as `Epochs.is_outdated`
+        if self.epoch < manager.epochs.first_valid:  # as `is_outdated`
             return
         is_stop = num_tokens == num_nodes * size and num_tokens in self.stops
         state_group = manager.state_group if is_stop else None

@@ -194,7 +194,7 @@ class Preemption:
             return False
         is_restorable = self.is_restorable(request)
         may_be_outdated = is_restorable or any(
-            manager.epochs.needs_verification(sequence.blocks) for sequence in request.sequences
+            sequence.blocks.needs_verification for sequence in request.sequences
         )
         if may_be_outdated and self.verify is not None and not self.verify():
             self.free(request)
@@ -333,7 +333,7 @@ class Preemption:
             assert self.swapper is not None
             mode = self.mode
             num_bytes = 0
-            if any(self.blocks.epochs.is_outdated(sequence.blocks) for sequence in rows):
+            if any(sequence.blocks.is_outdated for sequence in rows):
                 # a recompute would use the changed model
                 mode = "swap"
             elif mode == "auto":

@@ -64,7 +64,23 @@ class Caller:
         took more than `patience` seconds."""
         if self.sampling_since is not None:
             self.is_late = now - self.sampling_since > patience
+            self.has_committed = True  # `CallLoop.run` commits its span after it has sampled
         self.sampling, self.sampling_since = [], None
+
+    def fail(self, error: Exception | None) -> None:
+        """Notes an error of its generation; the first counts."""
+        self.error = self.error or error
+
+    def end_step(self, ready: Ready) -> None:
+        """Called at the end of each step: notes whether its generation has ended, takes over the
+        logits `ready`, and wakes its thread unless it must wait for another step."""
+        self.is_late |= self.sampling_since is not None
+        if ready:
+            self.ready += ready
+            self.sampling_since = self.sampling_since or time.perf_counter()
+        self.has_ended = self.generation.is_done
+        if self.ready or self.has_ended or self.error is not None:
+            self.wake.notify()
 
 
 class SharedLoop(CallLoop):
@@ -119,7 +135,7 @@ class SharedLoop(CallLoop):
             generation = self.loop.unreported.popleft()
             caller = self._callers.get(generation.parent or generation)
             if caller is not None:  # `None`: it has left
-                caller.error = caller.error or generation.error
+                caller.fail(generation.error)
 
     def _fetch(self, caller: Caller, run_ahead: Fetch, tokens: Tensor) -> list[int]:
         """Copies tokens to the host. If this caller is the only one and no step is in progress,
@@ -140,8 +156,6 @@ class SharedLoop(CallLoop):
         now = time.perf_counter()
         with self._lock:
             caller = self._callers[generation]
-            # after it has sampled, `CallLoop.run` commits its span
-            caller.has_committed = caller.has_committed or caller.sampling_since is not None
             caller.end_sampling(now, self._patience)
         while True:
             with self._lock:
@@ -231,7 +245,7 @@ class SharedLoop(CallLoop):
                     and any(part.kept_blocks for part in generation.parts or [generation])
                 )
                 generation = next(with_kept_blocks, first_waiting)
-                generation.error = error
+                generation.fail(error)
                 self.loop.unreported.append(generation)
                 self._shortage = None  # the other generations get the blocks of this one
         else:
@@ -264,23 +278,18 @@ class SharedLoop(CallLoop):
     def _end_step(self, ready: Ready) -> None:
         """Passes the errors and logits of a step to the callers, and ends the step. If this raises,
         `_leave` ends it."""
-        now = self._last_end = time.perf_counter()
+        self._last_end = time.perf_counter()
         with self._lock:
             while self._deferred_drops:
                 self.loop.drop(self._deferred_drops.pop())
-            for caller in self._callers.values():
-                caller.is_late |= caller.sampling_since is not None
             self._report_errors()
+            ready_by_call: dict[Generation, Ready] = {}
             for generation, logits in ready:
-                ready_caller = self._callers.get(generation.parent or generation)
-                # the others were sampled by `_sample_for_callers`
-                if ready_caller is not None and generation.is_sampling:
-                    ready_caller.ready.append((generation, logits))
-                    ready_caller.sampling_since = ready_caller.sampling_since or now
-            for caller in self._callers.values():
-                caller.has_ended = caller.generation.is_done
-                if caller.ready or caller.has_ended or caller.error is not None:
-                    caller.wake.notify()
+                if generation.is_sampling:  # the others were sampled by `_sample_for_callers`
+                    call = generation.parent or generation
+                    ready_by_call.setdefault(call, []).append((generation, logits))
+            for generation, caller in self._callers.items():
+                caller.end_step(ready_by_call.get(generation, []))
             self.stepper = None
             self._wake_next_stepper()
 
@@ -295,8 +304,8 @@ class SharedLoop(CallLoop):
         }
         for generation, caller in self._callers.items():
             for part in (generation, *generation.parts):
-                caller.error = caller.error or part.error
-            caller.has_ended = generation.is_done
+                caller.fail(part.error)
+            caller.end_step([])
         self.loop.recover(
             generation
             for generation in self.loop.ledger.generations()

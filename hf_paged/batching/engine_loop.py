@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..cache.block_sizes import BlockSizes
 from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
-from ..config import AUTO, PagedConfig
+from ..config import PagedConfig
 from ..model.capability import Capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
@@ -140,14 +140,10 @@ class EngineLoop:
                 " requests have finished"
             )
 
-    def _new_memory(self, previous_sizes: BlockSizes | None = None) -> PagedMemory:
-        sizes = None
-        if self.config.block_size == AUTO:
-            lengths = () if previous_sizes is None else previous_sizes.lengths
-            sizes = block_sizes(self.model, self.config, observed=lengths)
+    def _new_memory(self, observed_lengths: Iterable[int] = ()) -> PagedMemory:
         return PagedMemory(
             self.config,
-            sizes=sizes,
+            sizes=block_sizes(self.model, self.config, observed=observed_lengths),
             keeps_cached=True,
             make_storage=self._parts.storage,
             processes=self.leader,
@@ -163,7 +159,7 @@ class EngineLoop:
             self.memory.evict_cached()
         finally:
             self.memory.drop_recorders()
-            memory = self._new_memory(self.memory.sizes)
+            memory = self._new_memory(self.memory.sizes.lengths)
             self._earlier_counts, self.loop, self.memory = counts, None, memory
 
     def loop_counts(self) -> Counter[str]:

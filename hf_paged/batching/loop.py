@@ -328,8 +328,7 @@ class StepLoop:
             if plan.sequences:
                 logits = self._run(plan)
         for request in plan.admitted:
-            if request.admitted_at is None:
-                request.admitted_at = start
+            request.end_first_step(start)
         return plan, logits
 
     def _run(self, plan: StepPlan) -> Tensor | None:

@@ -72,6 +72,27 @@ class Sequence:
         """Gives the sequence empty tables, with nothing computed. Does not free earlier blocks."""
         self.blocks, self.num_computed_tokens = block_manager.new(), 0
 
+    def match(self, keys: list[Hashable], min_tokens: int = 0) -> int:
+        """Attaches the longest cached prefix of `keys`, if it has at least `min_tokens` tokens;
+        returns its length. `begin` must precede."""
+        self.num_computed_tokens = self.blocks.match(keys, self.request.namespace, min_tokens)
+        return self.num_computed_tokens
+
+    def register_last(self) -> None:
+        """Called before the blocks are freed or swapped out: registers those that are full. Takes
+        no snapshot at a stop, since no later step would copy the state."""
+        self.blocks.stops = ()
+        self.register(self.num_computed_tokens)
+
+    def finish(self) -> None:
+        """Ends the sequence, records its length for `block_size="auto"`, and frees its blocks, in
+        the pool and on the host. The prefix cache may keep full blocks that are in the pool."""
+        if self.swapped is None:
+            self.register_last()
+        self.is_finished = True
+        self.blocks.end()
+        self.free()
+
     def register(self, num_tokens: int) -> None:
         """Registers in the prefix index the blocks that the first `num_tokens` tokens fill."""
         self.blocks.register(self.keys, num_tokens, self.request.namespace)
@@ -276,12 +297,46 @@ class Request:
         self.namespace = namespace
         return True
 
-    def record_hits(self) -> None:
-        """Called after an admission: records how many tokens were cached, unless a step has already
-        computed tokens of the request or the request has been preempted."""
+    def admit(self) -> None:
+        """Makes the request run, and records how many of its tokens were cached, unless a step has
+        already computed some of them or the request has been preempted."""
+        self.status = Status.RUNNING
         if self.admitted_at is None and not self.num_preemptions:
             computed = (sequence.num_computed_tokens for sequence in self.sequences)
             self.num_hit_tokens = sum(computed)
+
+    def preempt(self) -> None:
+        """Counts a preemption, and notes which rows have their logits, so that they need no
+        forward before their next tokens."""
+        self.num_preemptions += 1
+        for sequence in self.open_sequences:
+            if not sequence.num_to_compute:
+                sequence.logits_length = sequence.num_tokens
+
+    def grows_alone(self) -> bool:
+        """Called if the request is preempted while it runs alone: notes its total length, and
+        returns whether it has changed since the last such preemption."""
+        length_before = self.num_tokens_alone
+        self.num_tokens_alone = sum(row.num_tokens for row in self.open_sequences)
+        return self.num_tokens_alone != length_before
+
+    def finish(self) -> None:
+        """Ends the request and its open sequences."""
+        self.status = Status.FINISHED
+        for sequence in self.open_sequences:
+            sequence.finish()
+
+    def free(self) -> None:
+        """Frees the blocks of all sequences, so that they are computed again."""
+        for sequence in self.sequences:
+            sequence.free()
+        self.num_shared_tokens = 0
+
+    def end_first_step(self, start: float) -> None:
+        """Called once a step that admitted the request has computed tokens: notes its `start`, in
+        seconds of `perf_counter`, unless an earlier step has computed some."""
+        if self.admitted_at is None:
+            self.admitted_at = start
 
     def start_clocks(self, now: float) -> None:
         """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""

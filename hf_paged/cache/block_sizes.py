@@ -1,5 +1,5 @@
-"""Chooses the block size of each layer group under `block_size="auto"`. Holds no tensors and
-rebuilds no pools."""
+"""The block size of each layer group: that of the config or, under `block_size="auto"`, a choice.
+Holds no tensors and rebuilds no pools."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..config import AUTO
 from .groups import GroupSpec
 
 DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
@@ -85,16 +86,23 @@ def choose(lengths: Sequence[int], costs: Costs, window: int | None = None) -> C
 
 
 class BlockSizes:
-    """The block sizes of one memory. Chooses a group's block size when the group is created, from
-    the lengths passed to `__init__`. `lengths` records how long sequences were when they ended, for
-    the model's next memory."""
+    """The block sizes of one memory. Under `block_size="auto"`, chooses a group's block size when
+    the group is created, from the lengths passed to `__init__`. `lengths` records how long
+    sequences were when they ended, for the model's next memory."""
 
     def __init__(
-        self, costs: Costs | None = None, expected: Iterable[int] = (), observed: Iterable[int] = ()
+        self,
+        costs: Costs | None = None,
+        expected: Iterable[int] = (),
+        observed: Iterable[int] = (),
+        block_size: int | str = AUTO,
     ) -> None:
-        """Without `costs`, all blocks have the default size. `observed`: lengths of finished
-        sequences, in tokens; if there are none, the sizes are chosen for the `expected` lengths."""
+        """Without `costs`, all blocks have the default size: `block_size` or, if that is "auto",
+        `DEFAULT_BLOCK_SIZE`. `observed`: lengths of finished sequences, in tokens; if there are
+        none, the sizes are chosen for the `expected` lengths."""
         self.costs = costs or NO_COSTS
+        self.is_fixed = block_size != AUTO
+        self.default = int(block_size) if self.is_fixed else DEFAULT_BLOCK_SIZE
         self.chosen = dict[GroupSpec, Choice]()
         self.lengths = deque(observed, MAX_NUM_LENGTHS)
         self.num_ended = 0  # sequences that have ended in this memory
@@ -102,6 +110,8 @@ class BlockSizes:
 
     def of(self, spec: GroupSpec) -> int:
         """Returns the group's block size in tokens."""
+        if self.is_fixed:
+            return self.default
         if spec not in self.chosen:
             if spec.kind == "cross" and self.costs.times:
                 self.chosen[spec] = Choice(

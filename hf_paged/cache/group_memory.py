@@ -61,8 +61,7 @@ class GroupMemory:
             self.block_size = UNBOUNDED
             self.storage = states
         else:
-            sizes = memory.sizes
-            self.block_size = int(memory.config.block_size) if sizes is None else sizes.of(spec)
+            self.block_size = memory.sizes.of(spec)
             weak_memory = self.memory
             self.storage = memory.make_storage(
                 memory.config, spec, self.block_size, lambda: weak_memory.gather_handles()

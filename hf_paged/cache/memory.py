@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import forks
-from ..config import AUTO, PagedConfig
+from ..config import PagedConfig
 from ..interrupts import is_interrupt, restoring
 from ..seams import Processes, StorageFactory
 from ..threads import attempt
@@ -24,7 +24,7 @@ from ..topics import Topic
 from . import budget
 from .block_manager import BlockManager
 from .block_pool import OutOfBlocksError
-from .block_sizes import DEFAULT_BLOCK_SIZE, MIN_ENDED_WITHOUT_HIT, BlockSizes
+from .block_sizes import MIN_ENDED_WITHOUT_HIT, BlockSizes
 from .free_memory import free_bytes_of_all, trim
 from .group_memory import GroupMemory
 from .groups import GroupSpec
@@ -59,20 +59,19 @@ class PagedMemory:
         outer_lock: Any = None,
     ) -> None:
         """`is_bounded`: whether `hf_paged.budget` limits this memory; `False` for short checks of a
-        model. `sizes`: the block sizes under `block_size="auto"`; by default, all blocks have the
-        default size. `keeps_cached`: whether pools without a limit keep up to `CACHED_RATIO` cached
-        blocks per block of their peak use, and grow instead of evicting them. `make_storage`: makes
-        the storage of a layer group with keys and values; by default, the storage that the config
-        selects. `processes`: the processes that compute each step together, each with some heads of
-        every block. `outer_lock`: an engine's lock, acquired before `lock`."""
+        model. `sizes`: the block sizes; by default, all blocks have the config's size or, under
+        `block_size="auto"`, the default one. `keeps_cached`: whether pools without a limit keep up
+        to `CACHED_RATIO` cached blocks per block of their peak use, and grow instead of evicting
+        them. `make_storage`: makes the storage of a layer group with keys and values; by default,
+        the storage that the config selects. `processes`: the processes that compute each step
+        together, each with some heads of every block. `outer_lock`: an engine's lock, acquired
+        before `lock`."""
         self.config = config
         self.make_storage: StorageFactory = make_storage or storage_of
         self.is_bounded = is_bounded
         self.keeps_cached = keeps_cached
         self.processes = processes
-        self.sizes: BlockSizes | None = None
-        if config.block_size == AUTO:
-            self.sizes = sizes or BlockSizes()
+        self.sizes = sizes or BlockSizes(block_size=config.block_size)
         self.lock = forks.rlock()
         self.outer_lock = outer_lock
         self.groups: dict[GroupSpec, GroupMemory] = {}
@@ -115,17 +114,15 @@ class PagedMemory:
     @property
     def block_size(self) -> int:
         """The largest block size, in tokens, of groups of keys and values."""
-        if self.sizes is None:
-            return int(self.config.block_size)
         groups = list(self.groups.values())
         sizes = (group.block_size for group in groups if not group.holds_states)
-        return max(sizes, default=DEFAULT_BLOCK_SIZE)
+        return max(sizes, default=self.sizes.default)
 
     def better_sizes(self) -> BlockSizes | None:
         """Returns block sizes for a new memory if the recorded lengths suggest others; `None` if
         not, while a table holds a block, or while cached prefixes are worth keeping: one has been
         reused, or few sequences have ended so far. May be called without the lock."""
-        if self.sizes is None or self.is_used:
+        if self.sizes.is_fixed or self.is_used:
             return None
         has_hits = any(manager.num_hits for manager in list(self.managers.values()))
         may_hit = has_hits or self.sizes.num_ended < MIN_ENDED_WITHOUT_HIT

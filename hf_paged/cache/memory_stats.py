@@ -133,8 +133,6 @@ def share_of_unused_slots(groups: Iterable[GroupMemory]) -> float:
 
 def _choices(memory: PagedMemory) -> dict[str, Choice]:
     choices: dict[str, Choice] = {}
-    if memory.sizes is None:
-        return choices
     for spec, choice in memory.sizes.chosen.items():
         prefix = ""
         if spec.kind.startswith("assistant"):

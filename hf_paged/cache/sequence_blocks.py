@@ -40,6 +40,17 @@ class SequenceBlocks(_WithWeakRefs):
     stops: tuple[int, ...] = ()
     manager: BlockManager = None  # type: ignore[assignment]  # `None` only without tables
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether it has blocks from before the model changed or the whole cache was dropped."""
+        return self.epoch < self.manager.epochs.first_valid
+
+    @property
+    def needs_verification(self) -> bool:
+        """Whether it has registered blocks that were computed before the current period and have
+        not been verified in it."""
+        return self.num_registered > 0 and self.epoch < self.manager.epochs.period_start
+
     def forget_registered(self) -> None:
         """Forgets `node`, `num_registered` and `capacity`. The prefix index keeps its nodes."""
         self.node, self.num_registered, self.capacity = None, 0, 0
@@ -71,7 +82,8 @@ class SequenceBlocks(_WithWeakRefs):
         if can_skip:
             for group, table in zip(manager.groups, tables):
                 table.skip(group.spec.first_visible(end))
-        self.trim(num_committed)
+        if manager.has_windows:
+            self.trim(num_committed)
         allocated_ids = None
         while allocated_ids is None:
             needs = [table.num_needed_blocks(end - table.num_tokens) for table in tables]
@@ -108,8 +120,6 @@ class SequenceBlocks(_WithWeakRefs):
         """Frees window blocks that no later query sees; with `num_committed`, only those that no
         query after the first `num_committed` tokens sees. Must not be called between the scheduling
         of tokens and their computation."""
-        if not self.manager.has_windows:
-            return
         for group, table in zip(self.manager.groups, self.tables):
             num_tokens = min(table.num_tokens, num_committed)
             table.drop_before(group.spec.first_visible(num_tokens))
@@ -152,9 +162,8 @@ class SequenceBlocks(_WithWeakRefs):
         """Frees a finished sequence and records its length for `block_size="auto"`."""
         if self.tables:
             length = self.tables[0].num_tokens
-            recorder = self.manager.length_recorder
-            if length and recorder is not None:
-                recorder.note(length)
+            if length:
+                self.manager.length_recorder.note(length)
         self.free()
 
     def free(self) -> None:
@@ -238,7 +247,7 @@ class SequenceBlocks(_WithWeakRefs):
         is_cached = manager.prefix_caching and namespace is not UNCACHED
         if num_nodes <= self.num_registered or not is_cached:
             return
-        if self.epoch < manager.epochs.first_valid:  # as `Epochs.is_outdated`
+        if self.epoch < manager.epochs.first_valid:  # as `is_outdated`
             return
         is_stop = num_tokens == num_nodes * size and num_tokens in self.stops
         state_group = manager.state_group if is_stop else None

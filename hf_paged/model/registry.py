@@ -116,9 +116,12 @@ def block_sizes(
     expected: Iterable[int] = (),
     observed: Iterable[int] = (),
 ) -> BlockSizes:
-    """Returns the data from which `block_size="auto"` chooses sizes: lengths of sequences in
-    tokens, `observed` or `expected`, and the kernel's times. If other processes or calls need
-    blocks of the same size, the data has no times, so that the default size is chosen."""
+    """Returns the config's block size or, if it is "auto", the data from which sizes are chosen:
+    lengths of sequences in tokens, `observed` or `expected`, and the kernel's times. If other
+    processes or calls need blocks of the same size, the data has no times, so that the default size
+    is chosen."""
+    if config.block_size != AUTO:
+        return BlockSizes(block_size=config.block_size)
     reason = None
     if config.prefix_tiers is not None:
         reason = "processes that saw other lengths must find the blocks of `prefix_tiers`"
@@ -158,8 +161,7 @@ def memory_for(
         if old_memory is not None and not has_changed:
             sizes = old_memory.better_sizes()
         if memory is None or has_changed or sizes is not None:
-            if config.block_size == AUTO:
-                sizes = sizes or block_sizes(model, config, expected)
+            sizes = sizes or block_sizes(model, config, expected)
             memory = PagedMemory(config, sizes=sizes, processes=processes)
         _memories[model] = key, memory
         memory.config = config

@@ -122,11 +122,9 @@ def examine(
     meta_model.generation_config = saved_generation_config(model) or meta_model.generation_config
     max_positions = getattr(text_config, "max_position_embeddings", None)
     length = length or min(2048, max_positions or 2048)
-    is_auto = block_size == AUTO
-    costs = Costs(*find_costs(device, dtype, kv_dtype)) if is_auto else None
-    sizes = BlockSizes(costs, [length])
-    size_of = sizes.of if is_auto else lambda spec: int(block_size)
-    group_blocks, other_layers = measure_blocks(meta_model, size_of, kv_dtype)
+    costs = Costs(*find_costs(device, dtype, kv_dtype)) if block_size == AUTO else None
+    sizes = BlockSizes(costs, [length], block_size=block_size)
+    group_blocks, other_layers = measure_blocks(meta_model, sizes.of, kv_dtype)
     route = find_route(meta_model)
     kernel_device = device if route.in_place else None
     groups = [

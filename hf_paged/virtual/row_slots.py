@@ -54,6 +54,39 @@ class Row:
             return False
         return self.block_ids[index] == block_id
 
+    def assign(self, step: StepMetadata, span: BlockSpan, now: int, keeps_mappings: bool) -> None:
+        """Makes this the row of a step, whose blocks are `span`. `now`: `RowSlots._clock`."""
+        first, ids, end = span
+        has_padding = step.has_padding
+        if self.is_free:
+            self.reading_steps.clear()
+        elif first > self.first_block:
+            # other steps read earlier blocks, which a layer may map only later
+            earlier_ids = self.block_ids[: first - self.first_block]
+            ids = earlier_ids + ids
+            first = self.first_block
+        # perhaps another row; or this one, after a crop or a rejected draft
+        is_shorter = end < self.end_token
+        is_another = is_shorter and not keeps_mappings
+        content = (self.first_block, self.block_ids, self.has_padding)
+        is_changed = content != (first, ids, has_padding)
+        num_positions = first + len(ids)
+        self.end_token = end
+        if is_changed or is_another:
+            overlaps = bool(ids) and self.holds(first, ids[0])
+            # before the change, so that blocks are mapped again after an interrupt
+            self.version += 1
+            if is_shorter or not overlaps:
+                self.assigned_version = self.version
+            self.first_block, self.block_ids, self.has_padding = first, ids, has_padding
+            if keeps_mappings:
+                self.mapped_ids += [None] * (num_positions - len(self.mapped_ids))
+                self.mapped_ids[first:num_positions] = ids
+        if len(self.reading_steps) > MAX_READING_STEPS:
+            self.reading_steps = [ref for ref in self.reading_steps if ref() is not None]
+        self.reading_steps.append(weakref.ref(step))
+        self.last_used = now
+
 
 class BlockSpan(NamedTuple):
     """The blocks of a row of a step, at positions of the row's slot."""
@@ -162,7 +195,10 @@ class RowSlots:
             num_tokens = max((span.first_block + len(span.ids)) * size for span in spans)
             self._grow_length(num_tokens)
             for slot, span in zip(slots, spans):
-                self._assign(step, slot, *span)
+                row = self.rows[slot]
+                row.assign(step, span, self._clock, self._keeps_mappings)
+                if row.block_ids:
+                    self._slot_by_last_block[row.block_ids[-1]] = slot
         offsets = [span.first_block * size for span in spans]
         return Placement(slots, offsets)
 
@@ -328,45 +364,3 @@ class RowSlots:
         while len(self.rows) < num_slots:
             self.rows += [Row() for _ in self.rows]
         return True
-
-    def _assign(
-        self,
-        step: StepMetadata,
-        slot: int,
-        first: int,
-        ids: list[int],
-        end: int,
-    ) -> None:
-        """Assigns a row of a step to a slot. `first`, `ids` and `end`: as in `BlockSpan`."""
-        row = self.rows[slot]
-        has_padding = step.has_padding
-        if row.is_free:
-            row.reading_steps.clear()
-        elif first > row.first_block:
-            # other steps read earlier blocks, which a layer may map only later
-            earlier_ids = row.block_ids[: first - row.first_block]
-            ids = earlier_ids + ids
-            first = row.first_block
-        # perhaps another row; or this one, after a crop or a rejected draft
-        is_shorter = end < row.end_token
-        is_another = is_shorter and not self._keeps_mappings
-        content = (row.first_block, row.block_ids, row.has_padding)
-        is_changed = content != (first, ids, has_padding)
-        num_positions = first + len(ids)
-        row.end_token = end
-        if is_changed or is_another:
-            overlaps = bool(ids) and row.holds(first, ids[0])
-            # before the change, so that blocks are mapped again after an interrupt
-            row.version += 1
-            if is_shorter or not overlaps:
-                row.assigned_version = row.version
-            row.first_block, row.block_ids, row.has_padding = first, ids, has_padding
-            if self._keeps_mappings:
-                row.mapped_ids += [None] * (num_positions - len(row.mapped_ids))
-                row.mapped_ids[first:num_positions] = ids
-        if ids:
-            self._slot_by_last_block[ids[-1]] = slot
-        if len(row.reading_steps) > MAX_READING_STEPS:
-            row.reading_steps = [ref for ref in row.reading_steps if ref() is not None]
-        row.reading_steps.append(weakref.ref(step))
-        row.last_used = self._clock

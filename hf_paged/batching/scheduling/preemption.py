@@ -194,7 +194,7 @@ class Preemption:
             return False
         is_restorable = self.is_restorable(request)
         may_be_outdated = is_restorable or any(
-            manager.epochs.needs_verification(sequence.blocks) for sequence in request.sequences
+            sequence.blocks.needs_verification for sequence in request.sequences
         )
         if may_be_outdated and self.verify is not None and not self.verify():
             self.free(request)
@@ -205,7 +205,6 @@ class Preemption:
         if not self.take_other_blocks(request):
             self.free(request)
             return False
-        request.record_hits()
         return True
 
     def _swap_in(self, request: Request, num_reserved_blocks: int, is_alone: bool) -> bool:
@@ -297,12 +296,8 @@ class Preemption:
             # the last prompt token has a separate step, before which a step must compute a token
             keys = keys[:-1]
         min_tokens = max(request.num_content, self.min_saved)
-        blocks = sequence.blocks
-        num_matched = blocks.match(keys, request.namespace, min_tokens)
-        if not num_matched and request.num_text:
-            text_keys = keys[: request.num_text + 1]
-            num_matched = blocks.match(text_keys, request.namespace)
-        sequence.num_computed_tokens = num_matched
+        if not sequence.match(keys, min_tokens) and request.num_text:
+            sequence.match(keys[: request.num_text + 1])
 
     def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute
@@ -332,13 +327,13 @@ class Preemption:
         if possible."""
         for sequence in request.sequences:
             sequence.commit_draft()
-            self._register(sequence)
+            sequence.register_last()
         rows = request.open_sequences
         if self.can_swap(request):
             assert self.swapper is not None
             mode = self.mode
             num_bytes = 0
-            if any(self.blocks.epochs.is_outdated(sequence.blocks) for sequence in rows):
+            if any(sequence.blocks.is_outdated for sequence in rows):
                 # a recompute would use the changed model
                 mode = "swap"
             elif mode == "auto":
@@ -373,22 +368,5 @@ class Preemption:
         (`weights_update`); a failed step that admitted the request, may have advanced its states,
         or left bookkeeping half changed (`StepLoop.recover`); the end of a row whose swapped blocks
         a returned cache needs."""
-        for sequence in request.sequences:
-            sequence.free()
-        request.num_shared_tokens = 0
+        request.free()
         self.free_other_blocks(request)
-
-    def end_sequence(self, sequence: Sequence) -> None:
-        """Ends a sequence, records its length for `block_size="auto"`, and frees its blocks, in the
-        pool and on the host. The prefix cache may keep full blocks that are in the pool."""
-        if sequence.swapped is None:
-            self._register(sequence)
-        sequence.is_finished = True
-        sequence.blocks.end()
-        sequence.free()
-        if not sequence.request.open_sequences:
-            self.free_other_blocks(sequence.request)
-
-    def _register(self, sequence: Sequence) -> None:
-        sequence.blocks.stops = ()  # no snapshot at a stop: no later step would copy the state
-        sequence.register(sequence.num_computed_tokens)

@@ -120,7 +120,7 @@ class RequestQueue:
     def start(self, request: Request) -> None:
         """Moves a waiting request to `running`, after `admit` has returned true for it."""
         self.remove(request)
-        request.status = Status.RUNNING
+        request.admit()
         self.num_rows += request.num_open_rows
         insort(self.running, request, key=_by_key)
 

@@ -19,8 +19,8 @@ class Scheduled:
     drafted: list[tuple[Sequence, int]] = field(default_factory=list)
     # chunks of a prefill or recompute, each with its number of tokens
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    num_draft_tokens: int = 0
     num_chunk_tokens: int = 0
+    num_other_tokens: int = 0  # in `drafted` and `chunks`
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     # rows of running requests that need one token in this step; counted for the first chunk
@@ -32,8 +32,11 @@ class Scheduled:
 
     @property
     def num_tokens(self) -> int:
-        num_decodes = len(self.decodes) + len(self.drafted)
-        return num_decodes + self.num_draft_tokens + self.num_chunk_tokens
+        return len(self.decodes) + self.num_other_tokens
+
+    @property
+    def num_draft_tokens(self) -> int:
+        return self.num_other_tokens - self.num_chunk_tokens - len(self.drafted)
 
     def num_reserved(self, running: Iterable[Request]) -> int:
         """Returns how many rows of the running requests need one token and are not scheduled yet:
@@ -44,16 +47,17 @@ class Scheduled:
         num_scheduled = len(self.decodes) - self.num_partial_decodes + len(self.drafted)
         return self._num_decoding - num_scheduled
 
-    def add_decode(self, sequence: Sequence) -> None:
-        self.num_partial_decodes += sequence.num_to_compute > 1
+    def add_decode(self, sequence: Sequence, is_partial: bool) -> None:
+        self.num_partial_decodes += is_partial
         self.decodes.append(sequence)
 
-    def add_drafted(self, sequence: Sequence, num_draft_tokens: int) -> None:
-        self.num_draft_tokens += num_draft_tokens
-        self.drafted.append((sequence, 1 + num_draft_tokens))
+    def add_drafted(self, sequence: Sequence, count: int) -> None:
+        self.num_other_tokens += count
+        self.drafted.append((sequence, count))
 
     def add_chunk(self, sequence: Sequence, count: int) -> None:
         self.num_chunk_tokens += count
+        self.num_other_tokens += count
         self.chunks.append((sequence, count))
 
     def shares_forward(self, request: Request) -> bool:

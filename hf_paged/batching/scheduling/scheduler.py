@@ -94,7 +94,8 @@ class Scheduler:
                 # only now has the model's own forward filled the blocks of the prompt
                 sequence.register(sequence.num_computed_tokens)
             # frees blocks that are outside the windows of all tokens after the chunk
-            sequence.blocks.trim()
+            if self.blocks.has_windows:
+                sequence.blocks.trim()
 
     def _schedule(self, scheduled: Scheduled) -> None:
         self.blocks.index.begin_step()
@@ -142,8 +143,9 @@ class Scheduler:
 
     def _continue_running(self) -> None:
         """Schedules tokens of running requests."""
-        decodes = self._scheduled.decodes
-        max_decodes = self.max_num_batched_tokens  # those on the fast path
+        scheduled = self._scheduled
+        decodes = scheduled.decodes
+        max_tokens = self.max_num_batched_tokens
         allowed = self.queue.allowed
         for request in self.queue.running:  # the body removes only later ones, or returns
             if allowed is not None and request not in allowed:
@@ -155,21 +157,22 @@ class Scheduler:
                     continue
                 blocks = sequence.blocks
                 is_decode = num_to_compute == 1 and not sequence.draft
+                limit = max_tokens - len(decodes) - scheduled.num_other_tokens
                 # fast path: the tail block has a free slot and is not shared
-                if is_decode and num_tokens <= blocks.capacity and len(decodes) < max_decodes:
+                if is_decode and num_tokens <= blocks.capacity and limit > 0:
                     for table in blocks.tables:
                         table.num_tokens = num_tokens
                     decodes.append(sequence)
                     continue
-                if not self._continue_row(request, sequence, num_to_compute):
+                if not self._continue_row(request, sequence, num_to_compute, limit):
                     return
-                max_decodes = len(decodes) + self._num_tokens_left
 
-    def _continue_row(self, request: Request, sequence: Sequence, num_to_compute: int) -> bool:
-        """Schedules tokens of a running sequence that is not on the fast path of
+    def _continue_row(
+        self, request: Request, sequence: Sequence, num_to_compute: int, limit: int
+    ) -> bool:
+        """Schedules up to `limit` tokens of a running sequence that is not on the fast path of
         `_continue_running`. Returns whether later sequences may get tokens."""
         scheduled = self._scheduled
-        limit = self._num_tokens_left
         if num_to_compute > 1:
             limit = self._chunk_limit(scheduled.num_reserved(self.queue.running))
             first = self.queue.first_waiting
@@ -183,20 +186,16 @@ class Scheduler:
             max_drafted -= scheduled.num_draft_tokens
             num_drafted = sequence.append_draft(max_drafted)
             if num_drafted:
-                scheduled.add_drafted(sequence, num_drafted)
+                scheduled.add_drafted(sequence, 1 + num_drafted)
                 return True
         self._schedule_tokens(request, sequence, limit)
         return request.status is Status.RUNNING
-
-    @property
-    def _num_tokens_left(self) -> int:
-        return self.max_num_batched_tokens - self._scheduled.num_tokens
 
     def _chunk_limit(self, num_reserved: int = 0) -> int:
         """Returns the maximum number of tokens of the next chunk, which leaves `num_reserved` to
         decodes that are not scheduled yet."""
         scheduled = self._scheduled
-        limit = self._num_tokens_left - num_reserved
+        limit = self.max_num_batched_tokens - scheduled.num_tokens - num_reserved
         decodes = scheduled.decodes or scheduled.drafted or num_reserved
         if decodes and self.max_chunk_tokens is not None:
             limit = min(limit, self.max_chunk_tokens - scheduled.num_chunk_tokens)
@@ -209,7 +208,7 @@ class Scheduler:
         chunk of another forward is scheduled. If too few blocks are free, frees the drafter's
         blocks, preempts later requests, shrinks the chunk if layers have windows, then preempts
         `request` if none of its rows is scheduled; without `may_preempt`, preempts nothing."""
-        count = sequence.num_to_compute
+        count = num_to_compute = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
             count = min(count, request.num_before_fork(sequence))
@@ -234,7 +233,7 @@ class Scheduler:
         if count > 1 or is_whole:
             self._add_chunk(request, sequence, count, is_unchunked)
         else:
-            self._scheduled.add_decode(sequence)
+            self._scheduled.add_decode(sequence, is_partial=num_to_compute > 1)
 
     def _append(
         self,
@@ -266,14 +265,12 @@ class Scheduler:
         """Preempts `request`, which needs blocks while no later request runs. Then, if no request
         runs and no other model holds memory, releases unused memory, or raises `OutOfBlocksError`
         if `request` had the same total length at its last such preemption."""
-        num_tokens = sum(row.num_tokens for row in request.open_sequences)
         is_only_model = not self.blocks.memory.num_held_by_others
         self._preempt(request)
         if self.queue.running or not is_only_model:
             return
-        if request.num_tokens_alone == num_tokens:
+        if not request.grows_alone():
             raise self.queue.out_of_blocks(request) from self.blocks.take_error
-        request.num_tokens_alone = num_tokens
         if self.blocks.memory.release_unused() and self.blocks.has_windows:
             # cached blocks of layers with windows would occupy freed memory that other layers need
             request.namespace = UNCACHED
@@ -364,11 +361,8 @@ class Scheduler:
             ignores_row_limit = False
 
     def _preempt(self, request: Request, may_swap: bool = True) -> None:
-        request.num_preemptions += 1
+        request.preempt()
         self.preemption.num_preemptions += 1
-        for sequence in request.open_sequences:
-            if not sequence.num_to_compute:
-                sequence.logits_length = sequence.num_tokens
         self._scheduled.preempted.append(request)
         self._requeue(request, may_swap)
 
@@ -440,7 +434,7 @@ class Scheduler:
         if request.num_open_rows == 1:
             self.finish(request)
             return
-        self.preemption.end_sequence(sequence)
+        sequence.finish()
         if request.status is Status.RUNNING:
             self.queue.num_rows -= 1
 
@@ -450,10 +444,9 @@ class Scheduler:
             return
         # first, so that the release of an adapter cannot evict this request's blocks, cached below
         self.queue.remove(request)
-        request.status = Status.FINISHED
         self.timeline.record_end(request)
-        for sequence in request.open_sequences:
-            self.preemption.end_sequence(sequence)
+        request.finish()
+        self.preemption.free_other_blocks(request)
 
     def __repr__(self) -> str:
         counts = f"{len(self.queue.running)} running, {len(self.queue.waiting)} waiting"

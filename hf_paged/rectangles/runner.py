@@ -179,7 +179,7 @@ class RectangleRunner(Runner):
         if may_replay:
             logits = self._replay(rectangle, prepared)
         if logits is None:
-            logits, _ = self._compute(rectangle, prepared, num_logits)
+            logits = self._compute(rectangle, prepared, num_logits)[0]
         if begins:
             if rectangle.cache is not None:
                 cache = rectangle.inputs[compat.cache_name(self.model)]

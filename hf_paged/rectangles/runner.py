@@ -175,7 +175,7 @@ class RectangleRunner(Runner):
         if may_replay:
             logits = self._replay(rectangle, prepared)
         if logits is None:
-            logits, _ = self._compute(rectangle, prepared, num_logits, begins)
+            logits = self._compute(rectangle, prepared, num_logits, begins)[0]
         if rows is not None and rows != list(range(len(rectangle.blocks))):
             rectangle = self._select(rectangle, rows, is_shared=False)
             rectangle.borrow(rectangle.width)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +29,7 @@ from ..seams import ForwardContext
 from ..step import NotCapturable, StepMetadata
 from .columns import Columns
 from .length import Length
-from .recorders import log_unrecorded
+from .recorders import note_unrecorded
 from .step_cache import step_cache, store_states
 
 if TYPE_CHECKING:
@@ -63,6 +62,7 @@ class RectangleReplays:
         if model.config.is_encoder_decoder:
             self._mask_name = "decoder_attention_mask"
         self._state: ModelState | None = None
+        self._reason_against_replays: str | None = None
         # about the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}
         self._width = self._num_axes = 0
@@ -80,10 +80,10 @@ class RectangleReplays:
             return
         update = inspect.getattr_static(model, compat.UPDATE_INPUTS)
         self._has_own_update = update is not vars(GenerationMixin)[compat.UPDATE_INPUTS]
-        # a user's method may do more than return inputs, and must see each step
-        self._may_replay = not self._has_own_update or _is_of_transformers(update)
-        if not self._may_replay:
-            log_unrecorded(f"it overrides `{compat.UPDATE_INPUTS}`", logging.INFO)
+        self._reason_against_replays = None
+        if self._has_own_update and not _is_of_transformers(update):
+            # a user's method may do more than return inputs, and must see each step
+            self._reason_against_replays = f"it overrides `{compat.UPDATE_INPUTS}`"
         self._forward_parameters = _parameters(model)
         self._cache_name = compat.cache_name(model)
         self._recorder.begin(state)
@@ -91,16 +91,21 @@ class RectangleReplays:
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
         """Replays a step with the model inputs `prepared`; returns
         logits `(rows, vocab_size)`, or `None` if no recording serves the step."""
-        if self._state is None or not self._may_replay:
+        if self._state is None:
             return None
         recorder = self._recorder
-        if recorder.unsupported_reason is not None or not self._state.is_in_place():
+        reason = self._reason_against_replays or recorder.unsupported_reason
+        if reason is not None:
+            note_unrecorded(reason)
+            return None
+        if not self._state.is_in_place():
             return None
         if rectangle.width - 1 not in recorder.lengths:
             return None
         self._token_types = _token_types(prepared)
         tokens = self._pack(rectangle, prepared)
-        if tokens is None:
+        if isinstance(tokens, str):
+            note_unrecorded(tokens)
             return None
         self._width = rectangle.width
         self._is_padded = any(rectangle.paddings)
@@ -167,15 +172,18 @@ class RectangleReplays:
         expected, expected_spec = tree_flatten(rectangle.inputs)
         return spec == expected_spec and all(map(_is_equal, leaves, expected))
 
-    def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | None:
-        """Returns the step as packed tokens; `None` if it cannot be recorded."""
+    def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | str:
+        """Returns the step as packed tokens, or why it cannot be recorded."""
         num_rows = len(rectangle.blocks)
         column = rectangle.width - 1  # of the new tokens
         if self._cross_groups and any(rectangle.paddings):
-            return None  # a position bias would need each row's padding
+            return "rows with an encoder are padded"  # a position bias would need the padding
         visible_lengths = self._visible_encoder_lengths(rectangle, prepared)
-        if visible_lengths is None or not self._are_inputs_supported(prepared, rectangle):
-            return None
+        if visible_lengths is None:
+            return "its rows do not attend to the first of their encoder tokens"
+        name = self._unsupported_input(prepared, rectangle)
+        if name is not None:
+            return f"recordings do not support its input `{name}`"
         groups = []
         self._num_past_windows = 0
         for number, group in enumerate(self._groups):
@@ -183,9 +191,10 @@ class RectangleReplays:
             tables = [blocks.tables[number] for blocks in rectangle.blocks]
             num_dropped = {table.num_dropped for table in tables}
             if self._recorder.reads_keys and num_dropped != {0}:
-                return None  # a mask would need each row's first column
+                # a mask would need each row's first column
+                return "its code reads keys, of which those before a window were dropped"
             if len(num_dropped) > 1 and not any(rectangle.paddings):
-                return None  # the first key's position must be that of all rows
+                return "the first keys of its rows have different positions"
             self._num_past_windows += group.spec.first_visible(column) > 0
             rows = zip(rectangle.paddings, tables)
             origins = [padding + table.num_dropped * block_size for padding, table in rows]
@@ -236,16 +245,19 @@ class RectangleReplays:
             visible_lengths.append(end - origin)
         return visible_lengths
 
-    def _are_inputs_supported(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
-        """Whether the recorded forward computes the same with its own inputs as with `prepared`."""
+    def _unsupported_input(self, prepared: dict[str, Any], rectangle: Rectangle) -> str | None:
+        """Returns the name of an input in `prepared` with which the recorded forward, with its own
+        inputs, may not compute the same; `None` if there is none."""
         if any(rectangle.paddings) and self._mask_name not in prepared:
-            return False
+            return self._mask_name
         replaced = {self._ids_name, self._cache_name, "encoder_outputs"}
         replaced.update(self._token_types)
         if self._cross_groups:
             replaced.add("attention_mask")  # checked by `_visible_encoder_lengths`
-        inputs = [(name, value) for name, value in prepared.items() if name not in replaced]
-        return all(self._is_input_supported(name, value, rectangle) for name, value in inputs)
+        for name, value in prepared.items():
+            if name not in replaced and not self._is_input_supported(name, value, rectangle):
+                return name
+        return None
 
     def _is_input_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
         num_rows, width = len(rectangle.blocks), rectangle.width

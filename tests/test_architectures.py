@@ -5,6 +5,7 @@ import pytest
 import torch
 import transformers
 
+from tests.support import speeds
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import takes_media
@@ -57,6 +58,19 @@ def test_the_rows_have_different_pictures_amid_text(name: str) -> None:
     for row, seen in zip(ids == model.config.image_token_id, mask.bool(), strict=True):
         places = row.nonzero().flatten()
         assert seen[places].all() and seen[: places[0]].any() and places[-1] < len(row) - 1
+
+
+@pytest.mark.parametrize(
+    "name", ["MiniCPMV4_7ForConditionalGeneration", "UnlimitedOcrForConditionalGeneration"]
+)
+def test_the_rows_of_a_larger_batch_have_pictures(name: str) -> None:
+    """Patches of all rows in one sequence; lists of numbers."""
+    if name not in list_architectures():
+        pytest.skip("not in this version of transformers")
+    model = tiny_model(getattr(transformers, name))
+    medium, inputs = speeds.inputs_of(model, 4)
+    tokens = model.generate(**inputs, do_sample=False, max_new_tokens=3, min_new_tokens=3)
+    assert medium == "image" and tokens.shape == (4, inputs["input_ids"].shape[1] + 3)
 
 
 @pytest.mark.slow

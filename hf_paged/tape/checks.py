@@ -3,7 +3,6 @@ outcomes. The runner runs the step and the forward."""
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -13,8 +12,6 @@ from torch import Tensor
 
 from ..batching.execution.inputs import PackedTokens
 from ..model.trial import significant_difference
-
-logger = logging.getLogger(__name__)
 
 
 class Checks:
@@ -27,7 +24,7 @@ class Checks:
     is larger. A kind whose results differ once is refused for tables of any size."""
 
     def __init__(self) -> None:
-        self._refused = set[Hashable]()
+        self._refused = dict[Hashable, str]()  # reasons against replays, by kind
         # by kind and columns of each layer group's tables: for each group, the length of the
         # longest row, with padding and dropped blocks, in the check in which it was shortest
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
@@ -43,11 +40,11 @@ class Checks:
         self._min_lengths.clear()
         self.passed_inputs.clear()
 
-    def begin_step(self, kind: Hashable) -> bool:
-        """Starts a step; returns whether steps of this kind may be replayed."""
+    def begin_step(self, kind: Hashable) -> str | None:
+        """Starts a step; returns why steps of this kind are not replayed; `None` if they may be."""
         self.pending = None
         self.copied_states = ()
-        return kind not in self._refused
+        return self._refused.get(kind)
 
     def choose(self, kind: Hashable, widths: tuple[int, ...], tokens: PackedTokens) -> None:
         """Decides whether a replay of this step is to be checked. `widths`: columns of each layer
@@ -87,7 +84,6 @@ class Checks:
         if difference is not None:
             reason = f"their results differ by {difference} from those of the model's own forward"
         if reason is not None:
-            self._refused.add(kind)
-            logger.info("steps of one kind are not replayed: %s", reason)
+            self._refused[kind] = reason
         min_lengths = self._min_lengths.setdefault((kind, widths), lengths)
         min_lengths[:] = map(min, min_lengths, lengths)

@@ -43,7 +43,7 @@ from .recorders import (
     check_replay,
     exclusive_recording,
     graph_backend,
-    log_unrecorded,
+    note_unrecorded,
     reason_of,
     storage_addresses,
     undoing_writes,
@@ -122,6 +122,7 @@ class StepGraphs:
         # after failures, the largest sizes still recorded, by what they count: "decodes", "chunk
         # tokens" or "prefixes", whose limit is always 0
         self._limits: dict[str, int] = {}
+        self._reason_against_decodes = ""  # beyond their limit
         self._outputs = StaticOutputs()  # shared by graphs
         # of the running step:
         self._forward: Forward | None = None
@@ -131,17 +132,15 @@ class StepGraphs:
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Drops all graphs that were recorded in another state of the model (apart from the content
         and addresses of its tensors) or under other options of torch, and those that may read a
-        tensor whose address has changed; with `reads_keys` (as in `Recorder.begin`), also those
-        that were recorded without it. `self.reads_keys` stays set until the model or the options
-        change; a recording that raises `KeysReadError` sets it, too."""
+        tensor whose address has changed; with `reads_keys`, also those that were recorded without
+        it. `self.reads_keys` stays set until the model or the options change."""
         model = self._model()
         assert model is not None
-        text_config = model.config.get_text_config(decoder=True)
         description, addresses = state.addresses()
         signature = (
             description,
             torch_options(),
-            model_attention(text_config),
+            model_attention(model.config.get_text_config(decoder=True)),
             os.environ.get(BACKEND_VARIABLE),
         )
         self._untracked_reason = state.undetectable
@@ -208,10 +207,12 @@ class StepGraphs:
         Such a step is never recorded, and not replayed if it must be checked. After a replay, the
         tensors of `states` belong to the recording; a replay to be checked changes copies."""
         self.is_checked = True
-        if self.unsupported_reason is not None:
-            return None
         can_differ = checked_as is not None or self.reads_keys
-        if can_differ and not self.checks.begin_step(checked_as):
+        reason = self.unsupported_reason
+        if reason is None and can_differ:
+            reason = self.checks.begin_step(checked_as)
+        if reason is not None:
+            note_unrecorded(reason)
             return None
         if not self._is_recordable(tokens, context) or must_run_eagerly(self._untracked_reason):
             return None
@@ -266,8 +267,10 @@ class StepGraphs:
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
         limits = self._limits
         if not num_chunk_tokens:
-            is_small = tokens.num_decodes <= limits.get("decodes", tokens.num_decodes)
-            return is_small and len(tokens.last) == tokens.num_decodes
+            if tokens.num_decodes > limits.get("decodes", tokens.num_decodes):
+                note_unrecorded(self._reason_against_decodes)
+                return False
+            return len(tokens.last) == tokens.num_decodes
         if not self._backend.on_device:
             return False
         if context is not None and not context.takes_chunks:
@@ -417,12 +420,9 @@ class StepGraphs:
         shared prefixes, on these, otherwise on chunk tokens or, without chunks, on decodes. But if
         a step of decodes alone, without shared prefixes, fails while there is no graph of decodes,
         stops recording altogether."""
-        log_level = logging.INFO
-        if self._backend.on_device:
-            log_level = logging.WARNING
         if is_out_of_memory(error):
             self._misses.delay(key)
-            log_unrecorded(f"there is no memory for more recordings now ({reason})", log_level)
+            note_unrecorded(f"there is no memory for more recordings now ({reason})")
             return
         if key.prefixes:  # the next attempt records the step without a cascade
             self._limits["prefixes"] = 0
@@ -438,9 +438,11 @@ class StepGraphs:
         if limited == "decodes" and not has_decodes:
             self.unsupported_reason = reason
             self.clear()
-            log_unrecorded(reason, log_level)
+            note_unrecorded(reason)
             return
         self._limits[limited] = limit
+        if limited == "decodes":
+            self._reason_against_decodes = f"with more than {limit} rows, {reason}"
         logger.info("steps with more than %d %s are not recorded: %s", limit, limited, reason)
 
     def _ranges(

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import gc
 import itertools
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import forks
-from ..attention.backends import cpp
+from ..attention.backends import cpp, unsupported_reasons
 from ..cache.free_memory import discard
 from ..interrupts import restoring
 from ..kernels import forced_backend, uses_triton
@@ -30,8 +29,6 @@ from ..topics import Topic
 from .cuda_graphs import CudaGraphs, RecordedGraph
 from .inputs import StaticInputs
 from .tape import Tape
-
-logger = logging.getLogger(__name__)
 
 
 class Tapes:
@@ -189,14 +186,12 @@ def _capture_lock(device: torch.device) -> threading.Lock:
     return forks.lock()
 
 
-@functools.cache
-def log_unrecorded(reason: str, level: int) -> None:
-    """Logs, once per reason and level, that steps without a recording run operation by
-    operation."""
-    message = Topic.RECORDING(
-        "steps are not recorded, and run operation by operation, which is slower: %s"
-    )
-    logger.log(level, message, reason)
+def note_unrecorded(reason: str) -> None:
+    """Called in a step that runs operation by operation, since it is not recorded, or a recording
+    cannot serve it: adds the reason to the call's `unsupported_reasons`."""
+    reasons = unsupported_reasons.get()
+    if reasons is not None:
+        reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
 
 
 def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:

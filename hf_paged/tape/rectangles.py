@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import logging
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from ..step import NotCapturable, StepMetadata
 from .columns import Columns
 from .graph_keys import MIN_TABLE_TOKENS
 from .length import Length
-from .recorders import log_unrecorded
+from .recorders import note_unrecorded
 from .step_cache import step_cache, store_states
 from .step_inputs import (
     RowInputs,
@@ -75,6 +74,7 @@ class RectangleReplays:
         if model.config.is_encoder_decoder:
             self._mask_name = "decoder_attention_mask"
         self._state: ModelState | None = None
+        self._reason_against_replays: str | None = None
         # about the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}
         self._width = self._num_axes = 0
@@ -93,10 +93,10 @@ class RectangleReplays:
             return
         update = inspect.getattr_static(model, compat.UPDATE_INPUTS)
         self._has_own_update = update is not vars(GenerationMixin)[compat.UPDATE_INPUTS]
-        # a user's method may do more than return inputs, and must see each step
-        self._may_replay = not self._has_own_update or _is_of_transformers(update)
-        if not self._may_replay:
-            log_unrecorded(f"it overrides `{compat.UPDATE_INPUTS}`", logging.INFO)
+        self._reason_against_replays = None
+        if self._has_own_update and not _is_of_transformers(update):
+            # a user's method may do more than return inputs, and must see each step
+            self._reason_against_replays = f"it overrides `{compat.UPDATE_INPUTS}`"
         self._forward_parameters = _parameters(model)
         self._cache_name = compat.cache_name(model)
         self._recorder.begin(state)
@@ -104,16 +104,21 @@ class RectangleReplays:
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
         """Replays a step with the model inputs `prepared`; returns
         logits `(rows, vocab_size)`, or `None` if no recording serves the step."""
-        if self._state is None or not self._may_replay:
+        if self._state is None:
             return None
         recorder = self._recorder
-        if recorder.unsupported_reason is not None or not self._state.is_in_place():
+        reason = self._reason_against_replays or recorder.unsupported_reason
+        if reason is not None:
+            note_unrecorded(reason)
+            return None
+        if not self._state.is_in_place():
             return None
         if rectangle.width - 1 not in recorder.lengths:
             return None
         self._token_types = token_types_of(prepared)
         tokens = self._pack(rectangle, prepared)
-        if tokens is None:
+        if isinstance(tokens, str):
+            note_unrecorded(tokens)
             return None
         self._width = rectangle.width
         self._is_padded = any(rectangle.paddings)
@@ -205,15 +210,18 @@ class RectangleReplays:
         expected, expected_spec = tree_flatten(rectangle.inputs)
         return spec == expected_spec and all(map(_is_equal, leaves, expected))
 
-    def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | None:
-        """Returns the step as packed tokens; `None` if it cannot be recorded."""
+    def _pack(self, rectangle: Rectangle, prepared: dict[str, Any]) -> PackedTokens | str:
+        """Returns the step as packed tokens, or why it cannot be recorded."""
         num_rows = len(rectangle.blocks)
         column = rectangle.width - 1  # of the new tokens
         if self._cross_groups and any(rectangle.paddings):
-            return None  # a position bias would need each row's padding
+            return "rows with an encoder are padded"  # a position bias would need the padding
         visible_lengths = self._visible_encoder_lengths(rectangle, prepared)
-        if visible_lengths is None or not self._are_inputs_supported(prepared, rectangle):
-            return None
+        if visible_lengths is None:
+            return "its rows do not attend to the first of their encoder tokens"
+        name = self._unsupported_input(prepared, rectangle)
+        if name is not None:
+            return f"recordings do not support its input `{name}`"
         groups = []
         self._num_past_windows = 0
         for number, group in enumerate(self._groups):
@@ -224,13 +232,13 @@ class RectangleReplays:
             self._num_past_windows += group.spec.first_visible(column) > 0
             if self._recorder.reads_keys and any(num_dropped):
                 if column >= max(MIN_TABLE_TOKENS, 2 * block_size * max(map(len, block_ids))):
-                    return None  # reading only the blocks of the windows is faster
+                    return "reading only the blocks of its windows is faster"
                 # the forward reads as if no blocks were dropped, but hides those of their columns
                 rows_blocks = zip(num_dropped, block_ids)
                 block_ids = [[*[ids[0]] * count, *ids] for count, ids in rows_blocks]
                 num_dropped = [0] * num_rows
             if len({*num_dropped}) > 1 and not any(rectangle.paddings):
-                return None  # the first key's position must be that of all rows
+                return "the first keys of its rows have different positions"
             rows = zip(rectangle.paddings, num_dropped)
             origins = [padding + count * block_size for padding, count in rows]
             indices = [column - origin for origin in origins]
@@ -279,10 +287,11 @@ class RectangleReplays:
             visible_lengths.append(end - origin)
         return visible_lengths
 
-    def _are_inputs_supported(self, prepared: dict[str, Any], rectangle: Rectangle) -> bool:
-        """Whether the recorded forward computes the same with its own inputs as with `prepared`."""
+    def _unsupported_input(self, prepared: dict[str, Any], rectangle: Rectangle) -> str | None:
+        """Returns the name of an input in `prepared` with which the recorded forward, with its own
+        inputs, may not compute the same; `None` if there is none."""
         if any(rectangle.paddings) and self._mask_name not in prepared:
-            return False
+            return self._mask_name
         replaced = {self._ids_name, self._cache_name, "encoder_outputs"}
         replaced.update(self._token_types)
         if self._cross_groups:
@@ -293,10 +302,10 @@ class RectangleReplays:
                 continue
             is_other = name not in (self._mask_name, *_POSITION_INPUTS)
             if not (is_other and isinstance(value, Tensor) and is_row_input(value, rectangle)):
-                return False
+                return name
             by_row[name] = value
         self._row_inputs = row_inputs(rectangle, by_row)
-        return True
+        return None
 
     def _is_input_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
         num_rows, width = len(rectangle.blocks), rectangle.width

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.utils._device import DeviceContext
 
-from ..attention.backends import unsupported_reasons
-from ..topics import Topic
+from .recorders import note_unrecorded
 
 # Global options of torch that decide which kernels a forward launches: attributes of `torch`, and
 # functions that return an option. The settings per backend and operation reflect the options that
@@ -68,15 +67,13 @@ def active_mode() -> str | None:
 
 def must_run_eagerly(untracked_reason: str | None) -> bool:
     """Whether a step must run eagerly, since a replay would bypass an active mode or might miss
-    changes of the model; then adds the reason to the call's `unsupported_reasons`.
-    `untracked_reason`: why a replay might miss changes; `None` if it cannot."""
+    changes of the model; then notes the reason. `untracked_reason`: why a replay might miss
+    changes; `None` if it cannot."""
     mode = active_mode()
     reason = untracked_reason
     if mode is not None:
         reason = f"a replay would bypass the active `{mode}`"
     if reason is None:
         return False
-    reasons = unsupported_reasons.get()
-    if reasons is not None:
-        reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
+    note_unrecorded(reason)
     return True

@@ -184,8 +184,11 @@ def prompts(
 
 
 def join(media: list[Tensors]) -> Tensors:
-    """Joins the tensors of both rows; patches in sequence stay so, indices continue."""
-    first, second = media
+    """Joins the inputs of rows or batches; patches in sequence stay so, indices continue."""
+    return functools.reduce(_join_two, media)
+
+
+def _join_two(first: Tensors, second: Tensors) -> Tensors:
     if "image_token_pooling" in first:
         patches = first["pixel_values"].shape[:2].numel()
         second = {**second, "image_token_pooling": second["image_token_pooling"] + patches}
@@ -193,9 +196,11 @@ def join(media: list[Tensors]) -> Tensors:
     strips = any(name.startswith("target_sizes") for name in first)
     for name, x in first.items():
         side = -1 if strips and name.startswith("pixel_values") else 0
-        joined[name] = (
-            torch.cat([x, second[name]], side) if isinstance(x, torch.Tensor) else x + second[name]
-        )
+        if isinstance(x, torch.Tensor):
+            x = torch.cat([x, second[name]], side)
+        elif isinstance(x, list):
+            x = x + second[name]
+        joined[name] = x
     return joined
 
 

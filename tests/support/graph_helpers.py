@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from hf_paged import PagedEngine, RequestResult
+from hf_paged.attention.backends import unsupported_reasons
 from hf_paged.fingerprints import read_state
-from hf_paged.tape import graph_keys, misses, recorders
+from hf_paged.tape import graph_keys, misses
 from hf_paged.tape import graphs as recording
 from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay
 from tests.batching.test_runner import SIZE, Bench, Row, assert_close, tokens
@@ -91,7 +92,6 @@ def use_fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakeGraphs:
     monkeypatch.setattr(misses, "MIN_MISSES", 1)
     monkeypatch.setattr(misses, "MIN_REPLAYS", 0)  # also after the model has changed
     monkeypatch.setattr(graph_keys, "MIN_TABLE_TOKENS", SIZE)
-    recorders.log_unrecorded.cache_clear()
     return backend
 
 
@@ -101,12 +101,20 @@ class CapturedBench(Bench):
 
     def __init__(self, model: Any, backend: FakeGraphs, reserved: int = 200, **config: Any) -> None:
         super().__init__(model, **config)
+        self.reasons: set[str] = set()  # why steps are not recorded
         self.cache.reserve(reserved, reserved)
         self.begin()
 
     def begin(self) -> None:
         """As `Core.begin`."""
         self.runner.begin(read_state(self.model))
+
+    def run(self, items: list[tuple[Any, int]]) -> torch.Tensor:
+        token = unsupported_reasons.set(self.reasons)
+        try:
+            return super().run(items)
+        finally:
+            unsupported_reasons.reset(token)
 
     def rows(self, *lengths: int) -> list[Row]:
         """Rows of other tokens, of which these many are computed."""

@@ -31,7 +31,7 @@ from benchmarks.workers import Lost
 from tests.support import tools
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
-from tests.support.architecture_media import media_rows
+from tests.support.architecture_media import join, media_rows
 from tests.support.architectures import ONLY, list_architectures
 from tests.support.tools import describe
 
@@ -71,16 +71,15 @@ def inputs_of(model: PreTrainedModel, num_rows: int) -> tuple[str, Inputs]:
     """The medium and the inputs of a call with this many rows: of the model's first medium, text if
     it has none."""
     (medium, pair), *_ = make_inputs(model).items()
-    if num_rows == 1 and (rows := media_rows(model)):
+    if num_rows > 1:
+        return medium, join([pair] * (num_rows // 2))
+    if rows := media_rows(model):
         medium, (first, *_) = next(iter(rows.items()))
         return medium, first
-
-    def sized(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
-            return x
-        return x[: len(x) // 2] if num_rows == 1 else torch.cat([x] * (num_rows // 2))
-
-    return medium, {name: sized(x) for name, x in pair.items()}
+    halves = {}
+    for name, x in pair.items():
+        halves[name] = x[: len(x) // 2] if isinstance(x, torch.Tensor) else x
+    return medium, halves
 
 
 def generate(model: PreTrainedModel, inputs: Inputs, is_paged: bool) -> float:

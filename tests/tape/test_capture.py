@@ -53,9 +53,19 @@ def test_a_model_that_indexes_with_a_mask_is_not(
     mlp: Any = model.model.layers[0].mlp
     mlp.down_proj = _Masked(mlp.down_proj, dtype)
     expected = model.generate(**inputs, **OPTIONS)
-    assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
-    assert hf_paged.last_route(model).road == "engine" and not graphs.graphs  # type: ignore[union-attr]
-    assert f"{READ} (aten.index.Tensor)" in caplog.text
+    reason = f"decode steps are not recorded: {READ} (aten.index.Tensor)"
+    slowed_by = (f"{reason} [troubleshooting.md#recording]",)
+    for _ in range(2):  # the second call attempts no recording
+        assert torch.equal(model.generate(**inputs, **OPTIONS, **models.PAGED), expected)
+        route: Any = hf_paged.last_route(model)
+        assert route.road == "engine" and not graphs.graphs
+        assert route.slowed_by == slowed_by
+    (record,) = caplog.records
+    assert record.getMessage() == f"LlamaForCausalLM runs slower than it could: {slowed_by[0]}"
+    with PagedEngine(model, PagedConfig(block_size=models.BLOCK_SIZE)) as engine:
+        for _ in range(2):
+            engine.generate([[1, 2, 3]], {**OPTIONS, "max_new_tokens": 9})
+            assert engine.route.slowed_by == slowed_by  # type: ignore[union-attr]
 
 
 PACKED = "packed forwards under the engine's scheduler"

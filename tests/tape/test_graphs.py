@@ -224,18 +224,17 @@ def test_attention_that_needs_lengths_on_the_host(
     backend: str,
     graphs: FakeGraphs,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, backend)
     bench = CapturedBench(models.get("gemma3"), graphs)
     bench.check(*bench.rows(4, 4), times=4)
     assert not graphs.graphs
-    (record,) = caplog.records
+    (reason,) = bench.reasons
     message = "no kernel that reads lengths on the device supports its attention"
-    assert record.getMessage().endswith(f": {message} [troubleshooting.md#recording]")
+    assert reason.endswith(f": {message} [troubleshooting.md#recording]")
 
 
-def test_a_capture_that_fails(graphs: FakeGraphs, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_capture_that_fails(graphs: FakeGraphs) -> None:
     """The step runs eagerly, and no capture is tried before the model changes."""
     attempts, error = [], "CUDA error: operation not permitted when stream is capturing"
 
@@ -251,12 +250,13 @@ def test_a_capture_that_fails(graphs: FakeGraphs, caplog: pytest.LogCaptureFixtu
     graphs.fail = fail
     bench.check(*rows, times=4)
     assert attempts == [1] and not keys(bench) and bench.runner.num_captured_steps == 0
-    (record,) = caplog.records
-    assert record.getMessage().endswith(f": {error} [troubleshooting.md#recording]")
+    (reason,) = bench.reasons
+    assert reason.endswith(f": {error} [troubleshooting.md#recording]")
     graphs.fail = None
+    bench.reasons.clear()
     bench.begin()
     bench.decode(*rows)
-    assert not keys(bench)
+    assert not keys(bench) and bench.reasons == {reason}, "later steps say so, too"
     bench.model.model.layers[0].self_attn.scaling *= 2.0
     bench.begin()
     bench.check(*bench.rows(4), times=2)
@@ -264,7 +264,7 @@ def test_a_capture_that_fails(graphs: FakeGraphs, caplog: pytest.LogCaptureFixtu
 
 
 def test_a_capture_for_which_there_is_no_memory(
-    graphs: FakeGraphs, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    graphs: FakeGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Existing graphs stay in use; further attempts come at growing intervals until one
     succeeds."""
@@ -286,7 +286,8 @@ def test_a_capture_for_which_there_is_no_memory(
         bench.check(rows[0])
     assert attempts == [1, 5] and graphs_of(bench.memory).unsupported_reason is None
     assert [key.num_decodes for key in keys(bench)] == [2, 1]
-    assert len(caplog.records) == 1 and "there is no memory for more recordings" in caplog.text
+    (reason,) = bench.reasons
+    assert "there is no memory for more recordings" in reason
 
 
 def test_no_garbage_is_collected_and_no_other_records_meanwhile(graphs: FakeGraphs) -> None:

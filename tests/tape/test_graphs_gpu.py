@@ -13,22 +13,17 @@ from transformers.models.llama import modeling_llama
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.fingerprints import read_state
-from hf_paged.tape import cuda_graphs, misses, recorders, run_ahead
+from hf_paged.tape import cuda_graphs, misses, run_ahead
 from tests.batching.test_runner import SIZE, Bench, Row, tokens
 from tests.support import models
 from tests.support.engine_helpers import assert_drained
 from tests.support.graph_helpers import job, results
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_precision")]
 
 # tokens of the prompt, new tokens
 LENGTHS = [(5, 60), (19, 32), (9, 46), (1, 51), (12, 40), (30, 29), (3, 37)]
 JOBS = [job(*lengths, seed) for seed, lengths in enumerate(LENGTHS)]
-
-
-@pytest.fixture(autouse=True)
-def logs_again(full_precision: None) -> None:
-    recorders.log_unrecorded.cache_clear()
 
 
 def texts(

@@ -145,6 +145,14 @@ def assert_recorded(model: PreTrainedModel, least: int = 1) -> None:
     assert route_of(model).num_captured_steps >= least or not records_on_cpu()
 
 
+def assert_unrecorded(model: PreTrainedModel, reason: str) -> None:
+    """The route says why."""
+    if records_on_cpu():
+        (slowed_by,) = route_of(model).slowed_by
+        assert slowed_by.startswith(f"decode steps are not recorded: {reason}")
+        assert slowed_by.endswith("[troubleshooting.md#recording]")
+
+
 @pytest.mark.slow_cases(
     but=["*-greedy", "T5*-beams", "Qwen3Next*-beams", "GlmMoeDsa*-beams", "DiffLlama*-sample"]
 )
@@ -242,6 +250,7 @@ def test_states_that_a_replay_does_not_compute_alike_are_not_replayed(
     model = fresh("Lfm2ForCausalLM")
     assert_as_plain(model, inputs_of("Lfm2ForCausalLM"), times=2)
     assert route_of(model).num_captured_steps == 0
+    assert_unrecorded(model, "their results differ by ")
 
 
 def test_other_weights_are_read_and_other_modules_recorded_again() -> None:
@@ -571,8 +580,15 @@ def test_an_update_of_the_models_own_is_replayed_unless_it_reads_outputs(
     model.reads_outputs = reads_outputs
     for seed in range(3):
         assert_as_plain(model, inputs_of("BertLMHeadModel", seed))
-    may_replay = is_of_transformers and not reads_outputs and records_on_cpu()
-    assert (route_of(model).num_captured_steps > 0) == may_replay
+    may_replay = is_of_transformers and not reads_outputs
+    assert (route_of(model).num_captured_steps > 0) == (may_replay and records_on_cpu())
+    method = "`_update_model_kwargs_for_generation`"
+    if not is_of_transformers:
+        assert_unrecorded(model, f"it overrides {method}")
+    elif reads_outputs:
+        assert_unrecorded(model, "")  # results differ, as they depend on the outputs
+    else:
+        assert not route_of(model).slowed_by
 
 
 def test_token_types_of_new_tokens_are_constants_of_a_replay() -> None:

@@ -129,12 +129,16 @@ def max_chunk_tokens(model: PreTrainedModel, config: PagedConfig) -> int | None:
 
 
 def choose_layout(
-    model: PreTrainedModel, cache: PagedCache, batch_invariant: bool = False
+    model: PreTrainedModel,
+    cache: PagedCache,
+    batch_invariant: bool = False,
+    capability: Capability | None = None,
 ) -> Layout:
     """Returns the best layout in which each sequence gets the same results as alone. With
     `batch_invariant`, raises `ValueError` if the numbers of a row would still depend on other rows,
-    and `RoomMissingError` without the room `tape`, which computes rows in a fixed order."""
-    layout = Capability(model, cache, make_runner).choose_layout()
+    and `RoomMissingError` without the room `tape`, which computes rows in a fixed order.
+    `capability`: that of the model and `cache`, if the caller has one."""
+    layout = (capability or Capability(model, cache, make_runner)).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")
         make = functools.partial(make_runner, batch_invariant=True)

@@ -19,7 +19,7 @@ from .block_pool import OutOfBlocksError
 from .handles import PagedTensor
 from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
-from .reading import read_pair
+from .reading import read_pair, read_rows
 from .waits import Shortage
 
 # Layers that store nothing, such as those that read another layer's K/V. Older versions of
@@ -40,8 +40,9 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.group = group
         self.index = index
         self.num_positions = 0
-        # whether the model's own code has read a handle to values in a decode: from then on,
-        # `update` returns dense tensors in decodes
+        # whether the model's own code has read a handle to values in a decode or, of borrowed rows,
+        # from `values`: from then on, `update` in decodes and, of borrowed rows, `keys` and
+        # `values` return dense tensors
         self.should_gather = False
         # handles returned in the last packed step, by the signature of its K/V
         self.packed_handles: dict[StoreSignature, tuple[PagedTensor, PagedTensor]] = {}
@@ -222,9 +223,13 @@ class PagedLayer(cache_utils.DynamicLayer):
             if self._is_in_graph:
                 return self.graph_states.visible(step, blocks)[is_value]
             rows = self.group.rows
-            # borrowed rows belong to an engine, which does not write to views
-            has_read_only_views = not rows.is_borrowed
-            handle = PagedTensor(step, blocks, is_value, has_read_only_views=has_read_only_views)
+            # borrowed rows belong to an engine, whose forwards do not write to keys and values
+            if not rows.is_borrowed:
+                handle = PagedTensor(step, blocks, is_value, has_read_only_views=True)
+            elif self.should_gather:
+                return read_rows(step, blocks, is_value)
+            else:
+                handle = PagedTensor(step, blocks, is_value, reader=self if is_value else None)
             return rows.handles.add(handle)
 
         def refuse(self: PagedLayer, value: Tensor | None) -> None:

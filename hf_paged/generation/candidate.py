@@ -65,6 +65,7 @@ class Candidate:
                 arguments.get("tokenizer"),
                 arguments.get("assistant_tokenizer"),
             )
+        self.capability = Capability(self.model, cache, make_runner)
         self.layout = Layout()
         self.paddings: list[int] = []  # left padding of each row
         # with each prompt once; `None` if prompts are only token ids with consecutive positions
@@ -159,7 +160,8 @@ class Candidate:
         yield from self._reasons_against_prompts()
         model = self.model
         inputs_reason = self._reason_of_inputs()
-        layout = choose_layout(model, self.cache, self.paged_config.batch_invariant)
+        is_invariant = self.paged_config.batch_invariant
+        layout = choose_layout(model, self.cache, is_invariant, self.capability)
         self.layout = layout
         reason = layout.unsupported_reason
         if inputs_reason is not None:
@@ -167,9 +169,8 @@ class Candidate:
             if prompts is None:
                 yield inputs_reason
             elif reason is None:
-                capability = Capability(model, self.cache, make_runner)
                 try:
-                    self.prompts, reason = find_media().check(capability, prompts)
+                    self.prompts, reason = find_media().check(self.capability, prompts)
                 except rooms.RoomMissingError as error:
                     reason = Topic.ROOMS(str(error))
             if reason is not None:

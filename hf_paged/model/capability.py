@@ -33,7 +33,7 @@ from .checks import (
 from .forwards import behavior_key, compute_device, hooks_of, tensors_of_module
 from .layout import Layout
 from .sharding import processes_of
-from .structure import Modules, reasons_against
+from .structure import Modules, Structure, reasons_against
 from .trial import ForwardFailedError, MakeRunner, Trial, product_precision
 from .writes import notes_of
 
@@ -56,7 +56,8 @@ takes 0.15 ms, and `_judge` 1 ms."""
 class Capability:
     """Checks how rows may share the model's forwards. `cache` was built for the model, and stays
     empty. `make_runner` makes the runners of the checks. Adds verdicts to the caller's `verdicts`,
-    if given, and takes them from there."""
+    if given, and takes them from there; without them, reads the model's structure once, so that the
+    object serves one call."""
 
     def __init__(
         self,
@@ -69,9 +70,11 @@ class Capability:
         self.cache = cache
         self._make_runner = make_runner
         self._caller_verdicts = verdicts
-        # the model's `_code_key`, kept while a layout is chosen: computing it takes a millisecond
-        self._last_code_key: Hashable = None
-        self._keeps_code_key = False
+        # the model's structure and its `_code_key`, kept while the model stays as it is: reading
+        # them takes a millisecond
+        self._structure: Structure | None = None
+        self._code_key: Hashable = None
+        self._keeps_structure = verdicts is None
 
     def choose_layout(self) -> Layout:
         """Returns the best layout in which each sequence gets the results that it gets alone. If
@@ -79,7 +82,7 @@ class Capability:
         reason against packed forwards."""
         model = self.model
         with step_lock(model):  # steps of other threads may add hooks for adapters to the model
-            self._keeps_code_key = True
+            keeps_structure, self._keeps_structure = self._keeps_structure, True
             try:
                 verdict = self.verdict(packed_check, "packed")
                 if isinstance(verdict, Layout):
@@ -89,7 +92,9 @@ class Capability:
                     return Layout(verdict)
                 return rectangles.choose_layout(self, verdict)
             finally:
-                self._keeps_code_key, self._last_code_key = False, None
+                self._keeps_structure = keeps_structure
+                if not keeps_structure:
+                    self._structure = None
 
     def reason_against_invariance(self) -> str | None:
         """Why a model that runs packed cannot be served with `batch_invariant`; `None` if it can.
@@ -126,13 +131,16 @@ class Capability:
     def _judge(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
         model = self.model
         cache = self.cache
-        modules = list(model.modules())
         processes = processes_of(model)
-        reason = next(reasons_against(model, cache, modules, layout), None)
+        if self._structure is None or not self._keeps_structure:
+            self._structure, self._code_key = Structure(model), None
+        structure = self._structure
+        reason = next(reasons_against(structure, cache, layout), None)
         if reason is not None and processes is None:
             return reason
-        code_key = self._last_code_key or self._find_code_key(modules)
-        key = _verdict_key(check, kind, cache, code_key)
+        if self._code_key is None:
+            self._code_key = _code_key(model, structure.modules)
+        key = _verdict_key(check, kind, cache, self._code_key)
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
             verdict = verdicts.get(key)
@@ -159,16 +167,9 @@ class Capability:
                 return verdict
         # a new key: keys leave out write-only attributes, and `judge_writes` may just have noted
         # some
-        key = _verdict_key(check, kind, cache, self._find_code_key(modules))
-        _store_verdict(model, key, verdict)
+        self._code_key = _code_key(model, structure.modules)
+        _store_verdict(model, _verdict_key(check, kind, cache, self._code_key), verdict)
         return verdict
-
-    def _find_code_key(self, modules: Modules) -> Hashable:
-        """Computes the model's `_code_key`, and keeps it while a layout is chosen."""
-        code_key = _code_key(self.model, modules)
-        if self._keeps_code_key:
-            self._last_code_key = code_key
-        return code_key
 
 
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:

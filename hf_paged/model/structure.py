@@ -28,6 +28,7 @@ from ..cache.layers import (
     PagedSlidingWindowLayer,
 )
 from ..cache.paged_cache import PagedCache
+from ..forks import lazy_property
 from ..topics import Topic
 from .forwards import has_foreign_hook, tensors_of_module
 from .rope import length_types
@@ -41,48 +42,79 @@ _STATE_LAYERS = {PagedHybridLayer, PagedHybridSlidingWindowLayer, LinearAttentio
 _RATE_NAMES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
 
 
+class Structure:
+    """A model's modules, and what reasons against several layouts read in them. Each part is read
+    once: an object serves while the model stays as it is."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.modules: Modules = list(model.modules())
+
+    @lazy_property
+    def has_own_attention(self) -> bool:
+        """Whether no attention layer calls the attention interface."""
+        return not calls_interface(self.modules)
+
+    @lazy_property
+    def missing_arguments(self) -> list[str]:
+        """The arguments that packed forwards need and the model's forward does not take."""
+        parameters = inspect.signature(self.model.forward).parameters
+        missing = []
+        if not self.has_own_attention and "position_ids" not in parameters:
+            # not required of a model with its own attention code: without `position_ids` (ALiBi),
+            # it takes positions from the mask
+            missing.append("position_ids")
+        if not any(name in parameters for name in compat.CACHE_NAMES):
+            missing.append("cache")
+        return missing
+
+    @lazy_property
+    def keeps_states(self) -> bool:
+        """Whether modules keep states outside any cache."""
+        return any(compat.attribute(module, "_setup_cache") for module in self.modules)
+
+    @lazy_property
+    def have_latents(self) -> bool:
+        return have_latents(self.modules)
+
+    @lazy_property
+    def foreign_attention(self) -> str | None:
+        return foreign_attention(self.modules)
+
+    @lazy_property
+    def hook_reasons(self) -> list[str]:
+        return list(hook_reasons(self.model, self.modules))
+
+
 def structural_reason(model: PreTrainedModel, cache: PagedCache) -> str | None:
     """The first reason in the model's current structure against packed forwards; `None` if there is
     none."""
-    return next(reasons_against(model, cache, list(model.modules()), "packed"), None)
+    return next(reasons_against(Structure(model), cache, "packed"), None)
 
 
-def reasons_against(
-    model: PreTrainedModel, cache: PagedCache, modules: Modules, layout: str
-) -> Iterator[str]:
+def reasons_against(structure: Structure, cache: PagedCache, layout: str) -> Iterator[str]:
     """Yields the reasons against a `layout`: "packed", "side by side" (rows join and leave) or
-    "together" (rows only leave). `modules`: all modules of the model."""
+    "together" (rows only leave)."""
     is_packed = layout == "packed"
     can_join = layout != "together"
-    has_own_attention = not calls_interface(modules)
-    yield from _input_reasons(model, cache, is_packed, can_join, has_own_attention)
-    yield from _code_reasons(model, modules, is_packed, can_join, has_own_attention)
-    yield from hook_reasons(model, modules)
-    yield from row_reasons(model, modules, is_packed)
+    yield from _input_reasons(structure, cache, is_packed, can_join)
+    yield from _code_reasons(structure, is_packed, can_join)
+    yield from structure.hook_reasons
+    yield from row_reasons(structure.model, structure.modules, is_packed)
 
 
 def _input_reasons(
-    model: PreTrainedModel,
-    cache: PagedCache,
-    is_packed: bool,
-    can_join: bool,
-    has_own_attention: bool,
+    structure: Structure, cache: PagedCache, is_packed: bool, can_join: bool
 ) -> Iterator[str]:
     """Reasons in how a forward is called: its arguments, its cache and its processes."""
+    model = structure.model
     if compat.is_pipeline(model):
         yield Topic.DEVICES("its layers are in several processes")
-    parameters = inspect.signature(model.forward).parameters
-    missing = []
-    if not has_own_attention and "position_ids" not in parameters:
-        # not required of a model with its own attention code: without `position_ids` (ALiBi), it
-        # takes positions from the mask
-        missing.append("position_ids")
-    if compat.cache_name(model) not in parameters:
-        missing.append("cache")
     if can_join and getattr(model.config, "is_encoder_decoder", False):
         yield Topic.ENCODER("the model has an encoder")
-    if is_packed and missing:
-        yield Topic.MODEL_CODE(f"its forward takes no {' and no '.join(missing)}")
+    if is_packed and structure.missing_arguments:
+        missing = " and no ".join(structure.missing_arguments)
+        yield Topic.MODEL_CODE(f"its forward takes no {missing}")
     if cache.layer_class_to_replicate is not None or not cache.layers:
         yield Topic.CACHE("its cache does not know its layers before the first forward")
     elif not is_packed and not compat.supports_dynamic_cache(model):
@@ -96,22 +128,18 @@ def _input_reasons(
             yield Topic.CACHE(f"its cache has layers that hold more than keys and values: {names}")
 
 
-def _code_reasons(
-    model: PreTrainedModel,
-    modules: Modules,
-    is_packed: bool,
-    can_join: bool,
-    has_own_attention: bool,
-) -> Iterator[str]:
+def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iterator[str]:
     """Reasons in methods that override those of `GenerationMixin`, in other code of the model and
     in the functions that compute its attention."""
+    model = structure.model
+    has_own_attention = structure.has_own_attention
     # an override may pass inputs that the engine does not support, or end the loop at another step
     if can_join and not is_stock(model, compat.UPDATE_INPUTS):
         yield Topic.MODEL_CODE(f"it overrides `{compat.UPDATE_INPUTS}`")
     method = overridden(model, compat.SAMPLE)
     if method is not None:
         yield Topic.MODEL_CODE(f"it overrides `{method}`")
-    if any(compat.attribute(module, "_setup_cache") for module in modules):
+    if structure.keeps_states:
         # a check's forwards would change these states
         yield Topic.CACHE("it keeps states in its modules, outside any cache")
     if "prepare_inputs_for_generation" in vars(model):
@@ -119,17 +147,16 @@ def _code_reasons(
     config = model.config.get_text_config(decoder=True)
     is_configured = compat.attention_of(config) == NAME
     must_switch = is_packed and not has_own_attention and not is_configured
-    needed_rooms = {"latent": have_latents(modules), "own_attention": has_own_attention}
+    needed_rooms = {"latent": structure.have_latents, "own_attention": has_own_attention}
     for name, is_needed in needed_rooms.items():
         message = rooms.missing(name, "its attention") if is_packed and is_needed else None
         if message:
             yield Topic.MODEL_CODE(message)
-    if must_switch and not switchable_configs(modules):
+    if must_switch and not switchable_configs(structure.modules):
         yield Topic.MODEL_CODE("its attention layers have no `config` that selects their function")
     # users' attention functions must get the same calls and rows as in plain `generate`
-    reason = foreign_attention(modules)
-    if reason:
-        yield reason
+    if structure.foreign_attention:
+        yield structure.foreign_attention
 
 
 def hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:

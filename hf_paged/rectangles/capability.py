@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from ..batching.execution.prompts import Prompts
-from ..batching.factory import make_runner
 from ..batching.generation import RequestState
 from ..generation.candidate import Candidate, true_reasons
 from ..model.capability import Capability
@@ -104,7 +103,7 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
             ),
         }
     )
-    capability = Capability(call.model, call.cache, make_runner)
+    capability = call.capability
     rows_reason = reason_against_rows(capability, prompts)
     if rows_reason and any(prompts.paddings):  # the model may attend to padding
         prompts = dataclasses.replace(prompts, paddings=[0] * len(prompts.paddings))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import hf_paged
 from hf_paged import PagedCache, PagedConfig, PagedEngine, last_route, memory_stats
-from hf_paged.cache import reading
+from hf_paged.cache import kv_blocks
 from hf_paged.kernels import cpp, quantized
 from hf_paged.rooms import is_installed
 from tests.support import models
@@ -161,7 +161,7 @@ def test_copies_and_pickles_of_a_cache(kv_dtype: str | None) -> None:
 
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_padding_is_gathered_as_zeros(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading.cpp, "is_available", lambda: has_kernels)
+    monkeypatch.setattr(kv_blocks.cpp, "is_available", lambda: has_kernels)
     keys = torch.randn(2, 2, 5, 4)
     cache = PagedCache(paged_config={"block_size": 8, "kv_dtype": "int8"})
     cache.expect_padding((0, 2), 5)

@@ -26,7 +26,7 @@ from hf_paged.config import PagedConfig
 from hf_paged.kernels import cpp
 from hf_paged.model import capability, trial
 from hf_paged.model.capability import note_unpackable
-from hf_paged.model.structure import reasons_against
+from hf_paged.model.structure import Structure, reasons_against
 from hf_paged.rooms import is_installed
 from hf_paged.topics import Topic
 from tests.model import test_positions as tables
@@ -104,12 +104,12 @@ def test_encoders_several_devices_and_caches_of_ones_own_are_refused(
     devices = "its weights are on several devices: cpu, meta"
     assert reason(model, cache) == Topic.DEVICES(devices)
     model = models.get("llama")
-    modules = list(model.modules())
+    structure = Structure(model)
     monkeypatch.setattr(compat, "supports_dynamic_cache", lambda model: False)
     own = Topic.CACHE("it uses a cache class of its own, not a `DynamicCache`")
     for layout in ("side by side", "together"):
-        assert list(reasons_against(model, cache, modules, layout)) == [own]
-    assert not list(reasons_against(model, cache, modules, "packed"))
+        assert list(reasons_against(structure, cache, layout)) == [own]
+    assert not list(reasons_against(structure, cache, "packed"))
 
 
 # -- the tolerance ---------------------------------------------------------------------------------

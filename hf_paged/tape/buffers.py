@@ -92,6 +92,8 @@ class Buffers:
             self.fixed_addresses[buffer_id] = tensor.untyped_storage().data_ptr()
 
     def ref(self, tensor: Tensor) -> TensorRef:
+        if not tensor.numel():  # it has no address, even as a view of a buffer
+            return TensorRef(None, 0, tensor.dtype, tensor.shape, tensor.stride())
         buffer_id = self.id_of(tensor)
         offset = tensor.data_ptr()
         if buffer_id is not None:

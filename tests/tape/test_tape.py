@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_paged.kernels.cpp import linear
 from hf_paged.kernels.cpp.build import kernel
 from hf_paged.step import NotCapturable
+from hf_paged.tape.buffers import Arena, Buffers
 from hf_paged.tape.entries import TorchOp
 from hf_paged.tape.rows import CALL as ROWS_CALL
 from hf_paged.tape.rows import INSTRUCTION, MEMORY, OP_NUMBERS
@@ -363,6 +364,17 @@ def test_memory(function: Callable[..., Any], calls: int | None, is_inference: b
     """What is written in place, is read in another layout or in parts, or is made once."""
     with torch.inference_mode(is_inference):
         check(function, tensor(3, 12), exact=function is not _scalars, calls=calls)
+
+
+def test_an_empty_view_of_a_buffer_has_no_address() -> None:
+    """Such as the values of a model that stores none: some kernels take their address, too."""
+    buffers = Buffers()
+    x = tensor(3, 12)
+    buffers.add(x)
+    arena = Arena(buffers, {0: (0, 0)})
+    assert arena.address(buffers.ref(x[:, 12:])) == 0
+    assert arena.tensor(buffers.ref(x[:, 12:])).shape == (3, 0)
+    assert arena.address(buffers.ref(x[1:])) == arena.address(buffers.ref(x)) + x[0].nbytes
 
 
 def test_buffers_share_memory() -> None:

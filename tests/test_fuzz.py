@@ -107,9 +107,9 @@ BEAMS = dataclasses.replace(
 )
 
 
-def raises(error: Exception) -> Callable[[Any, Any], None]:
+def raises(error: type[Exception], message: str) -> Callable[[Any, Any], None]:
     def wrong(output: Any, processor: Any) -> None:
-        raise error
+        raise error(message)  # a new one each time: its traceback holds the call's cache
 
     return wrong
 
@@ -138,8 +138,8 @@ WRONGS: dict[str, Callable[[Any, Any], object]] = {
     r"fields: .* became": lambda output, _: delete(output, "logits"),
     r"another random state": lambda output, _: torch.rand(1),
     r"shown to user code": lambda _, processor: processor.seen[1][0, 0].add_(1),
-    r"plain is served, paged raises .*KeyError": raises(KeyError("not asked for")),
-    r"out of blocks without a budget": raises(hf_paged.OutOfBlocksError("without a budget")),
+    r"plain is served, paged raises .*KeyError": raises(KeyError, "not asked for"),
+    r"out of blocks without a budget": raises(hf_paged.OutOfBlocksError, "without a budget"),
 }
 
 After = Callable[[Any, Any, Any, bool, Any], object]

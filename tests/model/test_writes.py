@@ -320,6 +320,8 @@ def test_copies_of_containers_keep_their_class() -> None:
         assert writes.values_are_equal(original, writes.copy_value(original))
         assert not writes.values_are_equal(original, writes.alter_value(original))
     assert writes.values_are_equal([nan, 1.0], [float("nan"), 1.0])
+    assert writes.values_are_equal(torch.tensor([nan, 1.0]), torch.tensor([nan, 1.0]))
+    assert not writes.values_are_equal(torch.tensor([nan, 1.0]), torch.tensor([nan, 2.0]))
     assert writes.values_are_equal(nan, writes.alter_value(nan)), "a number that stays NaN"
     altered = writes.alter_value(missing)
     assert altered["new"] == [] and altered["a"].item() == 1 and missing["a"].item() == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,13 @@ def test_a_window_needs_few_blocks_however_long_the_prompt() -> None:
         assert step(scheduler).startswith("a")
         steps += 1
     assert steps < 100  # in chunks, as far as there is room
+
+
+def test_a_prompt_computed_as_a_whole_skips_the_blocks_that_its_window_leaves() -> None:
+    scheduler = make(num_blocks=3, window=6)
+    prompts = SimpleNamespace(keys_after=lambda row, token_ids: token_ids)
+    add(scheduler, "a", 20, inputs=(prompts, 0))
+    assert step(scheduler) == "a20"
 
 
 @pytest.mark.parametrize(

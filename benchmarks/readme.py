@@ -123,7 +123,7 @@ FIGURES: dict[str, Callable[[], str]] = {
         *sections(linears),
         lambda: attention.quantized(list(map(result, attention.QUANTIZED))),
     ),
-    "papers": lambda: "\n\n".join(paper.sections(result(PAPER))),
+    "papers": appendix(*sections(paper)),
 }
 """Pages of docs/figures: what the benchmarks print, by topic."""
 
@@ -140,7 +140,7 @@ def results_section() -> str:
     names = {
         WHOLE: "whole calls",
         attention.ATTENTION: "attention alone",
-        PAPER: "the papers' tables, the last of which",
+        PAPER: "the papers' figures, the last of which",
         ARCHITECTURES: "every architecture against plain `generate`",
     }
     lines = []

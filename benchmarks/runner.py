@@ -450,11 +450,6 @@ def each(work: Callable[[int, Any], Any], settings: Iterable[Any]) -> dict[str, 
     return {name: lambda turn, one=one: work(turn, one) for name, one in named.items()}  # type: ignore[misc]
 
 
-def timed(works: Mapping[str, Callable[[], Any]]) -> dict[str, Arm]:
-    """Arms that return the seconds of a call."""
-    return each(lambda turn, work: seconds_of(work), works)
-
-
 def in_processes(processes: int, work: Callable[..., Result], *arguments: Any) -> list[Result]:
     """Results of `work(*arguments)` in new processes, one after the other, which take as many
     threads as this one; with 0 in this one."""

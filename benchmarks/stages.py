@@ -36,8 +36,6 @@ class Stage(NamedTuple):
         file (`str`): Name of the JSON file.
         peers (`Sequence[str]`): Engines for processors that run beside us.
         title (`str`): What it shows.
-        is_beside (`bool`): Whether it runs beside the stages after it, up to the first that
-            `is_timed`: while that one measures time, nothing else may run.
         variables (`dict[str, str]`): Of its environment.
     """
 
@@ -48,8 +46,6 @@ class Stage(NamedTuple):
     file: str = ""
     peers: Sequence[str] = ()
     title: str = ""
-    is_beside: bool = False
-    is_timed: bool = False
     variables: Mapping[str, str] = {}
 
 
@@ -81,57 +77,44 @@ class Options:
         return [*command, *self.arguments, "--minutes", f"{minutes:g}", "--json", path]
 
 
-class Running:
-    """The process of a stage that was started; it has at most `left` seconds."""
-
-    def __init__(self, stage: Stage, options: Options, left: float) -> None:
-        minutes = stage.minutes * options.minutes / options.of or left / 60
-        minutes = max(minutes, LEAST_SECONDS / 60)
-        self._stage, self._path = stage, options.out / f"{stage.file}.json"
-        planned = max(minutes, QUICK_MINUTES) if options.quick else minutes
-        limit = START_SECONDS + OVERRUN * 60 * planned
-        self._start, self._seconds = time.monotonic(), min(left, limit)
-        self._log = tempfile.TemporaryFile()
-        own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **stage.variables}
-        self._process = subprocess.Popen(
+def run_stage(stage: Stage, options: Options, left: float) -> dict[str, Any]:
+    """Runs a stage, for at most `left` seconds; returns its entry in the list of stages."""
+    minutes = max(stage.minutes * options.minutes / options.of or left / 60, LEAST_SECONDS / 60)
+    planned = max(minutes, QUICK_MINUTES) if options.quick else minutes
+    seconds = min(left, START_SECONDS + OVERRUN * 60 * planned)
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **stage.variables}
+    start, reason, status = time.monotonic(), "", 0
+    with tempfile.TemporaryFile() as file:
+        process = subprocess.Popen(
             options.command(stage, minutes),
             cwd=ROOT,
             env={**os.environ, **own},
             stdin=subprocess.DEVNULL,
-            stdout=self._log,
+            stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # what it starts ends with it
         )
-
-    def finish(self) -> dict[str, Any]:
-        """Waits for the end, at most until the limit; returns the stage's entry in the list of
-        stages."""
-        reason, status = "", 0
         try:
-            status = self._process.wait(max(0.0, self._start + self._seconds - time.monotonic()))
+            status = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            reason = f"ended after {self._seconds:.0f} s"
+            reason = f"ended after {seconds:.0f} s"
             for number in (signal.SIGINT, signal.SIGABRT):  # the log says where it was
                 with contextlib.suppress(subprocess.TimeoutExpired, ProcessLookupError):
-                    os.killpg(self._process.pid, number)
-                    self._process.wait(GRACE_SECONDS)
+                    os.killpg(process.pid, number)
+                    process.wait(GRACE_SECONDS)
         finally:
-            self.kill()
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(0, size - 4 * LOG_CHARACTERS))  # a character has at most 4 bytes
-        log = self._log.read().decode(errors="replace")[-LOG_CHARACTERS:]
-        lines = [line.strip() for line in log.splitlines() if line.strip()]
-        if status:
-            reason = f"exit status {status}: {lines[-1][:200] if lines else ''}"
-        elif not reason and not self._path.exists():
-            reason = "left no file"
-        return entry_of(self._stage, reason, round(time.monotonic() - self._start, 1), log)
-
-    def kill(self) -> None:
-        """Ends the process and all that it started."""
-        kill_group(self._process)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
-            self._process.wait(GRACE_SECONDS)
+            kill_group(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a driver may hold it
+                process.wait(GRACE_SECONDS)
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 4 * LOG_CHARACTERS))  # a character has at most 4 bytes
+        log = file.read().decode(errors="replace")[-LOG_CHARACTERS:]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    if status:
+        reason = f"exit status {status}: {lines[-1][:200] if lines else ''}"
+    elif not reason and not (options.out / f"{stage.file}.json").exists():
+        reason = "left no file"
+    return entry_of(stage, reason, round(time.monotonic() - start, 1), log)
 
 
 def entry_of(stage: Stage, reason: str, seconds: float = 0.0, log: str = "") -> dict[str, Any]:
@@ -204,11 +187,6 @@ def _run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str,
             others = {entry["name"]: entry for entry in earlier["stages"]}
     print(report.machine_of(own["facts"]), file=sys.stderr, flush=True)
     entries = list[dict[str, Any]]()
-    running: list[Running] = []
-
-    def finish(process: Running) -> None:
-        add(process.finish())
-        running.remove(process)
 
     def write(*started: dict[str, Any]) -> None:
         for entry in started:
@@ -224,22 +202,12 @@ def _run(stages: Sequence[Stage], options: Options, name: str) -> list[dict[str,
         said = f"{entry['name']}: {entry['seconds']:.0f} s {entry['reason']}"
         print(said.strip(), file=sys.stderr, flush=True)
 
-    try:
-        for stage in stages:
-            while stage.is_timed and running:
-                finish(running[0])
-            write(entry_of(stage, NOT_ENDED))  # of an ended run, the list tells that
-            (options.out / f"{stage.file}.json").unlink(missing_ok=True)  # of an earlier run
-            left = end - time.monotonic()
-            if left < LEAST_SECONDS:
-                add(entry_of(stage, NO_TIME))
-                continue
-            running.append(Running(stage, options, left))
-            if not stage.is_beside:
-                finish(running[-1])
-        while running:
-            finish(running[0])
-    finally:
-        for process in running:
-            process.kill()
+    for stage in stages:
+        write(entry_of(stage, NOT_ENDED))  # of an ended run, the list tells that
+        (options.out / f"{stage.file}.json").unlink(missing_ok=True)  # of an earlier run
+        left = end - time.monotonic()
+        if left < LEAST_SECONDS:
+            add(entry_of(stage, NO_TIME))
+        else:
+            add(run_stage(stage, options, left))
     return entries

@@ -12,15 +12,6 @@ from benchmarks import paired, report
 Data = dict[str, Any]
 
 
-def grouped(runs: Iterable[Mapping[str, Any]], *keys: str) -> dict[tuple[Any, ...], list[Data]]:
-    """The rows of several JSON files that have the same values of `keys`."""
-    found: dict[tuple[Any, ...], list[Data]] = {}
-    for run in runs:
-        for row in run["rows"]:
-            found.setdefault(tuple(row[key] for key in keys), []).append(row)
-    return found
-
-
 def middles(parts: Iterable[Mapping[str, Any]]) -> Data:
     """The figures of several turns or processes: the median of numbers, the last text."""
     found: dict[str, list[Any]] = {}
@@ -37,8 +28,10 @@ def middles(parts: Iterable[Mapping[str, Any]]) -> Data:
 
 def pooled(runs: Iterable[Mapping[str, Any]]) -> list[Data]:
     """Rows that combine the turns of several processes or files: those of one case and system."""
-    rows = []
-    for parts in grouped(runs, "case", "system").values():
+    rows, by_arm = [], dict[tuple[str, str], list[Data]]()
+    for one in (row for run in runs for row in run["rows"]):
+        by_arm.setdefault((one["case"], one["system"]), []).append(one)
+    for parts in by_arm.values():
         row = {**parts[0], "processes": sum(part.get("processes", 1) for part in parts)}
         for key in ("seconds", "ratios"):
             if key in row:

@@ -3,11 +3,11 @@ The first minutes on a GPU: whether everything works, and how fast.
 
     python -m benchmarks.gpu_day [--minutes 9] [--out FOLDER] [--only a,c] [--device cuda|fake]
 
-Stages, each in a process with a limit: 0 compiles kernels beside a and b; a runs the kernels'
-tests, one of each function first; b compares tokens with plain `generate`; c, d and e measure
-attention and the whole calls of two models; f runs `pytest -m gpu`. A stage writes its rows while
-it runs, and the tables of all come last. Needs neither a network nor `.git`. With `--device fake`
-the same code runs on small sizes on the CPU; it shows that it runs, and its figures say nothing.
+Stages, each in a process with a limit: a runs the kernels' tests; b compares tokens with plain
+`generate`; c, d and e measure attention and the whole calls of two models; f runs `pytest -m gpu`.
+A stage writes its rows while it runs, and the tables of all come last. Needs neither a network nor
+`.git`. With `--device fake` the same code runs on small sizes on the CPU; it shows that it runs,
+and its figures say nothing.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ NAME = "gpu_day"  # of the file that lists the stages
 CONTENDERS = "'contiguous sdpa|ours|ours: int8|HF sdpa|varlen_attn|aten.*'"
 HEADS = "llama-3.1-8b .* (64 x 8192|8 x 1024|8 x 512 of 4096|1 x 32768)|qwen3.* 64 x 1024"
 ATTENTION = f"attention --contenders {CONTENDERS}"
-KERNELS = "gpu_day.suite --paths tests/kernels/triton tests/attention"
+KERNELS = "--paths 'tests/kernels/triton/test_*.py' 'tests/attention/test_*.py'"
 ONLY = f"--only '({HEADS}) 16 bf16' --repeats 5"
 CALLS = "generate --no-memory --no-peers --only W1,W3,W6"
 LLAMA, QWEN = (f"--model {name} --repeats 3" for name in ("llama-3.1-8b", "qwen3-0.6b"))
 STAGES = tuple(
     stage._replace(file=f"{NAME}-{stage.name}")
     for stage in (
-        Stage("0", 1.5, "gpu_day.compiling", title="kernels compiled", is_beside=True),
-        Stage("a", 1.5, KERNELS, title="kernels against their reference"),
+        Stage("a", 1.5, "gpu_day.suite", KERNELS, title="kernels against their reference"),
         Stage("b", 2.5, "gpu_day.parity", title="tokens of plain generate, float32"),
-        Stage("c", 0.7, ATTENTION, ONLY, title="attention alone", is_timed=True),
-        Stage("d", 1.5, CALLS, LLAMA, title="whole calls", is_timed=True),
-        Stage("e", 1.5, CALLS, QWEN, title="whole calls of a small model", is_timed=True),
+        Stage("c", 1, ATTENTION, ONLY, title="attention alone"),
+        Stage("d", 1.7, CALLS, LLAMA, title="whole calls"),
+        Stage("e", 1.5, CALLS, QWEN, title="whole calls of a small model"),
         Stage("f", 0, "gpu_day.suite", title="pytest -m gpu"),
     )
 )

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import functools
 import random
-import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import hf_paged
-from benchmarks import paired, runner
-from benchmarks.models import build
-from benchmarks.paper.rows import (
-    PAPER,
-    READ,
-    Published,
-    Row,
-    Size,
-    measured,
-    small_shape,
-    timed_row,
-)
+from benchmarks import runner
+from benchmarks.models import SHAPES, build
+from benchmarks.paper import PAGED_ATTENTION, published
 from benchmarks.systems import served
 from benchmarks.workloads import GREEDY, texts
 from hf_paged.config import MIN_BLOCK_SIZE
@@ -28,19 +20,23 @@ from hf_paged.config import MIN_BLOCK_SIZE
 BLOCKS = {8: "swap slower", 16: "comparable", 64: "comparable"}
 """What the paper says, by block size."""
 METHODS = ("swap", "recompute")
-WHY = (
-    "a copy within host memory has no PCIe transfers to set up, and a CPU computes a prompt slowly"
-)
+WHY = "a copy in host memory sets up no PCIe transfers, and a CPU computes a prompt slowly"
+SHAPE = replace(SHAPES["llama-24m"], name="llama-24m of 2 layers", layers=2, vocab=2048)
+QUICK = SHAPES["llama-tiny"]
 
 
-def cases(size: Size) -> Iterator[runner.Case]:
-    """Whole runs with each preemption method, by block size."""
-    shape, draw = small_shape(size, 2), random.Random(3)
-    model, is_quick = build(shape), size.turns == 1
-    lengths = [draw.randrange(16, 49) for _ in range(max(6, size.engine_requests))]
-    prompts = texts(random.Random(0), lengths, shape.vocab)
-    options = {**GREEDY, "max_new_tokens": 32 if is_quick else 128}
-    slots = 128 if is_quick else 384
+def preempted(args: argparse.Namespace) -> Iterator[runner.Case]:
+    """PagedAttention (arXiv 2309.06180), section 7.3 and figure 19b: whole runs with swap against
+    whole runs with recompute, by block size.
+
+    The same: one trace, one undersized memory, one method for all preemptions. Different: host
+    memory on both sides of a swap; 2 layers of a small random model in float32 on a CPU; few
+    requests with short contexts.
+    """
+    shape, slots, new_tokens = (QUICK, 128, 32) if args.quick else (SHAPE, 384, 128)
+    model, draw = build(shape), random.Random(3)
+    prompts = texts(random.Random(0), [draw.randrange(16, 49) for _ in range(8)], shape.vocab)
+    options = {**GREEDY, "max_new_tokens": new_tokens}
 
     def work(turn: int, method: str, *, block: int) -> runner.Turn:
         config: dict[str, Any] = {"block_size": block, "num_blocks": slots // block}
@@ -53,28 +49,8 @@ def cases(size: Size) -> Iterator[runner.Case]:
         return runner.Turn(seconds, figures={"preemptions": stats.num_preemptions})
 
     blocks = [block for block in BLOCKS if block >= MIN_BLOCK_SIZE]
-    for block in blocks[:1] if is_quick else blocks:
-        yield runner.Case(str(block), runner.each(functools.partial(work, block=block), METHODS))
-
-
-def preempted(size: Size) -> list[Row]:
-    """PagedAttention (arXiv 2309.06180), section 7.3 and figure 19b: whole runs with swap against
-    whole runs with recompute, by block size.
-
-    The same: one trace, one undersized memory, one method for all preemptions. Different: host
-    memory on both sides of a swap; 2 layers of a small random model in float32 on a CPU; few
-    requests with short contexts.
-    """
-    rows, shape = [], small_shape(size, 2).name
-    for block, found in measured(cases, size).items():
-        times = {method: found[method]["seconds"] for method in METHODS}
-        figures = ", ".join(
-            f"{method} {statistics.median(times[method]):.3g} s,"
-            f" {found[method]['figures']['preemptions']:g} preemptions"
-            for method in METHODS
-        )
-        name = f"time with swap over time with recompute, block size {block}, {shape}"
-        published = Published(BLOCKS[int(block)], f"{PAPER}, section 7.3 ({READ})", WHY)
-        ratios = paired.ratios(times["swap"], times["recompute"])
-        rows.append(timed_row(name, ratios, size, published, f"; {figures}"))
-    return rows
+    for block in blocks[:1] if args.quick else blocks:
+        case = f"preempted, block size {block}, {shape.name}"
+        arms = runner.each(functools.partial(work, block=block), METHODS)
+        figures = published(BLOCKS[block], f"{PAGED_ATTENTION}, section 7.3", WHY)
+        yield runner.Case(case, arms, {"swap": {}}, figures=figures)

@@ -3,12 +3,14 @@ holds tokens, the requests that run at a time, and the blocks that samples share
 
 from __future__ import annotations
 
+import argparse
 import statistics
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from benchmarks.paper.rows import NONE, PAPER, READ, Published, Row, Size, ranged
+from benchmarks import runner
+from benchmarks.paper import PAGED_ATTENTION, published, ranged
 from benchmarks.paper.traces import ALPACA, SHAREGPT, SIGMA, SIGMAS, Lengths, Trace, make_trace
 from hf_paged.batching.request import Request, Sequence
 from hf_paged.batching.scheduling.preemption import Preemption
@@ -28,7 +30,7 @@ WHY_SHARED = (
 )
 SAMPLES = {
     "Alpaca-like": {2: "6.09", 4: "8.53", 6: "9.79"},
-    "ShareGPT-like": {2: "16.2 to 30.5 over 2, 4, 6"},
+    "ShareGPT-like": dict.fromkeys((2, 4, 6), "16.2 to 30.5 over 2, 4, 6"),
 }
 """Figure 15a: percent of the blocks saved, by data set and number of samples."""
 
@@ -73,14 +75,20 @@ def steps_by_spread(requests: int, seeds: int) -> dict[float, list[list[Step]]]:
     }
 
 
-def by_spread(size: Size, figure: Callable[[list[Step]], float]) -> str:
+def by_spread(args: argparse.Namespace, figure: Callable[[list[Step]], float]) -> str:
     """Median and range of a figure at `SIGMA`, and the medians at the other spreads."""
-    found = steps_by_spread(max(60, size.short // 4), size.seeds)
+    found = steps_by_spread(max(60, args.requests // 4), args.seeds)
     values = {sigma: list(map(figure, traces)) for sigma, traces in found.items()}
     others = ", ".join(
         f"{statistics.median(values[one]):.1f} at spread {one:g}" for one in SIGMAS if one != SIGMA
     )
     return f"{ranged(values[SIGMA], '.1f')}; {others}"
+
+
+def simulated(case: str, ours: str, columns: dict[str, Any]) -> runner.Case:
+    """A case that takes no time."""
+    arm = {"ours": lambda turn: runner.Turn(0.0)}
+    return runner.Case(case, arm, turns=1, figures={"ours": ours, **columns})
 
 
 def used_percent(steps: list[Step]) -> float:
@@ -91,7 +99,7 @@ def empty_percent(steps: list[Step]) -> float:
     return 100 * (1 - sum(step.held for step in steps) / sum(step.taken for step in steps))
 
 
-def waste(size: Size) -> list[Row]:
+def waste(args: argparse.Namespace) -> Iterator[runner.Case]:
     """PagedAttention (arXiv 2309.06180), figure 2 and section 6.2: shares of the memory while
     requests wait for room.
 
@@ -100,31 +108,25 @@ def waste(size: Size) -> list[Row]:
     ranges are over several seeds at spread 1, with the medians at 0.5 and 1.5 beside them; averages
     over steps, not over time. Ours is the engine's scheduler and block manager.
     """
-    source, unit = f"{PAPER}, figure 2 ({READ})", "% of the memory"
-    published = "96.3; with reservations 20.4 (longest sequence) to 38.2 (exact length)"
+    source = f"{PAGED_ATTENTION}, figure 2"
     why = f"{SPREAD}; the 1 % that admission leaves to running requests is not used"
-    title = f"slots allocated and empty, blocks of {BLOCK_SIZE}"
-    empty = by_spread(size, empty_percent)
-    return [
-        Row(
-            "memory that holds tokens", by_spread(size, used_percent), unit, published, source, why
-        ),
-        Row(title, empty, "% of the blocks in use", "under 4", source, SPREAD),
-    ]
+    there = published("96.3; with reservations 20.4 (longest) to 38.2 (exact)", source, why)
+    yield simulated("waste: memory that holds tokens, %", by_spread(args, used_percent), there)
+    there = published("under 4", source, SPREAD)
+    title = f"waste: slots allocated and empty, blocks of {BLOCK_SIZE}, %"
+    yield simulated(title, by_spread(args, empty_percent), there)
 
 
-def batch_size(size: Size) -> list[Row]:
+def batch_size(args: argparse.Namespace) -> Iterator[runner.Case]:
     """PagedAttention (arXiv 2309.06180), figure 13a: running requests in OPT-13B's 15.7K slots.
 
     The same: slots, mean lengths. Different: log-normal lengths of a free spread, as in `waste`;
     memory is always short, while the paper's trace has 2 requests per second.
     """
-    ours = by_spread(size, lambda steps: statistics.mean(step.rows for step in steps))
-    published = "30.42; with reservations 7.00 (longest sequence) to 13.62 (exact length)"
-    source = f"{PAPER}, figure 13a ({READ})"
-    return [
-        Row(f"batch size in {OPT_13B_SLOTS} slots", ours, "requests", published, source, SPREAD)
-    ]
+    ours = by_spread(args, lambda steps: statistics.mean(step.rows for step in steps))
+    figure = "30.42; with reservations 7.00 (longest) to 13.62 (exact)"
+    columns = published(figure, f"{PAGED_ATTENTION}, figure 13a", SPREAD)
+    yield simulated(f"requests at a time in {OPT_13B_SLOTS} slots", ours, columns)
 
 
 def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[int, int, int]:
@@ -167,7 +169,7 @@ def saved_percent(lengths: Lengths, count: int, requests: int, seed: int) -> flo
     return 100 * (1 - taken / named)
 
 
-def sampling(size: Size) -> list[Row]:
+def sharing(args: argparse.Namespace) -> Iterator[runner.Case]:
     """PagedAttention (arXiv 2309.06180), section 6.3 and figure 15a: blocks saved by sharing over
     blocks without it.
 
@@ -175,15 +177,10 @@ def sampling(size: Size) -> list[Row]:
     Different: log-normal lengths, medians and ranges over several seeds. Ours is the engine's block
     manager with its forks and copy-on-write; the savings depend only on lengths, so no model runs.
     """
-    rows = []
-    requests = max(4, size.short // 125)
+    requests, source = max(4, args.requests // 125), f"{PAGED_ATTENTION}, figure 15a, section 6.3"
     for lengths in (ALPACA, SHAREGPT):
-        for count in (2, 4, 6):
-            seeds = range(size.seeds)
+        for count, figure in SAMPLES[lengths.name].items():
+            seeds = range(args.seeds)
             saved = ranged([saved_percent(lengths, count, requests, seed) for seed in seeds])
-            found = SAMPLES[lengths.name].get(count)
-            source = f"{PAPER}, figure 15a, section 6.3 ({READ})"
-            published = Published(found, source, WHY_SHARED) if found else NONE
-            name = f"saved by sharing, {count} samples, {lengths.name}"
-            rows.append(Row(name, saved, "% of the blocks", *published))
-    return rows
+            name = f"blocks saved by sharing, {count} samples, {lengths.name}, %"
+            yield simulated(name, saved, published(figure, source, WHY_SHARED))

@@ -8,13 +8,13 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 
 from benchmarks import machine, report, runner
 from benchmarks.gpu_day import suite
 from benchmarks.gpu_day.__main__ import STAGES, outcomes
-from benchmarks.workers import Lost, in_workers
 from tests.support.tools import ROOT
 
 
@@ -25,7 +25,7 @@ def run_in(folder, env, *arguments):
 
 
 def test_every_stage_has_a_file():
-    assert len({stage.file for stage in STAGES}) == len(STAGES) == 7
+    assert len({stage.file for stage in STAGES}) == len(STAGES) == 6
 
 
 @pytest.mark.slow
@@ -39,14 +39,6 @@ def test_a_checkout_without_git_or_device(tmp_path):
     done = run_in(tmp_path, env, str(tmp_path / "out"), "--only", "c")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "(c) attention alone: skipped: no device" in done.stdout
-
-
-def test_a_sample_of_tests_goes_first():
-    names = [f"a.py::one[{number}]" for number in (1, 2, 3)]
-    names += ["a.py::two", "b.py::three[1]", "b.py::three[2]"]
-    groups = suite.in_order(names)
-    assert groups[:3] == [("a.py::one[1]",), ("b.py::three[1]",), ("a.py::two",)]
-    assert sorted(name for group in groups for name in group) == names
 
 
 def test_the_tables_of_all_stages_are_printed(tmp_path):
@@ -67,40 +59,43 @@ def test_the_tables_of_all_stages_are_printed(tmp_path):
 
 
 TESTS = """
-import os, time, pytest
+import pytest
 pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("number", range(3))
 def test_some(number):
     assert number < 2, "number is too large"
 
-def test_dies():
-    os._exit(1)
-
 def test_skips():
     pytest.skip("not here")
+"""
+DIES = """
+import os, pytest
+
+@pytest.mark.gpu
+def test_dies():
+    os._exit(3)
 """
 
 
 @pytest.mark.slow
-def test_tests_run_in_workers(tmp_path):
-    """A failure comes with its first lines; a test that ends its process is lost alone; a file that
-    does not import counts as failed."""
-    (tmp_path / "test_some.py").write_text(TESTS)
-    (tmp_path / "test_other.py").write_text("import no_such_module")
-    (_, collected), *_ = in_workers(suite.collect, [(str(tmp_path),)], 1, 60.0)
-    assert not isinstance(collected, Lost) and len(collected.names) == 5
-    assert any("no_such_module" in lines for lines in collected.failed.values())
-    groups = suite.in_order(collected.names)
-    results = [found for _, found in in_workers(suite.rows_of_group, groups, 1, 60.0)]
-    lost = [found for found in results if isinstance(found, Lost)]
-    assert lost == [Lost("the process died with exit status 1")]
-    rows = [row for found in results if not isinstance(found, Lost) for row in found]
-    counts = [row["figures"] for row in rows if row["system"] == "tests"]
-    assert sorted(one["passed"] for one in counts) == [0, 1, 1]
-    assert sum(one["skipped"] for one in counts) == sum(one["failed"] for one in counts) == 1
-    (problem,) = [row["problem"] for row in rows if row["system"] == "a test"]
-    assert "number is too large" in problem
+def test_files_run_in_processes(tmp_path):
+    """A failure comes with its reason; a file that ends its process or does not import is lost
+    alone."""
+    later = time.monotonic() + 100
+    for name, content in (("some", TESTS), ("dies", DIES), ("other", "import no_such_module")):
+        (tmp_path / f"test_{name}.py").write_text(content)
+    counts, problem = suite.rows_of_file(str(tmp_path / "test_some.py"), later)
+    assert counts["figures"] == {"passed": 2, "failed": 1, "skipped": 1}
+    assert "problem" not in counts and "number is too large" in problem["problem"]
+    (lost,) = suite.rows_of_file(str(tmp_path / "test_dies.py"), later)
+    assert lost["problem"].startswith("exit status 3: ")
+    first, *_ = suite.rows_of_file(str(tmp_path / "test_other.py"), later)
+    assert first["problem"].startswith("exit status 2: ")
+    (late,) = suite.rows_of_file(str(tmp_path / "test_some.py"), 0.0)
+    assert late["figures"] == {"note": "no time left"}
+    named = suite.files(["tests/kernels/triton/test_*.py"])
+    assert named[0].endswith("test_gpu.py") and named[-1].endswith("test_gpu_memcheck.py")
 
 
 @pytest.mark.slow
@@ -110,8 +105,8 @@ def test_a_run_on_the_stand_in_of_a_device(tmp_path):
     done = run_in(ROOT, env, str(tmp_path), "--device", "fake", "--minutes", "20")
     assert done.returncode == 0, done.stdout + done.stderr
     entries = report.read(tmp_path / "gpu_day.json")["stages"]
-    assert {entry["name"]: entry["reason"] for entry in entries} == dict.fromkeys("0abcdef", "")
-    found = {name: report.read(tmp_path / f"gpu_day-{name}.json")["rows"] for name in "0abcdef"}
+    assert {entry["name"]: entry["reason"] for entry in entries} == dict.fromkeys("abcdef", "")
+    found = {name: report.read(tmp_path / f"gpu_day-{name}.json")["rows"] for name in "abcdef"}
     assert sum(row["figures"]["passed"] for row in found["a"]) > 0
     assert all(row["equal"] == 1 for row in found["b"] if "equal" in row)
     for name in "de":

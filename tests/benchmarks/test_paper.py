@@ -1,21 +1,17 @@
-"""The papers' tables: exact bookkeeping of the simulations, and rows of every table."""
+"""The papers' figures: exact bookkeeping of the simulations, and the rows of every part."""
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from dataclasses import replace
 
 import pytest
 import torch
 
 import hf_paged
-from benchmarks import readme, report, runner
+from benchmarks import report
 from benchmarks.models import SHAPES, build
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import simulation, spikes
-from benchmarks.paper.rows import FULL, TINY, TOLD_S1, measured, timed_row
 from benchmarks.paper.traces import SHAREGPT, make_trace
 from hf_paged.cache.block_pool import BlockPool
 from hf_paged.virtual.pages import MemoryFile
@@ -52,22 +48,6 @@ def test_grown_samples_take_the_blocks_that_the_engine_takes(count, prompt, outp
             simulation.grow(manager, *asked)
 
 
-def process(size):
-    yield runner.Case("case", {"id": lambda turn: float(os.getpid())})
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_half_of_the_turns_are_in_a_second_process():
-    here, two = measured(process, TINY), replace(TINY, turns=2, processes=2)
-    assert here["case"]["id"]["seconds"] == [os.getpid()]
-    first, again, second, last = measured(process, two)["case"]["id"]["seconds"]
-    assert first == again != second == last and os.getpid() not in (first, second)
-    assert FULL.turns * FULL.processes >= 15 and FULL.processes == 2
-    row = timed_row("a", [1.0, 1.1, 1.2], two)
-    assert row.ours == "1.100 (1.000..1.200), 3 turns in 2 processes"
-
-
 @mapped
 def test_mappings_are_counted():
     own, shape = MemoryFile.map, SHAPES["llama-tiny"]
@@ -79,38 +59,28 @@ def test_mappings_are_counted():
 
 
 @pytest.mark.slow_cases("preempted", "spikes")
-@pytest.mark.parametrize("name", command.TABLES)
-def test_every_table_prints_its_rows(name):
-    if name in command.VATTENTION and not hasattr(os, "memfd_create"):
+@pytest.mark.parametrize("name", command.PARTS)
+def test_every_part_prints_its_rows(name, tmp_path, capsys):
+    if name == "spikes" and not hasattr(os, "memfd_create"):
         pytest.skip("no memory files")
-    rows = command.run([name], TINY)
-    printed = "\n".join(command.show([{"rows": rows}]))
-    for row in rows:
-        assert row["case"] == name and row["name"] in printed and row["unit"]
-        assert isinstance(row["ours"], str) or math.isfinite(row["ours"])
-        if row["published"]:
-            assert "read" in row["source"] or row["source"] == TOLD_S1
-    assert any(row["published"] for row in rows)
-
-
-def test_a_run_keeps_other_tables(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "QUICK", TINY)
     path = tmp_path / "paper.json"
-    for name in ("sampling", "batch_size", "batch_size"):
+    assert command.main(["--quick", "--only", name, "--json", str(path)]) == 0
+    (run,), printed = report.read(path)["runs"], capsys.readouterr().out
+    for row in run["rows"]:
+        assert row["case"] in printed and row["figures"]["published"] in printed
+        assert "arXiv" in row["figures"]["published in"]
+        assert any(row["seconds"]) or row["figures"]["ours"] in printed
+
+
+def test_a_run_keeps_other_parts(tmp_path, capsys):
+    path = tmp_path / "paper.json"
+    for name in ("sharing", "batch_size", "batch_size"):
         command.main(["--quick", "--only", name, "--json", str(path)])
-    content = json.loads(path.read_text())
-    assert [run["rows"][0]["case"] for run in content["runs"]] == ["sampling", "batch_size"]
+    first, second = report.read(path)["runs"]
+    assert first["rows"][0]["case"].startswith("blocks saved by sharing, 2 samples")
+    assert len(second["rows"]) == 1
+    for part in ("at spread 0.5", "at spread 1.5", ".."):
+        assert part in second["rows"][0]["figures"]["ours"]
     path.write_text("{")
-    assert command.main(["--quick", "--only", "sampling", "--json", str(path)]) == 2
+    assert command.main(["--quick", "--only", "sharing", "--json", str(path)]) == 2
     assert path.read_text() == "{", "it adds nothing to a damaged file"
-
-
-def test_the_text_has_the_tables_that_were_run():
-    (run, *_) = report.result(readme.PAPER)["runs"]
-    row = {"case": "spikes", "name": "a", "published": "2", "ours": "1"}
-    row |= {"unit": "ms", "source": "S1", "why": "slow"}
-    run |= {"rows": [row, {**row, "name": "b", "published": ""}]}
-    text, shown = command.sections({"runs": [run]})
-    assert "vAttention's spikes" in text and "--only spikes`" in text
-    assert "| a | 2 | 1 | ms | S1 | slow |" in shown and "| b |" not in shown
-    assert list(command.sections({"runs": []})) == []

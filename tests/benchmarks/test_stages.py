@@ -61,9 +61,9 @@ def test_a_stage_that_crashes_hangs_or_raises_ends_alone(tmp_path, monkeypatch):
     (tmp_path / "is_silent.json").write_text("of an earlier run")
     reasons = run(
         tmp_path,
-        stage(hangs, minutes=0.01, is_beside=True),
+        stage(hangs, minutes=0.01),
         *map(stage, (crashes, raises, is_silent, works)),
-        stage(works, name="last", is_timed=True),
+        stage(works, name="last"),
     )
     assert reasons.pop("crashes").startswith("exit status -11: ")
     assert reasons == {
@@ -130,7 +130,7 @@ def test_a_stage_without_time_keeps_no_older_results(tmp_path, monkeypatch):
     (tmp_path / "works.json").write_text("{}")
     assert run(tmp_path, stage(works), minutes=0.01) == {"works": NO_TIME}
     assert not (tmp_path / "works.json").exists()
-    monkeypatch.setattr(stages, "Running", lambda *_: pytest.fail("a stage was started"))
+    monkeypatch.setattr(stages, "run_stage", lambda *_: pytest.fail("a stage was started"))
     with stages.alone(tmp_path), pytest.raises(SystemExit, match="another run writes to "):
         run(tmp_path, stage(works))
 
@@ -147,7 +147,7 @@ def test_a_stage_that_is_repeated_takes_its_place_in_the_list(tmp_path, monkeypa
 def test_a_folder_that_cannot_be_written_is_an_error_before_a_stage_runs(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(stages, "Running", lambda *_: pytest.fail("a stage was started"))
+    monkeypatch.setattr(stages, "run_stage", lambda *_: pytest.fail("a stage was started"))
     file = tmp_path / "file"
     file.write_text("")
     with pytest.raises(SystemExit) as caught:

@@ -363,10 +363,11 @@ class Tier(Protocol):
         (`prefix_index.Link`). Unless the weights that computed it are verified, the tier serves it
         only after `confirm`."""
 
-    def reach(self, blocks: BlockManager, sequence: request.Sequence) -> int:
-        """Returns how many tokens `BlockManager.match` would find after `restore`."""
+    def reach(self, sequence: request.Sequence) -> int:
+        """Returns how many tokens `SequenceBlocks.match` would find after `restore`. The sequence
+        has tables."""
 
-    def restore(self, blocks: BlockManager, sequence: request.Sequence) -> bool:
+    def restore(self, sequence: request.Sequence) -> bool:
         """Copies kept blocks to the pool and registers them for `match`, if the sequence's cached
         prefix becomes longer. Returns `False`, and registers nothing, if there are no such blocks,
         if too few blocks are free, or if copying fails; cached blocks may have been evicted. Called

@@ -111,7 +111,8 @@ class BatchCall(Candidate):
         keeps_prefixes = num_tokens >= MIN_CACHED_TOKENS
         replays = keeps_prefixes or num_steps >= MIN_REPLAYED_STEPS
         generation = self._make_generation(decoding, keeps_prefixes)
-        self._set_up_drafts(generation)
+        if generation.assistance is not None and not generation.is_single:
+            generation.split()  # rows with drafts advance separately
         call.built_caches.clear()  # the loop may take over these caches
         make = functools.partial(
             make_loop,
@@ -145,23 +146,19 @@ class BatchCall(Candidate):
                 call.counters.append(loop.executor.runner.counters)
                 call.slowed_by.update(loop.executor.slowed_by)
 
-    def _set_up_drafts(self, generation: Generation) -> None:
-        """Chooses the source of drafts, and splits a generation whose rows have drafts, since such
-        rows advance separately. N-grams are used only where drafts do not change the random numbers
-        that rows draw."""
-        decoding = generation.decoding
-        is_single_row = len(generation.rows) == 1
-        assistance = self.assistance
+    def _assistance_for(self, decoding: Decoding) -> Assistance | None:
+        """Returns the source of drafts, if there is one. N-grams are used only where drafts do not
+        change the random numbers that rows draw."""
         if is_sharded(self.model):  # draft lengths depend on times, which differ by process
-            return
-        may_use_ngrams = assistance is None and self.paged_config.speculation == "ngram"
+            return None
+        may_use_ngrams = self.assistance is None and self.paged_config.speculation == "ngram"
         if may_use_ngrams and self.layout.reason_against_drafts is None:
             if isinstance(decoding, SampleDecoding) and self.prompts is None:
-                if is_single_row or (generation.can_split and not decoding.do_sample):
-                    assistance = Assistance()
-        generation.assistance = assistance
-        if assistance is not None and not is_single_row:
-            generation.split()
+                num_rows = len(self.paddings)
+                can_split = num_rows > self.call.repeats and decoding.can_split
+                if num_rows == 1 or (can_split and not decoding.do_sample):
+                    return Assistance()
+        return self.assistance
 
     def _make_generation(self, decoding: Decoding, keeps_prefixes: bool) -> Generation:
         repeats = self.call.repeats
@@ -195,7 +192,12 @@ class BatchCall(Candidate):
                 shift = prompts.position_shift(prompt, layout.unsupported_reason is not None)
             request.limit_positions(layout.max_positions, shift)
             rows += [(request, index) for index in range(repeats)]
-        return Generation(decoding, rows, keep_blocks=bool(self.config.return_dict_in_generate))
+        return Generation(
+            decoding,
+            rows,
+            keep_blocks=bool(self.config.return_dict_in_generate),
+            assistance=self._assistance_for(decoding),
+        )
 
     def _tokens(self, ids: torch.Tensor, row: int) -> list[int]:
         """Returns the token ids of a row of `ids` without padding; 0 for each token given as an

@@ -258,7 +258,7 @@ def with_join_keys(prompts: Prompts, requirements: tuple[bool, bool] | None) -> 
     (`capability.join_requirements`)."""
     join_key = None if requirements is None else _join_key(prompts, *requirements)
     merge_key = None
-    has_media = not compat.PREFILL_INPUTS.isdisjoint(prompts.model_kwargs)
+    has_media = any(prompts.model_kwargs.get(name) is not None for name in compat.PREFILL_INPUTS)
     if join_key is not None and not has_media and not any(prompts.paddings):
         merge_key = (join_key, prompts.length)
     return dataclasses.replace(prompts, join_key=join_key, merge_key=merge_key)

@@ -214,21 +214,22 @@ class PrefixStore:
             self._pending.clear()
             self._num_bytes["pending"] = 0
 
-    def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
-        return len(self._path(blocks, sequence)) * blocks.node_size
+    def reach(self, sequence: Sequence) -> int:
+        return len(self._path(sequence)) * sequence.blocks.manager.node_size
 
-    def _path(self, blocks: BlockManager, sequence: Sequence) -> list[Link]:
-        """Returns the path that `BlockManager.match` would attach if the pools also had all blocks
-        of this store."""
+    def _path(self, sequence: Sequence) -> list[Link]:
+        """Returns the path that `SequenceBlocks.match` would attach if the pools also had all
+        blocks of this store."""
+        manager = sequence.blocks.manager
         namespace = sequence.request.namespace
-        if not blocks.prefix_caching or namespace is UNCACHED:
+        if not manager.prefix_caching or namespace is UNCACHED:
             return []
-        max_nodes = (sequence.num_tokens - 1) // blocks.node_size
-        return blocks.index.find(sequence.keys, namespace, max_nodes, self.has)
+        max_nodes = (sequence.num_tokens - 1) // manager.node_size
+        return manager.index.find(sequence.keys, namespace, max_nodes, self.has)
 
-    def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
+    def restore(self, sequence: Sequence) -> bool:
         try:
-            return self._restore(blocks, sequence)
+            return self._restore(sequence)
         except OutOfBlocksError:
             # the sequence's tokens are computed instead, once there are free blocks
             return False
@@ -244,15 +245,17 @@ class PrefixStore:
                 logger.warning(Topic.PREFIX_TIERS(message), error.cause)
             return False
 
-    def _restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
+    def _restore(self, sequence: Sequence) -> bool:
+        manager = sequence.blocks.manager
+
         def read(group: int, index: int) -> Layers | None:
             return self.read(group, links[index].digest)
 
         while True:  # ends, since `_path` no longer finds a block that `read` missed
-            links = self._path(blocks, sequence)
-            if len(links) * blocks.node_size <= sequence.num_computed_tokens:
+            links = self._path(sequence)
+            if len(links) * manager.node_size <= sequence.num_computed_tokens:
                 return False
-            if restore_path(self, blocks, links, sequence.request.namespace, read):
+            if restore_path(self, manager, links, sequence.request.namespace, read):
                 return True
 
     def has(self, group: int, digest: bytes) -> bool:

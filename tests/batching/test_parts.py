@@ -47,16 +47,17 @@ class DictTier(dict[bytes, Any]):
     def keep(self, group: int, block_id: int, digest: bytes, is_verified: bool) -> None:
         self[digest] = copy_out(self.group, [block_id])
 
-    def path(self, blocks: BlockManager, sequence: Sequence) -> list[Any]:
+    def path(self, sequence: Sequence) -> list[Any]:
+        blocks = sequence.blocks.manager
         most = (sequence.num_tokens - 1) // blocks.node_size
         namespace = sequence.request.namespace
         return blocks.index.find(sequence.keys, namespace, most, lambda _, digest: digest in self)
 
-    def reach(self, blocks: BlockManager, sequence: Sequence) -> int:
-        return len(self.path(blocks, sequence)) * blocks.node_size
+    def reach(self, sequence: Sequence) -> int:
+        return len(self.path(sequence)) * sequence.blocks.manager.node_size
 
-    def restore(self, blocks: BlockManager, sequence: Sequence) -> bool:
-        links = self.path(blocks, sequence)
+    def restore(self, sequence: Sequence) -> bool:
+        links, blocks = self.path(sequence), sequence.blocks.manager
         (new_ids,) = blocks.take([len(links)]) or [[]]
         node = blocks.index.root(sequence.request.namespace)
         for link, block_id in zip(links, new_ids):  # all blocks that the pool has are new ones

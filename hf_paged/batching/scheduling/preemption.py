@@ -275,7 +275,7 @@ class Preemption:
         if tier is None or len(rows) > 1:
             return False
         (sequence,) = rows
-        return tier.reach(self.blocks, sequence) > sequence.num_computed_tokens
+        return tier.reach(sequence) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
         """Restores the prefix of the only row from the tier to the pool, if possible, and attaches
@@ -283,7 +283,7 @@ class Preemption:
         (sequence,) = request.open_sequences
         tier = self.blocks.tier
         assert tier is not None
-        if tier.restore(self.blocks, sequence):
+        if tier.restore(sequence):
             sequence.blocks.free()
             self.match(sequence, sequence.keys)
 

@@ -65,6 +65,8 @@ class RectangleReplays:
         self._state: ModelState | None = None
         # about the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}
+        # names of inputs that the encoder takes, too
+        self._encoder_parameters = set[str]()
         self._width = self._num_axes = 0
         self._is_padded = False
         self._num_past_windows = 0  # layer groups whose windows hide the first position
@@ -85,6 +87,9 @@ class RectangleReplays:
         if not self._may_replay:
             log_unrecorded(f"it overrides `{compat.UPDATE_INPUTS}`", logging.INFO)
         self._forward_parameters = _parameters(model)
+        if self._cross_groups:
+            encoder = inspect.signature(model.get_encoder().forward).parameters
+            self._encoder_parameters = set(encoder) - {*_POSITION_INPUTS, "attention_mask"}
         self._cache_name = compat.cache_name(model)
         self._recorder.begin(state)
 
@@ -108,7 +113,10 @@ class RectangleReplays:
         self._constants = _constants(prepared), tuple(self._token_types.items())
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
-        self._prepared = prepared
+        self._prepared = dict(prepared)
+        for name in self._encoder_parameters & prepared.keys():
+            if isinstance(prepared[name], Tensor):  # without content, which only the encoder reads
+                self._prepared[name] = torch.empty_like(prepared[name], device="meta")
         layers = dense_layers(cache_parts(rectangle.cache)[0])
         specs = state_specs(layers, rectangle.width - 1)
         try:
@@ -256,6 +264,8 @@ class RectangleReplays:
             return value.dim() == 2 and unpadded_columns(value, num_rows, width) == unpadded
         if name == "position_ids" and value.shape[-2:] in ((num_rows, 1), (1, 1)):
             return torch.equal(value, value.round())  # `_position_axes` converts to integers
+        if name in self._encoder_parameters:
+            return True
         if name not in _POSITION_INPUTS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
             return False
         return bool((value == width - 1).all())

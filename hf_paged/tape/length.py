@@ -101,6 +101,31 @@ class Length(Tensor):
         return operation(self.recorded_value, number)
 
 
+class KeyLength(int):
+    """The number of columns of gathered keys, plus `offset`. To Python it is the number of those
+    that block tables can hold; but a range between two such lengths is relative to the number of
+    columns that are stored."""
+
+    last: Tensor  # index of the last stored column, `()` int64
+    offset: int
+
+    def __new__(cls, number: int, last: Tensor, offset: int = 0) -> KeyLength:
+        self = super().__new__(cls, number)
+        self.last, self.offset = last, offset
+        return self
+
+    def __add__(self, number: int) -> int:
+        return self._moved(super().__add__(number), number, 1)
+
+    def __sub__(self, number: int) -> int:
+        return self._moved(super().__sub__(number), number, -1)
+
+    def _moved(self, result: int, number: int, sign: int) -> int:
+        if type(number) is not int:
+            return result
+        return KeyLength(result, self.last, self.offset + sign * number)
+
+
 RANGE_FUNCTIONS = frozenset({torch.arange, Tensor.__getitem__})
 
 
@@ -130,8 +155,12 @@ def _is_range(item: Any) -> bool:
 
 
 def _positions_between(start: Any, stop: Any) -> Tensor | None:
-    """Returns the positions `[start, stop)`, int64, if both are lengths; otherwise `None`."""
-    if not isinstance(start, Length) or not isinstance(stop, Length):
+    """Returns the positions `[start, stop)`, int64, if both are lengths of one kind; otherwise
+    `None`."""
+    if isinstance(start, Length) and isinstance(stop, Length):
+        first = start.tensor
+    elif isinstance(start, KeyLength) and isinstance(stop, KeyLength):
+        first = start.last + (1 + start.offset)
+    else:
         return None
-    offsets = torch.arange(stop.offset - start.offset, device=start.tensor.device)
-    return offsets + start.tensor
+    return torch.arange(stop.offset - start.offset, device=first.device) + first

@@ -20,7 +20,7 @@ from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..step import NotCapturable
 from .length import RANGE_FUNCTIONS, with_ranges
-from .unmasked import UnmaskedColumns, running
+from .unmasked import SIZE_FUNCTIONS, UnmaskedColumns, running
 
 aten = torch.ops.aten
 _LAZY_VIEWS = frozenset({"aten::_conj", "aten::_neg_view"})
@@ -85,7 +85,7 @@ class CaptureGuard(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise NotCapturable(f"its forward draws random numbers ({func})")
         has_constant_result = self._has_constant_result(func, args, kwargs)
-        reads_on_host = _reads_on_host(func, args)
+        reads_on_host = _reads_on_host(func, args) and not self._selects_equally(func, args)
         if reads_on_host and not has_constant_result:
             raise NotCapturable(f"its forward reads the content of a tensor ({func})")
         source = _source_of_transfer(func, args, kwargs)
@@ -117,6 +117,14 @@ class CaptureGuard(TorchDispatchMode):
             return False  # gives a tensor the memory of another
         inputs = tensors_in((args, kwargs))
         return bool(inputs) and all(map(self.is_constant, inputs))
+
+    def _selects_equally(self, func: Any, args: Any) -> bool:
+        """Whether an operation selects elements by masks that are constants on the host, and so
+        equally many in every run, without waiting for a device."""
+        if func.name() not in _INDEXED_READS | _INDEXED_WRITES:
+            return False
+        masks = [index for index in args[1] if _has_mask([index])]
+        return all(mask.is_cpu and self.is_constant(mask) for mask in masks)
 
     def _remove_constants(self, func: Any, tensors: Iterable[Tensor]) -> None:
         """Removes `tensors`, to which `func` wrote, from the constants. Raises [`NotCapturable`] if
@@ -313,6 +321,8 @@ class ReadGuard(TorchFunctionMode):
                 )
         if func in _FROM_PYTHON:
             _refuse_tensor_lists(func, _data_of(func, args, kwargs or {}))
+        if func in SIZE_FUNCTIONS and (columns := running.get()) is not None:
+            return columns.sizes(func, args[0], args[1:], kwargs or {})
         if func in RANGE_FUNCTIONS:
             result = with_ranges(func, args, kwargs or {})
             if result is not NotImplemented:

@@ -77,6 +77,8 @@ class RectangleReplays:
         self._reason_against_replays: str | None = None
         # about the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}
+        # names of inputs that the encoder takes, too
+        self._encoder_parameters = set[str]()
         self._width = self._num_axes = 0
         self._is_padded = False
         self._num_past_windows = 0  # layer groups whose windows hide the first position
@@ -98,6 +100,9 @@ class RectangleReplays:
             # a user's method may do more than return inputs, and must see each step
             self._reason_against_replays = f"it overrides `{compat.UPDATE_INPUTS}`"
         self._forward_parameters = _parameters(model)
+        if self._cross_groups:
+            encoder = inspect.signature(model.get_encoder().forward).parameters
+            self._encoder_parameters = set(encoder) - {*_POSITION_INPUTS, "attention_mask"}
         self._cache_name = compat.cache_name(model)
         self._recorder.begin(state)
 
@@ -126,7 +131,10 @@ class RectangleReplays:
         self._constants = constants_of(prepared), tuple(self._token_types.items())
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
-        self._prepared = prepared
+        self._prepared = dict(prepared)
+        for name in self._encoder_parameters & prepared.keys():
+            if isinstance(prepared[name], Tensor):  # without content, which only the encoder reads
+                self._prepared[name] = torch.empty_like(prepared[name], device="meta")
         layers = dense_layers(cache_parts(rectangle.cache)[0])
         if self._row_inputs is not None:
             layers.append(self._row_inputs)
@@ -316,6 +324,8 @@ class RectangleReplays:
             return value.dim() == 2 and unpadded_columns(value, num_rows, width) == unpadded
         if name == "position_ids" and value.shape[-2:] in ((num_rows, 1), (1, 1)):
             return torch.equal(value, value.round())  # `_position_axes` converts to integers
+        if name in self._encoder_parameters:
+            return True
         if name not in _POSITION_INPUTS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
             return False
         return bool((value == width - 1).all())

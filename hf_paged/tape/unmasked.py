@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from ..cache.handles import written_tensors
+from .length import KeyLength
 
 # operations on one tensor whose results keep its axes, if they keep the axes' sizes and strides
 _MOVES_AXES = frozenset(
@@ -67,7 +68,8 @@ class UnmaskedColumns:
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         columns = [self._find(operand) for operand in operands]
         for tensor in written_tensors(func, args, kwargs):
-            self._columns.pop(tensor.untyped_storage()._cdata, None)
+            if type(tensor) is Tensor:
+                self._columns.pop(tensor.untyped_storage()._cdata, None)
         lasts = [x.last for x in columns if x is not None]
         if not lasts or not isinstance(result, Tensor):
             return
@@ -76,7 +78,20 @@ class UnmaskedColumns:
         if axis is not None and all(last is lasts[0] for last in lasts):
             self._put(result, _Columns(axis, lasts[0]))
 
+    def sizes(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
+        """Returns the result of one of `SIZE_FUNCTIONS`, with a `KeyLength` for columns."""
+        columns = self._find(tensor)
+        if columns is None:
+            return func(tensor, *args, **kwargs)
+        sizes = [*tensor.shape]
+        sizes[columns.axis] = KeyLength(sizes[columns.axis], columns.last)
+        if args or kwargs:
+            return sizes[args[0] if args else kwargs["dim"]]
+        return torch.Size(sizes)
+
     def _find(self, tensor: Tensor) -> _Columns | None:
+        if type(tensor) is not Tensor:  # others may have no memory
+            return None
         views = self._columns.get(tensor.untyped_storage()._cdata, {})
         return views.get(_geometry(tensor))
 
@@ -84,6 +99,8 @@ class UnmaskedColumns:
         views = self._columns.setdefault(tensor.untyped_storage()._cdata, {})
         views[_geometry(tensor)] = columns
 
+
+SIZE_FUNCTIONS = (Tensor.size, Tensor.shape.__get__)  # type: ignore[attr-defined]
 
 running: ContextVar[UnmaskedColumns | None] = ContextVar("unmasked_columns", default=None)
 """The columns of this thread's recording."""

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from hf_paged.step import NotCapturable
-from hf_paged.tape.length import Length, LengthRange
+from hf_paged.tape.length import KeyLength, Length, LengthRange
 from hf_paged.tape.record import recording
+from hf_paged.tape.unmasked import running
 
 
 def length_of(value: int) -> Length:
@@ -77,3 +78,27 @@ def test_its_number_is_not_read(read) -> None:
     length = length_of(5)
     with recording(), pytest.raises(NotCapturable):
         read(length)
+
+
+def test_ranges_of_keys_end_with_the_stored_columns() -> None:
+    table = torch.arange(160).view(2, 80)
+    length = KeyLength(64, torch.tensor(9))
+    with recording():
+        last, around = table[:, length - 2 : length], table[:, length - 1 : length + 1, None]
+        capacity, empty = table[:, :length], table[:, length - 0 : length]
+    assert last.tolist() == [[8, 9], [88, 89]]
+    assert around.tolist() == [[[9], [10]], [[89], [90]]]
+    assert capacity.shape == (2, 64) and empty.shape == (2, 0)
+    assert length - 1 == 63 and length + 0.5 == 64.5 and length - length == 0
+
+
+def test_only_columns_have_a_length_of_keys() -> None:
+    with recording():
+        keys, other = torch.zeros(2, 4, 64, 8), torch.zeros(2, 4, 64, 8)
+        columns = running.get()
+        assert columns is not None
+        columns.add(keys, torch.tensor(9))
+        lengths = keys.size(-2), keys.size(dim=2), keys.shape[2], keys.size()[2]
+        assert all(isinstance(length, KeyLength) and length == 64 for length in lengths)
+        assert type(keys.size(-1)) is type(other.size(2)) is int
+        assert keys.size() == keys.shape == other.shape

@@ -52,6 +52,7 @@ CLASSES += [
     "MllamaForCausalLM",  # some layers have no blocks
     "LEDForConditionalGeneration",  # a single query gets no mask
     "FSMTForConditionalGeneration",  # nor here
+    "XmodForCausalLM",  # selects rows by a mask of constants
 ]
 INDEXED = "GlmMoeDsaForCausalLM"  # chooses 4 keys by indexer keys
 CLASSES.append(INDEXED)
@@ -284,6 +285,31 @@ def test_a_decoder_that_reads_its_encoder_is_not_recorded() -> None:
     assert route_of(model).num_captured_steps == 0
 
 
+class ReadsBoxes(transformers.UdopForConditionalGeneration):
+    """With `reads_boxes`, its decode steps read an input of its encoder."""
+
+    reads_boxes = False
+
+    def forward(self, *args: Any, bbox: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, bbox=bbox, **kwargs)
+        if self.reads_boxes:
+            ramp = torch.arange(output.logits.shape[-1]) / 10
+            output.logits = output.logits + ramp * bbox.float().mean()
+        return output
+
+
+def test_steps_are_replayed_unless_they_read_an_input_of_the_encoder() -> None:
+    name = "UdopForConditionalGeneration"
+    model = as_subclass(ReadsBoxes, name)
+    inputs = {key: value[:1] for key, value in inputs_of(name).items()}
+    assert_as_plain(model, inputs)
+    assert_recorded(model)
+    model.reads_boxes = True
+    for boxes in (inputs["bbox"], inputs["bbox"] * 0):
+        assert_as_plain(model, inputs | {"bbox": boxes})
+    assert route_of(model).num_captured_steps == 0
+
+
 @pytest.mark.slow_cases(but=["Qwen2_5*-greedy", "Qwen3_5*-greedy", "Qwen3VL*-greedy"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
@@ -410,6 +436,7 @@ DENSE_MASKS = ("Gemma4UnifiedForConditionalGeneration", "Kosmos2ForConditionalGe
                 "FalconForCausalLM",  # one head of keys
                 "GPTNeoXJapaneseForCausalLM",  # baddbmm
                 "MptForCausalLM",  # a bias from the end of the keys
+                "GPTNeoForCausalLM",  # slices a mask by the number of keys
             ),
             MODES,
         ),

@@ -440,3 +440,14 @@ def test_values_that_suit_any_number_of_masked_elements() -> None:
         return rows, row, columns
 
     check(written, tensor(5, 3), exact=True)
+
+
+def test_a_constant_mask_selects_equally_many_elements_each_time() -> None:
+    def selected(x: Tensor) -> Tensor:
+        doubled = torch.zeros_like(x)
+        for kind in range(3):  # no row is of the last kind
+            is_of_kind = torch.arange(5) % 2 == kind
+            doubled[is_of_kind] = x[is_of_kind] @ torch.eye(3) * (kind + 1)
+        return doubled
+
+    check(selected, tensor(5, 3))

@@ -16,6 +16,9 @@ from ..model.trial import significant_difference
 
 logger = logging.getLogger(__name__)
 
+# calls in a row, at most, that do not look whether a changed model can be recorded
+MAX_SKIPPED_CALLS = 64
+
 
 class Checks:
     """The outcomes of the checks of one model's recorded steps, by kind of step.
@@ -31,6 +34,7 @@ class Checks:
         # by kind and columns of each layer group's tables: for each group, the length of the
         # longest row, with padding and dropped blocks, in the check in which it was shortest
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
+        self._num_futile_calls = 0  # calls of `needs_state` in a row in which all was refused
         # the kind, table columns and row lengths of the last step, if it is to be checked
         self.pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
         # layers with copies of the rows' states, for the replay of that step
@@ -39,6 +43,19 @@ class Checks:
     def clear(self) -> None:
         self._refused.clear()
         self._min_lengths.clear()
+
+    def needs_state(self, is_unsupported: bool) -> bool:
+        """As `Recorder.needs_state`. `is_unsupported`: whether no step can be recorded. If so, or
+        if all kinds of steps that were checked are refused, returns `True` in the first, second,
+        fourth, ... of such calls in a row."""
+        checked = {kind for kind, _ in self._min_lengths}
+        are_refused = bool(checked) and self._refused.issuperset(checked)
+        if not (is_unsupported or are_refused):
+            self._num_futile_calls = 0
+            return True
+        self._num_futile_calls += 1
+        number = self._num_futile_calls % MAX_SKIPPED_CALLS
+        return number & (number - 1) == 0
 
     def begin_step(self, kind: Hashable) -> bool:
         """Starts a step; returns whether steps of this kind may be replayed."""

@@ -170,9 +170,10 @@ class Recorder(Protocol):
     """Whether the last replay needs no comparison with the model's own forward. If it needs one,
     the replay has changed no states: the caller also runs that forward, then calls `check`."""
 
-    unsupported_reason: str | None
-    """Why no step is recorded or replayed until the model's state or torch's options change;
-    `None` if steps may be."""
+    def needs_state(self) -> bool:
+        """Called when work on the model begins: whether to read the model's state and call `begin`
+        with it. If all steps so far were refused, mostly not, since only a changed model could
+        make them recordable, and reading takes longer than a step; then notes why."""
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Called before steps of the model in this state: drops recordings of other states.

@@ -135,15 +135,15 @@ def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[i
     """
     pool = manager.groups[0].pool
     first = manager.new()
-    if not manager.append(first, prompt):
+    if not first.append(prompt):
         raise ValueError(
             f"a pool of {pool.num_blocks} blocks has no room for a prompt of {prompt} tokens"
         )
-    rows = [first, *(manager.fork(first) for _ in range(count - 1))]
+    rows = [first, *(first.fork() for _ in range(count - 1))]
     named = taken = peak = 0
     for _ in range(output):
         for row in rows:
-            if not manager.append(row, 1):
+            if not row.append(1):
                 raise ValueError(
                     f"a pool of {pool.num_blocks} blocks has no room for {count} samples"
                 )
@@ -152,7 +152,7 @@ def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[i
         taken += pool.num_used
         peak = max(peak, pool.num_used)
     for row in rows:
-        manager.free(row)
+        row.free()
     return named, taken, peak
 
 

@@ -30,11 +30,11 @@ def choose_store(
     value_blocks: Tensor,
     slots: Tensor,
 ) -> Store:
-    """Returns a function of `(keys, values, slots, signature)` that writes K/V `(batch, heads, n, dim)` of any
-    strides into blocks `(num_blocks, heads, block_size, dim)`, converted to the blocks' dtypes or
-    quantized. It may be reused for K/V with an equal `store_signature` and any slots of the same
-    shape. `slots` `(batch, n)` int64: `block_id * block_size + offset` of each token, without
-    duplicates; negative for tokens that are not stored."""
+    """Returns a `Store`, which writes K/V `(batch, heads, n, dim)` of any strides into blocks
+    `(num_blocks, heads, block_size, dim)`, converted to the blocks' dtypes or quantized. It may be
+    reused for K/V with an equal `store_signature` and any slots of the same shape. `slots` `(batch,
+    n)` int64: `block_id * block_size + offset` of each token, without duplicates; negative for
+    tokens that are not stored."""
     write: Callable[..., None] = store_portable
     has_equal_heads = keys.size(1) == values.size(1)
     if uses_triton(key_blocks):

@@ -12,6 +12,11 @@ from torch import Tensor
 
 from ..batching.execution.inputs import PackedTokens
 from ..model.trial import significant_difference
+from .recorders import note_unrecorded
+
+
+# calls in a row, at most, that do not look whether a changed model can be recorded
+MAX_SKIPPED_CALLS = 64
 
 
 class Checks:
@@ -30,6 +35,7 @@ class Checks:
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
         # by the names of a step's row inputs: those that its forward returns as outputs
         self.passed_inputs: dict[Hashable, dict[str, Any]] = {}
+        self._num_futile_calls = 0  # calls of `needs_state` in a row in which all was refused
         # the kind, table columns and row lengths of the last step, if it is to be checked
         self.pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
         # layers with copies of the rows' states, for the replay of that step
@@ -39,6 +45,24 @@ class Checks:
         self._refused.clear()
         self._min_lengths.clear()
         self.passed_inputs.clear()
+
+    def needs_state(self, unsupported_reason: str | None) -> bool:
+        """As `Recorder.needs_state`. `unsupported_reason`: why no step can be recorded. If there is
+        one, or if all kinds of steps that were checked are refused, returns `True` in the first,
+        second, fourth, ... of such calls in a row, and notes the reason in the others."""
+        reason = unsupported_reason
+        checked = {kind for kind, _ in self._min_lengths}
+        if reason is None and checked and checked.issubset(self._refused):
+            reason = next(iter(self._refused.values()))
+        if reason is None:
+            self._num_futile_calls = 0
+            return True
+        self._num_futile_calls += 1
+        number = self._num_futile_calls % MAX_SKIPPED_CALLS
+        is_due = number & (number - 1) == 0
+        if not is_due:
+            note_unrecorded(reason)
+        return is_due
 
     def begin_step(self, kind: Hashable) -> str | None:
         """Starts a step; returns why steps of this kind are not replayed; `None` if they may be."""

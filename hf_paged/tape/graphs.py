@@ -26,7 +26,6 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..interrupts import is_interrupt
 from ..kernels import BACKEND_VARIABLE
-from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
 from ..seams import ForwardContext, RecordedContext
 from ..step import KeysReadError
@@ -50,7 +49,7 @@ from .recorders import (
 )
 from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
-from .torch_options import must_run_eagerly, torch_options
+from .torch_options import must_run_eagerly, step_options, torch_options
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +127,10 @@ class StepGraphs:
         self._forward: Forward | None = None
         self._context: ForwardContext | None = None
         self._states: Sequence[Any] = ()
+
+    def needs_state(self) -> bool:
+        """As in `Recorder`."""
+        return self.checks.needs_state(self.unsupported_reason)
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Drops all graphs that were recorded in another state of the model (apart from the content
@@ -288,17 +291,7 @@ class StepGraphs:
         variant, num_ranges = None, 0
         if self._context is not None:
             variant, num_ranges = self._context.variant, self._context.num_ranges
-        options = (
-            autocast_dtype(self._device),
-            is_training,
-            batch_invariant.get(),
-            kind,
-            torch.get_default_dtype(),
-            torch.get_num_threads(),
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_fp32_precision_getter("cuda", "matmul"),
-            torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
-        )
+        options = step_options(self._device, is_training, kind)
         return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
 
     def _find_or_record(

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch.autograd import forward_ad
 from transformers import AutoModelForCausalLM, DynamicCache, FalconH1ForCausalLM, cache_utils
 
 import hf_paged
 from hf_paged import PagedCache, compat
+from hf_paged.cache.handles import PagedTensor
+from hf_paged.cache.layer_group import LayerGroup
+from hf_paged.step import ReadCounters
 from tests.cache.test_paged_cache import CONFIGS, tokens
 from tests.support.architecture_configs import tiny_model
 
@@ -112,3 +116,54 @@ def test_row_indices_of_two_dimensions_are_refused_even_if_there_are_none() -> N
     assert len(cache.layers[0].group.rows.sequences) == 2
     cache.layers[0].reorder_cache([])  # a vector without indices keeps no row
     assert not cache.layers[0].group.rows.sequences
+
+
+def test_a_row_takes_the_free_slots_of_its_last_block_without_a_change_of_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    changes = []
+    make_writable = LayerGroup._make_writable
+
+    def counted(self: LayerGroup, context_len: int, length: int) -> None:
+        changes.append(length)
+        make_writable(self, context_len, length)
+
+    monkeypatch.setattr(LayerGroup, "_make_writable", counted)
+    states = torch.randn(2, 1, 24, 4)
+    cache = PagedCache(paged_config={"block_size": 4})
+    cache.expect_padding((0, 2), 6)
+
+    def extend(rows: slice = slice(None)) -> None:
+        length = cache.get_seq_length()
+        new = states[rows, :, length : length + 1]
+        cache.update(new, new, 0)
+
+    cache.update(states[:, :, :6], states[:, :, :6], 0)
+    for _ in range(10):
+        extend()
+    # 6 tokens, then one step for each new block of either row: at 8 and 12, and at 2 + 4, ...
+    assert changes == [6, 7, 9, 11, 13, 15]
+    assert torch.equal(cache.layers[0].values[0], states[0, :, :16])
+    assert torch.equal(cache.layers[0].values[1, :, 2:], states[1, :, 2:16])
+    changes.clear()
+    twin = copy.deepcopy(cache)
+    extend()
+    assert changes == [17], "blocks that the copy shares must be copied"
+    assert torch.equal(twin.layers[0].values[0], states[0, :, :16])
+    for each in (cache, twin):
+        each.check_integrity()
+
+
+def test_keys_and_values_that_borrowed_rows_read_are_gathered_at_once() -> None:
+    owner = PagedCache(transformers.LlamaConfig(num_hidden_layers=1))
+    states = torch.randn(1, 1, 5, 4)
+    owner.update(states, states, 0)
+    cache = owner.empty_twin(owner.memory, ReadCounters())
+    cache.take(owner.rows.sequences, (0,), 5)
+    layer = cache.layers[0]
+    assert isinstance(layer.values, PagedTensor)
+    for _ in range(2):
+        assert torch.equal(layer.values + 0, states)
+    assert type(layer.keys) is type(layer.values) is torch.Tensor
+    assert torch.equal(layer.keys, states)
+    assert isinstance(owner.layers[0].values, PagedTensor), "a user's writes would be lost"

@@ -531,3 +531,19 @@ def test_packed_rows_with_padding_that_plain_counts_stay_together() -> None:
         assert (
             route is not None and route.road == "engine" and ("padding" in route.reason) == padded
         ), route
+
+
+def test_a_call_reads_the_structure_of_its_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(transformers.CpmAntForCausalLM)  # in its own loop, after checks of 3 layouts
+    options: dict[str, Any] = {"max_new_tokens": 2, "cache_implementation": "paged"}
+    model.generate(torch.arange(4)[None] + 1, **options)
+    structures = []
+
+    class Counted(Structure):
+        def __init__(self, model: Any) -> None:
+            super().__init__(model)
+            structures.append(model)
+
+    monkeypatch.setattr(capability, "Structure", Counted)
+    model.generate(torch.arange(4)[None] + 1, **options)
+    assert structures == [model]

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.batching.loop import StepLoop
 from hf_paged.fingerprints.state import StateReading
 from tests.batching.test_changing_models import AT, SIMPLE, WIDTH, Processor
 from tests.support import models
+from tests.support.architecture_configs import tiny_model
 from tests.support.engine_helpers import lone_run, prompts
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
@@ -103,3 +105,15 @@ def test_weights_that_another_thread_replaces_between_steps_of_one_engine_call(
         (result,) = engine.generate([text], GREEDY)
         assert engine.stats().num_captured_steps
     assert [result.token_ids] == expected
+
+
+def test_a_model_whose_steps_cannot_be_recorded_is_seldom_read(
+    looks: collections.Counter[str],
+) -> None:
+    model = tiny_model(transformers.DbrxForCausalLM)  # its forward reads the content of a tensor
+    reads = []
+    for _ in range(10):
+        model.generate(torch.arange(8)[None] + 1, **GREEDY, cache_implementation="paged")
+        reads.append(looks.pop("__init__", 0))
+    # the first call finds out; then the first, second, fourth and eighth call look again
+    assert reads == [1, 1, 1, 0, 1, 0, 0, 0, 1, 0]

@@ -222,7 +222,7 @@ class PackedRunner(Runner):
     ) -> Tensor | None:
         if self.recorder is None or self._state is None or not self.is_packed:
             return None
-        if self.recorder.unsupported_reason is not None or not self._state.is_in_place():
+        if not self._state.is_in_place():
             return None
         keeps_hidden = self.store_hidden is not None
         logits = self.recorder.run(

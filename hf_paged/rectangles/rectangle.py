@@ -47,6 +47,8 @@ class Rectangle:
     # names of the inputs that do not change from step to step
     constant_names: set[str] = dataclasses.field(default_factory=set)
     row_bytes: int = 0  # bytes of a row's states
+    # indices of the layers whose keys and values the rows' first forward has not stored
+    unused_layers: frozenset[int] = frozenset()
     # the range of encoder columns that each row attends to; `None` unless a forward has shown it
     encoder_columns: list[tuple[int, int]] | None = None
 
@@ -69,7 +71,7 @@ class Rectangle:
         if self.cache is None:
             return
         cache, *cross_caches = cache_parts(self.cache)
-        cache.take(self.blocks, tuple(self.paddings), num_cached)
+        cache.take(self.blocks, tuple(self.paddings), num_cached, self.unused_layers)
         for cross in cross_caches:
             if not isinstance(cross, PagedCache):
                 continue
@@ -150,6 +152,7 @@ class Rectangle:
             joined.inputs[_MASK] = padding_mask(paddings, width + 1, device).long()
         constant_names = (part.constant_names for part in parts)
         joined.constant_names = set.intersection(*constant_names) - {_MASK}
+        joined.unused_layers = first.unused_layers
         if isinstance(cache, EncoderDecoderCache):
             source, _ = sources[0]
             cache.is_updated = dict(source.cache.is_updated)

@@ -205,6 +205,7 @@ class RectangleRunner(Runner):
                 if value is inputs_before.get(name):
                     constant_names.add(name)
             rectangle.constant_names = constant_names
+            rectangle.unused_layers = _unused_layers(rectangle.cache)
         if not rectangle.row_bytes:
             rectangle.row_bytes = num_state_bytes(rectangle.state_layers) // len(rectangle.blocks)
         if rows is not None and rows != list(range(len(rectangle.blocks))):
@@ -277,7 +278,8 @@ class RectangleRunner(Runner):
         is_one_rectangle = len(sources) == 1 and isinstance(rectangle, Rectangle)
         if num_new > 1 or not is_one_rectangle or self._is_too_wide(rectangle, rows):
             if sequences[0].request.inputs is None:
-                rectangle = self._make_rectangle(plan)
+                unused_layers = getattr(rectangle, "unused_layers", frozenset())
+                rectangle = self._make_rectangle(plan, unused_layers)
                 if self._has_state_layers:
                     layers = [(holder.state_layers, rows) for holder, rows in sources]
                     gather_states(rectangle.state_layers, layers)
@@ -341,7 +343,9 @@ class RectangleRunner(Runner):
         with self.memory.lock:
             self.states.copy_snapshots()
 
-    def _make_rectangle(self, plan: StepPlan) -> Rectangle:
+    def _make_rectangle(
+        self, plan: StepPlan, unused_layers: frozenset[int] = frozenset()
+    ) -> Rectangle:
         """Returns a rectangle of the plan's rows, with inputs as `generate` prepares them for a
         batch padded on the left."""
         model = self.model
@@ -369,6 +373,7 @@ class RectangleRunner(Runner):
             ids,
             cache,
             inputs,
+            unused_layers=unused_layers,
         )
         rectangle.borrow(width - max(plan.counts))
         return rectangle
@@ -409,7 +414,17 @@ def _note_step(cache: PagedCache, length: int) -> None:
     for group in cache.groups.values():
         group.set_rows(group.paddings, length)
     for layer in cache.paged_layers:
-        layer.num_positions = length
+        if layer.num_positions:  # others are unused
+            layer.num_positions = length
+
+
+def _unused_layers(cache: Any) -> frozenset[int]:
+    """Returns the indices of the layers of a rectangle's cache that store keys and values in
+    blocks, but have stored none. Such are layers that attend to an image, for rows without one."""
+    if cache is None:
+        return frozenset()
+    paged, *_ = cache_parts(cache)
+    return frozenset(layer.index for layer in paged.paged_layers if not layer.num_positions)
 
 
 @dataclasses.dataclass(eq=False)

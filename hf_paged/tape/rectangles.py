@@ -71,6 +71,7 @@ class RectangleReplays:
         self._constants: Hashable = None
         self._token_types: dict[str, int] = {}
         self._row_masking: list[tuple[bool, bool]] = []
+        self._unused_layers: frozenset[int] = frozenset()
 
     def begin(self, state: ModelState | None) -> None:
         """As `Runner.begin`."""
@@ -109,6 +110,7 @@ class RectangleReplays:
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
         self._prepared = prepared
+        self._unused_layers = rectangle.unused_layers
         layers = dense_layers(cache_parts(rectangle.cache)[0])
         specs = state_specs(layers, rectangle.width - 1)
         try:
@@ -116,7 +118,7 @@ class RectangleReplays:
                 tokens,
                 None,
                 self._forward,
-                kind=(self._is_padded, self._constants, specs),
+                kind=(self._is_padded, self._constants, specs, self._unused_layers),
                 states=layers,
                 checked_as=(
                     self._constants,
@@ -291,7 +293,9 @@ class RectangleReplays:
         reads_keys = self._recorder.reads_keys
         layers = dense_layers(running_cache)
         length = Length(positions[0, 0], self._width - 1, self._recorder.lengths)
-        cache = step_cache(self._cache, column_steps, length, layers, states, reads_keys)
+        cache = step_cache(
+            self._cache, column_steps, length, layers, states, reads_keys, self._unused_layers
+        )
         arguments[self._cache_name] = cache
         if reads_keys:
             arguments |= self._masks(column_steps)

@@ -7,7 +7,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -237,11 +237,13 @@ class PagedCache(DynamicCache):
         rows: list[SequenceBlocks],
         paddings: tuple[int, ...],
         length: int | None,
+        unused_layers: Collection[int] = (),
     ) -> None:
         """Takes over these rows and frees the former ones; if the cache borrows rows
         (`from_empty`), borrows these and frees none. `paddings`: leading positions of each row that
         are not in its tables. `length`: logical positions of every row, including padding; `None`
-        keeps the lengths of layers and groups."""
+        keeps the lengths of layers and groups. `unused_layers`: indices of the layers that have
+        stored nothing for these rows, and stay empty."""
         with self.memory.lock:
             if not self.rows.is_borrowed:
                 self.rows.free()
@@ -250,7 +252,8 @@ class PagedCache(DynamicCache):
                 group.set_rows(paddings, group.length if length is None else length)
         if length is not None:
             for layer in self.paged_layers:
-                layer.set_length(length)
+                if layer.index not in unused_layers:
+                    layer.set_length(length)
 
     def set_packed_steps(
         self,

@@ -51,6 +51,8 @@ class Rectangle:
     encoder_width: int = 0  # columns of the encoder output, including padding
     # names of the inputs that do not change from step to step
     constant_names: set[str] = dataclasses.field(default_factory=set)
+    # indices of the layers whose keys and values the rows' first forward has not stored
+    unused_layers: frozenset[int] = frozenset()
     # the range of encoder columns that each row attends to; `None` unless a forward has shown it
     encoder_columns: list[tuple[int, int]] | None = None
     # each row's index before any `select`
@@ -75,7 +77,7 @@ class Rectangle:
         if self.cache is None:
             return
         cache, *cross_caches = cache_parts(self.cache)
-        cache.take(self.blocks, tuple(self.paddings), num_cached)
+        cache.take(self.blocks, tuple(self.paddings), num_cached, self.unused_layers)
         for cross in cross_caches:
             if not isinstance(cross, PagedCache):
                 continue
@@ -129,6 +131,7 @@ class Rectangle:
         for part in parts:
             part.inputs.pop(_MASK, None)
         first = parts[0]
+        assert all(part.unused_layers == first.unused_layers for part in parts)
         lengths = [part.width - padding for part in parts for padding in part.paddings]
         blocks = [blocks for part in parts for blocks in part.blocks]
         encoded = [blocks for part in parts for blocks in part.encoded]
@@ -157,7 +160,16 @@ class Rectangle:
             source, _ = sources[0]
             cache.is_updated.update(source.cache.is_updated)
         return cls(
-            blocks, encoded, width, paddings, ids, cache, inputs, encoder_width, constant_names
+            blocks,
+            encoded,
+            width,
+            paddings,
+            ids,
+            cache,
+            inputs,
+            encoder_width,
+            constant_names,
+            first.unused_layers,
         )
 
     def append(self, plan: StepPlan) -> None:
@@ -183,6 +195,10 @@ class Rectangle:
         if begins:
             if self.cache is not None:
                 self._keep_cache(model, inputs)
+                paged, *_ = cache_parts(self.cache)
+                layers = paged.paged_layers
+                # such are layers that attend to an image, for rows without one
+                self.unused_layers = frozenset(x.index for x in layers if not x.num_positions)
             for name in compat.PREFILL_INPUTS:
                 inputs.pop(name, None)
             items = inputs.items()

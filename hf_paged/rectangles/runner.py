@@ -250,7 +250,8 @@ class RectangleRunner(Runner):
         is_one_rectangle = len(sources) == 1 and isinstance(rectangle, Rectangle)
         if num_new > 1 or not is_one_rectangle or self._is_too_wide(rectangle, rows):
             if sequences[0].request.inputs is None:
-                rectangle = self._make_rectangle(plan)
+                unused_layers: frozenset[int] = getattr(rectangle, "unused_layers", frozenset())
+                rectangle = self._make_rectangle(plan, unused_layers)
                 if self._has_state_layers:
                     layers = [(holder.state_layers, rows) for holder, rows in sources]
                     gather_states(rectangle.state_layers, layers)
@@ -312,7 +313,9 @@ class RectangleRunner(Runner):
         with self.memory.lock:
             self.states.copy_snapshots()
 
-    def _make_rectangle(self, plan: StepPlan) -> Rectangle:
+    def _make_rectangle(
+        self, plan: StepPlan, unused_layers: frozenset[int] = frozenset()
+    ) -> Rectangle:
         """Returns a rectangle of the plan's rows, with inputs as `generate` prepares them for a
         batch padded on the left."""
         model = self.model
@@ -340,6 +343,7 @@ class RectangleRunner(Runner):
             ids,
             cache,
             inputs,
+            unused_layers=unused_layers,
         )
         rectangle.borrow(width - max(plan.counts))
         return rectangle
@@ -380,7 +384,8 @@ def _note_step(cache: PagedCache, length: int) -> None:
     for group in cache.groups.values():
         group.set_rows(group.paddings, length)
     for layer in cache.paged_layers:
-        layer.num_positions = length
+        if layer.num_positions:  # others are unused
+            layer.num_positions = length
 
 
 @dataclasses.dataclass(eq=False)

@@ -14,7 +14,6 @@ from ..batching.execution.inputs import PackedTokens
 from ..model.trial import significant_difference
 from .recorders import note_unrecorded
 
-
 # calls in a row, at most, that do not look whether a changed model can be recorded
 MAX_SKIPPED_CALLS = 64
 

@@ -86,6 +86,7 @@ class RectangleReplays:
         self._token_types: dict[str, int] = {}
         self._row_masking: list[tuple[bool, bool]] = []
         self._row_inputs: RowInputs | None = None
+        self._unused_layers: frozenset[int] = frozenset()
 
     def begin(self, state: ModelState | None) -> None:
         """As `Runner.begin`."""
@@ -131,6 +132,7 @@ class RectangleReplays:
         self._constants = constants_of(prepared), tuple(self._token_types.items())
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
+        self._unused_layers = rectangle.unused_layers
         self._prepared = dict(prepared)
         for name in self._encoder_parameters & prepared.keys():
             if isinstance(prepared[name], Tensor):  # without content, which only the encoder reads
@@ -144,7 +146,13 @@ class RectangleReplays:
                 tokens,
                 None,
                 self._forward,
-                kind=(self._is_padded, self._constants, self._input_names, specs),
+                kind=(
+                    self._is_padded,
+                    self._constants,
+                    self._input_names,
+                    specs,
+                    self._unused_layers,
+                ),
                 states=layers,
                 checked_as=(
                     self._constants,
@@ -366,7 +374,9 @@ class RectangleReplays:
             input_tensors = dict(zip(self._input_names, states[num_states:], strict=True))
             states = states[:num_states]
         length = Length(positions[0, 0], self._width - 1, self._recorder.lengths)
-        cache = step_cache(self._cache, column_steps, length, layers, states, reads_keys)
+        cache = step_cache(
+            self._cache, column_steps, length, layers, states, reads_keys, self._unused_layers
+        )
         prepared_cache = self._prepared[self._cache_name]
         arguments[self._cache_name] = with_cross_states(cache, prepared_cache, input_tensors)
         for name in arguments:

@@ -5,7 +5,7 @@ tensor on the device. Its blocks are those of the model's empty cache."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -163,13 +163,15 @@ def step_cache(
     running_layers: Sequence[Any],
     states: Sequence[Tensor],
     reads_keys: bool,
+    unused_layers: Collection[int] = (),
 ) -> Any:
     """Returns the cache of a recorded forward. `cache`: the model's empty cache. `steps`: one per
     layer group of `cache`, then of its cross-attention cache. `running_layers`: the running step's
     `dense_layers`, whose attributes are copied. `states`: the tensors `(n, ...)` of their states,
-    which the forward reads and changes. `length` and `reads_keys`: as in `StepLayer`. Raises
-    `NotCapturable` for unsupported layers."""
-    self_cache = _cache_of_one_kind(cache, steps[: len(cache.groups)], length, reads_keys)
+    which the forward reads and changes. `length` and `reads_keys`: as in `StepLayer`.
+    `unused_layers`: as in `Rectangle`. Raises `NotCapturable` for unsupported layers."""
+    self_steps = steps[: len(cache.groups)]
+    self_cache = _cache_of_one_kind(cache, self_steps, length, reads_keys, unused_layers)
     state_classes = LinearAttentionLayer, IndexedStepLayer
     layers = [layer for layer in self_cache.layers if isinstance(layer, state_classes)]
     for layer, source in zip(layers, running_layers, strict=True):
@@ -190,14 +192,18 @@ def step_cache(
 
 
 def _cache_of_one_kind(
-    cache: PagedCache, steps: Sequence[StepMetadata], length: Tensor | int, reads_keys: bool
+    cache: PagedCache,
+    steps: Sequence[StepMetadata],
+    length: Tensor | int,
+    reads_keys: bool,
+    unused_layers: Collection[int] = (),
 ) -> Cache:
     """As `step_cache`, but without states, and for self-attention or cross-attention alone."""
     step_by_group = dict(zip(cache.groups.values(), steps))
     layers = []
     for layer in cache.layers:
         if isinstance(layer, PagedLayer):
-            blocks = layer.blocks
+            blocks = None if layer.index in unused_layers else layer.blocks
             layer_class = StepLayer
             if isinstance(layer, LinearAttentionLayer):
                 layer_class = HybridStepLayer

@@ -12,6 +12,7 @@ from hf_paged import PagedConfig, PagedEngine
 from hf_paged.rectangles.states import StateSpec
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.architecture_inputs import make_inputs
 from tests.support.checks import assert_paged_is_plain
 from tests.support.engine_helpers import (
     MODES,
@@ -165,3 +166,14 @@ def test_a_model_that_ignores_its_cache_gives_its_own_tokens(
     models.init_weights(model, 0)
     assert_paged_is_plain(model, models.prompt("llama"), {**MODES[mode], "pad_token_id": 0})
     assert ["ignores the cache" in message for message in caplog.messages].count(True) == 1
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"do_sample": True, "num_beams": 1}])
+def test_layers_that_only_another_call_has_used_stay_empty(options: dict[str, Any]) -> None:
+    """Such as those that attend to an image, which then have blocks, for rows without one."""
+    model = build("MllamaForConditionalGeneration")
+    inputs = make_inputs(model)
+    ends = {"max_new_tokens": 16, "min_new_tokens": 16}
+    model.generate(**inputs["image"], **ends, **models.PAGED)
+    for _ in range(2):
+        assert_paged_is_plain(model, inputs["text"], {**ends, **options})

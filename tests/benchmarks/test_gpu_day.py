@@ -97,6 +97,8 @@ def test_files_run_in_processes(tmp_path):
     assert first["problem"].startswith("exit status 2: ")
     (late,) = suite.rows_of_file(paths[0], 0.0)
     assert late["figures"] == {"note": "no time left"}
+    tests = suite.tests_of(suite.files(["tests/test_gpu.py"]))
+    assert "tests/test_gpu.py::test_families_on_cuda[BloomForCausalLM]" in tests
     named = suite.files(["tests/kernels/triton/test_*.py"])
     assert named[0].endswith("test_gpu.py") and named[-1].endswith("test_gpu_memcheck.py")
 
@@ -111,6 +113,5 @@ def test_a_run_on_the_stand_in_of_a_device(tmp_path):
     assert {entry["name"]: entry["reason"] for entry in entries} == dict.fromkeys("abcdef", "")
     found = {name: report.read(tmp_path / f"gpu_day-{name}.json")["rows"] for name in "abcdef"}
     assert sum(row["figures"]["passed"] for row in found["a"]) > 0
-    assert all(row["equal"] == 1 for row in found["b"] if "equal" in row)
     for name in "de":
         assert {row["case"][:2] for row in found[name]} == {"W1", "W3", "W6"}

@@ -42,32 +42,6 @@ class Cost:
         apart = head.numel() if embedding is head else head.numel() + embedding.numel()
         return cls(shape, total - apart, head.numel(), head.element_size())
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of weights read in every step."""
-        return (self.body + self.head) * self.itemsize
-
-
-def step_seconds(
-    cost: Cost,
-    ceilings: Ceilings,
-    flops: float,
-    tokens: int,
-    rows: int,
-    lengths: Sequence[int] = (),
-) -> float:
-    """
-    Args:
-        flops (`float`): Operations per second in the model's dtype.
-        tokens (`int`): Tokens computed in this step.
-        rows (`int`): Rows that get logits.
-        lengths (`Sequence[int]`): Cached tokens of each row that reads its K/V.
-    """
-    weights = cost.weight_bytes / ceilings.bandwidth
-    compute = 2 * (cost.body * tokens + cost.head * rows) / flops
-    kv = sum(cost.shape.kv_bytes(length, cost.itemsize) for length in lengths)
-    return max(weights, compute) + kv / ceilings.bandwidth
-
 
 def call_seconds(
     cost: Cost,
@@ -82,19 +56,22 @@ def call_seconds(
     Seconds of a whole call: computes all prompts in one step, then decodes all open rows together.
 
     Args:
+        flops (`float`): Operations per second in the model's dtype.
         prompts, new_tokens (`Sequence[int]`): Of each prompt.
         rows_per_prompt (`int`): Samples or beams.
         shared (`int`): Length of the common prefix of all prompts, computed once.
     """
-    rows = len(prompts) * rows_per_prompt
+    reading = (cost.body + cost.head) * cost.itemsize / ceilings.bandwidth  # the weights
+
+    def step(tokens: int, lengths: Sequence[int], rows: int) -> float:
+        computing = 2 * (cost.body * tokens + cost.head * rows) / flops
+        kv = sum(cost.shape.kv_bytes(length, cost.itemsize) for length in lengths)
+        return max(reading, computing) + kv / ceilings.bandwidth
+
     computed = sum(prompts) - shared * (len(prompts) - 1)
-    seconds = step_seconds(cost, ceilings, flops, computed, rows)
-    for step in range(1, max(new_tokens)):
-        lengths = [
-            p + step
-            for p, new in zip(prompts, new_tokens)
-            if step < new
-            for _ in range(rows_per_prompt)
-        ]
-        seconds += step_seconds(cost, ceilings, flops, len(lengths), len(lengths), lengths)
+    seconds = step(computed, (), len(prompts) * rows_per_prompt)
+    for done in range(1, max(new_tokens)):
+        pairs = zip(prompts, new_tokens)
+        lengths = [p + done for p, new in pairs if done < new for _ in range(rows_per_prompt)]
+        seconds += step(len(lengths), lengths, len(lengths))
     return seconds

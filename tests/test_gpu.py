@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import hf_paged
-from tests.support import models
+from tests.support import architectures, models
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_precision")]
 
+WRONG = ("different", "error")
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "sample": {"do_sample": True, "num_return_sequences": 3},
@@ -39,6 +40,28 @@ def test_parity_on_cuda(name: str, mode: str) -> None:
     assert hf_paged.memory_stats(model).used_blocks == 0
     if mode != "prompt_lookup":
         assert hf_paged.last_route(model).in_place
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MixtralForCausalLM": {},  # experts
+    "Gemma3ForCausalLM": {},  # windows
+    "Qwen3NextForCausalLM": {},  # linear attention
+    "DeepseekV3ForCausalLM": {},  # latents
+    "Gemma4ForCausalLM": {"head_dim": 256, "global_head_dim": 512},
+    "T5ForConditionalGeneration": {},  # cross attention, a bias of positions
+    "BloomForCausalLM": {},  # a bias for each head
+    "WhisperForConditionalGeneration": {},  # sound
+    "LlavaForConditionalGeneration": {},  # images
+}
+"""Classes of transformers, with changes to their tiny configs."""
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_on_cuda(name: str) -> None:
+    result = architectures.check(name, "cuda", **FAMILIES[name])
+    wrong = {mode: found for mode, found in result.modes.items() if found.status in WRONG}
+    assert result.modes and not wrong, (result.status, result.detail, wrong)
 
 
 def test_the_pool_lives_on_the_device_and_goes_back() -> None:

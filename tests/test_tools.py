@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests import conftest
 from tests.support import alone, full, mutants, slow, tools
 from tests.support.collected import Collected, lost
 from tests.support.tools import ROOT
+from tests.support.workers import Lost, in_workers
 
 PASSES = [
     sys.executable,
@@ -224,3 +227,19 @@ def test_an_eighth_of_slow_tests_is_kept() -> None:
     assert len({name[-2] for name in {*grid} - left}) > 1
     alone = [f"tests/test_load.py::test_{number}" for number in range(800)]
     assert 80 <= len({*alone} - slow.left_to_full(alone)) <= 120
+
+
+def job(number: int) -> int:
+    if number == 1:
+        os._exit(3)
+    if number == 2:
+        time.sleep(3600)
+    return 10 * number
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_a_job_that_dies_or_hangs_is_lost_alone() -> None:
+    found = dict(in_workers(job, [0, 1, 2, 3], 2, 3.0))
+    lost = {1: "the process died with exit status 3", 2: "no result within 3 s"}
+    assert found == {0: 0, 3: 30} | {number: Lost(reason) for number, reason in lost.items()}

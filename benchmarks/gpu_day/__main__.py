@@ -29,6 +29,7 @@ CONTENDERS = "'contiguous sdpa|ours|ours: int8|HF sdpa|varlen_attn|aten.*'"
 HEADS = "llama-3.1-8b .* (64 x 8192|8 x 1024|8 x 512 of 4096|1 x 32768)|qwen3.* 64 x 1024"
 ATTENTION = f"attention --contenders {CONTENDERS}"
 KERNELS = "--paths 'tests/kernels/triton/test_*.py' 'tests/attention/test_*.py'"
+PARITY = "--each --paths tests/test_gpu.py"
 ONLY = f"--only '({HEADS}) 16 bf16' --repeats 5"
 CALLS = "generate --no-memory --no-peers --only W1,W3,W6"
 LLAMA, QWEN = (f"--model {name} --repeats 3" for name in ("llama-3.1-8b", "qwen3-0.6b"))
@@ -36,7 +37,7 @@ STAGES = tuple(
     stage._replace(file=f"{NAME}-{stage.name}")
     for stage in (
         Stage("a", 1.5, "gpu_day.suite", KERNELS, title="kernels against their reference"),
-        Stage("b", 2.5, "gpu_day.parity", title="tokens of plain generate, float32"),
+        Stage("b", 2.5, "gpu_day.suite", PARITY, title="tokens of plain generate, float32"),
         Stage("c", 1, ATTENTION, ONLY, title="attention alone"),
         Stage("d", 1.7, CALLS, LLAMA, title="whole calls"),
         Stage("e", 1.5, CALLS, QWEN, title="whole calls of a small model"),

@@ -1,5 +1,5 @@
-"""Stages (a) and (f): `pytest -m gpu` of some folders or of all, each file in a process, until the
-time is over."""
+"""`pytest -m gpu` of some files or of all, each file or each test in a process of its own, until
+the time is over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import runner
-from benchmarks.gpu_day.parity import OPTIONS
 from benchmarks.runner import Data, option
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,12 +32,19 @@ def files(paths: list[str]) -> list[str]:
     return sorted(names, key=lambda name: ("memcheck" in name, "gpu" not in Path(name).name))
 
 
+def tests_of(names: list[str]) -> list[str]:
+    """The tests of these files."""
+    command = [sys.executable, "-m", "pytest", *PYTEST, "--collect-only", *names]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    return [line for line in found.splitlines() if "::" in line]
+
+
 def rows_of_file(name: str, until: float) -> Iterator[Data]:
-    """A row with the counts of a file's tests, and one for each that failed."""
+    """A row with the counts of a file's tests, or of one test, and one for each that failed."""
     # without the plugins of other projects, on a machine that has many
     variables = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [sys.executable, "-m", "pytest", *PYTEST, "--rootdir", str(ROOT), name]
-    title, seconds = os.path.relpath(name, ROOT), min(SECONDS, until - time.monotonic())
+    title, seconds = name.removeprefix(f"{ROOT}/"), min(SECONDS, until - time.monotonic())
     if seconds <= 0:
         yield runner.row_of(title, "tests", note="no time left")
         return
@@ -61,8 +67,11 @@ def rows_of_file(name: str, until: float) -> Iterator[Data]:
 def measure(args: argparse.Namespace, keep: Any) -> Data:
     """A row for each file of tests, and one for each failure."""
     until, rows = time.monotonic() + 60 * args.minutes, list[Data]()
+    names = files(args.paths)
+    if args.each:
+        names = tests_of(names)
     with ThreadPoolExecutor(max(1, min(PROCESSES, (os.cpu_count() or 1) - 2))) as pool:
-        for found in pool.map(lambda name: list(rows_of_file(name, until)), files(args.paths)):
+        for found in pool.map(lambda name: list(rows_of_file(name, until)), names):
             rows += found
             keep({"rows": rows})
     return {"rows": rows}
@@ -71,7 +80,12 @@ def measure(args: argparse.Namespace, keep: Any) -> Data:
 main = runner.Benchmark(
     __doc__,
     measure=measure,
-    options=OPTIONS | {"--paths": option("of test files", nargs="+", default=[ALL])},
+    options={
+        "--device": runner.DEVICE,
+        "--paths": option("of test files", nargs="+", default=[ALL]),
+        "--each": runner.flag("each test in a process of its own"),
+        "--minutes": option("for all (%(default)g)", type=float, default=3.0),
+    },
     quick={"paths": ["tests/kernels/triton/test_copy.py"]},
     is_wrong=runner.fails(),
 ).main

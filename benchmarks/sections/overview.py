@@ -156,83 +156,50 @@ def span(estimates: Iterable[paired.Estimate]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-TIMES = "{} times as long"
-BELOW = "where it is below 1, plain is faster"
-SENTENCES = (
-    (
-        "rollouts",
-        "plain",
-        "paged",
-        f"Rollouts of TRL's GRPO with `llama-24m` take {TIMES} with plain `generate`.",
-    ),
-    (
-        "trainer",
-        "plain",
-        "paged",
-        f"`Seq2SeqTrainer`'s evaluations of T5-small and `llama-24m` take {TIMES} with plain `generate`.",
-    ),
-    (
-        "encoders",
-        "plain",
-        "generate",
-        f"T5, BART and Whisper take {TIMES} with plain `generate` ({{}} cases; {BELOW}).",
-    ),
-    (
-        "hybrids",
-        "plain",
-        "generate",
-        f"Other architectures, hybrids among them, take {TIMES} with plain ({{}} cases).",
-    ),
-    (
-        "speculation",
-        "off",
-        "n-grams",
-        f"Edits of a text by a tiny model take {TIMES} without drafts by n-grams.",
-    ),
-    (
-        "adapters",
-        "one adapter a forward",
-        "together",
-        f"Rows over several adapters take {TIMES} if each adapter has its own forward.",
-    ),
-    (
-        "tiers",
-        "computed",
-        "disk",
-        f"The first token of `qwen2.5-0.5b` takes {TIMES} if its prompt is not on disk.",
-    ),
+NAMES = {
+    "plain": "plain `generate`",
+    "off": "the same without drafts",
+    "computed": "computing it",
+}
+"""Of systems that ours are compared with."""
+FEATURES = (
+    ("rollouts", "rollouts of TRL's GRPO, `llama-24m`", "paged", "plain"),
+    ("trainer", "`Seq2SeqTrainer`'s evaluations, T5-small and `llama-24m`", "paged", "plain"),
+    ("encoders", "T5, BART and Whisper", "generate", "plain"),
+    ("encoders", "the same on a `PagedEngine`", "engine", "plain"),
+    ("hybrids", "other architectures, hybrids among them", "generate", "plain"),
+    ("hybrids", "the same on a `PagedEngine`", "engine", "plain"),
+    ("speculation", "edits of a text by a tiny model, drafts by n-grams", "n-grams", "off"),
+    ("adapters", "rows over several adapters", "together", "one adapter a forward"),
+    ("tiers", "first token of `qwen2.5-0.5b`, its prompt on disk", "disk", "computed"),
 )
-"""By stage: the system that is the base, ours, and what its time over ours is called."""
+"""A stage, what it shows, our system and the one that it is compared with."""
 
 
-def on_engines(stage: str) -> str:
-    """The end of a sentence, on the cases of a stage in which a `PagedEngine` is slower than plain
-    `generate`; a full stop if there are none."""
-    speeds = ratios(stage, "plain", "engine")
-    slow = {case: speed for case, speed in speeds.items() if speed.value < 1}
-    if not slow:
-        return "."
-    tiny = ", all of tiny models" if all(", tiny, " in case for case in slow) else ""
-    speed = f"{span(slow.values())} of plain's speed"
-    return f"; a `PagedEngine` is slower than plain in {len(slow)} of them{tiny}: {speed}."
+def features() -> str:
+    """The table of what is not in the whole calls."""
+    rows = []
+    for stage, title, system, base in FEATURES:
+        if speeds := list(ratios(stage, base, system).values()):
+            slower = [speed for speed in speeds if speed.value < 1]
+            row = {"what": title, "beside": NAMES.get(base, base), "cases": len(speeds)}
+            row["its time / ours"] = span(speeds)
+            rows.append(row | {"cases where ours is slower": len(slower)})
+    return report.markdown(rows)
 
 
 def overview() -> str:
-    """The first page: at most ten sentences, and the picture."""
+    """The first page: whole calls, the picture, and the features."""
     data = report.result(WHOLE)
     workloads = list(beside(data["rows"]))
     least, most = (end(workloads, key=lambda one: one.share) for end in (min, max))
     first = f"""On {hardware(data)}, plain `generate` takes {span(one.speed for one in workloads)} times as long as a
         paged call, whose keys and values take {least.share:.0%} ({least.name}) to
         {most.share:.0%} ({most.name}) of its memory; {AT_BEST}."""
-    said = [flow(first), losses(workloads)]
-    for stage, base, system, sentence in SENTENCES:
-        if mine := ratios(stage, base, system):
-            text = sentence.format(span(mine.values()), len(mine)).removesuffix(".")
-            said.append(text + on_engines(stage))
+    said = f"{flow(first)} {losses(workloads)}"
     name, shown = f"{WHOLE}-memory.png", "Memory of keys and values beside plain generate's"
     picture = f"![{shown}](../benchmarks/results/{name})"
-    return "\n\n".join([" ".join(said), picture, missing()])
+    return "\n\n".join([said, picture, features(), missing()])
 
 
 def missing() -> str:

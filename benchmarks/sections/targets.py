@@ -24,7 +24,6 @@ SHORT = "admission and recording, which cost more than 16 tokens of such a model
 CHECKS = "prompts, and checks of weights that change between calls"
 DRAFTS = "drafts for the rows that gain alone: a step of 32 rows is bound by products"
 CALLS, ENGINE, PAGED = ("generate", "plain"), ("engine", "plain"), ("paged", "plain")
-NAMES = {"plain": "plain `generate`", "off": "the same without drafts"}  # of systems
 TRAINER = "`Seq2SeqTrainer`'s evaluation, T5-small and `llama-24m`"
 TINY, ADAPTERS = ".*, tiny, .*", "32 rows over 8 adapters"
 
@@ -113,7 +112,7 @@ def missed() -> str:
     rows, met = [], []
     for target in TARGETS:
         title = target.title or overview.TITLE_OF[target.cases]
-        other = NAMES.get(target.other, target.other)
+        other = overview.NAMES.get(target.other, target.other)
         cases = sorted(measured(target), reverse=True)
         over = [one for one in cases if one.share > target.most]
         if cases and not over:

@@ -178,7 +178,7 @@ def test_every_target_of_the_roadmap_is_measured_and_shown():
     assert {name: most["whole", name, targets.BEST] for name in shares} == shares
     for target in targets.TARGETS:
         title = target.title or overview.TITLE_OF[target.cases]
-        other = targets.NAMES.get(target.other, target.other)
+        other = overview.NAMES.get(target.other, target.other)
         row = f"| {title} | {other} | {target.most:.2f} |"
         assert (row in table) != (f"{title} beside {other} (" in met)
         assert target.lever
@@ -188,7 +188,7 @@ def test_models_other_than_the_pages_are_named():
     """The first page and the roadmap begin with the model of the whole calls."""
     model = re.compile(r"(?:llama|qwen)[\d.]*-[\d.]+[mb]")
     (own,) = model.findall(report.result(overview.WHOLE)["title"])
-    sentences = [(stage, ".*", sentence) for stage, _, _, sentence in overview.SENTENCES]
+    sentences = [(stage, ".*", title) for stage, title, *_ in overview.FEATURES]
     sentences += [(one.stage, one.cases, one.title) for one in targets.TARGETS]
     for stage, cases, sentence in sentences:
         data = report.result(overview.FILES[stage])
@@ -199,7 +199,9 @@ def test_models_other_than_the_pages_are_named():
 
 def test_the_first_page_says_where_an_engine_is_slower(change):
     tiny, full = "BART-base, tiny, 16 new", "BART-base, full, 16 new"
-    text = "; a `PagedEngine` is slower than plain in {} of them{}: 0.{} of plain's speed. "
+    row = "| the same on a `PagedEngine` | plain `generate` | 10 | {} | {} |"
+    cases = {one["case"] for one in report.result(overview.FILES["encoders"])["rows"]}
+    row = row.replace("10", str(len(cases)))
 
     def edit(data):
         for row in data["rows"]:
@@ -209,13 +211,10 @@ def test_the_first_page_says_where_an_engine_is_slower(change):
 
     slow = {tiny: 4.0, full: 10.0}
     change(overview.FILES["encoders"], edit)
-    assert text.format(2, "", "20 to 0.50") in overview.overview()
+    assert row.format("0.20 to 1.00", 2) in overview.overview()
     slow[full] = 1.0
     change(overview.FILES["encoders"], edit)
-    assert text.format(1, ", all of tiny models", "50").strip() in overview.on_engines("encoders")
-    slow.clear()
-    change(overview.FILES["encoders"], edit)
-    assert overview.on_engines("encoders") == "."
+    assert row.format("0.50 to 2.00", 1) in overview.features()
 
 
 # ---- revisions

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import ceilings, side_by_side
 from benchmarks.models import SHAPES, Shape, build
-from benchmarks.roofline import Cost, call_seconds, step_seconds
+from benchmarks.roofline import Cost, call_seconds
 from benchmarks.systems import latencies
 
 SHAPE = Shape("by hand", "llama", 8, 2, 2, 1, 4, 16, 32)
@@ -18,12 +18,12 @@ KV = 2 * 2 * 1 * 4 * 2  # bytes per token: K and V, 2 layers, 1 head of 4, 2 byt
 
 
 def test_a_step_reads_weights_and_keys_or_computes():
-    # 10 tokens: 2 * 500 * 10 = 10,000 operations take 0.1 s, the weights 1 s; two rows of 50 and 75
-    # tokens are read
-    seconds = step_seconds(COST, LIMITS, 100_000.0, 10, 10, [50, 75])
-    assert seconds == pytest.approx(1.0 + 125 * KV / 1000)
+    # 123 tokens: 2 * (400 * 123 + 100 * 2) operations take 0.988 s, the weights 1 s; then rows of
+    # 50 and 75 tokens are read
+    seconds = call_seconds(COST, LIMITS, 100_000.0, [49, 74], [2, 2])
+    assert seconds == pytest.approx(1.0 + 1.0 + 125 * KV / 1000)
     # 200 tokens through the body, 4 through the head: 2 * (80,000 + 400) operations
-    assert step_seconds(COST, LIMITS, 100_000.0, 200, 4) == pytest.approx(160_800 / 100_000)
+    assert call_seconds(COST, LIMITS, 100_000.0, [50] * 4, [1] * 4) == pytest.approx(1.608)
 
 
 def test_a_call_is_one_prefill_and_the_steps_of_the_rows_that_are_open():

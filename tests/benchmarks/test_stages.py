@@ -17,7 +17,6 @@ from benchmarks import machine, readme, report, stages
 from benchmarks.all import STAGES
 from benchmarks.peers import TITLES
 from benchmarks.stages import NO_TIME, Options, Stage
-from benchmarks.workers import Lost, in_workers
 from tests.benchmarks.failing_stages import crashes, hangs, is_silent, raises, works
 
 
@@ -177,21 +176,3 @@ def test_stages_fit_the_hour_and_the_docs_read_their_files(tmp_path):
     for stage in STAGES:
         arguments = quick.command(stage, 1)
         assert "--quick" in arguments and not {"--peers", "--turns", "--repeats"} & set(arguments)
-
-
-def job(number):
-    if number == 1:
-        os._exit(3)
-    if number == 2:
-        time.sleep(3600)
-    return 10 * number
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_a_job_that_dies_or_hangs_is_lost_alone():
-    found = dict(in_workers(job, [0, 1, 2, 3], 2, 3.0))
-    lost = {1: "the process died with exit status 3", 2: "no result within 3 s"}
-    assert found == {0: 0, 3: 30} | {number: Lost(reason) for number, reason in lost.items()}
-    # at its own limit it would be reported as lost
-    assert not dict(in_workers(job, [2, 0], 1, 60.0, time.monotonic() + 0.3)), "past the end"

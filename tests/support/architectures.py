@@ -29,7 +29,6 @@ from transformers.models.auto import modeling_auto
 import hf_paged
 from benchmarks import machine, report
 from benchmarks.sections import architectures as sections
-from benchmarks.workers import Lost
 from tests.support import tools
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
@@ -37,6 +36,7 @@ from tests.support.architecture_media import NOT_GIVEN, media_rows
 from tests.support.checks import attention_of
 from tests.support.engine_helpers import tokens_of
 from tests.support.tools import describe
+from tests.support.workers import Lost
 
 # name in the table: mapping in `modeling_auto`; a class counts for the first family that has it
 FAMILIES = {

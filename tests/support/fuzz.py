@@ -28,12 +28,12 @@ import torch
 from transformers import PreTrainedModel
 
 import hf_paged
-from benchmarks.workers import Lost
 from hf_paged.cache.block_pool import OutOfBlocksError
 from hf_paged.rooms import RoomMissingError
 from tests.support import fuzz_cases, models, tools
 from tests.support.checks import assert_equal, assert_pool_empty, model_state
 from tests.support.fuzz_cases import GREEDY_STEPS, Case
+from tests.support.workers import Lost
 from tests.test_parity_matrix import Refusal, assert_same, assert_same_tensor
 
 HANG_SECONDS = 180.0  # a case takes less than a second

@@ -34,13 +34,13 @@ import psutil
 import pytest
 
 import hf_paged
-from benchmarks.workers import Lost
 from hf_paged import PagedEngine, PrefixTiers
 from hf_paged.cache.free_memory import trim
 from hf_paged.plan import StepPlan
 from tests.support import load_cases, models, tools
 from tests.support.engine_helpers import assert_drained
 from tests.support.load_cases import KINDS, Difference, Run, User, Wanted
+from tests.support.workers import Lost
 
 RUN_STEPS = 2500
 CHECKED_STEPS = 500  # of an engine, with integrity checks after each; later after every 5th

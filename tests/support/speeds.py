@@ -27,13 +27,13 @@ from transformers import PreTrainedModel
 
 import hf_paged
 from benchmarks import machine, paired, report
-from benchmarks.workers import Lost
 from tests.support import tools
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
 from tests.support.architecture_media import join, media_rows
 from tests.support.architectures import ONLY, list_architectures
 from tests.support.tools import describe
+from tests.support.workers import Lost
 
 Inputs = dict[str, Any]
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from benchmarks.workers import in_workers
+from tests.support.workers import in_workers
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import collections
-import math
 import multiprocessing
 import queue
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -31,7 +28,6 @@ def in_workers(
     jobs: Sequence[Job],
     processes: int,
     seconds: float,
-    until: float = math.inf,
 ) -> Iterator[tuple[Job, Result | Lost]]:
     """
     Each job with its result, or with the reason why it has none, in the order in which they end.
@@ -41,21 +37,17 @@ def in_workers(
         jobs (`Sequence`): Begun in this order.
         processes (`int`): Number of processes.
         seconds (`float`): Most seconds of a job.
-        until (`float`): No job runs after this moment of `time.monotonic`; those without a result
-            are left out.
     """
     waiting, ended, is_over = collections.deque(jobs), queue.SimpleQueue[Any](), threading.Event()
     workers = [_Worker(work) for _ in range(min(processes, len(jobs)))]
 
     def serve(worker: _Worker) -> None:
-        while waiting and not is_over.is_set() and time.monotonic() < until:
+        while waiting and not is_over.is_set():
             try:
                 job = waiting.popleft()
             except IndexError:  # another thread took it
                 break
-            result = worker.run(job, seconds, until)
-            if not (isinstance(result, Lost) and time.monotonic() >= until):
-                ended.put((job, result))
+            ended.put((job, worker.run(job, seconds)))
         worker.stop()
         ended.put(None)
 
@@ -77,34 +69,31 @@ def in_workers(
 
 
 class _Worker:
-    """A process that runs jobs; replaced if it dies, takes too long or has lost its device."""
+    """A process that runs jobs; replaced if it dies or takes too long."""
 
     def __init__(self, work: Callable[[Any], Any]) -> None:
         self._work = work
         self._process: BaseProcess | None = None
 
-    def run(self, job: Any, seconds: float, until: float) -> Any:
+    def run(self, job: Any, seconds: float) -> Any:
         try:
-            pipe = self._pipe if self._process is not None else self._start(until)
+            pipe = self._pipe if self._process is not None else self._start()
             pipe.send(job)
-            if pipe.poll(_left(seconds, until)):
-                result, is_fit = pipe.recv()
-                if not is_fit:
-                    self.stop()
-                return result
+            if pipe.poll(seconds):
+                return pipe.recv()
             reason = f"no result within {seconds:.0f} s"
         except (EOFError, OSError) as error:
             reason = f"the process died{self._exit_status()} {error}".strip()
         self.stop()
         return Lost(reason)
 
-    def _start(self, until: float) -> Connection:
+    def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         self._pipe, other = context.Pipe()
         self._process = context.Process(target=_serve, args=(other, self._work))
         self._process.start()
         other.close()
-        if not self._pipe.poll(_left(START_SECONDS, until)):
+        if not self._pipe.poll(START_SECONDS):
             raise OSError(f"no start within {START_SECONDS:.0f} s")
         self._pipe.recv()
         return self._pipe
@@ -123,10 +112,6 @@ class _Worker:
             process.join(5)
 
 
-def _left(seconds: float, until: float) -> float:
-    return max(0.0, min(seconds, until - time.monotonic()))
-
-
 def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
     pipe.send(None)  # the imports are done
     while True:
@@ -134,17 +119,4 @@ def _serve(pipe: Connection, work: Callable[[Any], Any]) -> None:
             job = pipe.recv()
         except EOFError:
             return
-        pipe.send((work(job), _is_device_fit()))
-
-
-def _is_device_fit() -> bool:
-    """Whether this process can still use its GPU: after an illegal access every later call
-    fails."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return True
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
+        pipe.send(work(job))

@@ -100,7 +100,7 @@ class UnmaskedColumns:
         views[_geometry(tensor)] = columns
 
 
-SIZE_FUNCTIONS = (Tensor.size, Tensor.shape.__get__)  # type: ignore[attr-defined]
+SIZE_FUNCTIONS = (Tensor.size, Tensor.shape.__get__)
 
 running: ContextVar[UnmaskedColumns | None] = ContextVar("unmasked_columns", default=None)
 """The columns of this thread's recording."""

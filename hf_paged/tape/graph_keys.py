@@ -23,6 +23,10 @@ MAX_CHUNK_TOKENS = 512
 # minimum capacities: in chunks, of graphs with chunks; in prefixes, of graphs with shared prefixes
 MIN_CHUNKS, MIN_PREFIXES = 4, 4
 
+# maximum number of stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider
+# tables and adapters
+MAX_GRAPHS = 64
+
 Prefixes = tuple[tuple[SharedPrefix, ...], ...]
 """The prefixes that a step's decodes share, by layer group; empty if they share none."""
 

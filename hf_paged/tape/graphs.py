@@ -26,13 +26,14 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..interrupts import is_interrupt
 from ..kernels import BACKEND_VARIABLE
+from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
 from ..seams import ForwardContext, RecordedContext
 from ..step import KeysReadError
 from ..switches import NOTHING
 from ..timing import timed
 from .checks import Checks
-from .graph_keys import MAX_CHUNK_TOKENS, GraphKey, Prefixes, key_of, limit_below
+from .graph_keys import MAX_CHUNK_TOKENS, MAX_GRAPHS, GraphKey, Prefixes, key_of, limit_below
 from .inputs import StaticInputs, StaticOutputs
 from .length import LengthRange
 from .misses import MIN_REPLAYS, Misses
@@ -49,7 +50,7 @@ from .recorders import (
 )
 from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
-from .torch_options import must_run_eagerly, step_options, torch_options
+from .torch_options import must_run_eagerly, torch_options
 
 logger = logging.getLogger(__name__)
 
@@ -57,10 +58,6 @@ Forward = Callable[..., Tensor]
 """Takes token ids and positions `(1, n)`, the step of each layer group, the indices of the `m`
 tokens that get logits (`None`: all), the context and, as keywords, `StaticInputs.arguments`;
 returns logits `(m, vocab_size)`."""
-
-# maximum number of stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider
-# tables and adapters
-MAX_GRAPHS = 64
 
 
 def make_recorder(model: PreTrainedModel, cache: PagedCache) -> StepGraphs | None:
@@ -287,11 +284,20 @@ class StepGraphs:
         kind: Hashable,
     ) -> GraphKey:
         """Returns the key of the smallest graph that could serve the running step."""
-        is_training = getattr(self._model(), "training", False)
         variant, num_ranges = None, 0
         if self._context is not None:
             variant, num_ranges = self._context.variant, self._context.num_ranges
-        options = step_options(self._device, is_training, kind)
+        options = (
+            autocast_dtype(self._device),
+            getattr(self._model(), "training", False),
+            batch_invariant.get(),
+            kind,
+            torch.get_default_dtype(),
+            torch.get_num_threads(),
+            torch._C._get_deterministic_algorithms(),
+            torch._C._get_fp32_precision_getter("cuda", "matmul"),
+            torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
+        )
         return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
 
     def _find_or_record(

@@ -3,14 +3,11 @@ graphs when options change, and replays none while a mode is active."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch.utils._device import DeviceContext
 
-from ..cache.memory import autocast_dtype
-from ..kernels.cpp.build import batch_invariant
 from .recorders import note_unrecorded
 
 # Global options of torch that decide which kernels a forward launches: attributes of `torch`, and
@@ -41,22 +38,6 @@ def torch_options() -> tuple[Any, ...]:
     """Returns the values of torch's global options on which a recorded step depends; `None` for
     options that this version of torch lacks."""
     return tuple(map(_option, _OPTIONS))
-
-
-def step_options(device: torch.device, is_training: bool, kind: Hashable) -> tuple[Hashable, ...]:
-    """Returns the options of `GraphKey`, in which steps of the same sizes may differ: those given,
-    and those of this thread."""
-    return (
-        autocast_dtype(device),
-        is_training,
-        batch_invariant.get(),
-        kind,
-        torch.get_default_dtype(),
-        torch.get_num_threads(),
-        torch._C._get_deterministic_algorithms(),
-        torch._C._get_fp32_precision_getter("cuda", "matmul"),
-        torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
-    )
 
 
 def _option(name: str) -> Any:

@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from hf_paged import OutOfBlocksError, PagedCache
-from hf_paged.cache import kv_blocks
+from hf_paged.cache import free_memory, kv_blocks
 from hf_paged.step import StepMetadata
 
 TINY: dict[str, Any] = dict(
@@ -170,6 +170,21 @@ def test_memory_fraction_bounds_one_call_and_not_the_next() -> None:
     assert cache.stats().used_blocks == 0
     logits(model, tokens(1, 40), cache)
     assert cache.stats().used_bytes == 5 * block_bytes
+    cache.check_integrity()
+
+
+def test_under_memory_fraction_an_unused_group_gives_its_memory_to_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block_bytes = 8 * 2 * 2 * 8 * 4  # tokens, K and V, heads, dim, float32
+    monkeypatch.setattr(free_memory, "free_bytes", lambda device: 10 * block_bytes)
+    cache = PagedCache(MIXED, {"block_size": 8, "memory_fraction": 1.0})
+    # 8 blocks of a group of one layer, then 5 of a group of two
+    for index, length in enumerate((64, 40)):
+        keys = torch.randn(1, 2, length, 8)
+        found, _ = cache.update(keys, keys, index)
+        assert torch.equal(found + 0, keys)
+        cache.reset()
     cache.check_integrity()
 
 

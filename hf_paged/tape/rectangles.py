@@ -141,18 +141,13 @@ class RectangleReplays:
         if self._row_inputs is not None:
             layers.append(self._row_inputs)
         specs = state_specs(layers, rectangle.width - 1)
+        kind = (self._is_padded, self._constants, self._input_names, specs, self._unused_layers)
         try:
             return recorder.run(
                 tokens,
                 None,
                 self._forward,
-                kind=(
-                    self._is_padded,
-                    self._constants,
-                    self._input_names,
-                    specs,
-                    self._unused_layers,
-                ),
+                kind=kind,
                 states=layers,
                 checked_as=(
                     self._constants,

@@ -109,7 +109,9 @@ class RectangleRunner(Runner):
         for indices in self.divide(entries):
             part = plan.select(indices)
             if _begins(plan, indices[0]):
-                logits = self._forward(self._make_rectangle(part), begins=True)
+                rectangle = self._make_rectangle(part)
+                logits = self._forward(rectangle, begins=True)
+                self.states.unused_layers = rectangle.unused_layers
             else:
                 logits = self._continue(part)
             parts.append((indices, logits))
@@ -250,8 +252,7 @@ class RectangleRunner(Runner):
         is_one_rectangle = len(sources) == 1 and isinstance(rectangle, Rectangle)
         if num_new > 1 or not is_one_rectangle or self._is_too_wide(rectangle, rows):
             if sequences[0].request.inputs is None:
-                unused_layers: frozenset[int] = getattr(rectangle, "unused_layers", frozenset())
-                rectangle = self._make_rectangle(plan, unused_layers)
+                rectangle = self._make_rectangle(plan)
                 if self._has_state_layers:
                     layers = [(holder.state_layers, rows) for holder, rows in sources]
                     gather_states(rectangle.state_layers, layers)
@@ -313,9 +314,7 @@ class RectangleRunner(Runner):
         with self.memory.lock:
             self.states.copy_snapshots()
 
-    def _make_rectangle(
-        self, plan: StepPlan, unused_layers: frozenset[int] = frozenset()
-    ) -> Rectangle:
+    def _make_rectangle(self, plan: StepPlan) -> Rectangle:
         """Returns a rectangle of the plan's rows, with inputs as `generate` prepares them for a
         batch padded on the left."""
         model = self.model
@@ -343,7 +342,7 @@ class RectangleRunner(Runner):
             ids,
             cache,
             inputs,
-            unused_layers=unused_layers,
+            unused_layers=self.states.unused_layers,
         )
         rectangle.borrow(width - max(plan.counts))
         return rectangle

@@ -97,9 +97,9 @@ class RectangleReplays:
         update = inspect.getattr_static(model, compat.UPDATE_INPUTS)
         self._has_own_update = update is not vars(GenerationMixin)[compat.UPDATE_INPUTS]
         self._reason_against_replays = None
-        if self._has_own_update and not _is_of_transformers(update):
+        if not _is_of_transformers(update):
             # a user's method may do more than return inputs, and must see each step
-            self._reason_against_replays = f"it overrides `{compat.UPDATE_INPUTS}`"
+            self._reason_against_replays = f"a user's code replaces `{compat.UPDATE_INPUTS}`"
         self._forward_parameters = _parameters(model)
         if self._cross_groups:
             encoder = inspect.signature(model.get_encoder().forward).parameters

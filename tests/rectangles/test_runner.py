@@ -21,7 +21,7 @@ from tests.support.engine_helpers import (
     assert_served_as_lone,
     run_all,
 )
-from tests.support.forwards import build, forwards, prompts
+from tests.support.forwards import build, forwards, fresh, prompts
 from tests.support.models import BEFORE_5_18
 
 CLASSES = [
@@ -176,3 +176,22 @@ def test_layers_that_only_another_call_has_used_stay_empty() -> None:
     model.generate(**inputs["image"], **options, **models.PAGED)
     for _ in range(2):
         assert_paged_is_plain(model, inputs["text"], options)
+
+
+def test_layers_that_cached_tokens_have_not_used_stay_empty() -> None:
+    """The image's keys and values are in blocks that the text's block tables also name."""
+    model = fresh("MllamaForCausalLM")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("attn_gate"):
+                parameter.fill_(1.0)
+    generator = torch.Generator().manual_seed(0)
+    image = 3 * torch.randn(4, 45, model.config.hidden_size, generator=generator)
+    options = {"max_new_tokens": 16, "min_new_tokens": 16}
+    [text] = prompts(48)
+    rows = torch.tensor([text[:40]] * 4)
+    model.generate(rows, cross_attention_states=image, **options, **models.PAGED)
+    for length in (32, 34, 33, 37):  # the first one is cached
+        inputs = {"input_ids": torch.tensor([text[:length]])}
+        for num_beams in (1, 3):
+            assert_paged_is_plain(model, inputs, {**options, "num_beams": num_beams})

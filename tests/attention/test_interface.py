@@ -146,8 +146,10 @@ def test_keys_and_values_read_before_and_after_the_pool_has_grown() -> None:
     value = cache.layers[0].values
     assert isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
     assert len(key.blocks) < len(value.blocks)
-    found = F.scaled_dot_product_attention(query, key, value)
-    torch.testing.assert_close(found, F.scaled_dot_product_attention(query, states, -states))
+    expected = F.scaled_dot_product_attention(query, states, -states)
+    for pair in ((key, value), (key, -states), (states, value)):  # or one of them is the caller's
+        found = F.scaled_dot_product_attention(query, *pair)
+        torch.testing.assert_close(found, expected)
 
 
 def test_a_class_that_repeats_its_inputs_is_served_and_uninstall_leaves_it_as_it_was() -> None:

@@ -113,6 +113,8 @@ def test_unknown_keys_and_other_types_are_named() -> None:
     for name, message in named.items():
         with pytest.raises(ValueError, match=message):
             PagedConfig.coerce({name: 8})
+    with pytest.raises(ValueError, match="`block_size` instead of `blocksize`, `capture` instead"):
+        PagedConfig.coerce({"blocksize": 8, "captures": True})
     with pytest.raises(ValueError, match="`cache_config` is 16: it must be None"):
         PagedConfig.coerce(16)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"`prefix_tiers` is .*None with `prefix_caching=False`"):

@@ -510,6 +510,16 @@ def test_an_assistant_may_be_wrapped() -> None:
         Asked(engine, prompts(9), GREEDY, assistant_model=assistant).check()
 
 
+def test_the_next_call_goes_on_with_the_number_of_tokens_of_a_heuristic_schedule() -> None:
+    """The engine pauses after rejections, so the number need not be the one that plain leaves."""
+    model, assistant = models.get("llama"), models.build("llama", seed=3)
+    config = assistant.generation_config
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = 5, "heuristic"
+    inputs = models.prompt("llama", batch_size=1)
+    model.generate(**inputs, **GREEDY, assistant_model=assistant, **models.PAGED)
+    assert config.num_assistant_tokens < 5, "drafts were rejected"
+
+
 def test_an_assistant_that_fails_ends_its_requests_alone() -> None:
     texts, broken = prompts(9, 14), models.build("llama", seed=5)
     broken.lm_head.weight = torch.nn.Parameter(torch.empty(3, 3))
@@ -719,8 +729,9 @@ def test_ngrams_propose_what_came_behind() -> None:
     first = Ngrams(index, 2)
     first.observe([1, 2, *generated], 0)
     first.close()
-    second = proposed(Ngrams(index, 4), [7, *generated[10:14]], MAX_DRAFT_TOKENS)
-    assert second == generated[14 : 14 + MAX_DRAFT_TOKENS]
+    for end in (4, 14):  # from the first tokens on
+        second = proposed(Ngrams(index, 4), [7, *generated[end - 4 : end]], MAX_DRAFT_TOKENS)
+        assert second == generated[end : end + MAX_DRAFT_TOKENS]
 
 
 def test_texts_of_others_are_bounded() -> None:

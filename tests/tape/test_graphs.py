@@ -544,7 +544,7 @@ def test_a_call_takes_what_it_can_need(graphs: FakeGraphs, grown: list[int]) -> 
 
 
 def test_scores_are_not_overwritten_by_the_next_step(graphs: FakeGraphs) -> None:
-    model, inputs = models.get("llama"), models.prompt("llama", 2)
+    model, inputs = models.build("llama"), models.prompt("llama", 2)
     names = ("return_dict_in_generate", "output_scores", "output_logits")
     options = {**OF_A_CALL, **dict.fromkeys(names, True)}
     expected, found = model.generate(**inputs, **options), generate(model, inputs, **options)

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from ..kernels import cpp, quantized, uses_triton
 from ..kernels.cpp import blocks as cpp_blocks
-from ..kernels.cpp.blocks import StoreSignature
 from ..kernels.triton import DTYPES
 from ..kernels.triton.launch import LaunchFailedError
 
-Store: TypeAlias = Callable[[Tensor, Tensor, Tensor, StoreSignature | None], None]
-"""Called with keys, values, slots and, if it is known, the `store_signature`, as `choose_store`
+Store: TypeAlias = Callable[..., None]
+"""Called with keys, values, slots and, optionally, the `store_signature`, as `choose_store`
 describes."""
 
 
@@ -59,11 +58,11 @@ def choose_store(
             )
             if (keys.dtype, values.dtype) == (key_dtype, value_dtype):
                 return store
-            return lambda keys, values, slots, _: store(
+            return lambda keys, values, slots, _=None: store(
                 keys.to(key_dtype), values.to(value_dtype), slots
             )
 
-    return lambda keys, values, slots, _: write(keys, values, key_blocks, value_blocks, slots)
+    return lambda keys, values, slots, _=None: write(keys, values, key_blocks, value_blocks, slots)
 
 
 def _store_triton(*tensors: Tensor) -> None:

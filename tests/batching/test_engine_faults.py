@@ -595,7 +595,7 @@ OUTSIDE = {
     "running rows get tokens": "loop.scheduler._continue_running",
     "a request is admitted": "loop.scheduler.preemption.admit",
     "blocks are taken": "loop.blocks.take",
-    "blocks are named": "loop.blocks.register",
+    "blocks are named": "loop.blocks.index.add",
     "the timeline": "loop.scheduler.timeline.record_step",
     "copies": "loop.blocks.flush_copies",
     "adapters are checked": "engine_core.adapters_room_for",

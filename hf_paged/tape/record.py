@@ -49,7 +49,8 @@ _FROM_PYTHON = frozenset(
 
 HostResults = list[tuple[Any, Any, Any]]
 """The operations that read on the host or copy between host and device, in order: for each, the
-function, a copy of its source if that is on the host (otherwise `None`), and the result."""
+function, a copy of its source if that is on the host (otherwise `None`), and the result; `None` for
+an operation that runs again, since only the size of its result is constant."""
 
 
 def tensors_in(x: Any) -> list[Tensor]:
@@ -85,8 +86,9 @@ class CaptureGuard(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
             raise NotCapturable(f"its forward draws random numbers ({func})")
         has_constant_result = self._has_constant_result(func, args, kwargs)
-        reads_on_host = _reads_on_host(func, args) and not self._selects_equally(func, args)
-        if reads_on_host and not has_constant_result:
+        reads_on_host = _reads_on_host(func, args)
+        runs_again = not has_constant_result
+        if reads_on_host and runs_again and not self._selects_equally(func, args):
             raise NotCapturable(f"its forward reads the content of a tensor ({func})")
         source = _source_of_transfer(func, args, kwargs)
         if source is not None and not self.is_constant(source):
@@ -99,8 +101,10 @@ class CaptureGuard(TorchDispatchMode):
             host_source = None
             if source is not None and source.is_cpu:
                 host_source = source.clone()
-            host_result = (func, host_source, tree_map_only(Tensor, torch.clone, copied))
-            self.host_results.append(host_result)
+            host_result = tree_map_only(Tensor, torch.clone, copied)
+            if reads_on_host and runs_again:
+                host_result = None
+            self.host_results.append((func, host_source, host_result))
         if not has_constant_result:
             self._remove_constants(func, written_tensors(func, args, kwargs))
         elif not func.name().startswith(_CREATES_OUTPUTS):
@@ -178,6 +182,8 @@ class HostResultReplay(TorchDispatchMode):
         is_same_func = expected_func is func
         if not is_same_func or (host_source is not None and not _are_equal(host_source, source)):
             raise NotCapturable(f"its forward differs when it runs again ({func})")
+        if result is None:
+            return func(*args, **kwargs)
         if func is aten.copy_.default:
             return func(args[0], result)
         # a copy, since the forward may write to it

@@ -48,6 +48,21 @@ def test_constants_are_read(name: str) -> None:
     assert found == again == expected and first.host_results
 
 
+def test_selections_by_constant_masks_read_again() -> None:
+    """Of an operation whose constant mask selects elements of a weight, only the size is kept."""
+
+    def select() -> list[float]:
+        mask = torch.arange(6) > 3
+        return [*weights.pop()[mask].tolist(), *torch.arange(6)[mask].tolist()]
+
+    weights = [WEIGHT * 10, WEIGHT]
+    guard = CaptureGuard()
+    with CreatesOnHost(), guard:
+        assert select() == [4, 5, 4, 5]
+    with CreatesOnHost(), HostResultReplay(guard.host_results):
+        assert select() == [40, 50, 4, 5]
+
+
 REFUSED: dict[str, Callable[[], Any]] = {
     "a weight": lambda: WEIGHT.sum().item(),
     "with a weight": lambda: (torch.tensor(2.0) * WEIGHT).sum().item(),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..forks import lazy_property
 from ..kernels import cpp, quantized
@@ -150,8 +151,9 @@ class KVBlocks:
         `quantized.stored_tensors`; `None` without the kernel."""
         if not self.keys.is_cpu or not cpp.is_available():
             return None
-        keys, values = map(quantized.stored_tensors, (self.keys, self.values))
-        return list(map(Gather, keys)), list(map(Gather, values))
+        with _disable_current_modes():  # such as a caller's, of fake tensors without memory
+            keys, values = map(quantized.stored_tensors, (self.keys, self.values))
+            return list(map(Gather, keys)), list(map(Gather, values))
 
     @lazy_property
     def latents(self) -> KVBlocks:

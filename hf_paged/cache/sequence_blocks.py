@@ -120,6 +120,8 @@ class SequenceBlocks(_WithWeakRefs):
         """Frees window blocks that no later query sees; with `num_committed`, only those that no
         query after the first `num_committed` tokens sees. Must not be called between the scheduling
         of tokens and their computation."""
+        if not self.tables:
+            return
         for group, table in zip(self.manager.groups, self.tables):
             num_tokens = min(table.num_tokens, num_committed)
             table.drop_before(group.spec.first_visible(num_tokens))

@@ -310,7 +310,8 @@ class StepGraphs:
         `None` if that fails. Until then, returns the key of the best larger graph, or `None`."""
         candidates = (key for key in self._graphs if key.serves(requested))
         best = min(candidates, key=GraphKey.waste, default=None)
-        is_fixed = self._context is not None and self._context.is_fixed
+        parts = (self._context, *self._states)
+        is_fixed = any(getattr(part, "is_fixed", False) for part in parts)
         if self._misses.is_due(requested, is_fixed, has_larger=best is not None):
             return self._try_record(requested, tokens, prefixes)
         self._misses.add(requested)

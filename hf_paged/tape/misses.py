@@ -12,8 +12,8 @@ from .recorders import RecordedStep
 # steps without a graph of their own size before one is recorded: a recording takes about as long as
 # three steps (an estimate, not measured)
 MIN_MISSES = 3
-# the same if the context `is_fixed`: roughly the number of replays that pay for a recording, which
-# is useless once a context with other ranges replaces this one
+# the same if the context or inputs are `is_fixed`: roughly the number of replays that pay for a
+# recording, which is useless once a context with other ranges, or media of other sizes, follow
 MIN_FIXED_MISSES = 64
 # replays that pay for a recording with its check
 MIN_REPLAYS = 64
@@ -37,8 +37,8 @@ class Misses:
         self._counts.update((key, key.without_widths))
 
     def is_due(self, key: GraphKey, is_fixed: bool, has_larger: bool) -> bool:
-        """Whether to record a step of this key. `is_fixed`: whether its context is; `has_larger`:
-        whether a larger recording can serve it."""
+        """Whether to record a step of this key. `is_fixed`: whether its context or its inputs are;
+        `has_larger`: whether a larger recording can serve it."""
         min_misses = MIN_MISSES << min(self._num_unpaid, MAX_DOUBLINGS)
         if is_fixed:
             min_misses = max(min_misses, MIN_FIXED_MISSES)

@@ -302,6 +302,9 @@ def _suits_any_count(x: Tensor, indices: Any, values: Tensor) -> bool:
     return values.dim() <= num_inner_axes or values.shape[-1 - num_inner_axes] == 1
 
 
+_SIZE_READING = (*SIZE_FUNCTIONS, Tensor.__len__, Tensor.numel)
+
+
 class ReadGuard(TorchFunctionMode):
     """Raises [`NotCapturable`] before Python or NumPy reads the content of a tensor without an
     operation that dispatch modes see, since a replay would not run the Python code that uses it.
@@ -327,6 +330,8 @@ class ReadGuard(TorchFunctionMode):
                 )
         if func in _FROM_PYTHON:
             _refuse_tensor_lists(func, _data_of(func, args, kwargs or {}))
+        if func in _SIZE_READING and args[0].is_meta:
+            raise NotCapturable("its forward reads the size of a tensor that its encoder takes")
         if func in SIZE_FUNCTIONS and (columns := running.get()) is not None:
             return columns.sizes(func, args[0], args[1:], kwargs or {})
         if func in RANGE_FUNCTIONS:

@@ -33,15 +33,15 @@ from .length import Length
 from .recorders import note_unrecorded
 from .step_cache import step_cache, store_states
 from .step_inputs import (
-    RowInputs,
     constants_of,
     is_row_input,
+    note_row_inputs,
     outputs_of,
     passed_inputs,
     position_axes,
-    row_inputs,
     token_types_of,
     with_cross_states,
+    without_encoder_inputs,
 )
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class RectangleReplays:
         self._constants: Hashable = None
         self._token_types: dict[str, int] = {}
         self._row_masking: list[tuple[bool, bool]] = []
-        self._row_inputs: RowInputs | None = None
+        self._input_names: tuple[Hashable, ...] = ()  # of the rectangle's `row_inputs`
         self._unused_layers: frozenset[int] = frozenset()
 
     def begin(self, state: ModelState | None) -> None:
@@ -129,17 +129,16 @@ class RectangleReplays:
         self._width = rectangle.width
         self._is_padded = any(rectangle.paddings)
         self._num_axes = len(tokens.axes or ())
-        self._constants = constants_of(prepared), tuple(self._token_types.items())
         visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
         self._row_masking = _masking_of_rows(rectangle, visible_lengths)
         self._unused_layers = rectangle.unused_layers
-        self._prepared = dict(prepared)
-        for name in self._encoder_parameters & prepared.keys():
-            if isinstance(prepared[name], Tensor):  # without content, which only the encoder reads
-                self._prepared[name] = torch.empty_like(prepared[name], device="meta")
+        self._prepared = without_encoder_inputs(prepared, self._encoder_parameters)
+        self._constants = constants_of(self._prepared), tuple(self._token_types.items())
         layers = dense_layers(cache_parts(rectangle.cache)[0])
-        if self._row_inputs is not None:
-            layers.append(self._row_inputs)
+        self._input_names = ()
+        if rectangle.row_inputs is not None:
+            layers.append(rectangle.row_inputs)
+            self._input_names = rectangle.row_inputs.names
         specs = state_specs(layers, rectangle.width - 1)
         kind = (self._is_padded, self._constants, self._input_names, specs, self._unused_layers)
         try:
@@ -159,10 +158,6 @@ class RectangleReplays:
             )
         finally:
             self._prepared = {}
-
-    @property
-    def _input_names(self) -> tuple[Hashable, ...]:
-        return () if self._row_inputs is None else self._row_inputs.names
 
     def outputs(self, rectangle: Rectangle, prepared: dict[str, Any]) -> ModelOutput:
         """Returns what is known of the outputs of the last replay: the cache, and those of the
@@ -312,11 +307,11 @@ class RectangleReplays:
             if name in replaced or self._is_input_supported(name, value, rectangle):
                 continue
             is_other = name not in (self._mask_name, *_POSITION_INPUTS)
-            if not (is_other and isinstance(value, Tensor) and is_row_input(value, rectangle)):
+            is_tensor = isinstance(value, Tensor)
+            if not (is_other and is_tensor and is_row_input(name, value, rectangle)):
                 return name
             by_row[name] = value
-        self._row_inputs = row_inputs(rectangle, by_row)
-        return None
+        return note_row_inputs(rectangle, by_row)
 
     def _is_input_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
         num_rows, width = len(rectangle.blocks), rectangle.width
@@ -364,7 +359,7 @@ class RectangleReplays:
         reads_keys = self._recorder.reads_keys
         layers = dense_layers(running_cache)
         input_tensors = {}
-        if self._row_inputs is not None:
+        if self._input_names:
             num_states = len(states) - len(self._input_names)
             input_tensors = dict(zip(self._input_names, states[num_states:], strict=True))
             states = states[:num_states]

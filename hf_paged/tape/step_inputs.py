@@ -18,6 +18,9 @@ from ..cache.paged_cache import PagedCache
 from ..model.own_loop import cache_output, cache_parts
 
 _CROSS_STATES = ("keys", "values")
+# of the row inputs of a recording, of which up to `graph_keys.MAX_GRAPHS` are kept. The steps of
+# models that read more take so long that replays hardly save time.
+MAX_BYTES = 16 << 20
 
 
 def position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:
@@ -44,14 +47,28 @@ def token_types_of(prepared: dict[str, Any]) -> dict[str, int]:
     return types
 
 
+def without_encoder_inputs(prepared: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    """Returns the inputs, with meta tensors for those of these names, which the encoder takes: a
+    recorded forward may read neither their content nor their sizes (`record.ReadGuard`)."""
+    inputs = dict(prepared)
+    for name in names & prepared.keys():
+        if isinstance(prepared[name], Tensor):
+            inputs[name] = torch.empty_like(prepared[name], device="meta")
+    return inputs
+
+
 def constants_of(prepared: dict[str, Any]) -> Hashable:
-    """Returns the inputs that a recording treats as constants."""
+    """Returns what a recording treats as constants: inputs, and the names of those without
+    content."""
     items = prepared.items()
-    return tuple((name, value) for name, value in items if isinstance(value, (bool, int, str)))
+    values = tuple((name, value) for name, value in items if isinstance(value, (bool, int, str)))
+    return values, frozenset(name for name, x in items if isinstance(x, Tensor) and x.is_meta)
 
 
 class RowInputs:
     """Tensors `(rows, ...)` by name, in the form of a layer of states."""
+
+    is_fixed = True  # a recording serves tensors of these shapes only
 
     def __init__(self, tensors: dict[Hashable, Tensor]) -> None:
         """`tensors`: not empty."""
@@ -63,6 +80,11 @@ class RowInputs:
     @property
     def names(self) -> tuple[Hashable, ...]:
         return tuple(self._given)
+
+    def has_form(self, name: Hashable, tensor: Tensor) -> bool:
+        """Whether this holds a tensor of this name and of the form of `tensor`."""
+        given = self._given.get(name)
+        return given is not None and (given.dtype, given.shape) == (tensor.dtype, tensor.shape)
 
     def equals(self, tensors: Mapping[Hashable, Tensor]) -> bool:
         """Whether this holds the content of `tensors`."""
@@ -77,30 +99,34 @@ class RowInputs:
             return False
         if given is tensor:
             return True
-        is_alike = given.dtype == tensor.dtype and given.shape == tensor.shape
-        return is_alike and torch.equal(given, tensor)
+        return self.has_form(name, tensor) and torch.equal(given, tensor)
 
 
-def row_inputs(rectangle: Any, inputs: Mapping[str, Tensor]) -> RowInputs | None:
-    """Returns the tensors of `inputs`, and those of the rectangle's own cross-attention cache;
-    `None` if there are none. For a step with the content of the last one, returns the same object,
-    so that nothing is copied to buffers again."""
+def note_row_inputs(rectangle: Any, inputs: Mapping[str, Tensor]) -> str | None:
+    """Sets the `row_inputs` of a rectangle to the tensors of `inputs`, and those of its own
+    cross-attention cache. In a step with the content of the last one, keeps the object, so that
+    nothing is copied to buffers again. Returns the name of an input with which the tensors are too
+    large for the buffers of each recording; otherwise `None`."""
     tensors = dict(_cross_states(rectangle.cache))
     tensors.update(inputs.items())
-    if not tensors:
-        return None
+    if sum(tensor.nbytes for tensor in tensors.values()) > MAX_BYTES:
+        return next(iter(inputs), "past_key_values")
     last = rectangle.row_inputs
-    if last is None or not last.equals(tensors):
+    if not tensors:
+        rectangle.row_inputs = None
+    elif last is None or not last.equals(tensors):
         rectangle.row_inputs = RowInputs(tensors)
-    result: RowInputs = rectangle.row_inputs
-    return result
+    return None
 
 
-def is_row_input(value: Tensor, rectangle: Any) -> bool:
-    """Whether a tensor of a step's inputs is one that `row_inputs` takes: a row's part is the same
-    in each step, or has a size for the new token alone, and does not grow with the rows' tokens."""
+def is_row_input(name: str, value: Tensor, rectangle: Any) -> bool:
+    """Whether a tensor of a step's inputs is one that `note_row_inputs` takes: a row's part is the
+    same in each step, or has a size for the new token alone, and does not grow with the rows'
+    tokens."""
     if value.dim() < 2 or len(value) != len(rectangle.blocks):
         return False
+    if rectangle.row_inputs is not None and rectangle.row_inputs.has_form(name, value):
+        return True  # as in the last step
     names = [name for name, given in rectangle.inputs.items() if given is value]
     if not rectangle.constant_names.isdisjoint(names):
         return True

@@ -19,7 +19,7 @@ from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
 from hf_paged import PagedConfig, PagedEngine, Route, check_integrity, last_route
 from hf_paged.rectangles.states import state_tensors
-from hf_paged.tape import rectangles, step_cache
+from hf_paged.tape import misses, rectangles, step_cache
 from hf_paged.tape.static_states import StaticStates
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
@@ -286,25 +286,28 @@ def test_a_decoder_that_reads_its_encoder_is_not_recorded() -> None:
 
 
 class ReadsBoxes(transformers.UdopForConditionalGeneration):
-    """With `reads_boxes`, its decode steps read an input of its encoder."""
+    """Its decode steps read the content or the size of an input of its encoder, if `reads` says
+    so."""
 
-    reads_boxes = False
+    reads = ""
 
     def forward(self, *args: Any, bbox: Any = None, **kwargs: Any) -> Any:
         output = super().forward(*args, bbox=bbox, **kwargs)
-        if self.reads_boxes:
+        if self.reads:
             ramp = torch.arange(output.logits.shape[-1]) / 10
-            output.logits = output.logits + ramp * bbox.float().mean()
+            number = bbox.shape[1] if self.reads == "size" else bbox.float().mean()
+            output.logits = output.logits + ramp * number
         return output
 
 
-def test_steps_are_replayed_unless_they_read_an_input_of_the_encoder() -> None:
+@pytest.mark.parametrize("reads", ["content", "size"])
+def test_steps_are_replayed_unless_they_read_an_input_of_the_encoder(reads: str) -> None:
     name = "UdopForConditionalGeneration"
     model = as_subclass(ReadsBoxes, name)
     inputs = {key: value[:1] for key, value in inputs_of(name).items()}
     assert_as_plain(model, inputs)
     assert_recorded(model)
-    model.reads_boxes = True
+    model.reads = reads
     for boxes in (inputs["bbox"], inputs["bbox"] * 0):
         assert_as_plain(model, inputs | {"bbox": boxes})
     assert route_of(model).num_captured_steps == 0
@@ -632,8 +635,9 @@ MEDIA = ("BlipForConditionalGeneration", "IdeficsForVisionText2Text")
 
 
 @pytest.mark.parametrize("name", MEDIA)
-def test_tensors_of_media_are_read_by_replays(name: str) -> None:
+def test_tensors_of_media_are_read_by_replays(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows end at different lengths, so that others go on with their part of the tensors."""
+    monkeypatch.setattr(misses, "MIN_FIXED_MISSES", misses.MIN_MISSES)
     model = fresh(name)
     # one row alone, whose mask is a single number
     assert_as_plain(model, {key: x[:1] for key, x in inputs_of(name).items()}, **GREEDY)

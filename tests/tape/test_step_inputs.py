@@ -12,7 +12,13 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from hf_paged.tape.static_states import StaticStates
-from hf_paged.tape.step_inputs import is_row_input, outputs_of, passed_inputs, row_inputs
+from hf_paged.tape.step_inputs import (
+    MAX_BYTES,
+    is_row_input,
+    note_row_inputs,
+    outputs_of,
+    passed_inputs,
+)
 
 WIDTH = 7  # columns of the rows of `rectangle_of`
 
@@ -26,6 +32,11 @@ def rectangle_of(**inputs: Tensor) -> Any:
         constant_names={"features"},
         row_inputs=None,
     )
+
+
+def row_inputs(rectangle: Any, inputs: dict[str, Tensor]) -> Any:
+    assert note_row_inputs(rectangle, inputs) is None
+    return rectangle.row_inputs
 
 
 @pytest.mark.parametrize("is_inference", [False, True])
@@ -54,12 +65,15 @@ def test_tensors_are_copied_again_only_if_their_content_may_have_changed(
 def test_tensors_that_grow_with_the_rows_are_not_taken() -> None:
     features, grown = torch.ones(2, WIDTH), torch.ones(2, WIDTH)
     rectangle = rectangle_of(features=features, grown=grown)
-    assert is_row_input(features, rectangle)  # the same in each step
-    assert not is_row_input(grown, rectangle)
-    assert not is_row_input(torch.ones(2, 1, 1, WIDTH), rectangle)
-    assert is_row_input(torch.ones(2, 1, 3), rectangle)
-    assert not is_row_input(torch.ones(2, 3), rectangle)  # not an input of the step
-    assert not is_row_input(torch.ones(3, 1), rectangle)
+    assert is_row_input("x", features, rectangle)  # the same in each step
+    assert not is_row_input("x", grown, rectangle)
+    assert not is_row_input("x", torch.ones(2, 1, 1, WIDTH), rectangle)
+    assert is_row_input("x", torch.ones(2, 1, 3), rectangle)
+    assert not is_row_input("x", torch.ones(2, 3), rectangle)  # not an input of the step
+    assert not is_row_input("x", torch.ones(3, 1), rectangle)
+    rectangle.row_inputs = row_inputs(rectangle, {"x": grown})
+    assert is_row_input("x", grown, rectangle)  # as in the last step
+    assert note_row_inputs(rectangle, {"x": torch.empty(2, MAX_BYTES, device="meta")}) == "x"
 
 
 def test_outputs_that_are_inputs_are_known_after_a_replay() -> None:

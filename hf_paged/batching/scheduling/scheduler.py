@@ -198,7 +198,8 @@ class Scheduler:
         limit = self.max_num_batched_tokens - scheduled.num_tokens - num_reserved
         decodes = scheduled.decodes or scheduled.drafted or num_reserved
         if decodes and self.max_chunk_tokens is not None:
-            limit = min(limit, self.max_chunk_tokens - scheduled.num_chunk_tokens)
+            num_scheduled = scheduled.num_chunk_tokens + scheduled.num_partial_decodes
+            limit = min(limit, self.max_chunk_tokens - num_scheduled)
         return limit
 
     def _schedule_tokens(

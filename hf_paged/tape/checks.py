@@ -32,7 +32,7 @@ class Checks:
         # by kind and columns of each layer group's tables: for each group, the length of the
         # longest row, with padding and dropped blocks, in the check in which it was shortest
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
-        # by the names of a step's row inputs: those that its forward returns as outputs
+        # by the names of a step's tensors: those inputs that its forward returns as outputs
         self.passed_inputs: dict[Hashable, dict[str, Any]] = {}
         self._num_futile_calls = 0  # calls of `needs_state` in a row in which all was refused
         # the kind, table columns and row lengths of the last step, if it is to be checked

@@ -86,6 +86,7 @@ class RectangleReplays:
         self._token_types: dict[str, int] = {}
         self._row_masking: list[tuple[bool, bool]] = []
         self._input_names: tuple[Hashable, ...] = ()  # of the rectangle's `row_inputs`
+        self._tensor_names: Hashable = None  # of these, and of all inputs that are tensors
         self._unused_layers: frozenset[int] = frozenset()
 
     def begin(self, state: ModelState | None) -> None:
@@ -139,6 +140,8 @@ class RectangleReplays:
         if rectangle.row_inputs is not None:
             layers.append(rectangle.row_inputs)
             self._input_names = rectangle.row_inputs.names
+        names = frozenset(name for name, value in prepared.items() if isinstance(value, Tensor))
+        self._tensor_names = self._input_names, names
         specs = state_specs(layers, rectangle.width - 1)
         kind = (self._is_padded, self._constants, self._input_names, specs, self._unused_layers)
         try:
@@ -150,7 +153,7 @@ class RectangleReplays:
                 states=layers,
                 checked_as=(
                     self._constants,
-                    self._input_names,
+                    self._tensor_names,
                     self._num_axes,
                     self._num_past_windows,
                     frozenset(self._row_masking),
@@ -162,7 +165,7 @@ class RectangleReplays:
     def outputs(self, rectangle: Rectangle, prepared: dict[str, Any]) -> ModelOutput:
         """Returns what is known of the outputs of the last replay: the cache, and those of the
         inputs `prepared` that the model's own forward passes on."""
-        passed = self._recorder.checks.passed_inputs.get(self._input_names, {})
+        passed = self._recorder.checks.passed_inputs.get(self._tensor_names, {})
         return outputs_of(passed, prepared, rectangle.cache)
 
     def check(
@@ -193,7 +196,7 @@ class RectangleReplays:
             ]
         reason = None
         passed = passed_inputs(outputs, prepared)
-        self._recorder.checks.passed_inputs[self._input_names] = passed
+        self._recorder.checks.passed_inputs[self._tensor_names] = passed
         known_outputs = self.outputs(rectangle, prepared)
         if self._has_own_update and not self._can_update(rectangle, inputs, known_outputs):
             reason = f"its `{compat.UPDATE_INPUTS}` reads outputs of the forward"

@@ -291,8 +291,10 @@ class ReadsBoxes(transformers.UdopForConditionalGeneration):
 
     reads = ""
 
-    def forward(self, *args: Any, bbox: Any = None, **kwargs: Any) -> Any:
-        output = super().forward(*args, bbox=bbox, **kwargs)
+    def forward(self, *args: Any, bbox: Any = None, visual_bbox: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, bbox=bbox, visual_bbox=visual_bbox, **kwargs)
+        if visual_bbox is not None:
+            output["boxes"] = visual_bbox
         if self.reads:
             ramp = torch.arange(output.logits.shape[-1]) / 10
             number = bbox.shape[1] if self.reads == "size" else bbox.float().mean()
@@ -305,8 +307,10 @@ def test_steps_are_replayed_unless_they_read_an_input_of_the_encoder(reads: str)
     name = "UdopForConditionalGeneration"
     model = as_subclass(ReadsBoxes, name)
     inputs = {key: value[:1] for key, value in inputs_of(name).items()}
-    assert_as_plain(model, inputs)
-    assert_recorded(model)
+    passed_on = {"visual_bbox": torch.rand(1, 4, 4)}
+    for optional in (passed_on, passed_on, {}, {}):
+        assert_as_plain(model, inputs | optional)
+        assert_recorded(model)
     model.reads = reads
     for boxes in (inputs["bbox"], inputs["bbox"] * 0):
         assert_as_plain(model, inputs | {"bbox": boxes})

@@ -20,6 +20,7 @@ MIN_REPLAYS = 64
 # maximum number of times that `MIN_MISSES` is doubled: after 768 misses, a recording that never
 # pays costs little
 MAX_DOUBLINGS = 8
+MAX_COUNTS = 4096  # keys: each new form of media has its own
 
 
 class Misses:
@@ -34,6 +35,8 @@ class Misses:
         self._num_unpaid = 0  # times that unpaid recordings were dropped since one paid
 
     def add(self, key: GraphKey) -> None:
+        if len(self._counts) > MAX_COUNTS:
+            self._counts.clear()
         self._counts.update((key, key.without_widths))
 
     def is_due(self, key: GraphKey, is_fixed: bool, has_larger: bool) -> bool:

@@ -302,7 +302,7 @@ def _suits_any_count(x: Tensor, indices: Any, values: Tensor) -> bool:
     return values.dim() <= num_inner_axes or values.shape[-1 - num_inner_axes] == 1
 
 
-_SIZE_READING = (*SIZE_FUNCTIONS, Tensor.__len__, Tensor.numel)
+_FORM_READING = (Tensor.device.__get__, Tensor.dtype.__get__)
 
 
 class ReadGuard(TorchFunctionMode):
@@ -330,8 +330,8 @@ class ReadGuard(TorchFunctionMode):
                 )
         if func in _FROM_PYTHON:
             _refuse_tensor_lists(func, _data_of(func, args, kwargs or {}))
-        if func in _SIZE_READING and args[0].is_meta:
-            raise NotCapturable("its forward reads the size of a tensor that its encoder takes")
+        if func not in _FORM_READING and any(x.is_meta for x in tensors_in((args, kwargs))):
+            raise NotCapturable("its decode steps read a tensor that its encoder takes")
         if func in SIZE_FUNCTIONS and (columns := running.get()) is not None:
             return columns.sizes(func, args[0], args[1:], kwargs or {})
         if func in RANGE_FUNCTIONS:

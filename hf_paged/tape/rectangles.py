@@ -154,6 +154,7 @@ class RectangleReplays:
                 checked_as=(
                     self._constants,
                     self._tensor_names,
+                    self._unused_layers,
                     self._num_axes,
                     self._num_past_windows,
                     frozenset(self._row_masking),

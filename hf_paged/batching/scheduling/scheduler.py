@@ -182,8 +182,10 @@ class Scheduler:
         elif limit <= 0:
             return False
         elif sequence.draft:
+            # leaves a token to each row; chunks of this step may have taken more than that
             max_drafted = self.max_num_batched_tokens - self.queue.num_rows
             max_drafted -= scheduled.num_draft_tokens
+            max_drafted = min(max_drafted, limit - scheduled.num_reserved(self.queue.running))
             num_drafted = sequence.append_draft(max_drafted)
             if num_drafted:
                 scheduled.add_drafted(sequence, 1 + num_drafted)

@@ -100,7 +100,7 @@ class RectangleReplays:
         self._reason_against_replays = None
         if not _is_of_transformers(update):
             # a user's method may do more than return inputs, and must see each step
-            self._reason_against_replays = f"a user's code replaces `{compat.UPDATE_INPUTS}`"
+            self._reason_against_replays = f"it overrides `{compat.UPDATE_INPUTS}`"
         self._forward_parameters = _parameters(model)
         if self._cross_groups:
             encoder = inspect.signature(model.get_encoder().forward).parameters

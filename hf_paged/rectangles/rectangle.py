@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from ..batching.execution.prompts import Prompts, empty_blocks, is_plain_value
 from ..batching.request import Sequence
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
+from ..forks import lazy_property
 from ..model.own_loop import cache_parts, next_inputs, padding_mask, select_rows, tensors_of
 from ..model.registry import warn_once
 from ..plan import StepPlan
@@ -66,7 +66,7 @@ class Rectangle:
     def state_layers(self) -> list[Any]:
         return state_layers(cache_parts(self.cache)[0])
 
-    @functools.cached_property
+    @lazy_property
     def row_bytes(self) -> int:
         """Bytes of a row's states, once a forward has computed them."""
         return num_state_bytes(self.state_layers) // len(self.blocks)

@@ -170,10 +170,11 @@ class Recorder(Protocol):
     """Whether the last replay needs no comparison with the model's own forward. If it needs one,
     the replay has changed no states: the caller also runs that forward, then calls `check`."""
 
-    def needs_state(self) -> bool:
+    def needs_state(self, slowed_by: set[str]) -> bool:
         """Called when work on the model begins: whether to read the model's state and call `begin`
         with it. If all steps so far were refused, mostly not, since only a changed model could
-        make them recordable, and reading takes longer than a step; then notes why."""
+        make them recordable, and reading takes longer than a step; then adds the reason to
+        `slowed_by`."""
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Called before steps of the model in this state: drops recordings of other states.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..batching.execution.inputs import PackedTokens
 from ..model.trial import significant_difference
-from .recorders import note_unrecorded
+from .recorders import unrecorded
 
 # calls in a row, at most, that do not look whether a changed model can be recorded
 MAX_SKIPPED_CALLS = 64
@@ -45,10 +45,10 @@ class Checks:
         self._min_lengths.clear()
         self.passed_inputs.clear()
 
-    def needs_state(self, unsupported_reason: str | None) -> bool:
+    def needs_state(self, unsupported_reason: str | None, slowed_by: set[str]) -> bool:
         """As `Recorder.needs_state`. `unsupported_reason`: why no step can be recorded. If there is
         one, or if all kinds of steps that were checked are refused, returns `True` in the first,
-        second, fourth, ... of such calls in a row, and notes the reason in the others."""
+        second, fourth, ... of such calls in a row; in the others, adds the reason."""
         reason = unsupported_reason
         checked = {kind for kind, _ in self._min_lengths}
         if reason is None and checked and checked.issubset(self._refused):
@@ -60,7 +60,7 @@ class Checks:
         number = self._num_futile_calls % MAX_SKIPPED_CALLS
         is_due = number & (number - 1) == 0
         if not is_due:
-            note_unrecorded(reason)
+            slowed_by.add(unrecorded(reason))
         return is_due
 
     def begin_step(self, kind: Hashable) -> str | None:

@@ -125,9 +125,9 @@ class StepGraphs:
         self._context: ForwardContext | None = None
         self._states: Sequence[Any] = ()
 
-    def needs_state(self) -> bool:
+    def needs_state(self, slowed_by: set[str]) -> bool:
         """As in `Recorder`."""
-        return self.checks.needs_state(self.unsupported_reason)
+        return self.checks.needs_state(self.unsupported_reason, slowed_by)
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Drops all graphs that were recorded in another state of the model (apart from the content

@@ -186,12 +186,17 @@ def _capture_lock(device: torch.device) -> threading.Lock:
     return forks.lock()
 
 
+def unrecorded(reason: str) -> str:
+    """Returns a reason why decode steps run operation by operation."""
+    return Topic.RECORDING(f"decode steps are not recorded: {reason}")
+
+
 def note_unrecorded(reason: str) -> None:
     """Called in a step that runs operation by operation, since it is not recorded, or a recording
     cannot serve it: adds the reason to the call's `unsupported_reasons`."""
     reasons = unsupported_reasons.get()
     if reasons is not None:
-        reasons.add(Topic.RECORDING(f"decode steps are not recorded: {reason}"))
+        reasons.add(unrecorded(reason))
 
 
 def storage_addresses(tensors: Iterable[Tensor]) -> set[int]:

@@ -18,7 +18,7 @@ from ...attention.masks import mask_observer
 from ...attention.switch import compiled_modules, switch_attention
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...compiled import running_eagerly
-from ...interrupts import restoring, setting
+from ...interrupts import restoring
 from ...model.forwards import compute_device
 from ...model.state import ModelState
 from ...model.weights import WeightsGuard
@@ -181,8 +181,7 @@ class Executor:
         self._num_handled_changes, self._switches = -1, None
         recorder = self.runner.recorder
         must_detect_changes = self.guard.is_on or (recorder is not None and self.runs_user_code)
-        with setting(unsupported_reasons, self.slowed_by):
-            may_replay = recorder is not None and recorder.needs_state()
+        may_replay = recorder is not None and recorder.needs_state(self.slowed_by)
         self._is_state_due = self.allows_replays and (must_detect_changes or may_replay)
         if not self.guard.is_watched:
             self._state = None

@@ -330,10 +330,12 @@ class ReadGuard(TorchFunctionMode):
                 )
         if func in _FROM_PYTHON:
             _refuse_tensor_lists(func, _data_of(func, args, kwargs or {}))
-        if func not in _FORM_READING and any(x.is_meta for x in tensors_in((args, kwargs))):
-            raise NotCapturable("its decode steps read a tensor that its encoder takes")
-        if func in SIZE_FUNCTIONS and (columns := running.get()) is not None:
-            return columns.sizes(func, args[0], args[1:], kwargs or {})
+        columns = running.get()
+        if columns is not None and func not in _FORM_READING:
+            if any(x.is_meta for x in tensors_in((args, kwargs))):
+                raise NotCapturable("its decode steps read a tensor that its encoder takes")
+            if func in SIZE_FUNCTIONS:
+                return columns.sizes(func, args[0], args[1:], kwargs or {})
         if func in RANGE_FUNCTIONS:
             result = with_ranges(func, args, kwargs or {})
             if result is not NotImplemented:

@@ -229,9 +229,9 @@ class RectangleReplays:
         visible_lengths = self._visible_encoder_lengths(rectangle, prepared)
         if visible_lengths is None:
             return "its rows do not attend to the first of their encoder tokens"
-        name = self._unsupported_input(prepared, rectangle)
-        if name is not None:
-            return f"recordings do not support its input `{name}`"
+        reason = self._reason_against_inputs(prepared, rectangle)
+        if reason is not None:
+            return reason
         groups = []
         self._num_past_windows = 0
         for number, group in enumerate(self._groups):
@@ -297,11 +297,12 @@ class RectangleReplays:
             visible_lengths.append(end - origin)
         return visible_lengths
 
-    def _unsupported_input(self, prepared: dict[str, Any], rectangle: Rectangle) -> str | None:
-        """Returns the name of an input in `prepared` with which the recorded forward, with its own
-        inputs, may not compute the same; `None` if there is none."""
+    def _reason_against_inputs(self, prepared: dict[str, Any], rectangle: Rectangle) -> str | None:
+        """Returns why the recorded forward, with its own inputs, may not compute the same as with
+        those in `prepared`; `None` if it does."""
+        unsupported = "recordings do not support its input `{}`"
         if any(rectangle.paddings) and self._mask_name not in prepared:
-            return self._mask_name
+            return unsupported.format(self._mask_name)
         replaced = {self._ids_name, self._cache_name, "encoder_outputs"}
         replaced.update(self._token_types)
         if self._cross_groups:
@@ -313,7 +314,7 @@ class RectangleReplays:
             is_other = name not in (self._mask_name, *_POSITION_INPUTS)
             is_tensor = isinstance(value, Tensor)
             if not (is_other and is_tensor and is_row_input(name, value, rectangle)):
-                return name
+                return unsupported.format(name)
             by_row[name] = value
         return note_row_inputs(rectangle, by_row)
 

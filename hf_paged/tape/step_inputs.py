@@ -105,12 +105,12 @@ class RowInputs:
 def note_row_inputs(rectangle: Any, inputs: Mapping[str, Tensor]) -> str | None:
     """Sets the `row_inputs` of a rectangle to the tensors of `inputs`, and those of its own
     cross-attention cache. In a step with the content of the last one, keeps the object, so that
-    nothing is copied to buffers again. Returns the name of an input with which the tensors are too
-    large for the buffers of each recording; otherwise `None`."""
+    nothing is copied to buffers again. If the tensors are too large for the buffers of each
+    recording, changes nothing and returns the reason; otherwise `None`."""
     tensors = dict(_cross_states(rectangle.cache))
     tensors.update(inputs.items())
     if sum(tensor.nbytes for tensor in tensors.values()) > MAX_BYTES:
-        return next(iter(inputs), "past_key_values")
+        return f"its tensors of media take more than {MAX_BYTES >> 20} MiB"
     last = rectangle.row_inputs
     if not tensors:
         rectangle.row_inputs = None

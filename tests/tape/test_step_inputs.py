@@ -73,7 +73,8 @@ def test_tensors_that_grow_with_the_rows_are_not_taken() -> None:
     assert not is_row_input("x", torch.ones(3, 1), rectangle)
     rectangle.row_inputs = row_inputs(rectangle, {"x": grown})
     assert is_row_input("x", grown, rectangle)  # as in the last step
-    assert note_row_inputs(rectangle, {"x": torch.empty(2, MAX_BYTES, device="meta")}) == "x"
+    reason = note_row_inputs(rectangle, {"x": torch.empty(2, MAX_BYTES, device="meta")})
+    assert reason == "its tensors of media take more than 16 MiB"
 
 
 def test_outputs_that_are_inputs_are_known_after_a_replay() -> None:

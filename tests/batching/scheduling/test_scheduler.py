@@ -59,6 +59,40 @@ def give(*requests: Request) -> None:
             sequence.token_ids.append(number + 1)
 
 
+def test_one_token_of_a_prompt_counts_as_a_chunk() -> None:
+    scheduler = make(tokens=64, seqs=32, max_chunk_tokens=5)
+    a = add(scheduler, "a", 4)
+    assert step(scheduler) == "a4"
+    give(a)
+    for name, length in zip("bcde", (4, 20, 20, 20)):
+        add(scheduler, name, length)
+    plan = scheduler.schedule()
+    assert sum(plan.counts) == 1 + 5 and len(plan.sequences) == 3  # `c` gets one token
+
+
+def test_drafts_leave_the_tokens_that_chunks_have_taken() -> None:
+    scheduler = make(tokens=16)
+    b = add(scheduler, "b", 3)
+    step(scheduler)
+    give(b)
+    add(scheduler, "a", 40, priority=-1)
+    assert step(scheduler) == "b1 a15"
+    give(b)
+    b.sequences[0].draft = [1] * 9
+    assert sum(scheduler.schedule().counts) == 16
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_row_may_end_between_schedule_and_commit(window: int | None) -> None:
+    """In another thread."""
+    scheduler = make(window=window)
+    a = add(scheduler, "a", 10)
+    plan = scheduler.schedule()
+    scheduler.finish(a)
+    scheduler.commit(plan)
+    assert not scheduler.blocks.groups[0].pool.num_used
+
+
 def test_decodes_come_first_and_never_wait_for_a_long_prompt(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

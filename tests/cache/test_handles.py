@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_paged import PagedCache
 from hf_paged.cache.handles import PagedTensor
@@ -137,6 +139,14 @@ def test_changed_copies_are_stored_in_an_empty_cache() -> None:
     changed.update(keys, cache.layers[0].values, 0)
     assert torch.equal(changed.layers[0].keys + 0, keys) and not torch.equal(keys, states)
     assert torch.equal(changed.layers[0].values + 0, -states)
+
+
+def test_a_read_under_fake_tensors_leaves_later_reads_as_they_were() -> None:
+    cache, keys = filled()
+    with FakeTensorMode(allow_non_fake_inputs=True), contextlib.suppress(RuntimeError, ValueError):
+        cache.layers[0].keys + 0
+    new_keys, _ = cache.update(keys[:, :, :1], keys[:, :, :1], 0)
+    assert torch.equal(new_keys + 0, torch.cat((keys, keys[:, :, :1]), dim=2))
 
 
 def test_views_read_as_tensors() -> None:

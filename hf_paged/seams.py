@@ -150,7 +150,7 @@ class Adapters(Protocol):
         (`Executor.compute`) as possible. Raises `RowsError` if an adapter cannot be used."""
 
     def using(self, adapter: Hashable) -> AbstractContextManager[ForwardContext | None]:
-        """A context for a forward of rows with one adapter. Raises what `run` raises."""
+        """A context for a forward of rows with one adapter. Raises as `run` does."""
 
     def forget_model(self) -> None:
         """Drops all state that depends on the model, since the model may have changed."""
@@ -172,8 +172,8 @@ class Recorder(Protocol):
 
     def needs_state(self, slowed_by: set[str]) -> bool:
         """Called when work on the model begins: whether to read the model's state and call `begin`
-        with it. If all steps so far were refused, mostly not, since only a changed model could
-        make them recordable, and reading takes longer than a step; then adds the reason to
+        with it. Usually false if all steps so far were refused, since only a changed model could
+        make them recordable, and reading takes longer than a step; if so, adds the reason to
         `slowed_by`."""
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
@@ -243,8 +243,8 @@ class RunAhead(Protocol):
         `(n, vocab_size)`, or `None` if it cannot launch the step."""
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns the logits `(n, vocab_size)` of the first `n` rows of a step, and `n`, as far as
-        these rows were launched ahead; `(None, 0)` if the first was not."""
+        """Returns the logits `(n, vocab_size)` of a step's `n` leading rows that were launched
+        ahead, and `n`; `(None, 0)` if the first row was not."""
 
     def clear(self) -> None:
         """Drops the launched step."""
@@ -275,7 +275,7 @@ class Storage(Protocol):
         """Bytes allocated for used and unused blocks."""
 
     @property
-    def most_bytes(self) -> int | None:
+    def max_bytes(self) -> int | None:
         """Maximum bytes of all blocks of the pool together; `None`: `block_bytes` for each."""
 
     @property
@@ -291,9 +291,9 @@ class Storage(Protocol):
         """Minimum number of blocks by which a pool without a limit grows if the storage is elastic;
         0: the memory chooses."""
 
-    def reserve(self, reservation: Reservation, drops: bool) -> None:
-        """Sets the sizes of layers that are allocated or grown from now on. `drops`: whether to
-        drop smaller layers, which is allowed only while no block is used or cached."""
+    def reserve(self, reservation: Reservation, can_drop: bool) -> None:
+        """Sets the sizes of layers that are allocated or grown from now on. `can_drop`: whether it
+        may drop smaller layers, which is allowed only while no block is used or cached."""
 
     def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
         """Returns one block, on the meta device, for K/V `(batch, heads, n, dim)` like these."""
@@ -307,8 +307,8 @@ class Storage(Protocol):
         its blocks. Raises `ValueError` if heads, dims or device differ."""
 
     def grow(self, num_blocks: int, max_blocks: int) -> None:
-        """Grows every layer to at least `num_blocks` and at most `max_blocks` blocks. Raises what
-        `make` raises."""
+        """Grows every layer to at least `num_blocks` and at most `max_blocks` blocks. Raises as
+        `make` does."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, for each pair `(source, target)`.
@@ -402,7 +402,7 @@ or `None` and the reason why there is none."""
 class Processes(Protocol):
     """The processes that compute each forward of a model together, each with a shard of its weights
     and the K/V heads of that shard. Either all of them make the same calls, so that `run`, `moved`
-    and `adapters` do nothing, or one leads: it schedules and samples, the others do what it
+    and `adapters` do nothing, or one leads: it schedules and samples, the others follow its
     requests, and `check` does nothing."""
 
     leads: bool  # whether this process leads

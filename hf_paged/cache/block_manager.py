@@ -1,5 +1,5 @@
 """Allocates the blocks of all sequences over all layer groups, and owns the prefix index and the
-copies to make. Holds no tensors; the scheduler decides which requests get blocks."""
+queued copies. Holds no tensors; the scheduler decides which requests get blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class BlockManager:
         """`memory` may be a weak proxy, since the memory holds its managers."""
         self.groups = list(groups)
         self.memory = memory
-        # records lengths; stored, since `memory` may be collected before the sequences end
+        # a strong reference, since `memory` may be garbage-collected before the sequences end
         self.length_recorder = memory.sizes
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         block_sizes = [group.block_size for group in groups]
@@ -47,7 +47,7 @@ class BlockManager:
         self.index = PrefixIndex(pools, windows, self.node_size, ratios)
         self.has_windows = any(spec.window is not None for spec in specs)
         self.tier: Tier | None = None  # stores blocks that the prefix cache evicts (`set_tier`)
-        self.live = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # live ones
+        self.live = weakref.WeakKeyDictionary[SequenceBlocks, None]()  # sequences
         # owners of blocks with other content (adapter weights); each has a `recover` method
         self.other_owners = weakref.WeakSet[Any]()
         states = [index for index, group in enumerate(groups) if group.holds_states]
@@ -181,9 +181,9 @@ class BlockManager:
         needs: Sequence[int],
         tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
-        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, for `tables[i]`, if
-        given (`BlockPool.take`). Returns their ids by group; `None` if limits or free memory allow
-        too few. If it returns `None` or raises, nothing is allocated."""
+        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, to follow the blocks of
+        `tables[i]`, if given (`BlockPool.allocate`). Returns their ids by group; `None` if limits
+        or free memory allow too few. If it returns `None` or raises, nothing is allocated."""
         self.take_error = None
         are_free = [
             not needed or group.has_free(needed) for group, needed in zip(self.groups, needs)

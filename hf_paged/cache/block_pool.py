@@ -190,7 +190,7 @@ class BlockPool:
 
     def evict(self, num_blocks: int) -> int:
         """Frees at least `num_blocks` cached blocks, or all if there are fewer, least recently
-        released first; blocks that `on_evict` drops count. Returns how many it freed."""
+        released first, counting blocks that `on_evict` drops. Returns how many it freed."""
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
@@ -299,8 +299,8 @@ class BlockTable:
     def block_ending_at(self, end: int) -> int | None:
         """Returns the block whose last token is token `end - 1`; `None` if there is none, or if it
         has been dropped."""
-        num_blocks, rest = divmod(end, self.block_size)
-        if rest or num_blocks <= self.num_dropped:
+        num_blocks, offset = divmod(end, self.block_size)
+        if offset or num_blocks <= self.num_dropped:
             return None
         return self.block_ids[num_blocks - 1 - self.num_dropped]
 
@@ -344,16 +344,16 @@ class BlockTable:
         first -= num_dropped_tokens
         end -= num_dropped_tokens
         if end - first == 1:
-            base = ids[first // size] * size
-            return [base + first % size]
+            first_slot_of_block = ids[first // size] * size
+            return [first_slot_of_block + first % size]
         slots: list[int] = []
         first_block = first // size
         end_block = -(-end // size)
         for index in range(first_block, end_block):
             start = index * size
-            base = ids[index] * size
-            first_slot = base + max(0, first - start)
-            end_slot = base + min(size, end - start)
+            first_slot_of_block = ids[index] * size
+            first_slot = first_slot_of_block + max(0, first - start)
+            end_slot = first_slot_of_block + min(size, end - start)
             slots += range(first_slot, end_slot)
         return slots
 
@@ -368,8 +368,8 @@ class BlockTable:
         num_tokens: int,
         new_ids: Sequence[int] | None = None,
     ) -> tuple[int, int] | None:
-        """Extends the table by `num_tokens` tokens. `new_ids`: ids of as many allocated blocks as
-        `num_needed_blocks` says; `None` allocates them. If `read_only_tail` is replaced, returns
+        """Extends the table by `num_tokens` tokens. `new_ids`: ids of `num_needed_blocks` allocated
+        blocks; `None` allocates them. If `read_only_tail` is replaced, returns
         the copy `(source, target)` that must precede any write; otherwise `None`. Raises
         `OutOfBlocksError` with the table unchanged."""
         if num_tokens == 0:

@@ -1,5 +1,5 @@
-"""The block size of each layer group: that of the config or, under `block_size="auto"`, a choice.
-Holds no tensors and rebuilds no pools."""
+"""The block size of each layer group: the config's or, under `block_size="auto"`, one chosen from
+the lengths of sequences. Holds no tensors and rebuilds no pools."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def commits_when_touched(device: torch.device) -> bool:
 class Reservation:
     """Expected memory use of a call or an engine: each layer takes it in one allocation instead of
     step by step. Each of the `num_layers[spec]` layers of a spec gets `num_blocks[spec]` blocks, up
-    to the part `memory_fraction` of the memory that is free when the first layer is sized. On a
+    to `memory_fraction` of the memory that is free when the first layer is sized. On a
     device that commits memory when it is allocated, a layer gets at most `num_live_blocks[spec]`
     blocks, the maximum that running sequences hold, within the rest of the budget. Memory that one
     layer does not need is divided among the others."""
@@ -74,7 +74,7 @@ class Reservation:
             max_blocks = {key: min(max_blocks[key], count) for key, count in live_counts}
         num_available = self._max_bytes // max(block_bytes, 1)
         layer_counts = self.num_layers.items()
-        # smallest first: what one layer does not need of its even share goes to the larger ones
+        # smallest first: the unused part of a small layer's even share goes to the larger ones
         block_counts = sorted(max_blocks[key] for key, count in layer_counts for _ in range(count))
         for index, num_blocks in enumerate(block_counts):
             even_share = num_available // (len(block_counts) - index)
@@ -163,12 +163,12 @@ def reserved_tensor(size: int) -> torch.Tensor:
 
 
 def discard(tensors: Iterable[torch.Tensor]) -> bool:
-    """Gives the system the memory of the whole storages of these tensors, which stay at their
+    """Returns the memory behind the storages of these tensors to the system, but not their
     addresses. Their content is lost; the next write takes memory again. Memory that shares a page
     with other objects, less than two pages per tensor, stays. Returns `False` if a tensor keeps its
-    memory, such as one on a device: always outside Linux, and if addresses count even while unused,
-    toward a limit (`ulimit -v`) or as memory (`vm.overcommit_memory=2`). The content of the other
-    tensors may be lost even then."""
+    memory: on a device, outside Linux, or where unused addresses count toward a limit (`ulimit -v`)
+    or as memory (`vm.overcommit_memory=2`). Even then, other tensors may have lost their
+    content."""
     madvise = _libc_function("madvise")
     is_on_linux = sys.platform == "linux" and madvise is not None
     if not is_on_linux or address_limit() is not None or _charges_addresses():
@@ -183,7 +183,7 @@ def discard(tensors: Iterable[torch.Tensor]) -> bool:
         if size > 0:
             address = ctypes.c_void_p(start)
             num_bytes = ctypes.c_size_t(size)
-            if madvise(address, num_bytes, mmap.MADV_DONTNEED):  # locked in memory, for instance
+            if madvise(address, num_bytes, mmap.MADV_DONTNEED):  # fails for locked memory
                 return False
     return True
 
@@ -197,8 +197,9 @@ def _charges_addresses() -> bool:
 
 
 def trim() -> None:
-    """Gives the system the freed host memory that glibc still holds. (It unmaps large tensors when
-    they are freed, but keeps the memory of small ones.) Does nothing with other C libraries."""
+    """Returns the freed host memory that glibc still holds to the system. (glibc unmaps large
+    tensors when they are freed, but keeps the memory of small ones.) Does nothing with other C
+    libraries."""
     malloc_trim = _libc_function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)

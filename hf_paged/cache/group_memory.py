@@ -83,13 +83,13 @@ class GroupMemory:
         """Bytes of all blocks of the pool, used or not."""
         block_bytes = self.storage.block_bytes if self._is_short else self.block_bytes
         pool_bytes = self.pool.num_blocks * block_bytes
-        max_bytes = self.storage.most_bytes
+        max_bytes = self.storage.max_bytes
         return pool_bytes if max_bytes is None else min(pool_bytes, max_bytes)
 
     @property
     def occupied_bytes(self) -> int:
-        """Bytes of memory that the group occupies: those of the pool's blocks or, if these are more
-        and the storage is not elastic, those of the allocated tensors."""
+        """Bytes of memory that the group occupies: those of the pool's blocks or, if larger and the
+        storage is not elastic, those of the allocated tensors."""
         if self.storage.is_elastic:
             return self.pool_bytes
         return max(self.pool_bytes, self.storage.nbytes)
@@ -253,15 +253,15 @@ class GroupMemory:
         blocks = f"blocks of {self.block_size} tokens"
         if self.holds_states:
             blocks = "slots for states"
-        start = f"needs {needed} {blocks}, but only {num_available}"
+        message = f"needs {needed} {blocks}, but only {num_available}"
         option = "`num_blocks`"
         if total is None:
             if budget.limit(self.memory) is not None:
-                return OutOfBlocksError(f"{start} are available: {_budget_text()}")
+                return OutOfBlocksError(f"{message} are available: {_budget_text()}")
             option = f"`memory_fraction` ({self.memory.config.memory_fraction})"
             total = num_available + self.pool.num_used
         return OutOfBlocksError(
-            f"{start} of {total} are free: raise {option} in `cache_config`, or lower the batch"
+            f"{message} of {total} are free: raise {option} in `cache_config`, or lower the batch"
             " size, the prompt length or `max_new_tokens`"
         )
 
@@ -305,8 +305,8 @@ class GroupMemory:
         if layer is not None:
             if layer.fits(keys, values):
                 return layer
-            have_blocks = (bool(table.block_ids) for table in self.live_tables(self.memory))
-            if num_new_tables is None or sum(have_blocks) > num_new_tables:
+            tables_with_blocks = (bool(table.block_ids) for table in self.live_tables(self.memory))
+            if num_new_tables is None or sum(tables_with_blocks) > num_new_tables:
                 return self._promote(layer, index, keys, values)
         self._is_adding_layer = True
         try:
@@ -359,10 +359,10 @@ class GroupMemory:
     def live_tables(self, memory: PagedMemory) -> Iterable[BlockTable]:
         """Yields the group's tables of all live sequences. The rows of garbage-collected caches
         live until they are freed, even if garbage collection of a cycle has cleared the weak
-        references to them (and that of the group to `memory`, its own)."""
+        references to them (and the group's weak reference to `memory`)."""
         for manager in memory.managers.values():
             if self in manager.groups:
-                live = manager.sequences()  # first: garbage collection may abandon some of them now
+                live = manager.sequences()  # first, since garbage collection may abandon some now
                 abandoned = [
                     rows for rows, _ in list(memory.abandoned) if rows[0].manager is manager
                 ]

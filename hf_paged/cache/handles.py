@@ -68,7 +68,7 @@ class ReadOnlyTensor(LazyTensor):
     would change only a copy."""
 
     has_read_only_views = True
-    # our replacements for torch functions called with these tensors, by function; set by attention
+    # replacements for torch functions called with these tensors; set by `hf_paged.attention`
     functions: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {}
 
     def refuse_write(self) -> None:
@@ -205,8 +205,9 @@ class PagedTensor(ReadOnlyTensor):
         return self
 
     def bind(self, step: Any, layer: Any, blocks: Any, fresh: Tensor | None) -> None:
-        """Makes this the handle of another step with K/V like these. Between packed steps all are
-        `None`: handles are reused, but must keep no tensors alive that the storage may replace."""
+        """Makes this the handle of another step with K/V of the same form. Between packed steps all
+        arguments are `None`: handles are reused, but must keep no tensors alive that the storage
+        may replace."""
         self.step, self.layer, self.blocks, self.fresh = step, layer, blocks, fresh
 
     def dense(self) -> Tensor:
@@ -226,11 +227,11 @@ class PagedTensor(ReadOnlyTensor):
                     "the model's code reads keys or values, whose lengths only the device knows"
                 )
             else:
-                with self._own_mode():
+                with self._inference_mode():
                     self._dense = read_rows(self.step, self.layer, self.is_value)
         return self._dense
 
-    def _own_mode(self) -> torch.inference_mode:
+    def _inference_mode(self) -> torch.inference_mode:
         """A context in which a tensor for `_dense` is an inference tensor if this handle is one, as
         it must be, since torch makes views of `_dense` views of this handle."""
         return torch.inference_mode(self.is_inference())
@@ -279,7 +280,7 @@ class PagedTensor(ReadOnlyTensor):
         strides. Returns `False`, with nothing changed, if this handle's tensor is contiguous."""
         if self.read().is_contiguous():
             return False
-        with self._own_mode():
+        with self._inference_mode():
             contiguous = self.dense().contiguous()
         assert self.layer.rows is not None
         self.layer.rows.disallow_views()

@@ -11,7 +11,7 @@ import time
 import weakref
 
 from .. import forks
-from ..threads import make, start_made
+from ..threads import make, try_start
 from ..topics import Topic
 from . import budget
 from .memory import PagedMemory
@@ -67,7 +67,7 @@ def _schedule(memory: PagedMemory, seconds: float) -> None:
         return
     thread = make(_free_due_pools, "hf_paged idle pools", on_error=_note_thread_end)
     try:
-        start_made(thread)
+        try_start(thread)
     finally:
         if not thread.is_alive():
             with _lock:  # so that the next `end_use` tries again

@@ -56,7 +56,7 @@ class KVBlocks:
         # the function that stored the last K/V, by their `store_signature`: such K/V fit these
         # blocks
         self.stores: dict[StoreSignature, Store] = {}
-        # the prepared call of the C++ kernel, by what it requires of later calls
+        # prepared calls of the C++ kernel, by the signature of the steps that they serve
         self.kernels: dict[Hashable, Attention] = {}
         # attributes, not properties, since each growth of a pool sums them over all layers
         self.num_blocks = self.keys.shape[0]
@@ -151,7 +151,7 @@ class KVBlocks:
         `quantized.stored_tensors`; `None` without the kernel."""
         if not self.keys.is_cpu or not cpp.is_available():
             return None
-        with _disable_current_modes():  # such as a caller's, of fake tensors without memory
+        with _disable_current_modes():  # under a fake tensor mode, tensors would lack memory
             keys, values = map(quantized.stored_tensors, (self.keys, self.values))
             return list(map(Gather, keys)), list(map(Gather, values))
 

@@ -50,7 +50,7 @@ class LayerGroup:
         """Called after the tables have changed: the rows now hold `length` logical positions each,
         including `paddings`, their leading positions that are not stored. Drops cached steps."""
         self.paddings, self.length = paddings, length
-        # steps made since then, by their length and number of queries
+        # steps over the current tables, by their length and number of queries
         self._steps: dict[tuple[int, int], StepMetadata] = {}
         self._block_tables: Tensor | None = None  # `None`: out of date
 
@@ -139,8 +139,8 @@ class LayerGroup:
         return self._make_step(length, query_len, device)
 
     def _use_slots(self, length: int) -> bool:
-        """Makes the next logical positions, up to `length`, part of all rows, if that takes no more
-        than counting them; returns whether it did. Otherwise, changes nothing."""
+        """Extends all rows to `length` logical positions if that only takes raising their token
+        counts; returns whether it did. Otherwise, changes nothing."""
         tables = self.tables
         paddings = self.paddings
         if self.rows.is_borrowed:

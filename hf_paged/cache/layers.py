@@ -40,9 +40,9 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.group = group
         self.index = index
         self.num_positions = 0
-        # whether the model's own code has read a handle to values in a decode or, of borrowed rows,
-        # from `values`: from then on, `update` in decodes and, of borrowed rows, `keys` and
-        # `values` return dense tensors
+        # whether the model's own code has read a handle to values in a decode (for borrowed rows,
+        # also one from `values`): from then on, `update` returns dense tensors in decodes, and so
+        # do `keys` and `values` of borrowed rows
         self.should_gather = False
         # handles returned in the last packed step, by the signature of its K/V
         self.packed_handles: dict[StoreSignature, tuple[PagedTensor, PagedTensor]] = {}
@@ -106,7 +106,7 @@ class PagedLayer(cache_utils.DynamicLayer):
     ) -> None:
         """Raises `ValueError` or `RuntimeError` if `update` must not store these K/V."""
         blocks = self.blocks
-        if blocks is None or signature not in blocks.stores:  # otherwise, such K/V were stored
+        if blocks is None or signature not in blocks.stores:  # stored signatures were checked
             key_shape = key_states.shape
             value_shape = value_states.shape
             have_four_axes = len(key_shape) == 4 and len(value_shape) == 4

@@ -98,7 +98,7 @@ class PagedMemory:
         self.abandoned: deque[tuple[list[SequenceBlocks], Handles]] = deque()
         self.charged_bytes = 0  # bytes charged to `hf_paged.budget`
         self.holders: list[Holder] = []  # calls that hold blocks; only appended to and removed from
-        # grows with every step of any call, by one or more: waiting calls see that others progress
+        # grows with every step of any call, so that waiting calls see that others progress
         self.progress_count = 0
         self.note_use()
         if is_bounded:
@@ -347,7 +347,7 @@ class PagedMemory:
         self.charged_bytes = self.occupied_bytes
 
     def note_use(self) -> None:
-        """Called when a call or an engine begins or ends to use the memory."""
+        """Called when a call or an engine starts or stops using the memory."""
         self.last_used = time.monotonic()
 
     def drop_recorders(self) -> None:

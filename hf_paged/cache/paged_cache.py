@@ -124,8 +124,8 @@ class PagedCache(DynamicCache):
         owner_counters: ReadCounters | None = None,
         cross: PagedCache | None = None,
     ) -> PagedCache:
-        """Returns a paged cache with the layers of an empty `DynamicCache` (paged layers of which
-        may hold tokens), and `cross` as its cross-attention cache. `owner_counters`: the read
+        """Returns a paged cache with the layers of an empty `DynamicCache` (whose paged layers may
+        hold tokens), and `cross` as its cross-attention cache. `owner_counters`: the read
         counters of the rows' owner; with them, the cache borrows the rows passed to `take` and owns
         none."""
         paged = cls.__new__(cls)
@@ -135,8 +135,8 @@ class PagedCache(DynamicCache):
     def empty_twin(
         self, memory: PagedMemory, owner_counters: ReadCounters | None = None
     ) -> PagedCache:
-        """Returns an empty cache on `memory` with the layers of this one (of which only paged ones
-        may hold tokens); `owner_counters` as in `from_empty`."""
+        """Returns an empty cache on `memory` with the layers of this one, of which only paged
+        layers may hold tokens; `owner_counters` as in `from_empty`."""
         cross = self.cross
         if cross is not None:
             cross = cross.empty_twin(memory, owner_counters)
@@ -230,7 +230,7 @@ class PagedCache(DynamicCache):
             for group in self.groups.values():
                 group_memory = group.group_memory
                 has_content = group_memory.pool.num_used or group_memory.pool.num_cached
-                group_memory.storage.reserve(reservation, drops=not has_content)
+                group_memory.storage.reserve(reservation, can_drop=not has_content)
 
     def take(
         self,
@@ -261,7 +261,7 @@ class PagedCache(DynamicCache):
         positions: torch.Tensor | None = None,
     ) -> None:
         """Starts a packed forward of `[1, sum(query_len)]` tokens of many sequences, at `positions`
-        of the same shape, with one step per group of `groups`; steps of `None` end the forward.
+        of the same shape, with one step per group of `groups`; `None` steps end the forward.
         During it, the cache itself holds no rows."""
         self._positions = positions
         for group, step in zip(self.groups.values(), steps):
@@ -315,7 +315,7 @@ class PagedCache(DynamicCache):
     def reset(self) -> None:
         """Frees all blocks and empties the cache, which can then be reused."""
         super().reset()
-        for layer in self.paged_layers:  # empty ones, which have not missed any operation
+        for layer in self.paged_layers:  # all are empty: none has missed an operation
             layer.num_operations = self.rows.num_operations
 
     def detach(self) -> None:

@@ -83,9 +83,9 @@ class PrefixIndex:
         self._offload: Offload | None = None
 
     def offload_to(self, offload: Offload | None) -> None:
-        """Sets the function that gets every block that an eviction removes, while the block still
-        has its content. It gets no blocks that are not computed yet or have no digest. `None`: no
-        function."""
+        """Sets the function that is called for every block that an eviction removes, while the
+        block still has its content, unless the block is not computed yet or has no digest. `None`:
+        no function."""
         self._offload = offload
 
     def root(self, namespace: Hashable) -> Node:

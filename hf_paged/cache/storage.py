@@ -28,10 +28,10 @@ _IS_ELASTIC = operator.attrgetter("is_elastic")
 
 class BlockStorage:
     """The block tensors of one layer group, one `KVBlocks` per layer. A layer is allocated at its
-    first write: for the blocks of the pool or the reserved ones, whichever are more. When full, it
+    first write: for the blocks of the pool or the reserved ones, whichever is more. When full, it
     grows to the reserved size or by half, whichever is more."""
 
-    most_bytes: int | None = None
+    max_bytes: int | None = None
     growth_step = 0
 
     def __init__(
@@ -73,13 +73,13 @@ class BlockStorage:
     def _tensors(self) -> Iterator[Tensor]:
         return (tensor for layer in self.layers.values() for tensor in layer.data)
 
-    def reserve(self, reservation: Reservation, drops: bool) -> None:
-        """Sets the sizes of layers that are allocated or grown from now on. With `drops`, which is
-        allowed only while no block is used or cached, drops layers that are too small for this
+    def reserve(self, reservation: Reservation, can_drop: bool) -> None:
+        """Sets the sizes of layers that are allocated or grown from now on. With `can_drop`, which
+        is allowed only while no block is used or cached, drops layers that are too small for this
         reservation if it is larger than the last."""
-        old, self._reservation = self._reservation, reservation
+        previous, self._reservation = self._reservation, reservation
         num_blocks = reservation.num_blocks[self.spec]
-        if drops and (old is None or old.num_blocks.get(self.spec, 0) < num_blocks):
+        if can_drop and (previous is None or previous.num_blocks.get(self.spec, 0) < num_blocks):
             self.layers = {
                 index: layer
                 for index, layer in self.layers.items()
@@ -95,14 +95,14 @@ class BlockStorage:
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
-        its blocks. Raises `ValueError` if heads, dims or device differ, and what `make` raises."""
+        its blocks. Raises `ValueError` if heads, dims or device differ, or as `make` does."""
         layer = self.layers[index]
         stored_sizes = sizes_of(layer.keys, layer.values)
-        for stored, new in zip(stored_sizes, sizes_of(keys, values)):
-            if stored != new:
+        for stored_size, new_size in zip(stored_sizes, sizes_of(keys, values)):
+            if stored_size != new_size:
                 raise ValueError(
-                    f"layer {index} stores (heads, dim, device) {stored}, but the new keys or"
-                    f" values have {new}: use one cache per model"
+                    f"layer {index} stores (heads, dim, device) {stored_size}, but the new keys or"
+                    f" values have {new_size}: use one cache per model"
                 )
         wider_keys, wider_values = layer.widened_states(keys, values)
         dtypes = (wider_keys.dtype, wider_values.dtype)
@@ -113,16 +113,16 @@ class BlockStorage:
         else:
             promoted = self._allocate(layer.num_blocks, wider_keys, wider_values)
             # later blocks have not been written to: copying them would commit their memory
-            used = slice(self.pool.num_blocks)
-            promoted.keys[used] = layer.keys[used]
-            promoted.values[used] = layer.values[used]
+            pool_blocks = slice(self.pool.num_blocks)
+            promoted.keys[pool_blocks] = layer.keys[pool_blocks]
+            promoted.values[pool_blocks] = layer.values[pool_blocks]
         self.layers[index] = promoted
         return promoted
 
     def grow(self, num_blocks: int, max_blocks: int) -> None:
         """Grows every layer with fewer than `num_blocks` blocks: if memory allows, to the reserved
         size or by half, whichever is more, but not beyond `max_blocks`; otherwise to `num_blocks`.
-        Raises what `make` raises."""
+        Raises as `make` does."""
         for index, layer in self.layers.items():
             old_size = layer.num_blocks
             if old_size < num_blocks:

@@ -98,7 +98,7 @@ AnyHolder = TypeVar("AnyHolder", bound=Holder)
 
 
 @restoring
-def held(holder: AnyHolder) -> Iterator[AnyHolder]:
+def holding(holder: AnyHolder) -> Iterator[AnyHolder]:
     """A context in which `holder` is among the holders of its memory."""
     try:
         holder.memory.holders.append(holder)
@@ -151,10 +151,10 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 
 
 @restoring
-def claimed(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
+def claiming(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
     """A context for a call that cannot be preempted and holds up to `num_blocks` of `total()`
     blocks. First waits until its claim `fits`, or until no call of another thread progresses."""
-    with held(Claim(memory, num_blocks)) as claim:
+    with holding(Claim(memory, num_blocks)) as claim:
         shortage = Shortage(memory)
         while not claim.fits(total()) and shortage.wait():
             pass

@@ -24,7 +24,7 @@ from ..batching.request import Request, Sequence
 from ..cache.block_pool import OutOfBlocksError
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import UNCACHED
-from ..cache.waits import Shortage, claimed, held
+from ..cache.waits import Shortage, claiming, holding
 from ..config import PagedConfig
 from ..model.own_loop import cache_parts
 from ..model.sharding import is_sharded
@@ -74,8 +74,8 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     cache = parts[0]
     if cache not in call.built_caches or not all(part.is_empty for part in parts):
         return None
-    crosses = [part for part in parts[1:] if isinstance(part, PagedCache)]
-    cache.cross = crosses[0].empty_twin(cache.memory) if crosses else None
+    cross_caches = [part for part in parts[1:] if isinstance(part, PagedCache)]
+    cache.cross = cross_caches[0].empty_twin(cache.memory) if cross_caches else None
     batch = BatchCall(call, loop, cache, adapter_names)
     reason = batch.reason_against()
     if loop.arguments.get("synced_gpus"):
@@ -123,7 +123,7 @@ class BatchCall(Candidate):
             max_num_seqs=UNLIMITED,
         )
         overlap = room_if_installed("overlap")
-        context = held(CallLoop(make())) if overlap is None else overlap.call_loop(self, make)
+        context = holding(CallLoop(make())) if overlap is None else overlap.call_loop(self, make)
         with context as call_loop:
             loop = call_loop.loop
             finish = functools.partial(self._result, generation)
@@ -131,7 +131,7 @@ class BatchCall(Candidate):
             if generation.keep_blocks:  # rows then keep their blocks until the call ends
                 preemption = loop.scheduler.preemption
                 num_needed = sum(map(preemption.num_needed_blocks, generation.requests))
-                claim = claimed(loop.memory, num_needed, lambda: loop.blocks.num_total)
+                claim = claiming(loop.memory, num_needed, lambda: loop.blocks.num_total)
             try:
                 with claim:
                     return call_loop.run(generation, keeps_prefixes, replays, finish)
@@ -167,7 +167,7 @@ class BatchCall(Candidate):
         keys = None
         if prompts is not None and keeps_prefixes:
             keys = prompts.keys(self.model.config)
-        # of adapters: one per prompt, or per row if PEFT has repeated the names (as it does if the
+        # adapter names: one per prompt, or per row if PEFT has repeated them (as it does if the
         # arguments request beams)
         names = self.adapter_names
         rows: list[tuple[Request, int]] = []

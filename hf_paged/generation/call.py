@@ -23,7 +23,7 @@ from ..batching.execution.prompts import copy_nested_dicts
 from ..cache.idle import end_use
 from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
-from ..cache.waits import claimed
+from ..cache.waits import claiming
 from ..compiled import running_eagerly
 from ..interrupts import register_for_cleanup, restoring
 from ..model.own_loop import map_tensors, tensors_of
@@ -128,7 +128,7 @@ class Call:
                     self.model,
                     Topic.NOT_PAGED(
                         "did not use a paged cache, although one was requested:"
-                        f" {self.reason}. {self.remedy}, or leave out what requests it"
+                        f" {self.reason}. {self.remedy}, or leave out the option that requests it"
                         ' (cache_implementation="paged", or `by_default=True` of `install`)'
                     ),
                 )
@@ -178,8 +178,10 @@ class Call:
         is_in_place = any(counter.in_place for counter in self.counters)
         is_gathered = any(counter.gathered for counter in self.counters)
         are_views = is_in_place and not is_gathered
-        how = "read in place as contiguous rows" if are_views else "gathered"
-        return Topic.MODEL_CODE(f"{self.reason}; keys and values are {how}: {self.own_code_reason}")
+        access = "read in place as contiguous rows" if are_views else "gathered"
+        return Topic.MODEL_CODE(
+            f"{self.reason}; keys and values are {access}: {self.own_code_reason}"
+        )
 
     def use_caches(
         self, caches: list[PagedCache], config: GenerationConfig, are_built: bool
@@ -225,7 +227,7 @@ class Call:
             num_blocks = cache.rows.manager.num_spanned(0, length, length)
             num_needed += num_rows * sum(num_blocks)
         manager = self.built_caches[0].rows.manager
-        claim = claimed(self.built_caches[0].memory, num_needed, lambda: manager.num_total)
+        claim = claiming(self.built_caches[0].memory, num_needed, lambda: manager.num_total)
         self.claim_stack.enter_context(claim)
 
     def note_inputs(

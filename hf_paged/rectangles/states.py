@@ -49,7 +49,7 @@ class StateStorage:
 
     nbytes = num_rows = growth_step = 0
     is_elastic = True
-    most_bytes: int | None = None
+    max_bytes: int | None = None
 
     def __init__(self, pool: BlockPool) -> None:
         self.block_bytes = 0

@@ -327,7 +327,7 @@ class MappedStorage(BlockStorage):
         return self.pages.physical_bytes()
 
     @property
-    def most_bytes(self) -> int | None:  # type: ignore[override]
+    def max_bytes(self) -> int | None:  # type: ignore[override]
         return self.physical_bytes if self.config.blocks_ahead else None
 
     @property
@@ -459,15 +459,15 @@ class MappedStorage(BlockStorage):
 _storages: weakref.WeakSet[MappedStorage] = weakref.WeakSet()
 
 
-def _unmap_idle_slots(placement: Placement, placed_in: RowSlots) -> None:
+def _unmap_idle_slots(placement: Placement, row_slots: RowSlots) -> None:
     """Unmaps the slots that no step reads, in all storages that no other thread is using, except
-    the slots of `placement` in `placed_in`. The caller holds the lock of `placed_in`."""
+    the slots of `placement` in `row_slots`. The caller holds the lock of `row_slots`."""
     for storage in members_of(_storages):
         slots = storage.slots
         with attempt(slots.lock) as is_held:
             if not is_held:
                 continue
-            excepted_slots = set(placement.slots) if slots is placed_in else ()
+            excepted_slots = set(placement.slots) if slots is row_slots else ()
             free_slots = (slot for slot, row in enumerate(slots.rows) if row.is_free)
             idle_slots = [slot for slot in free_slots if slot not in excepted_slots]
             for rows in storage._layer_rows:

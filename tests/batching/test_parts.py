@@ -105,7 +105,7 @@ class HalfStorage:
     """A toy `Storage`: float16 blocks, whatever the model computes, in tensors that grow by as many
     blocks as asked."""
 
-    most_bytes, growth_step, is_elastic = None, 0, False
+    max_bytes, growth_step, is_elastic = None, 0, False
 
     def __init__(self, config: Any, spec: Any, block_size: int, before_move: Any) -> None:
         self.pool = BlockPool()
@@ -131,7 +131,7 @@ class HalfStorage:
         data = torch.zeros(shape, dtype=torch.float16, device=keys.device)
         return KVBlocks.view((data,), heads, dim, (keys.dtype, values.dtype))
 
-    def reserve(self, reservation: Any, drops: bool) -> None:
+    def reserve(self, reservation: Any, can_drop: bool) -> None:
         """Reserves nothing."""
 
     def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 
 from hf_paged.cache import waits
-from hf_paged.cache.waits import Claim, Shortage, claimed, claims_on
+from hf_paged.cache.waits import Claim, Shortage, claiming, claims_on
 from tests.support.checks import in_threads
 
 
@@ -77,7 +77,7 @@ def test_calls_that_fit_together_go_on_together_in_the_order_in_which_they_came(
 
 def test_a_call_inside_of_another_one_does_not_wait_for_it() -> None:
     memory = memory_with()
-    with claimed(memory, 8, lambda: 8), claimed(memory, 8, lambda: 8):
+    with claiming(memory, 8, lambda: 8), claiming(memory, 8, lambda: 8):
         assert len(memory.holders) == 2
         assert not any(holder.is_progressing(threading.get_ident()) for holder in memory.holders)
     assert not memory.holders
@@ -90,7 +90,7 @@ def test_a_call_that_waits_for_blocks_does_not_count_as_one_that_goes_on() -> No
         return [claim.is_progressing(0) for claim in claims_on(memory)]
 
     memory.holders[0].is_progressing.side_effect = lambda thread: seen.append(are_progressing())
-    with claimed(memory, 3, lambda: 8):
+    with claiming(memory, 3, lambda: 8):
         assert are_progressing() == [True]
         Shortage(memory).wait()
         assert are_progressing() == [True]
@@ -103,7 +103,7 @@ def test_calls_take_turns_where_they_do_not_fit_together() -> None:
 
     def call() -> None:
         for _ in range(3):
-            with claimed(memory, 3, lambda: 8):
+            with claiming(memory, 3, lambda: 8):
                 running.append(None)
                 most[0] = max(most[0], len(running))
                 running.pop()

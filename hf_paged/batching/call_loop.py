@@ -101,8 +101,8 @@ class CallLoop(Holder):
         return ready
 
     def _guard_fetch(self, generation: Generation, run_ahead: Fetch) -> Fetch:
-        """Returns the function that copies the generation's tokens to the host, given one that also
-        launches the next step."""
+        """Returns the function that copies the generation's tokens to the host, given `run_ahead`,
+        which also launches the next step."""
         return run_ahead
 
     def _raise_error(self, generation: Generation) -> None:
@@ -118,8 +118,8 @@ class CallLoop(Holder):
         self._generation = None
 
     def withdraw(self) -> None:
-        """Also drops a generation that `run` left: after an interrupt or, in a forked child, in the
-        middle of a step of a thread that does not exist there."""
+        """Also drops a generation that `run` left behind, after an interrupt or in a forked child
+        that lacks the thread of `run`."""
         super().withdraw()
         if self._generation is not None:
             self.loop.undo_step()

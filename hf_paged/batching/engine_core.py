@@ -59,7 +59,7 @@ class EngineCore(EngineLoop):
         self.reader_locks = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
-        # cancelled during a step, ended after it; or where a lock was taken, ended by `settle`
+        # requests to end after the step in progress or, if a lock was taken, by `settle`
         self.cancelled: deque[RequestState] = deque()  # appended to without a lock
         self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
         self._pool_user_ids: list[int] = []  # thread ids of the open `keeping_pool` contexts
@@ -247,7 +247,7 @@ class EngineCore(EngineLoop):
     def _end_orphaned(self) -> None:
         """Ends requests whose loop is gone, because `free` was interrupted or called during a
         step."""
-        self.cancelled.extend(reversed(self.requests.values()))  # they end last one first
+        self.cancelled.extend(reversed(self.requests.values()))  # the stack reverses them
         self._end_cancelled()
 
     def settle(self) -> None:
@@ -335,7 +335,7 @@ class EngineCore(EngineLoop):
         the engine, and all requests if another thread held the lock."""
         self.pauses.after_fork()
         thread_id = threading.get_ident()
-        self._pool_user_ids = [user for user in self._pool_user_ids if user == thread_id]
+        self._pool_user_ids = [user_id for user_id in self._pool_user_ids if user_id == thread_id]
         if self.inner_lock in freed:
             self.requests = {}
             self.pending_outputs.clear()

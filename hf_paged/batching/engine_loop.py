@@ -131,12 +131,14 @@ class EngineLoop:
         loop_layers = self._loop_key[0]
         layers = _layers(empty_cache(self.model, self.memory))
         if layers != loop_layers:
-            new, old = (
-                [(kind.__name__, window) for kind, window in each] for each in (layers, loop_layers)
+            new_names, old_names = (
+                [(kind.__name__, window) for kind, window in kinds]
+                for kinds in (layers, loop_layers)
             )
             raise ValueError(
-                f"the config now has the layers {new} (type and window), but unfinished requests"
-                f" began with {old}: change `sliding_window` and `layer_types` only when all"
+                f"the config now has the layers {new_names} (type and window), but unfinished"
+                f" requests began with {old_names}: change `sliding_window` and `layer_types` only"
+                " when all"
                 " requests have finished"
             )
 

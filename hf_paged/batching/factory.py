@@ -92,9 +92,9 @@ def make_loop(
     def make_drafter() -> Drafter:
         # without the room, the error names the config's `speculation`: for drafts that a request's
         # own options ask for, `EngineLoop` or `Candidate` has already imported the room
-        make = parts.drafter or room("speculation", "`speculation`").Speculator
+        drafter_class = parts.drafter or room("speculation", "`speculation`").Speculator
         make_assistant_runner = functools.partial(make_runner, make_recorder=make_recorder)
-        return make(model, config, memory, runner, weak_scheduler, make_assistant_runner)
+        return drafter_class(model, config, memory, runner, weak_scheduler, make_assistant_runner)
 
     drafter = OnDemand(make_drafter)
     adapters = OnDemand[Adapters](
@@ -141,10 +141,11 @@ def choose_layout(
     layout = (capability or Capability(model, cache, make_runner)).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")
-        make = functools.partial(make_runner, batch_invariant=True)
+        make_invariant_runner = functools.partial(make_runner, batch_invariant=True)
         reason = layout.unsupported_reason
         if not reason:
-            reason = Capability(model, cache, make).reason_against_invariance()
+            capability = Capability(model, cache, make_invariant_runner)
+            reason = capability.reason_against_invariance()
         if reason is not None:
             raise batch_invariant_error(model, reason)
     return layout

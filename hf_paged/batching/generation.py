@@ -331,9 +331,9 @@ class RequestState(Generation):
     def remaining_outputs(self, result: RequestResult) -> list[RequestOutput]:
         """Returns the tokens of the result that no output has reported, in the form of `outputs`:
         there may be some if a step failed, or if the request was cancelled during a step. The last
-        output includes the text that the text tracker has held back. The result, already made,
-        does not hold an error of the tokenizer; after an interrupt, which is stored in
-        `interrupt`, the tokens have no text."""
+        output includes the text that the text tracker has held back. The tokens have no text if the
+        tokenizer raises: the result, which is already made, does not hold the error, and an
+        interrupt is stored in `interrupt`."""
         if not self.reports_tokens:
             return []
         sequences = [] if self.decoding.has_beams else result.sequences
@@ -391,7 +391,7 @@ class RequestState(Generation):
             try:
                 sequences, failure = self._sequence_results(reason)
                 break
-            except Exception as error:  # such as that of a decoding that an interrupt left broken
+            except Exception as error:  # from a decoding that an interrupt left broken, for example
                 if is_interrupt(error):
                     raise
                 failure = error
@@ -440,7 +440,7 @@ class RequestState(Generation):
                     " score"
                 )
                 return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam
-            reason = "error"  # of beams that could not end although others did
+            reason = "error"  # for beams that could not end although others did
             ids, scores = decoding.final()
         results: list[SequenceResult] = []
         failure: Exception | None = None

@@ -224,7 +224,7 @@ class StepLoop:
         try:
             with self.executor.lock:
                 # the lock is held until the logits are delivered, so that another thread's
-                # `recover`, which takes it, too, cannot come in between
+                # `recover`, which also takes it, cannot come in between
                 plan, logits = self._compute()
                 self.ledger.deliver(plan, logits, ready)
             self._progress.note(plan, bool(ready or self.unreported), self)

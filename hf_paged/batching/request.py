@@ -302,8 +302,7 @@ class Request:
         already computed some of them or the request has been preempted."""
         self.status = Status.RUNNING
         if self.admitted_at is None and not self.num_preemptions:
-            computed = (sequence.num_computed_tokens for sequence in self.sequences)
-            self.num_hit_tokens = sum(computed)
+            self.num_hit_tokens = sum(row.num_computed_tokens for row in self.sequences)
 
     def preempt(self) -> None:
         """Counts a preemption, and notes which rows have their logits, so that they need no

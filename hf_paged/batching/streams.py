@@ -180,7 +180,7 @@ class RequestStream:
         of a stream may run in any thread and under any lock: unless all locks are free, the
         requests end with the step in progress, or in the next step or call (`core.settle`)."""
         core = self.core
-        if self.span.is_call:  # of `results`, which no finalizer ends
+        if self.span.is_call:  # a call of `results`, which no finalizer ends
             with core.lock:
                 if core.loop is not None:
                     core.loop.executor.close(self.span)
@@ -188,7 +188,7 @@ class RequestStream:
             if state.output_queue is self.output_queue:
                 core.cancelled.append(state)
         locks = (core.inner_lock, step_lock(core.model), core.memory.lock)
-        # a lock of this thread: it may be in the middle of a change
+        # if this thread holds a lock, it may be in the middle of a change
         if not core.cancelled or any(map(_is_owned, locks)):
             return
         with contextlib.ExitStack() as stack:

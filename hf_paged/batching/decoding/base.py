@@ -249,7 +249,7 @@ class Decoding:
         if returns_dict and config.output_logits:
             self.raw_logits = ()
         self._ids = inputs.input_ids
-        # by step, the tokens of all rows, as far as they are not in `_ids` yet
+        # by step, the tokens of all rows that are not in `_ids` yet
         self._new_tokens: list[list[int]] = []
         # whether the processors are row-wise (`are_row_wise`) and, with beams, no criterion of the
         # caller reads the batch

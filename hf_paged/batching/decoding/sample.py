@@ -179,7 +179,7 @@ class SampleDecoding(Decoding):
 
     def process(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the `(open rows, vocab)` logits as float32, and the scores that the processors
-        make of them; records both where the caller requested them. Without `record_logprobs`,
+        compute from them; records both if the caller requested them. Without `record_logprobs`,
         processors may have written to the logits. Raises `TypeError` or `RuntimeError` for an
         invalid result of a processor."""
         rows = self.open_rows

@@ -174,7 +174,7 @@ class Executor:
         self.forget_model()
 
     def forget_model(self) -> None:
-        """Drops what was derived from the model, except a state on which the guard relies
+        """Drops everything derived from the model, except a state on which the guard relies
         (`is_watched`). No step is replayed until the model's state is read again, if it is needed,
         and the configs to switch are collected again."""
         num_changes = self.guard.num_changes
@@ -340,8 +340,8 @@ class Executor:
 
     @restoring
     def using(self, adapter: Hashable) -> Iterator[None]:
-        """A context that holds `lock`, and in which the model runs with an adapter. Raises what
-        `Adapters.run` raises."""
+        """A context that holds `lock`, and in which the model runs with an adapter. Raises the
+        errors of `Adapters.run`."""
         with self.lock, self.adapters().using(adapter):
             yield
 

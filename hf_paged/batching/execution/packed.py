@@ -102,7 +102,7 @@ class PackedRunner(Runner):
         if reason is not None:
             note_unpackable(self.model, self.cache, reason)
         else:
-            # not noted: while the structure stays, the next choice of a layout also finds it
+            # not recorded, since the next choice of a layout finds the same structure
             reason = structural_reason(self.model, self.cache)
         self.is_packed = reason is None
         return reason
@@ -138,7 +138,7 @@ class PackedRunner(Runner):
             for indices in self._group_rows(plan, other_indices):
                 logits = self._run_forward(plan.select(indices), context)
                 parts.append((indices, logits))
-            # last, since they may begin after a text that these rows compute
+            # last, since prompts may begin after text tokens that these rows compute
             parts += self.run_whole_prompts(prompts, plan)
             return concat_in_order(parts, plan.num_logits)
 

@@ -1,4 +1,4 @@
-"""The prompts of a call that are more than token ids, or whose rows stay together. The scheduler
+"""A call's prompts that have inputs besides token ids, or whose rows stay together. The scheduler
 decides when a prompt runs; rooms compute it."""
 
 from __future__ import annotations

@@ -145,11 +145,11 @@ class Preemption:
         num_shared_tokens = 0
         if num_rows > 1 and self.shares_prompt(request):
             num_shared_tokens = (request.num_prompt_tokens - 1) // size * size
-        longest = max(1, request.max_num_tokens - 1)  # the last token is not computed
+        max_tokens = max(1, request.max_num_tokens - 1)  # the last token is not computed
         for sequence in request.sequences:
-            longest = max(longest, len(sequence.token_ids))
+            max_tokens = max(max_tokens, len(sequence.token_ids))
         num_common = sum(self.blocks.num_spanned(0, num_shared_tokens, 1))
-        num_separate = sum(self.blocks.num_spanned(num_shared_tokens, longest, 1))
+        num_separate = sum(self.blocks.num_spanned(num_shared_tokens, max_tokens, 1))
         return num_common + num_rows * num_separate + self.num_other_blocks(request)
 
     def admit(
@@ -187,8 +187,8 @@ class Preemption:
             if num_cached and sequence.computes_whole_prompt:
                 max_tokens = num_prompt_tokens
             chunk = 1 if skips_blocks else max_tokens
-            additional = manager.num_spanned(num_cached, num_tokens, chunk, sequence.blocks)
-            needs = [sum(pair) for pair in zip(needs, additional)]
+            row_needs = manager.num_spanned(num_cached, num_tokens, chunk, sequence.blocks)
+            needs = [sum(counts) for counts in zip(needs, row_needs)]
         if not manager.can_take(needs, num_reserved):
             self.free(request)
             return False

@@ -51,7 +51,7 @@ def make(
     return thread
 
 
-def start_made(thread: threading.Thread) -> Exception | None:
+def try_start(thread: threading.Thread) -> Exception | None:
     """Starts a thread from `make`. Returns `None` once it has begun; otherwise, after at most
     `START_SECONDS`, the reason. Should the thread begin later, it still calls `run`."""
     try:
@@ -70,9 +70,9 @@ def start(
     daemon: bool = True,
     on_error: Callable[[BaseException], None] | None = None,
 ) -> threading.Thread | None:
-    """Makes and starts a thread; returns `None` if `start_made` returns an error."""
+    """Makes and starts a thread; returns `None` if `try_start` returns an error."""
     thread = make(run, name, daemon, on_error)
-    return thread if start_made(thread) is None else None
+    return thread if try_start(thread) is None else None
 
 
 def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:

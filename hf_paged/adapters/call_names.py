@@ -1,6 +1,7 @@
 """The adapters of the rows of a `generate` call: `adapter_names` of PEFT's `generate` or, in code
 that runs with an adapter, that adapter. PEFT passes the names in hooks on its layers. Calls of
-several threads may have such hooks on a model at once: here each call gets its own names alone."""
+several threads may have such hooks on a model at once: this module confines each call's hooks to
+that call."""
 
 from __future__ import annotations
 
@@ -24,9 +25,8 @@ Hooks = list[tuple[nn.Module, int, Callable[..., Any]]]
 
 
 def wrapper_methods(peft_model: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the methods that replace those of the class `PeftModel`: of calls with
-    `adapter_names`, the hooks apply in the call's own context alone, and none is left after an
-    error."""
+    """Returns the methods that replace those of the class `PeftModel`: the hooks of a call with
+    `adapter_names` apply only in the call's context, and none is left after an error."""
     enable = getattr(peft_model, _HOOKS_CONTEXT)
 
     @functools.wraps(enable)
@@ -52,8 +52,8 @@ def _with_names(
         stack.callback(_remove_hooks, model, hooks)  # PEFT leaves its hooks after an error
         if outer is not None and outer.model is model and outer.names is None:
             # this code runs with an adapter: PEFT's layers may be disabled, and would ignore names
-            own_names = (name for name in names if name != BASE)
-            stack.enter_context(use_adapter(model, next(own_names, None)))
+            adapter_names = (name for name in names if name != BASE)
+            stack.enter_context(use_adapter(model, next(adapter_names, None)))
         if hooks:
             scope = Scope(model, hooks, names)
             stack.callback(current_scope.reset, current_scope.set(scope))
@@ -76,7 +76,7 @@ def _confine_hooks(model: nn.Module, hooks: Hooks) -> list[str]:
 
 
 def _confined(hook: functools.partial[Any], hooks: Hooks) -> Callable[..., Any]:
-    @functools.wraps(hook.func)  # as one of PEFT's, it is no hook of user code
+    @functools.wraps(hook.func)  # so that it counts as PEFT's, not as a hook of user code
     def apply(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         scope = current_scope.get()
         # torch passes no `kwargs` while another thread removes the hook
@@ -98,9 +98,10 @@ def _remove_hooks(model: nn.Module, hooks: Hooks) -> None:
 @restoring
 def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
     """A context in which no names reach PEFT's layers, which can apply them only to rows of a
-    padded batch. Yields the adapters of the running `generate` call: one for all rows, or one per
-    prompt or, once PEFT has repeated them, per row; none if they have no names; `None` if the call
-    passes no names and runs in no code with an adapter."""
+    padded batch. Yields the names of the adapters of the running `generate` call: one for all rows,
+    one per prompt or, once PEFT has repeated them, one per row; an empty list if no single adapter
+    is active. Yields `None` if the call passes no names and no code around it runs with an
+    adapter."""
     scope = current_scope.get()
     if scope is None or scope.model is not model:
         yield None

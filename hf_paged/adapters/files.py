@@ -286,7 +286,7 @@ class AdapterStore:
         return file in self._resident
 
     def get(self, file: AdapterFile) -> Adapter:
-        """Returns the adapter; loads its weights if needed. Raises what `load_adapter` raises."""
+        """Returns the adapter; loads its weights if needed. Raises as `load_adapter` does."""
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter

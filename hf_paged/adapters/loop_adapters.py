@@ -191,9 +191,9 @@ class LoopAdapters:
             return executor.compute(executor.runner.run, plan, context)
 
     def forget_model(self) -> None:
-        """Drops what depends on the model, which may have changed: verdicts, mixes, prefetched
-        weights, and weights for modules that are gone. The model's adapters are read again before
-        their next use."""
+        """Drops the state that depends on the model, which may have changed: verdicts, mixes,
+        prefetched weights, and weights for modules that are gone. The model's adapters are read
+        again before their next use."""
         if self._processes is not None:
             self._processes.adapters("forget_model")
         self._checked_names.clear()
@@ -226,7 +226,7 @@ class LoopAdapters:
 
     def _get_mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
         """Returns, by name, the adapters of a step whose rows can share a forward; none if fewer
-        than two can. Adds to `reasons` why others cannot. Raises what `_find_adapter` raises, and
+        than two can. Adds to `reasons` why others cannot. Raises as `_find_adapter` does, and
         [`AdapterError`] if adapters are merged into the weights."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
@@ -332,7 +332,7 @@ def _mixing_check(trial: Trial) -> str | None:
     """How the logits of rows with different adapters in one step differ from those of each row
     alone; `None` if they agree. Raises `ForwardFailedError` if a forward fails."""
     batched, single = batched_and_single_logits(trial, sample_tokens(trial.model))
-    return trial.difference(single, batched, how="with several adapters in a forward")
+    return trial.difference(single, batched, condition="with several adapters in a forward")
 
 
 def _make_mix(

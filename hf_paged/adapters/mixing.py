@@ -73,8 +73,8 @@ class Mix(ForwardContext):
     ) -> list[tuple[Bounds, Bounds]]:
         if not keys:
             return []
-        whole: Ranges = ((self.adapters[0], 0, num_tokens),)
-        ranges = whole if self._has_one_adapter else self._ranges
+        all_tokens: Ranges = ((self.adapters[0], 0, num_tokens),)
+        ranges = all_tokens if self._has_one_adapter else self._ranges
         bounds = {key: [(0, 0), (0, 0)] for key in keys}
         for adapter, start, end in ranges:
             if adapter is NO_ADAPTER:

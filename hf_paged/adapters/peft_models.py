@@ -50,7 +50,7 @@ class Adapter:
     # name and number, never reused; identifies the weights in recorded steps
     key: tuple[Hashable, int]
     weights: dict[nn.Module, LoraWeights]  # by linear layer to which the adapter adds them
-    # returns what identifies the adapter's current tensors and options in the model; `()` for an
+    # returns the identities of the adapter's current tensors and options in the model; `()` for an
     # adapter in a folder, whose weights do not change
     read: Callable[[], Any] = tuple
 
@@ -151,16 +151,16 @@ def _unswitchable_reason(model: nn.Module) -> str | None:
         hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
         for hook in hooks:
             owner = getattr(hook, "__self__", None)
-            if _is_of_peft(owner):
+            if _is_from_peft(owner):
                 return f"{type(owner).__name__} computes the active adapter in hooks"
-        if not _is_of_peft(module):
+        if not _is_from_peft(module):
             modules.extend(module.children())
         elif not _is_layer(module):
             return f"{type(module).__name__} has no adapters by name"
     return None
 
 
-def _is_of_peft(value: Any) -> bool:
+def _is_from_peft(value: Any) -> bool:
     return isinstance(value, nn.Module) and type(value).__module__.split(".")[0] == "peft"
 
 
@@ -311,8 +311,8 @@ def find_adapter(
     key: tuple[str, int],
 ) -> Adapter | str:
     """Returns the adapter `name` of the model, read from PEFT's layers, or why its rows need a
-    separate forward. Raises what `check_adapter` raises, and [`AdapterError`] if the adapter does
-    not fit a split layer."""
+    separate forward. Raises as `check_adapter` does, and [`AdapterError`] if the adapter does not
+    fit a split layer."""
     weights_by_module: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):
@@ -357,8 +357,8 @@ def find_adapter(
 
 
 def _state_of(sources: list[tuple[Any, nn.Module]], name: str) -> list[Any] | None:
-    """Returns what identifies an adapter's state: options and identities of tensors of PEFT's
-    layers and of their base layers; `None` if one of these no longer exists."""
+    """Returns an adapter's state: the options and the identities of tensors of PEFT's layers and of
+    their base layers; `None` if one of these no longer exists."""
     state: list[Any] = []
     try:
         for layer, base in sources:

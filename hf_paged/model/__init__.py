@@ -1,1 +1,1 @@
-"""What is known about a model: how it may run, whether it has changed, its pool and last route."""
+"""Facts about a model: how it may run, whether it has changed, its pool and its last route."""

@@ -158,7 +158,7 @@ class Capability:
             with step_lock(model), timed("self_check"):
                 trial = Trial(model, cache, self._make_runner, prompts)
                 verdict = check(trial)
-                # what forwards write matters only where verdicts let requests share prefixes
+                # writes of forwards matter only if the verdict lets requests share prefixes
                 if isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False):
                     judge_writes(trial)
         except ForwardFailedError as error:

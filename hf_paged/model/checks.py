@@ -73,9 +73,11 @@ def packed_check(trial: Trial) -> Layout | str:
     if reason is None:
         # the model's `prepare_inputs_for_generation` may prepare other inputs for a first forward
         first_logits = whole_logits[:, _FIRST_LENGTH - 1]
-        how = "without `prepare_inputs_for_generation`"
+        condition = "without `prepare_inputs_for_generation`"
         reference = "the first step of `generate`"
-        reason = trial.difference(decode_logits[0], first_logits, "first logits", how, reference)
+        reason = trial.difference(
+            decode_logits[0], first_logits, "first logits", condition, reference
+        )
     if reason is not None:
         return reason
     # the model may count padding as positions
@@ -130,7 +132,7 @@ def is_forward_failure(error: Exception) -> bool:
 def invariance_check(trial: Trial) -> str | None:
     """Why rows are not batch-invariant: the reason that `packed_check` returns, or that logits
     differ bitwise, either between a step and each of its rows alone or between a prefill and
-    decodes. `None`: they are invariant. Raises what `packed_check` raises, and
+    decodes. `None`: they are invariant. Raises as `packed_check` does, and
     `ForwardFailedError` if a later packed step fails."""
     layout = packed_check(trial)
     if isinstance(layout, str):

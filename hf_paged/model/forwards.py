@@ -63,7 +63,7 @@ def has_foreign_hook(module: nn.Module) -> bool:
 
 
 def behavior_key(function: Any, visited: dict[int, tuple[int, Any]] | None = None) -> Any:
-    """A hashable key for what a function, method, callable object, wrapper or hook computes: its
+    """A hashable key for the behavior of a function, method, callable object, wrapper or hook: its
     code, the scalars in its closure and defaults or in the attributes of its object, and the keys
     of callables among these. Callables that were created alike have equal keys. A key keeps code
     and classes alive."""

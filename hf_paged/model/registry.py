@@ -84,16 +84,18 @@ def route_of(
     """Makes the [`Route`] of a call or an engine. `counters` count its reads of keys and values;
     `fields` are the other fields of the route."""
     reasons = sorted(slowed_by)
-    if any(c.gathered_decodes for c in counters):
+    if any(counter.gathered_decodes for counter in counters):
         reasons.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
     elif NOT_INSTALLED in reason:
         reasons.append(reason)
-    reads_in_place = any(c.in_place for c in counters) and not any(c.gathered for c in counters)
+    reads_in_place = any(counter.in_place for counter in counters) and not any(
+        counter.gathered for counter in counters
+    )
     return Route(
         road,
         reason,
         in_place=is_packed or reads_in_place,
-        latent=any(c.latent for c in counters),
+        latent=any(counter.latent for counter in counters),
         slowed_by=tuple(reasons),
         **fields,
     )
@@ -178,8 +180,8 @@ _memory_options = operator.attrgetter(
 
 
 def check_options(model: PreTrainedModel, caches: Iterable[Any], options: Any) -> None:
-    """Warns if the memory of one of the [`PagedCache`]s differs from one that would be made by
-    `options`, the `cache_config` of the call that they are passed to, in what a memory keeps."""
+    """Warns if the memory of one of the [`PagedCache`]s was made with other options than `options`,
+    the `cache_config` of the call that gets the caches."""
     for memory in (cache.memory for cache in caches):
         config = PagedConfig.coerce(options)
         if config.storage == memory.config.storage:

@@ -43,8 +43,8 @@ _RATE_NAMES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
 
 
 class Structure:
-    """A model's modules, and what reasons against several layouts read in them. Each part is read
-    once: an object serves while the model stays as it is."""
+    """A model's modules, and the facts about them on which reasons against layouts depend. Each
+    fact is computed once, so an object is valid only while the model stays as it is."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model

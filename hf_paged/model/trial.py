@@ -203,17 +203,20 @@ class Trial:
         plain: Tensor,
         computed: Tensor,
         quantity: str = "logits",
-        how: str = "packed",
+        condition: str = "packed",
         reference: str = "a sequence alone",
     ) -> str | None:
         """Returns a message if logits `(n, vocab_size)` differ by more than the tolerance
         (`significant_difference`); otherwise `None`. The message names the `quantity` compared,
-        `how` the model computed it, and the `reference` that gave the `plain` logits."""
+        the `condition` under which the model computed it, and the `reference` that gave the `plain`
+        logits."""
         dtypes = self.dtypes - {None}
         distance = significant_difference(plain, computed, dtypes)
         if distance is None:
             return None
-        return Topic.SELF_CHECK(f"{how}, its {quantity} are {distance} from those of {reference}")
+        return Topic.SELF_CHECK(
+            f"{condition}, its {quantity} are {distance} from those of {reference}"
+        )
 
 
 @dataclasses.dataclass(eq=False)

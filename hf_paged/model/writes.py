@@ -40,15 +40,15 @@ Modes = tuple[bool, ...]  # whether each of a model's modules is in training mod
 
 
 class Notes:
-    """What is known about writes of a model's forwards into the model while its modules are in
-    certain modes."""
+    """Facts about the writes of a model's forwards into the model while its modules are in certain
+    modes."""
 
     def __init__(self) -> None:
         # name of an attribute that forwards read and earlier forwards wrote; unless it is `None`,
         # prefix caching is off
         self.carried: str | None = None
         # by module, the attributes that each forward overwrites and none reads, so they are not
-        # part of the model's state; their values are those that `ModelState` reads instead
+        # part of the model's state; `ModelState` reads the values in this dict instead
         self.write_only = weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]()
 
 
@@ -80,7 +80,7 @@ def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
 
 
 class Snapshot:
-    """A copy of what modules hold besides parameters, submodules and hooks: attributes, the
+    """A copy of all that modules hold besides parameters, submodules and hooks: attributes, the
     elements of containers, the attributes of user classes' objects, the content of tensors and the
     state of generators. It leaves out tensors that are not strided, tensors for which `MAX_COPIED`
     or memory does not suffice, and containers beyond `_MAX_CONTAINERS`."""

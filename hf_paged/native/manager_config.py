@@ -60,8 +60,8 @@ IGNORED_FIELDS: dict[str, str] = {
     "cpu_group_timeout": "for tensor parallelism, which managers do not support",
     "max_cached_graphs": "deprecated and unused in transformers",
 }
-"""The other fields, which tune transformers' own implementation and change no token, each with what
-it does there or the reason why it is ignored."""
+"""The other fields, which tune transformers' own implementation and change no token, each with its
+effect there or the reason why it is ignored."""
 
 IGNORED_OUTPUTS = (
     *("return_dict_in_generate", "output_scores", "output_logits"),

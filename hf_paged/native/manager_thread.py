@@ -25,7 +25,7 @@ from ..batching.engine import PagedEngine
 from ..batching.results import RequestOutput
 from ..config import PagedConfig
 from ..interrupts import restoring
-from ..threads import NO_THREAD, make, start_made, wait
+from ..threads import NO_THREAD, make, try_start, wait
 from ..topics import Topic
 from ..weak_sets import members_of
 from .pending import PendingRequest
@@ -79,7 +79,7 @@ class ManagerThread:
         requests."""
         self._reset(PagedEngine(self.engine.model, self.engine.config))
 
-    # -- in callers' threads ----------------------------------------------------------------------
+    # In callers' threads
 
     @property
     def is_alive(self) -> bool:
@@ -104,7 +104,7 @@ class ManagerThread:
             "hf_paged-continuous-batching",
             on_error=functools.partial(self._die, run_id),
         )
-        error = start_made(self.thread)
+        error = try_start(self.thread)
         if error is not None:
             with self.lock:
                 self.is_stopping, self.thread = True, None
@@ -275,7 +275,7 @@ class ManagerThread:
             with self.lock:
                 self.changed.notify_all()
 
-    # -- in the engine's thread -------------------------------------------------------------------
+    # In the engine's thread
 
     def _run(self, run_id: object) -> None:
         if self.run_id is not run_id:

@@ -45,8 +45,8 @@ def sample_together(
     paged_config: PagedConfig,
 ) -> dict[str, GenerationOutput] | None:
     """Computes the prompts as rows of one `generate` call (changing `config`) and returns outputs
-    by id. Rows draw from one random stream, as in plain `generate`. Returns `None` for what such a
-    call does not serve: log-probabilities, a seed, models with an encoder, no `max_new_tokens`,
+    by id. Rows draw from one random stream, as in plain `generate`. Returns `None` if such a call
+    cannot serve them: log-probabilities, a seed, models with an encoder, no `max_new_tokens`,
     more rows than `max_num_seqs`, and prompts that are invalid or never fit."""
     effective = EffectiveOptions(model, config)
     num_sequences = config.num_return_sequences or 1
@@ -76,7 +76,7 @@ def sample_together(
                 generation_config=config,
             )
             generated = sequences[:, input_ids.shape[1] :].tolist()
-    except (IndexError, OutOfBlocksError):  # so does it for more tokens than positions or blocks
+    except (IndexError, OutOfBlocksError):  # it does the same for prompts that are too long
         return None
     ended = time.perf_counter()
     eos = effective.eos_token_id

@@ -62,10 +62,10 @@ class RectangleLayout(Layout):
 
     @property
     def reason(self) -> str:
-        how = "rows stay in their original batch under the engine's scheduler"
+        description = "rows stay in their original batch under the engine's scheduler"
         if self.is_side_by_side:
-            how = "rows side by side under the engine's scheduler, not packed"
-        return f"{how}: {self.unsupported_reason}"
+            description = "rows side by side under the engine's scheduler, not packed"
+        return f"{description}: {self.unsupported_reason}"
 
 
 # rows stay in the batch in which they began, with everything that the model's own loop carries from
@@ -99,7 +99,7 @@ class PromptsRunner(TrialRunner):
 
 def side_by_side_check(trial: Trial) -> RectangleLayout:
     """Compares rows side by side, some of which join or leave, with plain forwards. Returns their
-    layout, or `TOGETHER` if results differ or steps fail. Raises what `packed_check` raises."""
+    layout, or `TOGETHER` if results differ or steps fail. Raises as `packed_check` does."""
     model = trial.model
     decode_logits = []
     prefill_logits = []
@@ -146,8 +146,8 @@ def _can_chunk(
 
 def rows_check(trial: Trial) -> str | None:
     """Compares rows of `Prompts`, some of which leave or fork, with their batch in the model's own
-    loop. Returns why rows cannot leave or fork; `None` if they can. Raises what `packed_check`
-    raises."""
+    loop. Returns why rows cannot leave or fork; `None` if they can. Raises as `packed_check`
+    does."""
     model = trial.model
     memory = scratch_memory()
     prompts = copy.deepcopy(trial.prompts)
@@ -176,7 +176,7 @@ def rows_check(trial: Trial) -> str | None:
     rows = runner.add_prompts(prompts, ids[:, -3:])
     order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
     most_padded, least_padded = order[-1], order[0]
-    how = "with only some rows of its batch"
+    condition = "with only some rows of its batch"
     try:
         first_logits = runner.advance_isolated(*rows)
         row = rows[least_padded]
@@ -187,13 +187,13 @@ def rows_check(trial: Trial) -> str | None:
             single_logits = runner.advance_isolated(rows[most_padded])
         fork_logits = runner.advance_isolated(fork)
     except ForwardFailedError as error:
-        return Topic.SELF_CHECK(f"{how}, {error}")
+        return Topic.SELF_CHECK(f"{condition}, {error}")
     computed = torch.cat([first_logits, pair_logits, single_logits, fork_logits])
     first, second, third = batch_logits
     second_logits = second[[least_padded, least_padded, most_padded]]
     expected = torch.cat([first, second_logits, third[[least_padded]]])
     trial.dtypes.update(getattr(layer, "dtype", None) for layer in batch_cache.layers)
-    return trial.difference(expected, computed, how=how, reference="the whole batch")
+    return trial.difference(expected, computed, condition=condition, reference="the whole batch")
 
 
 def join_check(trial: Trial) -> tuple[bool, bool] | None:

@@ -184,15 +184,15 @@ class Rectangle:
         self.blocks, self.width, self.token_ids = blocks, self.width + 1, token_ids
 
     def advance(
-        self, model: PreTrainedModel, outputs: Any, begins: bool, columns: Columns | None = None
+        self, model: PreTrainedModel, outputs: Any, is_first: bool, columns: Columns | None = None
     ) -> None:
         """Replaces the inputs by those of the step after a forward that returned `outputs`.
-        `begins`: whether that was the rows' first. `columns`: the `encoder_columns`, if the forward
-        has shown them."""
+        `is_first`: whether that was the rows' first. `columns`: the `encoder_columns`, if the
+        forward has shown them."""
         inputs = next_inputs(model, outputs, dict(self.inputs))
         if columns is not None:
             self.encoder_columns = list(zip(*columns))
-        if begins:
+        if is_first:
             if self.cache is not None:
                 self._keep_cache(model, inputs)
                 paged, *_ = cache_parts(self.cache)
@@ -331,9 +331,9 @@ def rectangle_of(
 
 
 def _copy_layers(cache: PagedCache, empty: PagedCache) -> None:
-    """Copies what the layers of `cache` hold, except blocks, into the same layers of `empty`. The
-    two caches then share tensors, which must not be written to in place before an operation on rows
-    replaces them."""
+    """Copies the attributes of the layers of `cache`, except blocks, to the same layers of `empty`.
+    The two caches then share tensors, which must not be written to in place before an operation on
+    rows replaces them."""
     while len(empty.layers) < len(cache.layers):
         empty.layers.append(empty.layer_class_to_replicate())
     for source, target in zip(cache.layers, empty.layers):

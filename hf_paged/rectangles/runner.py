@@ -108,9 +108,9 @@ class RectangleRunner(Runner):
         ]
         for indices in self.divide(entries):
             part = plan.select(indices)
-            if _begins(plan, indices[0]):
+            if _is_first_step(plan, indices[0]):
                 rectangle = self._make_rectangle(part)
-                logits = self._forward(rectangle, begins=True)
+                logits = self._forward(rectangle, is_first=True)
                 self.states.unused_layers = rectangle.unused_layers
             else:
                 logits = self._continue(part)
@@ -131,12 +131,12 @@ class RectangleRunner(Runner):
         sequence = plan.sequences[index]
         start = plan.starts[index]
         count = plan.counts[index]
-        begins = _begins(plan, index)
+        is_first = _is_first_step(plan, index)
         prompts, _ = sequence.request.inputs or (None, 0)
         if prompts is None and self.layout.is_side_by_side:
-            is_any_length = begins and self.layout.can_mix_lengths
-            return begins, 0 if is_any_length else count, bool(sequence.draft)
-        if begins or not self._supports_cache:  # the row runs alone, with a separate cache
+            is_any_length = is_first and self.layout.can_mix_lengths
+            return is_first, 0 if is_any_length else count, bool(sequence.draft)
+        if is_first or not self._supports_cache:  # the row runs alone, with a separate cache
             return index
         if prompts is None or prompts.join_key is None:
             holder, _ = self.states.find(_state_slot(sequence.blocks))
@@ -156,28 +156,28 @@ class RectangleRunner(Runner):
             rectangle = Rectangle.join(sources, self._new_cache())
             rows = list(range(len(all_indices)))
         rectangle.borrow(0)
-        logits = self._forward(rectangle, begins=True, rows=rows)
+        logits = self._forward(rectangle, is_first=True, rows=rows)
         return all_indices, logits[rows]
 
     def _forward(
         self,
         rectangle: Rectangle,
-        begins: bool,
+        is_first: bool,
         num_new: int = 1,
         rows: list[int] | None = None,
         num_logits: int = 1,
         may_replay: bool = False,
     ) -> Tensor:
-        """Runs a forward of the rectangle: of all columns if it `begins`, otherwise of the last
+        """Runs a forward of the rectangle: of all columns if it `is_first`, otherwise of the last
         `num_new`. Stores the states of `rows`, those that later steps continue (default: all).
         Returns logits `(rectangle rows * num_logits, vocab_size)` of the last `num_logits` tokens
         of each row. `may_replay`: whether a replay may take the place of the forward."""
-        prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, begins, num_new)
+        prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, is_first, num_new)
         logits = None
         if may_replay:
             logits = self._replay(rectangle, prepared)
         if logits is None:
-            logits = self._compute(rectangle, prepared, num_logits, begins)[0]
+            logits = self._compute(rectangle, prepared, num_logits, is_first)[0]
         if rows is not None and rows != list(range(len(rectangle.blocks))):
             rectangle = self._select(rectangle, rows, is_shared=False)
             rectangle.borrow(rectangle.width)
@@ -191,7 +191,7 @@ class RectangleRunner(Runner):
         rectangle: Rectangle,
         prepared: dict[str, Any],
         num_logits: int = 1,
-        begins: bool = False,
+        is_first: bool = False,
     ) -> tuple[Tensor, Any]:
         """Runs the model's own forward with the arguments `prepared`, and advances the rectangle;
         returns logits as `_forward` does, and all outputs."""
@@ -204,7 +204,7 @@ class RectangleRunner(Runner):
             outputs = self.model(**prepared, return_dict=True)
         columns = None if observer is None else observer.columns()
         logits: Tensor = outputs.logits[:, -num_logits:].flatten(0, 1)
-        rectangle.advance(self.model, outputs, begins, columns)
+        rectangle.advance(self.model, outputs, is_first, columns)
         return logits, outputs
 
     def _encoder_observer(self, rectangle: Rectangle) -> EncoderColumns | None:
@@ -236,7 +236,7 @@ class RectangleRunner(Runner):
         cache, *_ = cache_parts(rectangle.cache)
         _note_step(cache, rectangle.width)
         outputs = recorder.outputs(rectangle, prepared)
-        rectangle.advance(self.model, outputs, begins=False)
+        rectangle.advance(self.model, outputs, is_first=False)
         return replayed
 
     def _continue(self, plan: StepPlan) -> Tensor:
@@ -275,7 +275,7 @@ class RectangleRunner(Runner):
         may_replay = self._rectangle_recorder is not None
         if may_replay:  # recorded steps do not run the modules of adapters
             may_replay = all(sequence.request.adapter is None for sequence in sequences)
-        return self._forward(rectangle, begins=False, may_replay=may_replay)
+        return self._forward(rectangle, is_first=False, may_replay=may_replay)
 
     def _select(self, rectangle: Rectangle, rows: list[int], is_shared: bool) -> Rectangle:
         """Returns a rectangle of these rows; the caller must call its `borrow`. `is_shared`:
@@ -354,7 +354,7 @@ class RectangleRunner(Runner):
         return with_cross(cache)
 
 
-def _begins(plan: StepPlan, index: int) -> bool:
+def _is_first_step(plan: StepPlan, index: int) -> bool:
     return not plan.starts[index] and not plan.sequences[index].draft
 
 

@@ -95,7 +95,7 @@ def test_a_thread_that_begins_after_its_start_failed_touches_no_run(
     ("owner", "name", "error"),
     [
         (threading.Thread, "start", RuntimeError("can't start new thread")),
-        (manager_thread, "start_made", MemoryError("on purpose")),
+        (manager_thread, "try_start", MemoryError("on purpose")),
     ],
     ids=["no thread", "no memory"],
 )

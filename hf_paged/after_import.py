@@ -41,8 +41,8 @@ class _AfterImport(NamedTuple):
 
 def after_import(name: str, action: Action) -> None:
     """Runs `action` on the module `name`: now if it has been imported, and whenever it is imported
-    or reloaded later. Several calls with the same arguments count as one for later imports; of
-    several actions for one module, later imports run only the last."""
+    or reloaded later. Repeated calls with the same arguments count once; of several actions
+    for one module, later imports run only the last."""
     if name in sys.modules:
         action(import_module(name))  # waits if another thread is importing it
     finder = _AfterImport(name, action)

@@ -93,7 +93,7 @@ def validate_generation_mode(model: Any, mode: Any, config: Any, kwargs: dict[st
     _validate_generation_mode(model, mode, config, kwargs)
 
 
-# methods about the inputs of forwards
+# methods that prepare and update the inputs of forwards
 update_inputs = _require_method(UPDATE_INPUTS)
 prepare_position_ids = _require_method("_prepare_position_ids_for_generation")
 supports_logits_to_keep = _require_method("_supports_logits_to_keep")

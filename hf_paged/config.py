@@ -299,7 +299,7 @@ class PagedConfig:
             Keep full blocks after their request ends, for prompts that begin with the same tokens.
             They are evicted when blocks are needed, and when the model's weights or active adapter
             change. Without a limit, an engine allocates more memory instead of evicting them, until
-            there are twice as many as the most that were in use at once.
+            there are twice as many as were ever in use at once.
         kv_dtype (`str`, *optional*):
             Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`,
             with a float32 scale per token and head: about half the bytes of bfloat16. Attention
@@ -318,7 +318,7 @@ class PagedConfig:
             the CPU, elsewhere as many as `max_num_batched_tokens` leaves.
         max_num_seqs (`int`, defaults to 256):
             Maximum number of sequences that a `PagedEngine` runs at once; a request with more runs
-            alone. If forwards are packed, `max_num_batched_tokens` is a maximum, too, so that every
+            alone. If forwards are packed, `max_num_batched_tokens` is also a limit, so that every
             sequence can decode in every step. `generate` runs all rows of its call.
         preemption (`str`, defaults to `"auto"`):
             How a request frees its blocks when another one needs them: `"recompute"` drops its keys
@@ -328,7 +328,7 @@ class PagedConfig:
         capture (`bool`, defaults to `True`):
             Record decode steps and replay them. With the Triton kernels they become CUDA graphs, as
             do steps with up to 512 prompt tokens, and consecutive small operations are fused where
-            that gives the forward's logits. On the CPU they become lists of C++ calls, with
+            the logits stay the same. On the CPU they become lists of C++ calls, with
             hf_paged's matrix products for few rows in half precision (up to 256 with AMX or where
             PyTorch has no kernel for the dtype, otherwise 64). A model whose forward synchronizes
             with the device or draws random numbers runs uncaptured, and the log says so. A

@@ -108,7 +108,7 @@ def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
 class GrammarProcessor(LogitsProcessor):
     """Masks the tokens that may not follow, for each row of one request. Rows may be beams, which
     are reordered, so a row's matcher is looked up by the row's tokens. A matcher that several rows
-    continue is forked; one that the last call did not leave replays the row's tokens."""
+    continue is forked; a row without a matcher gets a new one, which replays the row's tokens."""
 
     def __init__(self, compiled: Any) -> None:
         self._compiled = compiled
@@ -133,8 +133,8 @@ class GrammarProcessor(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the scores, minus infinity for tokens that may not follow. Raises `NoTokenError`
-        if a row has no other token. A beam without one only drops out, unless it is the first step:
-        other beams may go on or be finished, and if none is, the search ends with an error."""
+        if a row has no other token. After the first step, a beam without one only drops out: other
+        beams may continue or be finished, and if none is, the search ends with an error."""
         vocab_size = self._vocab_size
         if self._num_prompt_tokens is None:
             self._num_prompt_tokens = input_ids.shape[1]

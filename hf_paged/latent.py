@@ -111,8 +111,8 @@ class ExpandedTensor(LatentTensor):
         weight = module.kv_b_proj.weight.view(query.shape[1], nope + module.v_head_dim, -1)
         value_weight = weight[:, nope:]
         # (batch, heads, query_len, rank)
-        in_latents = torch.matmul(query[..., :nope], weight[:, :nope])
-        query = torch.cat([in_latents, query[..., nope:]], dim=-1)
+        latent_query = torch.matmul(query[..., :nope], weight[:, :nope])
+        query = torch.cat([latent_query, query[..., nope:]], dim=-1)
 
         def expand(output: Tensor) -> Tensor:
             self.step.counters.latent += 1

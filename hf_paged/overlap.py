@@ -68,7 +68,7 @@ class Caller:
         self.sampling, self.sampling_since = [], None
 
     def fail(self, error: Exception | None) -> None:
-        """Notes an error of its generation; the first counts."""
+        """Records an error of its generation, unless there already is one."""
         self.error = self.error or error
 
     def end_step(self, ready: Ready) -> None:
@@ -114,8 +114,8 @@ class SharedLoop(CallLoop):
         with self._lock:
             self.loop.add(generation)
             thread_id = threading.get_ident()
-            joined = [call for call in list(starting_calls) if call.thread == thread_id]
-            starting_calls.difference_update(joined)
+            calls_of_thread = [call for call in list(starting_calls) if call.thread == thread_id]
+            starting_calls.difference_update(calls_of_thread)
             wake = threading.Condition(self._lock)
             self._callers[generation] = Caller(generation, wake)
 
@@ -259,8 +259,9 @@ class SharedLoop(CallLoop):
 
     def _sample_for_callers(self, ready: Ready) -> BaseException | None:
         """Samples the generations of `ready` whose step runs no code of their callers, and can be
-        repeated after an interrupt of this thread; not those of a single caller, nor the first
-        tokens of a call, after which it commits its span. Returns as `StepLoop.sample`."""
+        repeated after an interrupt of this thread. Leaves out the only caller's generation, and a
+        call's first tokens, after which the call commits its span. Returns as `StepLoop.sample`
+        does."""
         with self._lock:
             if len(self._callers) < 2:
                 return None

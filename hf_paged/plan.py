@@ -1,5 +1,5 @@
-"""`StepPlan`: what one step computes, as columns of plain data. A plan is frozen and holds no
-tensors."""
+"""`StepPlan`: the tokens that one step computes, as columns of plain data. A plan is frozen and
+holds no tensors."""
 
 from __future__ import annotations
 

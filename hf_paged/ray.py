@@ -63,7 +63,7 @@ class _Worker:
             )
         # raises for invalid options here, not in each request
         check_options(self.engine.model, generation_config)
-        self._default_options = _given_options(generation_config)
+        self._default_options = _explicit_options(generation_config)
         if isinstance(generation_config, Mapping):
             # `None` values stay, as in `PagedEngine.add_request`
             self._default_options = dict(generation_config)
@@ -73,7 +73,7 @@ class _Worker:
         type unchanged, so that the engine refuses them."""
         if not isinstance(options, (GenerationConfig, Mapping, type(None))):
             return options
-        return {**self._default_options, **_given_options(options)}
+        return {**self._default_options, **_explicit_options(options)}
 
 
 class LLMPredictor(_Worker):
@@ -284,7 +284,7 @@ def _error_text(error: Exception | None) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _given_options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
+def _explicit_options(config: GenerationConfig | Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the options that a generation config sets, without missing values."""
     options: Mapping[str, Any]
     if isinstance(config, GenerationConfig):

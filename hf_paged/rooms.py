@@ -329,8 +329,8 @@ class OwnAttentionRoom(Protocol):
     `NotPackable` if the step has a window, and `NotCapturable` if it cannot be recorded."""
 
     row_tensors: Callable[..., tuple[Tensor, Tensor]]
-    """Takes such a step, a layer's `KVBlocks` and a pair of nominal dtypes. Returns what the
-    layer's `update` returns: keys and values `(1, heads, key_len, dim)`, whose operations are
+    """Takes such a step, a layer's `KVBlocks` and a pair of nominal dtypes. Returns the result of
+    the layer's `update`: keys and values `(1, heads, key_len, dim)`, whose operations are
     deferred."""
 
 

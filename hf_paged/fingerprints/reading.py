@@ -76,7 +76,7 @@ class Reading:
         # message about a value that user code reads and whose changes cannot be detected, if any
         self.undetectable: str | None = None
         self.tensors = list[Tensor]()  # distinct tensors; `structure` has their indices
-        self._all_tensors = list[Tensor]()  # with those of the same memory and form as others
+        self._all_tensors = list[Tensor]()  # includes those that share memory and form with others
         self._objects = list[Any]()  # modules, configs, user classes and plain objects
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()

@@ -60,9 +60,8 @@ def fingerprint(model: nn.Module, state: StateReading | None) -> bytes | None:
 
 class StateReading(Reading):
     """The state of a model that determines the results of its forward, read at construction
-    (`model.state.ModelState`). It answers two questions: what the state is (`fingerprint`) and,
-    after other code may have run, whether the model is unchanged since the references were taken
-    (`is_same`).
+    (`model.state.ModelState`). It identifies the state (`fingerprint`) and tells, after other code
+    may have run, whether the model is unchanged since the references were taken (`is_same`).
 
     Covered: all parameters, buffers, tensors and arrays; attributes of modules, configs and user
     classes that are scalars, nested containers of scalars, objects of user classes or values of the

@@ -247,8 +247,8 @@ class Candidate:
         self.paddings = list(columns[0])
 
     def _reason_of_inputs(self) -> str | None:
-        """Returns a reason that names what the prompts consist of besides token ids at the
-        positions 0, 1, 2, ...; `None` if there is nothing else."""
+        """Returns a reason that names the prompts' inputs other than token ids at positions 0, 1,
+        2, ...; `None` if there are none."""
         names = list(uncommon_names(self.model_kwargs))
         if "labels" in names and is_stock(self.model, "prepare_inputs_for_generation"):
             names.remove("labels")  # transformers' code drops them

@@ -54,7 +54,7 @@ _lock = forks.lock()
 _is_paged_by_default = False  # whether calls that name no cache use a paged cache
 
 
-# -- replacements of GenerationMixin methods -----------------------------------------------------
+# Replacements of `GenerationMixin` methods
 
 
 def _generate(generate: Invocation) -> Any:
@@ -211,7 +211,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
             if is_passed and generation_config.cache_config:
                 check_options(model, caches, generation_config.cache_config)
         elif config is not None:
-            call.reason, call.remedy = _why_not_paged(model, is_passed, arguments)
+            call.reason, call.remedy = _reason_and_remedy(model, is_passed, arguments)
         if not call.built_caches:
             starting_calls.discard(call)
         if config is not None and config.batch_invariant and not call.built_caches:
@@ -219,7 +219,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
     return result
 
 
-def _why_not_paged(model: Any, is_passed: bool, arguments: dict[str, Any]) -> tuple[str, str]:
+def _reason_and_remedy(model: Any, is_passed: bool, arguments: dict[str, Any]) -> tuple[str, str]:
     """Returns why a call that requested a paged cache has none, and how it could get one."""
     if is_passed:
         return "the caller's own cache is used", "Pass no cache, or a `hf_paged.PagedCache`"

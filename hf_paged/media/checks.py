@@ -38,13 +38,14 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
     checked.prepare_positions(model)
     for name, value in checked.decode_inputs.items():
         if not isinstance(value, (Tensor, bool)):  # one altered value shows too little
-            return checked, Topic.INPUTS(f"decode steps may depend on `{name}`, which is no tensor")
+            reason = f"decode steps may depend on `{name}`, which is not a tensor"
+            return checked, Topic.INPUTS(reason)
     has_text = checked.num_text(model.config) > 0
     kind = checked.names, checked.axis_counts, checked.hides_tokens, has_text
     verdict = capability.verdict(prompts_check, "packed", checked, kind)
     if isinstance(verdict, str):
         verdict = PromptsVerdict(verdict)
-    if checked.user_inputs(model):  # other values of them may change the tokens of prompts
+    if checked.user_inputs(model):  # their values may change the tokens of prompts
         verdict = verdict._replace(can_reuse=False, can_begin_after_text=False)
     reason, checked.can_reuse, checked.can_begin_after_text = verdict
     if reason is None and checked.decode_inputs:
@@ -118,9 +119,9 @@ class _Unread(Tensor):
 
 def inputs_check(trial: Trial) -> str | None:
     """Compares a plain decode step with two that get other `decode_inputs`: each element has
-    another value in at least one of them. `user_inputs` that are tensors cannot be read there,
-    since their other values may have an effect. If the logits differ or a step fails, returns why
-    the rows cannot decode packed, since packed steps get no such inputs. `None`: the verdict of
+    another value in at least one of them. A step that reads a tensor among the `user_inputs` fails,
+    since only user code knows which values matter. If the logits differ or a step fails, returns
+    why the rows cannot decode packed, since packed steps get no such inputs. `None`: the verdict of
     `prompts_check` on these prompts holds for all values of these inputs. Raises
     `ForwardFailedError` if a forward fails with the inputs as they are."""
     prompts = trial.prompts

@@ -20,7 +20,7 @@ class LookAhead:
     length: int
     first: int = 0
     num_calls: int = 0  # attentions over the prompts' own tokens
-    # those that are not causal, by `id`
+    # masks of those that are not causal, by `id`
     _masks: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
 
     def __call__(

@@ -116,12 +116,12 @@ class MediaPrompts(Prompts):
         """Returns the names of the `decode_inputs` that no forward of transformers takes, among the
         forwards of the model's class and its bases. Only user code knows what such an input does:
         some of its values may change all tokens of a prompt, and others none."""
-        known_names = {"token_type_ids"}  # its non-zero types mark placeholders
+        parameter_names = {"token_type_ids"}  # its non-zero types mark placeholders
         for kind in type(model).__mro__:
             forward = inspect.unwrap(vars(kind).get("forward", object))
             if package_of(getattr(forward, "__module__", "")) == "transformers":
-                known_names |= inspect.signature(forward).parameters.keys()
-        return self.decode_inputs.keys() - known_names
+                parameter_names |= inspect.signature(forward).parameters.keys()
+        return self.decode_inputs.keys() - parameter_names
 
     @property
     def _token_types(self) -> dict[str, Tensor]:

@@ -1,4 +1,5 @@
-"""What packed steps need for `MediaPrompts`: forwards of whole prompts, and positions on axes."""
+"""The parts of packed steps for `MediaPrompts`: forwards of whole prompts, and positions on
+axes."""
 
 from __future__ import annotations
 

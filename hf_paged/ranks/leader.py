@@ -131,7 +131,7 @@ class RankLeader:
             if is_requested:
                 raise ValueError(
                     f"{feature} is not supported by an engine whose model is in shards over"
-                    f" {self.ranks.size} processes: do without it, or call `model.generate(...,"
+                    f" {self.ranks.size} processes: leave it out, or call `model.generate(...,"
                     ' cache_implementation="paged")` in each of them'
                 )
 
@@ -319,7 +319,7 @@ class Follower:
         names: Any,
     ) -> None:
         if self._failure is not None:
-            # the leader's forward did not fail, so the processes no longer compute the same
+            # the leader's forward did not fail, so the processes no longer compute the same steps
             raise self._failure
         executor = self._executor
         forward_context = NOTHING

@@ -109,10 +109,10 @@ class Ranks:
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """Returns the int64 numbers that each member passes, by rank."""
-        own_numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        gathered = [torch.empty_like(own_numbers) for _ in range(self.size)]
+        local_numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        gathered = [torch.empty_like(local_numbers) for _ in range(self.size)]
         with self._converting_errors():
-            dist.all_gather(gathered, own_numbers, group=self._group)
+            dist.all_gather(gathered, local_numbers, group=self._group)
         return [row.tolist() for row in gathered]
 
     def minimum(self, number: int) -> int:

@@ -76,7 +76,7 @@ class Assistant:
     steps."""
 
     MAX_PAUSE = 256  # steps
-    depth = 1  # K/V at a position depend on this many tokens, from the position's own on
+    depth = 1  # K/V at a position depend on this many tokens, starting at the position
 
     def __init__(
         self,

@@ -49,8 +49,8 @@ _ONE_FILE_ERRNOS = {
 Layers = dict[int, KVBlocks]
 """Copies of a group's blocks in host memory, by layer index: the same blocks of every layer."""
 ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""What a file must contain, by group: for each layer, blocks whose form those in the file must
-have; and the number of blocks in each layer."""
+"""The blocks that a file must contain, by group: for each layer, blocks with the form of the file's
+blocks; and the number of blocks in each layer."""
 
 
 class CorruptFileError(ValueError):
@@ -108,7 +108,7 @@ def parsing() -> Iterator[None]:
 
 
 class BlockFile:
-    """An open file of blocks. Its content is not trusted: what follows the header is read only if
+    """An open file of blocks. Its content is not trusted: the data after the header is read only if
     the file has the size of the expected blocks."""
 
     def __init__(self, path: Path) -> None:
@@ -380,7 +380,7 @@ class DiskFolder:
                     f" ({self.max_bytes:,}): raise it",
                 )
                 return
-            # often enough to notice what other processes write
+            # often enough to notice the writes of other processes
             if self._num_bytes_written + len(content) > self.max_bytes // 32:
                 self._scan()
             if self.num_bytes + len(content) > self.max_bytes:

@@ -51,8 +51,8 @@ def restore_path(
     `OutOfBlocksError` if too few blocks are free, and `TierError` if blocks cannot be copied or do
     not fit the layers. In all these cases no new block stays allocated or registered; cached blocks
     may have been evicted."""
-    cached_ids: list[list[int]] = []  # by group, those of the path's blocks that the pool has
-    contents: list[dict[int, Any]] = []  # by group, content of the others by index on the path
+    cached_ids: list[list[int]] = []  # by group, ids of the path's blocks in the pool
+    contents: list[dict[int, Any]] = []  # by group and index on the path, those of the other blocks
     for group_index in range(len(manager.groups)):
         cached_ids.append([])
         contents.append({})
@@ -83,7 +83,7 @@ def restore_path(
             if block_ids:
                 with copying():
                     store.put_back(group_index, list(group_contents.values()), block_ids)
-        # by group, the new blocks by index on the path
+        # by group and index on the path, the ids of new blocks
         restored = [dict(zip(group_contents, block_ids)) for group_contents, block_ids in groups]
         node = manager.index.root(namespace)
         for index, link in enumerate(links):

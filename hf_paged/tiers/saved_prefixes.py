@@ -157,10 +157,10 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
             )
         if weights_hash != store.weights_hash:
             raise ValueError(
-                f"{path} was computed by another model than this {type(core.model).__name__} is"
-                ' now: its weights, code, dtype, adapters, `block_size` ("auto" may choose'
-                " another one now), `kv_dtype` or `batch_invariant` differ, or only one of the two"
-                " stores hidden states for `use_mtp`"
+                f"{path} does not match the current state of this {type(core.model).__name__}: its"
+                ' weights, code, dtype, adapters, `block_size` ("auto" may now choose another'
+                " one), `kv_dtype` or `batch_invariant` differ, or only one of the two stores"
+                " hidden states for `use_mtp`"
             )
         manager = loop.blocks
         num_nodes = len(token_ids) // manager.index.node_size

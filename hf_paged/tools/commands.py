@@ -188,8 +188,8 @@ def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
 
 
 def versions() -> str:
-    """Returns the versions of hf_paged and Python, and those of torch, transformers and Triton as
-    far as these are installed."""
+    """Returns the versions of hf_paged and Python, and of torch, transformers and Triton if they
+    are installed."""
     dependencies = [f"Python {platform.python_version()}"]
     for name in ("triton", "transformers", "torch"):
         with contextlib.suppress(metadata.PackageNotFoundError):

@@ -160,7 +160,7 @@ REFUSED_FIELDS = {
     "verbosity": "ask for short or long answers in a message",
     "web_search_options": "the server does not search the web: leave it out",
 }
-"""The refused fields, each with the reason or with what to do instead."""
+"""The refused fields, each with the reason or the remedy."""
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "background": (False,),

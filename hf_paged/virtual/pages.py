@@ -1,6 +1,6 @@
 """Physical pages that can be mapped at several reserved addresses each: pages of an in-memory file
 on Linux, or of a CUDA device through its driver (vAttention, arXiv 2405.04437, section 5). Callers
-record what they have mapped.
+keep track of the mapped pages.
 
 Pages are identified by their offset in an offset space, which takes no memory itself. Unless
 `can_map_over` is true, callers must `map` only at unmapped addresses, and `release` only pages that
@@ -334,7 +334,7 @@ class CudaPages:
         self._size = 0  # of the offset space
 
     def _call_in_context(self, name: str, *args: Any) -> Any:
-        """Does what `_call_driver` does, in the device's context."""
+        """Runs `_call_driver` in the device's context."""
         # the thread may have no context, or that of another device
         self._call_driver("cuCtxPushCurrent", self._context)
         try:

@@ -98,7 +98,7 @@ class BlockSpan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the rows of a step are mapped."""
+    """The slots in which the rows of a step are mapped."""
 
     slots: list[int]  # by row
     offsets: list[int]  # by row: tokens from the slot's start to the first block of the row's table

@@ -37,7 +37,7 @@ def make(width: int, depth: int, rows: int, dtype: torch.dtype) -> tuple[torch.T
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_are_as_exact_as_pytorchs(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """PyTorch's errors are the larger ones of few rows and of many, whose order of terms differs."""
+    """PyTorch's errors are the larger of those of few and of many rows, summed in other orders."""
     everything, floats, bias = make(*shape, max(ROWS), dtype)
     for weight, b in ((floats, None), (floats, bias), (codes(*shape), bias)):
         exact = F.linear(everything.double(), weight.double(), None if b is None else b.double())

@@ -419,7 +419,7 @@ def test_what_cannot_be_saved_or_loaded(tmp_path):
         assert_drained(engine)
     with torch.no_grad():
         model.model.embed_tokens.weight[5, 5] += 1
-    message = "was computed by another model than this LlamaForCausalLM is now"
+    message = "does not match the current state of this LlamaForCausalLM"
     refuses_to_load({}, ValueError, message)
 
 

@@ -77,7 +77,8 @@ def cpu_vendor() -> str:
 
 
 def _cpuinfo(*names: str) -> str:
-    """Returns what Linux reports of the first CPU under the first of these names."""
+    """Returns the value on the first line of `/proc/cpuinfo` that begins with one of these names;
+    empty if there is none."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if os.access(cpuinfo, os.R_OK) else []
     line = next((line for line in lines if line.startswith(names)), "")

@@ -59,7 +59,7 @@ def max_rows(dtype: torch.dtype, is_transposed: bool = False, has_codes: bool = 
     PyTorch should compute all of them. `has_codes`: the weight is int8, which PyTorch converts to
     the dtype first."""
     if dtype is torch.float32 or has_codes:
-        # PyTorch may be told to round what it multiplies, which is faster
+        # PyTorch may be set to round the operands, which is faster
         precision = torch.backends.mkldnn.matmul.fp32_precision
         is_exact = dtype is not torch.float32 or precision in ("none", "ieee")
         if is_transposed or not is_exact or not kernel("is_optimized")(b""):
@@ -186,7 +186,7 @@ def linear(
 
 
 def _format(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> CodeFormat:
-    """Returns the format of int8 `weight` `(width, depth)`. Raises as `linear`."""
+    """Returns the format of int8 `weight` `(width, depth)`. Raises as `linear` does."""
     width, depth = weight.shape
     groups = scales.shape[-1] if scales.dim() else 0
     length = depth // max(1, groups)

@@ -204,7 +204,7 @@ def token_text(tokenizer: Any, name: str, token: int) -> Any:
 
 
 candidate_generator = _require_method("_get_candidate_generator")
-# the class names by which `generate`, too, recognizes assistants that read the target's cache
+# the class names by which `generate` also recognizes assistants that read the target's cache
 TARGET_CACHE_ASSISTANTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
@@ -243,7 +243,7 @@ if not _current_names:
 
 def cache_name(model: Any) -> str:
     """Returns the name of the model's forward argument for the cache: the one in the forward's
-    signature or, if there is none, that of the installed version."""
+    signature or, if there is none, the installed version's."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), OUTPUT_CACHE)
 

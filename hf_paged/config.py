@@ -152,7 +152,7 @@ class PrefixTiers:
 
     A block is copied to host memory when it is evicted, when its pool is released or when the
     process ends. A thread writes it to disk once the weights that computed it are fingerprinted,
-    which happens at the latest when 64 MiB of blocks wait for that or an engine has no more
+    which happens no later than when 64 MiB of blocks wait for that or an engine has no more
     requests. Evicted blocks are lost while the blocks that wait for a fingerprint or to be
     written take more than 256 MiB plus a quarter of the free host memory. If the disk is full,
     writing is tried again after a minute. If the folder itself fails later (permission lost, `EIO`,
@@ -303,8 +303,8 @@ class PagedConfig:
         kv_dtype (`str`, *optional*):
             Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`,
             with a float32 scale per token and head: about half the bytes of bfloat16. Attention
-            reads them in place. Generated tokens are then those of a model with rounded keys and
-            values, not those of plain `generate`. States of linear attention are not quantized.
+            reads them in place. The generated tokens then come from rounded keys and values, and
+            may differ from plain `generate`. States of linear attention are not quantized.
             `None`: the dtype in which the model computes.
         max_num_batched_tokens (`int`, defaults to 2048):
             Maximum number of tokens in one forward of the engine. Prompts that do not fit beside

@@ -69,7 +69,7 @@ def notify_in_child(listener: Any) -> None:
 def notify_around_forks(listener: Any) -> None:
     """Makes each fork call `listener.before_fork()`, then `listener.after_in_parent()` in the
     parent and `listener.after_in_child()` in the child. The last is called before any `after_fork`,
-    since one of those may drop the listener, which is referenced weakly."""
+    since one of them may drop the listener, which is referenced weakly."""
     _fork_listeners.add(listener)
 
 

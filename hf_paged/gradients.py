@@ -33,7 +33,7 @@ class GraphStates(NamedTuple):
 
     def select(self, function: Callable[[Tensor], Tensor]) -> GraphStates | None:
         """Returns states with `function` applied to keys and to values; `None` if gradients are
-        disabled, since `DynamicLayer` would lose its graph, too."""
+        disabled, since `DynamicLayer` would also lose its graph."""
         if not torch.is_grad_enabled():
             return None
         keys = function(self.keys)
@@ -107,7 +107,7 @@ def detach(cache: PagedCache) -> None:
     for layer in cache.layers:
         if isinstance(layer, PagedLayer):
             layer.graph_states = None
-        # states of linear attention, keys of indexers and the like
+        # such as states of linear attention and keys of indexers
         tensors = {
             name: value
             for name, value in vars(layer).items()

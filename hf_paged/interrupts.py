@@ -287,8 +287,8 @@ def _code_of(handler: Any) -> CodeType | None:
 
 def _received_frame(frame: FrameType, interrupted: FrameType) -> bool:
     """Whether a frame, not of hf_paged, got the frame that it interrupted as an argument, as signal
-    handlers do. (It does not suffice to compare its code with that of the current handlers: a
-    handler may install another handler before it raises.)"""
+    handlers do. (It does not suffice to compare its code with the current handlers' code: a handler
+    may install another handler before it raises.)"""
     code = frame.f_code
     if code.co_filename.startswith(_PACKAGE):
         return False

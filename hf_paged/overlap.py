@@ -88,8 +88,8 @@ class SharedLoop(CallLoop):
     thread of a caller that waits for logits takes a step for all callers. After their first tokens,
     it also samples for all callers whose code no step runs, so that their threads need not wake up.
     The other callers sample in their own threads, without a lock, as their processors, criteria and
-    streamers may be slow. A step waits for them briefly, except for those that were late the last
-    time; before it computes prompts, also for calls that have just started."""
+    streamers may be slow. A step waits briefly for callers that were not late the last time and,
+    before it computes prompts, also for calls that have just started."""
 
     def __init__(self, loop: StepLoop, is_private: bool) -> None:
         super().__init__(loop)
@@ -213,7 +213,7 @@ class SharedLoop(CallLoop):
         if any(caller.sampling_since is not None for caller in callers):
             return True
         if stepper is not None and stepper.thread_id == thread:
-            # the call that asks is this step, which lacks blocks, or one that this step waits for
+            # this step, which lacks blocks, or a call that it waits for is asking
             return False
         return bool(callers) and (stepper is not None or self._shortage is None)
 
@@ -383,7 +383,7 @@ def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[Sh
         autocast_dtype(device),
         torch.is_inference_mode_enabled(),
         stream,
-        # torch's function and dispatch modes are those of one thread
+        # torch's function and dispatch modes belong to one thread
         threading.get_ident() if any(num_modes()) else None,
     )
     user = object()

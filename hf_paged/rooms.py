@@ -1,4 +1,4 @@
-"""The rooms beside the core: features in separate folders or modules, each imported when a call
+"""The rooms around the core: features in separate folders or modules, each imported when a call
 first needs it, and the protocol that each room's module implements. The caller decides whether a
 call needs a room."""
 
@@ -312,8 +312,8 @@ class MediaRoom(Protocol):
 
     run_prompts: Callable[..., LogitsPart]
     """Takes a model, an empty cache, a list of `WholePrompts` that `check` has returned, and the
-    step's plan. Runs one forward of all rows of these prompts, even of those that the step does not
-    compute; returns the logits of rows of the step."""
+    step's plan. Runs one forward of all rows of these prompts, even if the step does not compute
+    them; returns the logits of the step's rows."""
 
     position_axes: Callable[..., list[list[int]] | None]
     """Takes a step's plan and the tokens' positions in their sequences. Returns

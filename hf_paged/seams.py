@@ -50,8 +50,8 @@ class Drafter(Protocol):
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
         """Begins to draft for a row, before its request is queued. Returns whether the row's first
-        new token is drafted, too, and the namespace in which the request shares prefixes: usually
-        that of the request."""
+        new token is also drafted, and the namespace in which the request shares prefixes, usually
+        the request's own."""
 
     def detach(self, generation: Generation) -> None:
         """Stops drafting for a row, which need not be attached. May be called while another thread
@@ -213,12 +213,12 @@ class Recorder(Protocol):
         prepared)`, which replays a step with these model inputs and, unless `check` must follow,
         changes the states, and returns logits `(rows, vocab_size)`, or `None` if no recording
         serves the step; and `check(rectangle, replayed, expected, inputs)`, which compares the
-        logits and states of that replay with those of the model's own forward, as `check` does,
-        and the next step's inputs with those that follow from its last `inputs`."""
+        logits and states of that replay with the results of the model's own forward, as `check`
+        does, and the next step's inputs with the ones that follow from its last `inputs`."""
 
     def in_order(self) -> AbstractContextManager[None]:
-        """A context for a step: its work on the device follows that of the previous step, even
-        across streams."""
+        """A context for a step: its work on the device follows the previous step's, even across
+        streams."""
 
     def run_ahead(self, memory: PagedMemory, scheduler: Scheduler) -> RunAhead | None:
         """Returns the part that launches steps before their input tokens are on the host; `None` if
@@ -392,8 +392,8 @@ MakeTier = Callable[
     ["PreTrainedModel", "PagedMemory", "BlockManager", "PagedConfig", "Layout"],
     tuple[Tier | None, str | None],
 ]
-"""Returns the tier for a model's new loop, perhaps that of an earlier loop with this block manager;
-or `None` and the reason why there is none."""
+"""Returns the tier for a model's new loop, perhaps from an earlier loop with this block manager; or
+`None` and the reason why there is none."""
 
 
 # Several processes
@@ -424,7 +424,7 @@ class Processes(Protocol):
 
     def run(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
         """Announces to the other processes the next `PackedRunner.compute` with these arguments.
-        `names`: those of its `ForwardContext`; `None` without one."""
+        `names`: from its `ForwardContext`; `None` without one."""
 
     def forward(self) -> AbstractContextManager[None]:
         """A context for a forward of all processes: an error passes through if each of them raises

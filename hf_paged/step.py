@@ -60,7 +60,7 @@ class ReadCounters:
 
     in_place: int = 0
     gathered: int = 0
-    gathered_decodes: int = 0  # those of `gathered` in steps of one query per row
+    gathered_decodes: int = 0  # included in `gathered`: in steps of one query per row
     latent: int = 0  # applications of an MLA expansion to outputs instead of latents
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadCounters:
@@ -100,7 +100,7 @@ class Cascade(NamedTuple):
     """A step of one-query rows, split into two steps because groups of rows share leading blocks
     (cascade inference, FlashInfer, arXiv 2501.01005, sec. 3.1.2)."""
 
-    tails: StepMetadata  # all rows; those of groups start where their shared prefix ends
+    tails: StepMetadata  # all rows; rows of a group start where their shared prefix ends
     # one row per group: the shared tokens and blocks, with the group's rows as queries
     prefixes: StepMetadata
     query_index: Tensor  # (n,) int32 on the device: the rows of the groups, group by group
@@ -108,7 +108,7 @@ class Cascade(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
-    """The metadata of `n` rows with `T` tokens in all. The cache makes one object for each layer
+    """The metadata of `n` rows with `T` tokens in total. The cache makes one object for each layer
     group; attention narrows it to the positions that are visible under a mask. Query `i` of a row
     is at position `seq_len - query_len + i`, which is negative for a padding query."""
 
@@ -136,7 +136,7 @@ class StepMetadata:
     in `block_ids`."""
     key_len: int | None = None
     """For packed rows and the model's own attention code: the number of keys that this code gets
-    for every row (those of the longest row or, in a recorded step, the slots of a block table).
+    for every row (the longest row's or, in a recorded step, the number of slots of a block table).
     Otherwise `None`."""
     columns: range | None = None
     """Columns of the padded batch that a layer's keys and values have, including new ones; `None`
@@ -218,8 +218,8 @@ class StepMetadata:
 
     @property
     def on_device(self) -> Lengths:
-        """The lengths on the device: those that a replay reads, or a copy of the host's, made
-        once."""
+        """The lengths on the device: the tensors that a replay reads, or a copy of the host's
+        lengths, made once."""
         return self.lengths or self.plan(_copy_lengths)
 
     @property

@@ -117,7 +117,7 @@ class _SwitchedContext(Generic[T]):
         for item in reversed(items):
             try:
                 self._switches.leave(item)
-            except BaseException as error:  # the other items must be restored, too
+            except BaseException as error:  # the other items must also be restored
                 last_error = error
         if last_error is not None:
             raise last_error

@@ -17,8 +17,8 @@ setup_seconds: ContextVar[dict[str, float] | None] = ContextVar(
 
 @restoring
 def timed(part: str) -> Iterator[None]:
-    """A context whose duration, without that of other parts within it, is added to the seconds of
-    `part`."""
+    """A context whose duration, without the duration of other parts within it, is added to the
+    seconds of `part`."""
     seconds = setup_seconds.get()
     if seconds is None:
         yield

@@ -62,8 +62,8 @@ def _with_names(
 
 def _confine_hooks(model: nn.Module, hooks: Hooks) -> list[str]:
     """Replaces the hooks that PEFT has just set by hooks that apply only where `hooks`, to which
-    they are added, are those of the current scope. Returns the names that PEFT passes: one per
-    prompt or, if it has repeated them for beams, per row."""
+    they are added, belong to the current scope. Returns the names that PEFT passes: one per prompt
+    or, if it has repeated them for beams, per row."""
     names: list[str] = []
     for module in model.modules():
         for hook_id, hook in list(module._forward_pre_hooks.items()):

@@ -116,7 +116,7 @@ class LoopAdapters:
         self.pages.unpin(request.adapter, request)
 
     def prefetch(self, waiting: Sequence[Request]) -> None:
-        """Starts to load those adapters of the next requests that are not in the pool."""
+        """Starts to load the adapters of the next requests that are not in the pool."""
         next_requests = waiting[:MAX_PREFETCH_REQUESTS]
         needed = dict.fromkeys(
             request.adapter for request in next_requests if request.adapter_bytes
@@ -139,7 +139,7 @@ class LoopAdapters:
         return mixing(self._model, self._mix_of(((self.load(adapter), 0, 0),)))
 
     def context_of(self, names: Any) -> contextlib.AbstractContextManager[ForwardContext | None]:
-        """A context like that of another process whose `ForwardContext.names` are `names`. Raises
+        """A context like another process's whose `ForwardContext.names` are `names`. Raises
         [`AdapterError`] if an adapter is missing, or cannot be loaded or mixed."""
         if not isinstance(names, list):
             check_adapter(self._model, names)
@@ -329,7 +329,7 @@ class LoopAdapters:
 
 
 def _mixing_check(trial: Trial) -> str | None:
-    """How the logits of rows with different adapters in one step differ from those of each row
+    """How the logits of rows with different adapters in one step differ from each row's logits
     alone; `None` if they agree. Raises `ForwardFailedError` if a forward fails."""
     batched, single = batched_and_single_logits(trial, sample_tokens(trial.model))
     return trial.difference(single, batched, condition="with several adapters in a forward")

@@ -88,11 +88,11 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
     to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast and unless
-    the queries are float64, in that of autocast. Keys and values that are handles of a
+    the queries are float64, in autocast's dtype. Keys and values that are handles of a
     [`PagedCache`] are read in place in a packed step, and in other steps if tokens were cached
-    before, rows have few queries, and the result equals that of the model's implementation.
+    before, rows have few queries, and the model's implementation would give the same result.
     Otherwise that implementation is called with ordinary tensors, and its attention weights, if
-    any, are returned, too. `attention_mask`: a [`PagedMask`], or a mask for the model's
+    any, are also returned. `attention_mask`: a [`PagedMask`], or a mask for the model's
     implementation, which also defines the `kwargs` (`scaling`, `dropout`, `softcap`, `s_aux`,
     `position_bias`, ...). Raises `NotPackable` if the backends cannot compute a packed step,
     `NotCapturable` if a recorded step needs the host, and `ValueError` if the mask shows padding
@@ -154,7 +154,7 @@ def _attend_packed_step(
     if features is None or features[3] is not None:
         raise NotPackable(
             "packed steps compute transformers' own attention, with softcap and sinks but without"
-            f" gradients, and {type(module).__name__} asks for something else, such as dropout, a"
+            f" gradients, and {type(module).__name__} needs something else, such as dropout, a"
             " position bias or another attention function"
         )
     if query.shape[0] != 1 or query.shape[2] != step.num_tokens:

@@ -74,7 +74,7 @@ _NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
 
 class PagedMask(LazyTensor):
     """The symbolic mask `(batch, 1, query_length, kv_length)` of a mask function whose pattern is
-    known; our attention function reads the pattern. A slice of the last queries is symbolic, too.
+    known; our attention function reads the pattern. A slice of the last queries is also symbolic.
     Other operations get a dense mask in the format of the model's own implementation
     (`model_attention`)."""
 
@@ -140,8 +140,8 @@ class PagedMask(LazyTensor):
         return self._resolved[key]
 
     def dense(self) -> Tensor:
-        """Returns the dense mask, in the format of the model's own implementation; in that of
-        `sdpa` for implementations without dense masks."""
+        """Returns the dense mask, in the format of the model's own implementation, or of `sdpa` if
+        that implementation has no dense masks."""
         implementation = "eager" if self.model_attention == "eager" else "sdpa"
         mask: Tensor = self.resolve(implementation, **_NO_SKIP)
         return mask.expand(self.shape)

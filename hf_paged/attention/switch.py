@@ -31,7 +31,7 @@ NAME = "hf_paged"
 
 
 class _SwitchedName(str):
-    """Our name in a switched config. It compares equal to the config's original name, too, and
+    """Our name in a switched config. It also compares equal to the config's original name, and
     pickles as that name."""
 
     original: str
@@ -257,7 +257,7 @@ def calls_interface(modules: Iterable[nn.Module]) -> bool:
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     """Returns the configs from which attention layers with a cache read their implementation,
-    without those that name ours because the model was loaded with it. `modules`: all modules of a
+    except configs that name ours because the model was loaded with it. `modules`: all modules of a
     model."""
     switchable = {}
     for (config_id, _), config in _configs_of_readers(modules).items():

@@ -120,7 +120,7 @@ def reject_engine_arguments(options: Mapping[str, Any]) -> None:
 
 
 def reject_request_arguments(names: Iterable[str]) -> None:
-    """Raises `TypeError` for `names`, those of the unknown keyword arguments of a request; does
+    """Raises `TypeError` for `names`, the names of a request's unknown keyword arguments; does
     nothing if there are none."""
     if unknown := list(names):
         hint = suggest(unknown, [*RequestOptions.__annotations__, *generation_options()])
@@ -254,7 +254,7 @@ def check_logprobs(options: RequestOptions) -> int:
         if not isinstance(getattr(options, name), bool):
             value = shown(getattr(options, name))
             raise ValueError(
-                f"`{name}` is {value}: it must be True or False; `top_logprobs` asks for"
+                f"`{name}` is {value}: it must be True or False; `top_logprobs` requests"
                 " alternatives"
             )
     count = as_whole(
@@ -404,7 +404,7 @@ def check_generation_config(value: Any) -> None:
         raise ValueError(f"`GenerationConfig` has no option {quoted(unknown)}{hint}")
     check_numbers(value)
     for name in ("num_beams", "num_return_sequences"):
-        # `generate`, too, rejects `None` as a keyword argument
+        # `generate` also rejects `None` as a keyword argument
         if value.get(name, 1) is None and not is_saved_config(value):
             raise ValueError(
                 f"`{name}` is None: leave it out, or pass a whole number of at least 1"

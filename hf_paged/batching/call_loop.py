@@ -41,8 +41,8 @@ class CallLoop(Holder):
         finish: Callable[[StepLoop], T],
     ) -> T:
         """Runs the generation to its end and returns `finish(loop)`, which is called before the
-        generation's blocks are freed. Raises the error that ended the generation, or that of a step
-        taken by this thread. `checks_weights`, `allows_replays`: for `Executor.begin`."""
+        generation's blocks are freed. Raises the error that ended the generation, or the error of a
+        step taken by this thread. `checks_weights`, `allows_replays`: for `Executor.begin`."""
         executor = self.loop.executor
         span = StableSpan(
             is_call=True,

@@ -119,8 +119,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 `quantization_config`, `revision`, `attn_implementation`, ...
 
         Raises:
-            OSError, TypeError, ValueError: those of transformers' `from_pretrained` and of
-                [`PagedEngine`].
+            OSError, TypeError, ValueError: as transformers' `from_pretrained` and [`PagedEngine`]
+                do.
         """
         # all checks that need no model come before the load
         fields = PagedConfig.__annotations__
@@ -274,7 +274,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     def step(self) -> list[RequestOutput]:
         """Takes a step: computes the requests that fit, and samples the next token of each sequence
         whose prompt is computed (several tokens with drafts). Returns the outputs of requests added
-        with `add_request`; `generate` and `stream` read those of their own requests. Also returns
+        with `add_request`; `generate` and `stream` read their own requests' outputs. Also returns
         the outputs of steps that other threads have taken since the last call: all outputs with a
         result, and the last 16,384 others (the results hold the tokens of dropped outputs).
 
@@ -351,7 +351,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
     ) -> Generator[RequestOutput, None, None]:
         """Yields the outputs of all prompts as they become available. Generated request ids are
         numbered in the order of the prompts. Closing the iterator cancels unfinished requests,
-        after the step in progress, if any. The arguments and errors are those of `generate`; there
+        after the step in progress, if any. The arguments and errors are as in `generate`; there
         is no progress bar."""
         return RequestStream(
             self._core, self.tokenizer, options, prompts, generation_config, attention_mask
@@ -417,7 +417,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         """Writes the K/V of a prompt to a safetensors file that only its owner can read (mode
         600). `load_prefix` loads the file into this engine, or into an engine of the same model in
         another process. First generates one token, to compute the blocks that are not cached.
-        Returns the number of tokens in the file: those of the prompt's full blocks.
+        Returns the number of tokens in the file, which holds the prompt's full blocks.
 
         Args:
             prompt (as in `add_request`): Token ids, text, or the messages of a chat.

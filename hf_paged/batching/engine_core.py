@@ -203,7 +203,7 @@ class EngineCore(EngineLoop):
         result = state.result(reason)
         if last_outputs is None:
             last_outputs = state.remaining_outputs(result)
-        # a result without tokens needs an output, too
+        # a result without tokens also needs an output
         outputs = last_outputs or [RequestOutput(state.request_id)]
         outputs[-1].result = result
         self.totals.add(result)

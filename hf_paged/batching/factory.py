@@ -137,7 +137,7 @@ def choose_layout(
     """Returns the best layout in which each sequence gets the same results as alone. With
     `batch_invariant`, raises `ValueError` if the numbers of a row would still depend on other rows,
     and `RoomMissingError` without the room `tape`, which computes rows in a fixed order.
-    `capability`: that of the model and `cache`, if the caller has one."""
+    `capability`: for the model and `cache`, if the caller has one."""
     layout = (capability or Capability(model, cache, make_runner)).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")

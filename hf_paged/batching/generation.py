@@ -113,7 +113,7 @@ class Generation:
         self.kept_blocks, self._logits, self.parts = {}, {}, parts
 
     def take_logits(self, logits: Tensor | None, index_by_row: dict[int, int]) -> Tensor | None:
-        """Takes a step's logits `(n, vocab)`: those of row `r` have the index `index_by_row[r]`. If
+        """Takes a step's logits `(n, vocab)`, with row `r`'s at index `index_by_row[r]`. If
         all open rows have logits now, returns these in order, `(len(open_rows), vocab)`, and keeps
         none. Otherwise keeps copies of the new ones and returns `None`. Also returns `None` if no
         row is open."""

@@ -116,8 +116,8 @@ class StepLoop:
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
         """Returns the generations to end when a repeated step raises `error`: if a waiting request
-        may begin, and no request runs or `error` is an `OutOfBlocksError`, that of the first such
-        request; otherwise those of running requests."""
+        may begin, and no request runs or `error` is an `OutOfBlocksError`, the generation of the
+        first such request; otherwise the generations of running requests."""
         first = self.first_waiting_generation
         running = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running or isinstance(error, OutOfBlocksError)):
@@ -238,8 +238,8 @@ class StepLoop:
         self, ready: Ready, span: StableSpan, fetch: Fetch | None = None
     ) -> BaseException | None:
         """Samples the next tokens of generations that `compute` returned (`fetch` as in
-        `sample_step`). Adds to `unreported` the generations that ended, and those that report every
-        step (not `skips_reports`). Interrupted sampling is repeated in a later step; generations
+        `sample_step`). Adds to `unreported` the generations that ended or report every step (not
+        `skips_reports`). Interrupted sampling is repeated in a later step; generations
         that cannot repeat it end. Returns an interrupt that stopped the sampling of one generation;
         raises an exception that stopped the sampling of all. Another thread may compute other
         generations meanwhile."""

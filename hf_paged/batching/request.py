@@ -79,7 +79,7 @@ class Sequence:
         return self.num_computed_tokens
 
     def register_last(self) -> None:
-        """Called before the blocks are freed or swapped out: registers those that are full. Takes
+        """Called before the blocks are freed or swapped out: registers the full blocks. Takes
         no snapshot at a stop, since no later step would copy the state."""
         self.blocks.stops = ()
         self.register(self.num_computed_tokens)
@@ -143,8 +143,8 @@ class Sequence:
         self.num_computed_tokens = parent.num_computed_tokens
 
     def fork_from(self, parent: Sequence) -> None:
-        """Copies the tokens and counts of `parent`, shares its blocks on the host, and forks those
-        in the pool. Does not free this sequence's earlier blocks."""
+        """Copies the tokens and counts of `parent`, shares its blocks on the host, and forks its
+        blocks in the pool. Does not free this sequence's earlier blocks."""
         self.share_blocks(parent)
         self.token_ids, self.swapped = list(parent.token_ids), parent.swapped
         self.logits_length = parent.logits_length

@@ -53,7 +53,7 @@ class SequenceResult:
 
 @dataclass(frozen=True)
 class RequestResult:
-    """The result of a request. `token_ids`, `text`, `finish_reason` and `logprobs` are those of
+    """The result of a request. `token_ids`, `text`, `finish_reason` and `logprobs` are taken from
     its first sequence.
 
     Args:
@@ -219,7 +219,7 @@ class EngineStats:
         num_finished, num_preemptions, num_swaps (`int`): Requests that have ended, even early;
             preemptions; and swaps to host memory; since the engine was made.
         num_prompt_tokens, num_prefix_hit_tokens (`int`): Prompt tokens of the requests admitted
-            since the engine was made, and those of them found in the prefix cache.
+            since the engine was made, and how many of them were found in the prefix cache.
         num_generated_tokens, num_steps (`int`): Since the engine was made.
         num_captured_steps (`int`): Forwards replayed from a recording since the engine was made. A
             step runs several forwards if its adapters cannot share one.
@@ -331,8 +331,8 @@ MAX_PENDING_OUTPUTS = 1 << 14  # limit on outputs without a result, which take a
 
 
 def trim_pending(outputs: list[RequestOutput]) -> None:
-    """Of the outputs without a result, drops all but the last `MAX_PENDING_OUTPUTS`. The results
-    will contain the dropped tokens."""
+    """Drops all outputs without a result but the last `MAX_PENDING_OUTPUTS`. The results will
+    contain the dropped tokens."""
     if len(outputs) <= MAX_PENDING_OUTPUTS:
         return
     unfinished = [output for output in outputs if not output.finished]

@@ -50,7 +50,7 @@ def _is_interactive() -> bool:
 
 
 class RequestStream:
-    """One call of `PagedEngine.generate`, `stream` or `astream`. `prompt_arguments` are those of
+    """One call of `PagedEngine.generate`, `stream` or `astream`. `prompt_arguments` are passed to
     `split_prompts`: prompts, generation configs and an attention mask. The constructor raises
     `TypeError` and `ValueError` as `PagedEngine.generate` does."""
 
@@ -140,7 +140,7 @@ class RequestStream:
 
     def _step(self, span: StableSpan) -> None:
         """Takes a step, unless another thread's step has filled the output queue. If the step
-        raises an error, logs a warning; the next call repeats the step and, if that fails, too,
+        raises an error, logs a warning; the next call repeats the step and, if that also fails,
         ends the step's requests. Raises interrupts and `RankLostError`, and `RuntimeError` if this
         thread has paused the engine, or if requests are gone without a result."""
         core = self.core

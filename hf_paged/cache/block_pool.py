@@ -29,7 +29,8 @@ class BlockPool:
     free. Cached blocks are evicted in LRU order (RadixAttention, arXiv 2312.07104, section 3)."""
 
     def __init__(self, num_blocks: int = 0, select: BlockSelector | None = None) -> None:
-        """`select` selects the blocks to allocate; by default, those free for the longest time."""
+        """`select` selects the blocks to allocate; by default, the ones free for the longest
+        time."""
         self._refcounts: list[int] = []
         self._free: OrderedDict[int, None] = OrderedDict()
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -305,7 +306,7 @@ class BlockTable:
         return self.block_ids[num_blocks - 1 - self.num_dropped]
 
     def read_only_blocks(self, first: int, end: int) -> list[int]:
-        """Returns those blocks of tokens `[first, end)` that must not be written to, since they are
+        """Returns the blocks of tokens `[first, end)` that must not be written to, since they are
         shared or kept."""
         pool = self.pool
         if pool.is_exclusive:

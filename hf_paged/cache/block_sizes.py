@@ -12,7 +12,7 @@ from ..config import AUTO
 from .groups import GroupSpec
 
 DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
-MAX_NUM_LENGTHS = 1024  # final lengths kept: those of the sequences that ended last
+MAX_NUM_LENGTHS = 1024  # final lengths kept, of the sequences that ended last
 MIN_GAIN = 0.02  # smallest reduction of the loss that justifies rebuilding a pool
 # after this many ended sequences without a prefix cache hit, cached blocks count as worthless
 MIN_ENDED_WITHOUT_HIT = 64

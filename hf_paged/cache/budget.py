@@ -77,7 +77,7 @@ def bytes_of_others(memory: Any) -> int:
 
 def charge(memory: Any, more_bytes: int = 0) -> bool:
     """Charges this pool, whose lock the caller holds, for its current bytes plus `more_bytes`.
-    Returns `False`, with nothing charged, if they do not fit in the budget beside the other pools,
+    Returns `False`, with nothing charged, if they do not fit in the budget alongside other pools,
     even after idle ones are freed."""
     needed_bytes = memory.occupied_bytes + more_bytes
     if limit(memory) is None or needed_bytes <= memory.charged_bytes:
@@ -129,7 +129,7 @@ def _idle_pools(pools: list[Any]) -> list[Any]:
 
 
 def _free_until_fits(needed_bytes: int, memory: Any) -> bool:
-    """Frees idle pools until `needed_bytes` of `memory` fit in the budget beside the other pools.
+    """Frees idle pools until `needed_bytes` of `memory` fit in the budget alongside other pools.
     Returns whether they fit."""
     while (total := _limit) is not None:
         other_pools = _other_pools(memory)

@@ -155,9 +155,9 @@ def mapping_error(size: int, error_number: int | None) -> MemoryError:
 
 def reserved_tensor(size: int) -> torch.Tensor:
     """Returns a `(size,)` uint8 tensor in host memory on Linux, committed when written to. Such
-    tensors never make `fork` fail under Linux's default policy, which charges ordinary allocations
-    to the child, too, and refuses more than the machine has. Raises `MemoryError` if the addresses
-    cannot be mapped."""
+    tensors never make `fork` fail under Linux's default policy, which also charges ordinary
+    allocations to the child, and refuses more than the machine has. Raises `MemoryError` if the
+    addresses cannot be mapped."""
     memory = reserve_addresses(size, mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

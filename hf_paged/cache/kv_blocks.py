@@ -32,7 +32,7 @@ KVFormat: TypeAlias = tuple[int, int, torch.dtype]
 @dataclass(eq=False)
 class KVBlocks:
     """Blocks of one layer: `keys` and `values` `(num_blocks, heads, block_size, dim)` are views of
-    `data`. `dtypes` are those of the model's K/V, which blocks may store in another dtype.
+    `data`. `dtypes` are the dtypes of the model's K/V, which blocks may store in another dtype.
     If stored K and V agree in heads, dim and dtype, `data` is one tensor `(num_blocks, 2 * heads,
     block_size, dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
     tensor `(num_blocks, heads, block_size, key_dim + value_dim)`; otherwise two tensors. With

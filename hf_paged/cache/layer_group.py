@@ -103,7 +103,7 @@ class LayerGroup:
         Returns the step, on `device` unless another layer began it. Raises `OutOfBlocksError`, with
         nothing allocated, if too few blocks are available; `ValueError` if the batch size differs
         from the number of rows, or if the layer cannot catch up with the others; and `NotPackable`
-        if the sizes differ from those of the packed step."""
+        if the sizes differ from the packed step's."""
         if self.packed_step is not None:
             sizes = (batch_size, query_len)
             if sizes != (1, self.packed_step.num_tokens):
@@ -172,7 +172,7 @@ class LayerGroup:
     @guarded
     def undo_first_step(self, length: int) -> None:
         """Undoes a failed first step of `length` positions, so that it can be retried with the same
-        paddings: empties the tables. If all other groups are empty, too, drops the rows, so that a
+        paddings: empties the tables. If all other groups are also empty, drops the rows, so that a
         step with another batch size can begin. Does nothing to borrowed rows."""
         if self.rows.is_borrowed or not self.paddings:
             return

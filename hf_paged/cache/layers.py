@@ -22,7 +22,7 @@ from .layer_group import LayerGroup
 from .reading import read_pair, read_rows
 from .waits import Shortage
 
-# Layers that store nothing, such as those that read another layer's K/V. Older versions of
+# Layers that store nothing, such as layers that read another layer's K/V. Older versions of
 # transformers lack the class.
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 

@@ -284,7 +284,7 @@ class PagedMemory:
 
     def _max_bytes(self, if_unused: bool = False) -> int | None:
         """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without
-        either. With `if_unused`, those that they would allow if no other pool were in use."""
+        either. With `if_unused`, as if no other pool were in use."""
         budget_bytes = budget.limit(self) if if_unused else budget.share(self)
         fraction = self.config.memory_fraction
         if fraction is not None and self._fraction_limit is None:
@@ -334,7 +334,7 @@ class PagedMemory:
         return bool(unused)
 
     def _release(self, groups: Iterable[GroupMemory]) -> None:
-        """Frees the memory of these groups, and that of recorded steps."""
+        """Frees the memory of these groups and of recorded steps."""
         self._released_peak_bytes = self.peak_bytes
         for group in groups:
             group.release()
@@ -365,7 +365,7 @@ class PagedMemory:
 
     def end_call(self, call: Hashable, plain_bytes: int | None) -> None:
         """Unless the call failed (`plain_bytes` is `None`) or another call overlapped it, records
-        the bytes of keys and values at its peak, and `plain_bytes`, those of a plain cache."""
+        the bytes of keys and values at its peak, and `plain_bytes`, the bytes of a plain cache."""
         with self.lock:
             is_lone, self._lone_call = self._lone_call is call, None
             self._calls.discard(call)

@@ -58,7 +58,7 @@ class PagedCache(DynamicCache):
             kinds of its layers. Without one, every layer has full attention and is created on its
             first update.
         paged_config ([`PagedConfig`] or `dict`, *optional*): Options of a new memory for this
-            cache; with `memory`, they must equal those of that memory.
+            cache; with `memory`, they must equal that memory's options.
         memory ([`PagedMemory`], *optional*): A memory to share with other caches; by default, a new
             one.
         kind (`str`): The kind of this cache's groups in the memory (`GroupSpec.kind`).

@@ -28,7 +28,7 @@ class Link(NamedTuple):
 
 
 class Node:
-    """`node_size` tokens, which follow those of its ancestors, and for each layer group the block
+    """`node_size` tokens that follow its ancestors' tokens, and for each layer group the block
     that ends with them, if the index has one. The root of a namespace has no tokens and is its own
     parent."""
 
@@ -53,7 +53,7 @@ class Node:
 class PrefixIndex:
     """Finds blocks by their tokens and all earlier tokens (prefix caching as in SGLang's
     RadixAttention, arXiv 2312.07104, section 3, but by whole blocks). A lookup of the pools' blocks
-    compares tokens, not just hashes; blocks in a tier are found by digest. Of several blocks with
+    compares tokens, not just hashes; blocks in a tier are found by digest. If several blocks have
     the same content, only the first is registered. A node that loses its block in a full-attention
     group is removed with its subtree; in a window group, nodes may lack blocks. A group of states
     is a window group of which only the last node's block is needed: the snapshot after that node. A
@@ -95,7 +95,7 @@ class PrefixIndex:
         return self._roots[namespace]
 
     def needed_nodes(self, group: int, num_nodes: int) -> range:
-        """Returns the indices, among the first `num_nodes` nodes of a path, of those whose block in
+        """Returns the indices of the nodes, among the first `num_nodes` of a path, whose block in
         the group is visible to the first query after these nodes."""
         window = self._windows[group]
         ratio = self._ratios[group]

@@ -86,10 +86,10 @@ class Functions:
     def __init__(self) -> None:
         self.pending = deque[Any]()
         self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
-        self._methods = dict[str, list[Any]]()  # those of user code that no code has named, by name
+        self._methods = dict[str, list[Any]]()  # user code's methods not named by code yet, by name
 
     def add_method(self, name: str, function: Any) -> None:
-        """Adds a function in a class. Of a library's function, only adds the names in its code."""
+        """Adds a function in a class; for a library's function, only the names in its code."""
         if name in _SETUP_METHODS:
             return
         if not is_user_module(globals_module(function)):

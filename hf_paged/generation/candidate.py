@@ -52,7 +52,7 @@ class Candidate:
         self.adapter_names = adapter_names
         self.inputs = loop.inputs()  # each prompt `call.repeats` times
         self.config = self.inputs.generation_config
-        # not from the memory, whose config may be that of another thread's call
+        # not from the memory, whose config may come from another thread's call
         self.paged_config = PagedConfig.coerce(self.config.cache_config)
         # inputs of the model's forward
         self.model_kwargs: dict[str, Any] = arguments.get("model_kwargs", {})
@@ -142,7 +142,7 @@ class Candidate:
                 Topic.OPTIONS("`is_assistant`, `prefill_chunk_size` or `low_memory` is set"): (
                     config.is_assistant or is_chunked or config.low_memory
                 ),
-                Topic.OPTIONS("`custom_generate` may go on with the cache"): (
+                Topic.OPTIONS("`custom_generate` may continue with the cache"): (
                     self.call.has_custom_loop
                 ),
                 Topic.RANKS("`max_time` would end rows by each rank's own clock"): (
@@ -292,8 +292,8 @@ class Candidate:
         return longest > limit + 1
 
     def _mixes_rotary_factors(self) -> bool:
-        """Whether the rotary factors of a batch may differ from those that one of its rows gets
-        alone, since the rows differ in length."""
+        """Whether a row may get other rotary factors in the batch than alone, since the rows differ
+        in length."""
         if not any(self.paddings):
             return False
         rope = find_length_rope(self.model, self.model.modules())

@@ -43,8 +43,8 @@ def find_costs(
 ) -> tuple[dict[int, float], str]:
     """Returns the nanoseconds per context token, by block size (in tokens), of the backend that
     computes attention of a model in `dtype` on `device`, and a phrase for messages that says where
-    they were measured. If none were, returns an empty `dict` and the reason. `kv_dtype` is that of
-    `PagedConfig`. On a CPU without times of its own, uses those of the highest x86-64 level
+    they were measured. If none were, returns an empty `dict` and the reason. `kv_dtype` is as in
+    `PagedConfig`. On a CPU for which none were measured, uses the times of the highest x86-64 level
     that has some. Raises the errors of `kernels.preferred_backend`."""
     backend = preferred_backend(torch.empty(0, device=device))
     entry = entry_name(backend, kv_dtype or str(dtype).removeprefix("torch."))

@@ -77,7 +77,7 @@ class Deltas:
 
 class RecordedDeltas:
     """[`Deltas`] for captured steps: the Triton kernels read the ranges of rows from the device,
-    where the caller changes them between replays. The arguments are those of
+    where the caller changes them between replays. The arguments are as in
     `triton.lora.make_range_table`."""
 
     def __init__(

@@ -14,7 +14,7 @@ from ..attention.masks import PagedMask
 class LookAhead:
     """An observer of attention (`attention.observers`) that finds the positions that attended to
     later ones in a forward over prompts, which are rows of `length` columns. The forward computes
-    the columns from `first` on; a cache holds those before."""
+    the columns from `first` on; a cache holds the earlier ones."""
 
     paddings: list[int]  # number of leading padding columns of each row
     length: int

@@ -338,8 +338,8 @@ class MediaPrompts(Prompts):
         return logits, observer.look_ahead_mask()
 
     def prepare_positions(self, model: Any) -> None:
-        """Sets `position_ids` to those that the model's own preparation returns or, if it returns
-        none, to the columns, which the model then uses as positions. Does nothing for a model that
+        """Sets `position_ids` as the model's own preparation returns them or, if it returns none,
+        to the columns, which the model then uses as positions. Does nothing for a model that
         takes no `position_ids`, or that uses transformers' preparation."""
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         if not takes_positions or is_stock(model, "prepare_inputs_for_generation"):

@@ -166,9 +166,9 @@ Writes = dict[WriteKey, Write]
 
 
 def judge_writes(trial: Trial) -> None:
-    """Records in `writes.Notes` two kinds of attributes that the trial's forwards wrote: those that
-    every forward overwrites and none reads, and those that the engine's forwards overwrite and
-    later forwards read."""
+    """Records in `writes.Notes` two kinds of attributes that the trial's forwards wrote: attributes
+    that every forward overwrites and none reads, and attributes that the engine's forwards
+    overwrite and later forwards read."""
     last_writes: Writes = {}
     by_engine = set[WriteKey]()
     for write in trial.writes:

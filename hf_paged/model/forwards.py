@@ -99,8 +99,8 @@ def behavior_key(function: Any, visited: dict[int, tuple[int, Any]] | None = Non
 
 
 def compute_device(model: Any) -> torch.device:
-    """The device on which the model's forward computes: that of its weights or, if accelerate
-    offloads them, the one to which it loads them."""
+    """The device on which the model's forward computes: its weights' device or, if accelerate
+    offloads them, the device to which it loads them."""
     device: torch.device = model.device
     if device.type != "meta":
         return device

@@ -16,8 +16,8 @@ from .. import compat
 
 
 def pad_token_id(model: Any) -> int:
-    """The token id for left padding: that of the generation config or, if it has none, 0; any id
-    will do, since the mask hides padding."""
+    """The token id for left padding: the generation config's or, if it has none, 0; any id will do,
+    since the mask hides padding."""
     pad = getattr(model.generation_config, "pad_token_id", None)
     return pad if isinstance(pad, int) and pad >= 0 else 0
 
@@ -41,7 +41,7 @@ def next_logits(
     num_cached: int = 0,
 ) -> tuple[Tensor, dict[str, Any]]:
     """Runs one step. Returns the logits `(rows, vocab_size)` after the last token of `ids` `(rows,
-    length)`, and the inputs of the next step. The other arguments are those of `prepare`."""
+    length)`, and the inputs of the next step. The other arguments are as in `prepare`."""
     prepared = prepare(model, ids, inputs, is_first_step, num_cached=num_cached)
     outputs = model(**prepared, return_dict=True)
     return outputs.logits[:, -1], next_inputs(model, outputs, inputs)

@@ -25,7 +25,7 @@ class PositionTable(NamedTuple):
 
     size: int
     offset: int
-    # whether the tensor is a parameter: forwards do not replace those by longer ones
+    # whether the tensor is a parameter: forwards do not replace parameters by longer ones
     is_parameter: bool
 
 
@@ -78,7 +78,7 @@ class PositionReads(TorchDispatchMode):
         size = args[0].shape[axis]
         is_head_slice = not start or start < 0  # `x[:end]`
         is_tail_slice = not is_head_slice and (end is None or end >= size)
-        # Code slices intermediate tensors for many reasons, so of those only slices `x[start:]`
+        # Code slices intermediate tensors for many reasons, so only their slices `x[start:]`
         # count (MPT reads its table from the end). Every slice of the model's own tensors counts.
         if not is_tail_slice and self._addresses.isdisjoint(addresses_of(args[:1])):
             return []

@@ -58,7 +58,7 @@ class ModelState(Protocol):
 
 
 # By model, the reasons for which a warning has been logged. Numbers are removed from them, since
-# some, such as that of free bytes, differ each time.
+# some, such as the number of free bytes, differ each time.
 _warned = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 
 

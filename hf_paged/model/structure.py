@@ -206,15 +206,15 @@ def _random_source(module: nn.Module) -> str | None:
 
 
 def is_stock(model: PreTrainedModel, name: str) -> bool:
-    """Whether the model's method `name` is that of `GenerationMixin`, or neither has such a method.
-    False for overrides, also for those in transformers' own models."""
+    """Whether the model inherits the method `name` from `GenerationMixin`, or neither has it. False
+    for overrides, even in transformers' own models."""
     method = getattr(model, name, None)
     stock = getattr(GenerationMixin, name, None)
     return getattr(method, "__func__", method) is getattr(stock, "__func__", stock)
 
 
 def overridden(model: PreTrainedModel, loop: str) -> str | None:
-    """The first method that the model overrides among those that `loop`, a method of transformers,
-    calls and the engine's loop does not; `None` if there is none."""
+    """The first method that the model overrides and that `loop`, a method of transformers, calls
+    but the engine's loop does not; `None` if there is none."""
     names = compat.REPLACED_METHODS[loop]
     return next((name for name in names if not is_stock(model, name)), None)

@@ -187,7 +187,7 @@ class Trial:
     ) -> Tensor:
         """Runs `steps` of rows with these `tokens` `(rows, length)`, which begin with prompts of
         these `prompt_lengths`, in `memory` or in a new one. Returns the logits `(n, vocab_size)` of
-        all steps. A step gives no logits for a row whose prompt it does not finish."""
+        all steps. A step returns no logits for a row whose prompt it does not finish."""
         with self.forwards(by_engine=True):
             runner = TrialRunner(self, layout, memory)
             rows = list[TrialRow]()
@@ -348,9 +348,9 @@ def significant_difference(
     plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]
 ) -> str | None:
     """Returns by how many standard deviations logits `(n, vocab_size)` that were computed in
-    `dtypes` differ, as text; `None` if that is within the tolerance. The difference is that of the
-    worst row or, in half precision, where a router may choose another expert for some rows, the
-    median over all rows. It is infinite unless both have finite logits at the same positions."""
+    `dtypes` differ, as text; `None` if that is within the tolerance. The difference is the worst
+    row's or, in half precision, where a router may choose another expert for some rows, the median
+    over all rows. It is infinite unless both have finite logits at the same positions."""
     finite = plain.isfinite()
     plain = plain.float()
     computed = computed.float()

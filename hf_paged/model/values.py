@@ -29,9 +29,9 @@ BOOKKEEPING = frozenset(
     }
 )
 SKIPPED = BOOKKEEPING.union(vars(nn.Module()))
-"""Attributes to skip when the other attributes of a module are visited: bookkeeping, and those that
-torch gives every module. (`fingerprints` and `writes` visit parameters, buffers, submodules,
-forward hooks and modes separately, as far as they need them.)"""
+"""Attributes to skip when the other attributes of a module are visited: bookkeeping, and attributes
+that torch sets on every module. (`fingerprints` and `writes` visit parameters, buffers, submodules,
+forward hooks and modes separately if they need them.)"""
 # The standard library, except `types`: user code keeps data in `types.SimpleNamespace`.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
 # Packages that are not user code. Except for modules, tensors and configs, attributes of their
@@ -82,7 +82,7 @@ def tensors_of_model(model: nn.Module) -> list[Tensor]:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the storages of those tensors that are strided."""
+    """The addresses of the storages of the strided tensors."""
     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
     return {part.untyped_storage().data_ptr() for part in parts if part.layout is torch.strided}
 

@@ -268,7 +268,7 @@ def copy_value(value: Any) -> Any:
 
 def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
     """Applies `function` to a value, or to the elements of a container (of a dict, its values), and
-    returns the result. Of a container, it returns a copy of the same class (with the factory of a
+    returns the result: for a container, a copy of the same class (with the factory of a
     `defaultdict` and the `maxlen` of a deque) or, if it cannot be copied, of the base class."""
     if not isinstance(value, CONTAINERS):
         return function(value)

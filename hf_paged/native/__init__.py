@@ -1,4 +1,4 @@
-"""transformers' continuous-batching API on `PagedEngine`: the methods that replace those of models
+"""transformers' continuous-batching API on `PagedEngine`: the methods that replace models' methods
 after `install(continuous_batching=True)`. Imports no other room."""
 
 from .continuous_batching import destroy_kept_managers as destroy_kept_managers

@@ -82,8 +82,8 @@ def set_default(config: PagedConfig) -> None:
 def make_paged_config(
     cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
 ) -> PagedConfig:
-    """Returns `cache_config`, or the default config if it is `None`, overridden by those fields of
-    a `ContinuousBatchingConfig` that differ from their defaults. Raises `ValueError` for such
+    """Returns `cache_config`, or the default config if it is `None`, overridden by the fields of a
+    `ContinuousBatchingConfig` that differ from their defaults. Raises `ValueError` for such
     fields if they are unknown, and for values that cannot be served."""
     changed_fields = _changed_fields(cb_config)
     unknown = sorted(set(changed_fields) - set(MAPPED_FIELDS) - set(IGNORED_FIELDS))
@@ -126,7 +126,7 @@ def make_paged_config(
 
 
 def _changed_fields(cb_config: ContinuousBatchingConfig) -> dict[str, Any]:
-    """Returns the values of those fields that differ from their defaults, by name."""
+    """Returns the values of the fields that differ from their defaults, by name."""
     values = {}
     for field in fields(cb_config):
         default = None if field.default is MISSING else field.default

@@ -152,7 +152,7 @@ def _convert(
 ) -> Any:
     """Changes only the nominal dtype: the backends choose the dtype of their sums."""
     if kwargs and not isinstance(x, DeferredTensor):
-        raise NotPackable(f"`{function.__name__}` takes options beside a packed tensor's dtype")
+        raise NotPackable(f"`{function.__name__}` gets options besides a packed tensor's dtype")
     # `type_as` takes a tensor, possibly a deferred one
     args = tuple(_empty(other) if isinstance(other, DeferredTensor) else other for other in args)
     if not isinstance(x, DeferredTensor):

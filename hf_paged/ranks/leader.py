@@ -82,7 +82,7 @@ class TableHistory:
 class RankLeader:
     """The side of process 0 (`seams.Leader`): makes the other processes repeat its operations on
     blocks and models in the same order. Orders that need no answer are queued and sent with the
-    next message, at the latest in the next step."""
+    next message, no later than in the next step."""
 
     leads = True
 
@@ -241,7 +241,7 @@ class RankLeader:
 
     def queue_order(self, name: str, *arguments: Any) -> None:
         """Queues an order: each follower calls its method `name` with `arguments`, after growing
-        its pools to the size of those here. At the order `"end"`, followers end."""
+        its pools to the sizes of the leader's. At the order `"end"`, followers end."""
         block_counts = [group.pool.num_blocks for group in self._groups]
         self._queued_orders.append((name, block_counts, arguments))
 

@@ -39,7 +39,7 @@ class Ranks:
     Methods that communicate are collective: all members must call them in the same order. If a
     member ends, the others get a [`RankLostError`]. If a member lives but does not call, they wait
     at most `_FAILURE_TIMEOUT` in `check_all_failed`, and at most `_IDLE_TIMEOUT` in other methods,
-    before they get that error, too. `reserving`, `reserve`, `release`, `run`, `moved` and
+    before they also get that error. `reserving`, `reserve`, `release`, `run`, `moved` and
     `adapters` do not communicate, and `forward` only after an error."""
 
     leads = False
@@ -146,7 +146,7 @@ class Ranks:
 
     def check_all_failed(self) -> None:
         """Called by each member after its forward has failed. Raises [`RankLostError`] unless all
-        other members call this, too, within `_FAILURE_TIMEOUT`."""
+        other members also call this within `_FAILURE_TIMEOUT`."""
         reason = (
             "one has ended, or did not fail in the forward that failed here; the error above and"
             " the others' output say why"

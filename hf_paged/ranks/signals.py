@@ -60,7 +60,7 @@ def _begin_deferring() -> None:
 
 
 def _end_deferring(handlers: dict[int, Any]) -> None:
-    """Restores these handlers, and calls those of the deferred signals."""
+    """Restores these handlers, and calls the handlers of the deferred signals."""
     global _handlers
     _handlers = None
     try:
@@ -123,7 +123,7 @@ class deferring_signals:
             _end_deferring(_handlers or {})
 
     def handle(self) -> None:
-        """Handles the signals deferred so far, and goes on deferring."""
+        """Handles the signals deferred so far, and continues to defer signals."""
         if self._starts_deferral:
             _end_deferring(_handlers or {})
             _begin_deferring()

@@ -68,14 +68,14 @@ def join_requirements(capability: Capability, prompts: Any) -> tuple[bool, bool]
 
 
 def _input_names(prompts: Any) -> tuple[str, ...]:
-    """The sorted names of the inputs of `Prompts`, without those that are `None`."""
+    """The sorted names of the inputs of `Prompts` that are not `None`."""
     inputs = prompts.model_kwargs.items()
     return tuple(sorted(name for name, value in inputs if value is not None))
 
 
 def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
     """Yields the reasons why the engine cannot run the rows of a call; `reason` says why they
-    cannot be packed. Rows that cannot run side by side with those of any call stay together, in
+    cannot be packed. Rows that cannot run side by side with other calls' rows stay together, in
     their original batch: for them, sets the call's layout and paddings."""
     layout = call.layout
     returns_cache = call.config.return_dict_in_generate

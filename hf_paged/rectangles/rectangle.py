@@ -42,7 +42,7 @@ class Rectangle:
     blocks: list[SequenceBlocks]
     # each row's blocks of the encoder's keys and values; `NO_BLOCKS` without an encoder
     encoded: list[SequenceBlocks]
-    width: int  # number of columns: those of a row's padding and of its tokens
+    width: int  # number of columns: a row's padding and its tokens
     paddings: list[int]  # leading padding columns of each row
     token_ids: Tensor  # (rows, width) int64; fewer columns if the prompts are embeddings
     cache: Any  # borrows the rows' tables; `None` for a model that creates its own cache
@@ -57,7 +57,7 @@ class Rectangle:
     encoder_columns: list[tuple[int, int]] | None = None
     # each row's index before any `select`
     original_rows: list[int] = dataclasses.field(default_factory=list)
-    row_inputs: Any = None  # those of the last recorded step (`tape.row_inputs`)
+    row_inputs: Any = None  # inputs of the last recorded step (`tape.row_inputs`)
 
     def __post_init__(self) -> None:
         self.original_rows = self.original_rows or list(range(len(self.blocks)))
@@ -226,7 +226,7 @@ def _encoder_lengths(encoded: Items[SequenceBlocks]) -> list[int]:
 def join_rows(values: Items[Any], widths: Items[int], width: int) -> Any:
     """Concatenates an input of several batches along rows. `widths` has the number of columns of
     each batch. Tensors with that many columns are first padded with zeros, or cut, to `width`
-    columns, both on the left. Of values without rows, returns the first."""
+    columns, both on the left. If the values have no rows, returns the first."""
     first = values[0]
     if isinstance(first, ModelOutput):
         names = [name for name in first if all(name in value for value in values)]

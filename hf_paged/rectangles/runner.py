@@ -169,7 +169,7 @@ class RectangleRunner(Runner):
         may_replay: bool = False,
     ) -> Tensor:
         """Runs a forward of the rectangle: of all columns if it `is_first`, otherwise of the last
-        `num_new`. Stores the states of `rows`, those that later steps continue (default: all).
+        `num_new`. Stores the states of `rows`, which later steps continue (default: all).
         Returns logits `(rectangle rows * num_logits, vocab_size)` of the last `num_logits` tokens
         of each row. `may_replay`: whether a replay may take the place of the forward."""
         prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, is_first, num_new)
@@ -389,7 +389,7 @@ def _note_step(cache: PagedCache, length: int) -> None:
 
 @dataclasses.dataclass(eq=False)
 class EncoderColumns:
-    """An `attention_observer` that finds the columns of an encoder, `width` in all, to which the
+    """An `attention_observer` that finds the columns of an encoder, `width` in total, to which the
     `num_rows` rows of a forward attend. The forward must have no other attention of as many
     rows over as many keys."""
 

@@ -57,8 +57,8 @@ class StateStorage:
         self.layers: dict[int, Any] = {}
         self.released: dict[int, Any] = {}
         self.pool = pool
-        # those of the last prompts of token ids alone (`Rectangle.unused_layers`): prompts that
-        # begin after cached tokens have the same
+        # `Rectangle.unused_layers` of the last prompts of token ids alone: prompts that begin after
+        # cached tokens have the same unused layers
         self.unused_layers: frozenset[int] = frozenset()
         # by slot: a function that returns the holder (`None` once it is gone), and the row
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
@@ -119,7 +119,7 @@ class StateStorage:
 
     def copy_snapshots(self) -> None:
         """Copies the states that the prefix cache keeps, since forwards will change their rows.
-        Drops from the prefix cache those whose holder is gone."""
+        Drops states whose holder is gone from the prefix cache."""
         for slot in self.pool.kept_ids:
             try:
                 holder, row = self.find(slot)

@@ -118,8 +118,8 @@ class Assistant:
         self, decoding: SampleDecoding
     ) -> tuple[Any, LogitsProcessorList]:
         """Creates transformers' strategy that chooses the number of a row's draft tokens, and the
-        logits processors for these tokens: those of transformers' assistant, which include the
-        target's, as far as they can run on drafts (`can_run_on_drafts`)."""
+        logits processors for these tokens: the processors of transformers' assistant, which include
+        the target's, that can run on drafts (`can_run_on_drafts`)."""
         strategy, processors = _candidates(
             decoding.input_ids,
             self.model,
@@ -241,8 +241,8 @@ class Assistant:
         return is_allocated
 
     def _allocate_missed(self, rows: Items[AssistantRow]) -> list[tuple[AssistantRow, int]]:
-        """Allocates blocks for the missed tokens of these rows, up to `max_catch_up` tokens in all.
-        Returns the rows that got blocks, each with its number of tokens to compute."""
+        """Allocates blocks for the missed tokens of these rows, up to `max_catch_up` tokens in
+        total. Returns the rows that got blocks, each with its number of tokens to compute."""
         budget = self._max_catch_up
         row_counts = []
         for row in rows:
@@ -315,7 +315,7 @@ class Assistant:
 
 class AssistantRow(Source):
     """The state of one row in an assistant: a strategy, logits processors and a `sequence`, which
-    has `num_target_tokens` tokens of the target's row and then those of a draft."""
+    has `num_target_tokens` tokens of the target's row, followed by the tokens of a draft."""
 
     def __init__(self, assistant: Assistant, decoding: SampleDecoding) -> None:
         self.assistant = assistant
@@ -341,8 +341,8 @@ class AssistantRow(Source):
         self.sequence.token_ids, self.num_target_tokens = [], 0
 
     def copy_target(self, token_ids: list[int]) -> int:
-        """Replaces the tokens by those of the target, and drops the draft. Returns how many leading
-        tokens were equal."""
+        """Replaces the tokens by the target's, and drops the draft. Returns how many leading tokens
+        were equal."""
         row_ids = self.sequence.token_ids
         num_equal = self.num_target_tokens
         max_equal = min(len(row_ids), len(token_ids))

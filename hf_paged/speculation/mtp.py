@@ -145,9 +145,10 @@ class MtpRunner(PackedRunner):
         choose: Callable[[Tensor], None],
     ) -> Tensor:
         """Runs all heads at the plan's positions, on the target's hidden states there, `hidden`
-        `(1, positions, hidden_size)`; returns those of the last head. After each head, `choose`
-        gets logits `(n, vocab)` of the sequences that the plan computes to their end, and appends a
-        token to each. The other sequences already have the tokens that later heads read."""
+        `(1, positions, hidden_size)`; returns the last head's hidden states. After each head,
+        `choose` gets logits `(n, vocab)` of the sequences that the plan computes to their end, and
+        appends a token to each. The other sequences already have the tokens that later heads
+        read."""
         tokens = pack(plan, self._block_sizes, self.rope)
         inputs, steps = self._to_device(tokens)
         token_ids = inputs[0:1]

@@ -43,7 +43,7 @@ class DrawnDraft(Draft):
         self.scores = scores
 
     def draw_uniforms(self, generator: torch.Generator | None) -> None:
-        """Draws `uniforms`, on the generator's device or, without one, on that of `scores`."""
+        """Draws `uniforms`, on the device of the generator or, without one, of `scores`."""
         device = self.scores.device if generator is None else generator.device
         self.uniforms = torch.rand(len(self.drawn_tokens), generator=generator, device=device)
 
@@ -139,7 +139,7 @@ class StepCosts:
         self._num_steps = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Adds a step, unless it took exceptionally long. If earlier steps did, drops those."""
+        """Adds a step, unless it took exceptionally long. Drops earlier steps if they did."""
         mean = self._sums[3] / self._sums[0] if self._num_steps else seconds
         if seconds > 4 * mean:  # perhaps a graph was recorded, or the machine was busy
             return
@@ -252,16 +252,16 @@ def _to_bytes(token_ids: list[int]) -> bytes:
 class Ngrams(Source):
     """Drafts the tokens that followed an earlier occurrence of the row's last n-gram: in the row's
     own text or, if there is none, in `index`. If both lack the n-gram because a draft token was
-    rejected, goes on copying the same text after that token: perhaps only one word differs."""
+    rejected, continues to copy the same text after that token: perhaps only one word differs."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
         self.index = index
         self.namespace = namespace
         self._text = bytearray()  # the row's tokens; searching bytes is cheaper than a table
-        # tokens whose continuations are in `index`; those of the prompt are not added
+        # tokens whose continuations are in `index`; the prompt's tokens are not added
         self._num_indexed = num_prompt_tokens
         self._token_ids: list[int] = []
-        # positions in the row's text: of the last draft, and of the next if copying goes on
+        # positions in the row's text: of the last draft, and of the next if copying continues
         self._copy_start: int | None = None
         self._next_copy_start: int | None = None
         self._is_continuation = False  # whether the last draft began at `_next_copy_start`

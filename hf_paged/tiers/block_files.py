@@ -281,8 +281,8 @@ def check_folder(path: str) -> None:
 
 
 class DiskFolder:
-    """A folder of files of at most `max_bytes` in all. Other processes may use the same folder, so
-    this class scans it instead of keeping an index. Deletes the least recently used files first.
+    """A folder of files of at most `max_bytes` in total. Other processes may use the same folder,
+    so this class scans it instead of keeping an index. Deletes the least recently used files first.
     Logs each kind of error once, and treats files that cannot be read as missing. If the folder
     itself fails, sets `is_off`: from then on, no file is looked up, read or written."""
 

@@ -1,5 +1,5 @@
-"""Restores, from a tier or a file, those blocks of a prefix that the pool lacks. Handles no
-tensors: passes the content of blocks on to the store."""
+"""Restores the blocks of a prefix that the pool lacks from a tier or a file. Handles no tensors:
+passes the content of blocks on to the store."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def restore_path(
     namespace: Hashable,
     read: Callable[[int, int], Any | None],
 ) -> bool:
-    """Allocates new blocks for those blocks of a path that the pool lacks, fills and registers
-    them, and leaves them cached. `read(group, index)` returns the content of the group's block at
+    """Allocates new blocks for the blocks of a path that the pool lacks, fills and registers them,
+    and leaves them cached. `read(group, index)` returns the content of the group's block at
     node `index` of the path. Returns `False` if `read` returns `None` for a block. Raises
     `OutOfBlocksError` if too few blocks are free, and `TierError` if blocks cannot be copied or do
     not fit the layers. In all these cases no new block stays allocated or registered; cached blocks

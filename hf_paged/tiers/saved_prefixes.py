@@ -65,13 +65,13 @@ def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
 
 def _path_in_folder(path: Any) -> Path:
     """Returns `path` as a `Path`. Raises `OSError` if the path's folder is missing, or if the path
-    is that of a folder."""
+    names a folder."""
     target = Path(os.fspath(path))
     if not target.parent.is_dir():
         raise FileNotFoundError(errno.ENOENT, "there is no such folder", str(target.parent))
     if target.is_dir():
         raise IsADirectoryError(
-            errno.EISDIR, "the path is a folder, but must be that of a file", str(target)
+            errno.EISDIR, "the path is a folder, but must name a file", str(target)
         )
     return target
 

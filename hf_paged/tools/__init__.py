@@ -1,4 +1,4 @@
-"""Tools beside generation: the commands, text, HTML and plots of the memory and of requests, the
+"""Tools around generation: the commands, text, HTML and plots of the memory and of requests, the
 timeline of an engine, loading models, the inspection of models without their weights, metrics, and
 `transformers serve` on the engine, for which this room imports the rooms `native` and `grammar`."""
 

@@ -47,8 +47,8 @@ Runs a program unchanged. hf_paged is imported in it, and in the Python processe
 soon as they have imported transformers' models. TOOL is a console script of this Python environment
 (lm_eval, trl, accelerate, torchrun, transformers), a script of yours (train.py), an executable file
 (job.sh), a module, with or without -m, or a program on PATH (bash, make). The program gets all
-arguments after TOOL. Its exit status, its output and its signals are those of this process, which
-becomes the program.
+arguments after TOOL. This process becomes the program, so exit status, output and signals are the
+program's.
 
     python -m hf_paged run lm_eval --model hf --gen_kwargs cache_implementation=paged ...
     python -m hf_paged run --paged --set block_size=32 accelerate launch --num_processes 2 eval.py
@@ -171,7 +171,7 @@ def command_of_file(path: str) -> list[str]:
 
 def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
     """Returns the environment for a program that imports hf_paged with these defaults of
-    `PagedConfig` and these options of `install`, besides those in this process's environment."""
+    `PagedConfig` and these options of `install`, in addition to this process's environment."""
     outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(STARTUP_FOLDER), *filter(None, outer_paths)]
     outer_settings = json.loads(os.environ.get(config.CONFIG_VARIABLE) or "{}")
@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
     run.add_argument(
         "--paged",
         action="store_true",
-        help="use paged memory in calls of `generate` that name no cache, too",
+        help="also use paged memory in calls of `generate` that name no cache",
     )
     run.add_argument(
         "--set",

@@ -84,7 +84,7 @@ class Report:
     kv_dtype: str | None  # dtype in which K/V are stored; `None`: in `dtype`
     device: str
     groups: list[Group]
-    fits: list[dict[str, int]]  # how many sequences of each length fit beside the weights
+    fits: list[dict[str, int]]  # how many sequences of each length fit with the weights
     route: Route
 
     def to_dict(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ _SOURCE_OPTIONS = {
 def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """Loads a model of the class that its config names, or a causal language model if the config
     names no class of transformers; from the folder of a PEFT adapter, the base model with the
-    adapter. `options` (`dtype`, `device_map`, ...) and errors are those of `from_pretrained`."""
+    adapter. `options` (`dtype`, `device_map`, ...) and errors are as in `from_pretrained`."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.peft import maybe_load_adapters

@@ -1,5 +1,5 @@
 """Inspects a model without its weights: finds its class, its layer groups, the route of a call and
-its kernels. The route is that of a short call with random weights."""
+its kernels. The route is taken from a short call with random weights."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def find_model(name: str) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
 
 
 def saved_generation_config(name: str) -> GenerationConfig | None:
-    """Returns the generation config that is saved beside the configuration of `name` (see
+    """Returns the generation config that is saved with the configuration of `name` (see
     [`find_model`]); `None` if there is none."""
     path = Path(name)
     folder = str(path.parent if path.is_file() else path)

@@ -203,8 +203,8 @@ class ClientMiddleware:
 
         async def send_unless_refused(message: dict[str, Any]) -> None:
             nonlocal has_response
-            # To the app, a body that is too long looks like that of a client that disconnected. The
-            # refusal replaces the app's answer.
+            # To the app, a client whose body is too long seems to have disconnected. The refusal
+            # replaces the app's answer.
             if has_response or not messages.is_too_long:
                 has_response = True
                 await send(message)

@@ -102,7 +102,7 @@ class ServedManager(PagedBatchingManager):
 
 class EngineGenerateManager(utils.CBGenerateManager):
     """The app's continuous batching, with a [`ServedManager`]. The manager's default options are
-    those of the model, not those of the first request."""
+    the model's, not the first request's."""
 
     def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
         super().__init__(cb_config)
@@ -192,7 +192,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
 def _compile(function: Callable[[], Any]) -> None:
     """Calls `function`, which compiles a schema, in a thread. Raises the function's error, and
     `ValueError` if no thread is available or if the wait for other schemas, or the function, takes
-    more than `COMPILE_SECONDS`. A function that takes longer goes on in its thread, and counts
+    more than `COMPILE_SECONDS`. A function that takes longer continues in its thread, and counts
     towards `MAX_COMPILING` until it ends."""
     if not _compiling.acquire(timeout=COMPILE_SECONDS):
         raise ValueError("other JSON schemas are still being compiled: try again later")

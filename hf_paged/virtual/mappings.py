@@ -74,7 +74,7 @@ class Region:
         num_mapped_blocks: int,
         backing: Backing | None = None,
     ) -> None:
-        """Uses the pages of `backing`, by default new ones, and maps those of the first
+        """Uses the pages of `backing`, by default new ones, and maps the pages of the first
         `num_mapped_blocks` blocks, or of all blocks if that takes no memory. Raises `MemoryError`
         if addresses or memory run out."""
         self.pages = pages

@@ -91,7 +91,7 @@ def _release(pid: int, pages: Pages, offset: int, size: int) -> None:
 class Extents:
     """Counts the extents of rows: ranges that are contiguous in addresses and in pages, each of
     which takes a mapping. Linux allows `vm.max_map_count` mappings per process; all rows together
-    take at most half, since other allocations need mappings, too. CUDA has no such limit."""
+    take at most half, since other allocations also need mappings. CUDA has no such limit."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
@@ -247,7 +247,7 @@ class MemoryFile:
         _map_over(address, size, _READ, _PRIVATE | _ANONYMOUS | NORESERVE)
 
     def release(self, offset: int, size: int) -> None:
-        """Returns pages `[offset, offset + size)` to the system, as far as they exist."""
+        """Returns the existing pages in `[offset, offset + size)` to the system."""
         if _libc().fallocate(self._fd, _PUNCH_HOLE_KEEP_SIZE, offset, size):
             error_number = ctypes.get_errno()
             raise OSError(error_number, os.strerror(error_number))
@@ -335,7 +335,7 @@ class CudaPages:
 
     def _call_in_context(self, name: str, *args: Any) -> Any:
         """Runs `_call_driver` in the device's context."""
-        # the thread may have no context, or that of another device
+        # the thread may have no context, or another device's
         self._call_driver("cuCtxPushCurrent", self._context)
         try:
             return self._call_driver(name, *args)

@@ -193,7 +193,7 @@ class LayerRows:
                 return None
 
     def _update_mappings(self, placement: Placement) -> RowMappings:
-        """Maps those blocks of the placement's rows that this layer has not mapped yet; returns the
+        """Maps the blocks of the placement's rows that this layer has not mapped yet; returns the
         layer's mappings. Raises `MemoryError`."""
         slots = self.slots
         shape = (slots.num_slots, slots.max_len)
@@ -304,7 +304,7 @@ class MappedStorage(BlockStorage):
         self.pages: Pages | None = None
         # for a child process: ids and content of used and cached blocks, by layer
         self._child_contents: dict[int, tuple[list[int], KVBlocks]] = {}
-        # includes those of dropped layers, whose views may still be alive
+        # includes dropped layers' rows, whose views may still be alive
         self._all_layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)

@@ -126,7 +126,7 @@ def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Ten
 
 
 def _bias_of_part(bias: Tensor, part: Part, heads: slice) -> Tensor:
-    """Returns the bias `[rows, heads, queries, length]` of a part, from that of all rows."""
+    """Returns the bias `[rows, heads, queries, length]` of a part, from the bias of all rows."""
     length = part.length
     ranges = [slice(start, start + length) for _, start in part.members]
     if part.positions is not None:

@@ -233,7 +233,7 @@ def part_maker(
     geometries: list[GeometryRows],
 ) -> Callable[..., Part]:
     """Returns `Part` with the fields bound that all parts of one geometry have in common.
-    `geometries`: those of the step, longest first."""
+    `geometries`: all of the step's, longest first."""
     query_len = step.query_len
     assert query_len is not None
     length, _, first_query = geometry

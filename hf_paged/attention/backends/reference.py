@@ -81,7 +81,7 @@ class AttentionCall(NamedTuple):
 
 
 def paired_blocks(key: PagedTensor, value: PagedTensor) -> KVBlocks:
-    """Returns the blocks of keys and values: those of their layer, or new `KVBlocks` if the model
+    """Returns the blocks of keys and values: their layer's, or new `KVBlocks` if the model
     combines keys and values of different layers, or if the pool grew after the model got one of the
     handles."""
     layer = key.layer

@@ -61,17 +61,17 @@ def join_rows(parts: Sequence[LogitRows]) -> Tensor:
 
 
 class SampledTokens(NamedTuple):
-    """The tokens that a decoding chose in one step. Rows are those of the decoding."""
+    """The tokens that a decoding chose in one step. Rows are the decoding's."""
 
     # next token of every row; padding for rows that had ended, if EOS ends rows
     tokens: list[int]
     # with beams, row i continues row parents[i]; otherwise `None`: every row continues itself
     parents: list[int] | None
-    finished: list[int]  # those of `rows` that need no forward after this step
+    finished: list[int]  # the `rows` that need no forward after this step
     rows: list[int]  # rows that were open before the step
     # of a decoding with a draft, which has a single row: the step's new tokens except the last
     earlier: tuple[int, ...] = ()
-    num_ended: int = 0  # those of `rows` that had ended before the step
+    num_ended: int = 0  # how many of `rows` had ended before the step
 
 
 Result = int | SampledTokens | BaseException

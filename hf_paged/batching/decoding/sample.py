@@ -72,7 +72,7 @@ class RowStreamers(BaseStreamer):
         self.end(self.ending)
 
     def end(self, rows: Iterable[int] | None = None) -> None:
-        """Ends those streamers of `rows` (default: all) that have not ended."""
+        """Ends the streamers of `rows` (default: all) that have not ended."""
         if rows is None:
             rows = range(len(self.streamers))
         for row in sorted({*rows} - self._ended):
@@ -220,7 +220,7 @@ class SampleDecoding(Decoding):
 
     def draw(self, probs: Tensor) -> Tensor:
         """Draws tokens `(open rows,)` from `(open rows, vocab)` probabilities. As in transformers,
-        ended rows consume random numbers, too."""
+        ended rows also consume random numbers."""
         if self.draft is not None and self.draft.is_drawn:
             return self.draft.sample(probs, self.generator)
         device = probs.device
@@ -299,8 +299,8 @@ class SampleDecoding(Decoding):
         return stop_string_rows
 
     def _close_rows(self, ended: list[int]) -> list[int]:
-        """After the rows `ended` have ended: removes from `open_rows` those that need no more
-        forwards, and returns them."""
+        """Removes the rows that need no more forwards, after the rows `ended` have ended, from
+        `open_rows`, and returns them."""
         rows = self.open_rows
         if ended and self.stop_checker.has_eos and self._can_close_early:
             self.open_rows = [row for row in rows if not self._end_lengths[row]]

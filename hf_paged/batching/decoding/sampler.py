@@ -277,9 +277,9 @@ def _draw_from_scores(decodings: list[SampleDecoding], scores: Tensor) -> Tensor
 
 
 def _draw_from_probs(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
-    """Draws tokens `(n,)` from `(n, vocab)` probabilities. Of several decodings, those without a
-    seeded generator draw together, each of the others separately; a single decoding draws its rows
-    by `SampleDecoding.draw`."""
+    """Draws tokens `(n,)` from `(n, vocab)` probabilities. If there are several decodings, those
+    without a seeded generator draw together, and each of the others separately; a single decoding
+    draws its rows by `SampleDecoding.draw`."""
     if len(decodings) == 1:
         return decodings[0].draw(probs)
     unseeded = [row for row, decoding in enumerate(decodings) if decoding.generator is None]

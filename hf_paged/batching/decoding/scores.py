@@ -114,8 +114,8 @@ def narrow_processors(
     rows: Sequence[int],
     num_rows: int,
 ) -> LogitsProcessorList:
-    """Returns row-wise processors for only `rows` of a batch, given those for its `num_rows`
-    rows."""
+    """Returns row-wise processors for only `rows` of a batch, given the processors for all of its
+    `num_rows` rows."""
     narrowed = LogitsProcessorList()
     for processor in processors:
         narrowed_attributes: dict[str, Any] = {}

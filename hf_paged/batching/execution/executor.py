@@ -277,8 +277,8 @@ class Executor:
             unsupported_reasons.reset(reset_tokens[1])
 
     def run(self, plan: StepPlan) -> Tensor:
-        """Returns logits as `Runner.run` does: those launched ahead for the first rows, if any, and
-        newly computed ones for the other rows."""
+        """Returns logits as `Runner.run` does: for leading rows that were launched ahead, their
+        logits from that launch; for the other rows, newly computed ones."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
         launched, num_launched = None, 0
@@ -301,8 +301,8 @@ class Executor:
     def run_rows(self, plan: StepPlan) -> Tensor:
         """Computes all rows of the plan, whether launched ahead or not; returns logits as `run`
         does. If a packed forward raises [`NotPackable`], for instance because user code changed the
-        model, computes this step and those until the next `begin` without packing; raises the error
-        if the runner must pack."""
+        model, computes this and later steps until the next `begin` without packing; raises the
+        error if the runner must pack."""
         try:
             return self._run_rows(plan)
         except NotPackable as error:

@@ -144,7 +144,7 @@ def _pack_group(plan: StepPlan, group_index: int, block_size: int, num_simple: i
 def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
     """Returns, for each prompt in the step whose log-probabilities are recorded: the recording, the
     position of the prompt's first token in this step, and the range of packed tokens whose logits
-    are recorded: those that another prompt token follows."""
+    are recorded, since another prompt token follows them."""
     recordings = []
     first = 0
     for sequence, start, num_tokens in zip(plan.sequences, plan.starts, plan.counts):

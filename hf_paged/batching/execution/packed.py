@@ -368,7 +368,7 @@ class PackedRunner(Runner):
             context.begin(num_tokens, head_tokens)
         store_hidden = self.store_hidden
         if store_hidden is not None:
-            arguments["output_hidden_states"] = -1  # only those of the last layer
+            arguments["output_hidden_states"] = -1  # only the last layer's
         arguments[self._cache_name] = cache
         self._count_forward()
         self.cache.set_packed_steps(steps, positions)
@@ -400,8 +400,8 @@ class PackedRunner(Runner):
         num_new: int,
     ) -> tuple[PagedCache, Tensor]:
         """Returns a cache that borrows the tables of the plan's rows, padded on the left, and the
-        rows' attention mask `(rows, columns)` int64. The last `num_new` columns are those that the
-        step computes."""
+        rows' attention mask `(rows, columns)` int64. The step computes the last `num_new`
+        columns."""
         lengths = [start + count for start, count in zip(plan.starts, plan.counts)]
         width = max(lengths)
         paddings = [width - length for length in lengths]

@@ -33,8 +33,8 @@ LogitsPart = tuple[list[int], Tensor]
 """Indices of rows in a step, and their logits `(n, vocab_size)`."""
 
 WholePrompts = tuple[Prompts, dict[int, int]]
-"""Prompts that the model's own forward computes as a whole, and a dict of those of their rows that
-the step computes: from each row to its index in the step."""
+"""Prompts that the model's own forward computes as a whole, and the rows among them that the step
+computes: a dict from each row to its index in the step."""
 
 
 class Runner:
@@ -164,8 +164,8 @@ class Runner:
         return [part for entry in whole_prompts for part in self._run_or_split([entry], plan)]
 
     def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
-        """Runs one forward of all rows of these prompts, even those that the step does not compute;
-        returns the logits of rows of the step."""
+        """Runs one forward of all rows of these prompts, even if the step does not compute them;
+        returns the logits of the step's rows."""
         raise NotImplementedError
 
 

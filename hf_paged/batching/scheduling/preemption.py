@@ -115,7 +115,7 @@ class Preemption:
         return False
 
     def num_other_blocks(self, request: Request) -> int:
-        """Returns how many blocks the request holds besides those of its sequences."""
+        """Returns how many blocks the request holds besides its sequences' blocks."""
         return 0
 
     def take_other_blocks(self, request: Request) -> bool:
@@ -210,7 +210,7 @@ class Preemption:
     def _swap_in(self, request: Request, num_reserved_blocks: int, is_alone: bool) -> bool:
         assert self.swapper is not None
         manager = self.blocks
-        # beside other requests, one more block of each group must be free for every row
+        # while other requests run, one more block of each group must be free for every row
         num_growing = 0 if is_alone else request.num_open_rows
         growth = [num_growing] * len(manager.groups)
         num_needed = self.swapper.num_blocks(request) + sum(growth)

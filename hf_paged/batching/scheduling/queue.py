@@ -33,9 +33,9 @@ class NeverFitsError(OutOfBlocksError):
 
 
 class Suspects(deque[set[Request]]):
-    """Groups of requests that may have made a forward fail. Steps compute the requests of the first
-    group only, then those of the next; a group that fails again is halved, so that in the end
-    only requests whose forward fails alone get the error."""
+    """Groups of requests that may have made a forward fail. Steps compute only the requests of the
+    first group, then of the next; a group that fails again is halved, so that in the end only
+    requests whose forward fails alone get the error."""
 
     def first(self) -> set[Request] | None:
         """Returns the requests to which the next step is limited; `None` if no group is left."""

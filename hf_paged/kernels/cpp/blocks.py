@@ -217,7 +217,7 @@ class _PackedGatherStep(NamedTuple):
     """The fields of `GatherCall` that describe a step. They are the same for all layers."""
 
     packed: bytes
-    tensors: tuple[Tensor, ...]  # those whose addresses `packed` begins with
+    tensors: tuple[Tensor, ...]  # their addresses are the first fields of `packed`
     shape: tuple[int, int]  # rows and columns
 
 

@@ -84,7 +84,7 @@ def is_available() -> bool:
 
 def kernel(name: str) -> Callable[[bytes], int]:
     """Returns the function of a kernel in `KERNEL_NAMES`, which takes a packed struct and returns 0
-    or an error number; that of `linear_path` returns a number in `PATHS`, that of `is_optimized`
+    or an error number. But `linear_path` returns a number in `PATHS`, and `is_optimized` returns
     whether the library was built with vector instructions and threads. The library must be
     available (`is_available`)."""
     function: Callable[[bytes], int] = getattr(library(), f"hf_paged_{name}")

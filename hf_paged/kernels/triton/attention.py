@@ -274,7 +274,7 @@ def _launch(
     **arguments: Any,
 ) -> None:
     """Launches `attention_kernel`. `value_tiles`: its `VALUE_MAIN` and `VALUE_REST`; `arguments`:
-    those of its arguments that the step, the tensors and `config` do not determine."""
+    the other arguments that the step, the tensors and `config` do not determine."""
     heads, key_dim = query.shape[1:]
     kv_heads, block_size, value_dim = value_blocks.shape[1:]
     query = query if query.stride(2) == 1 else query.contiguous()

@@ -80,7 +80,7 @@ def as_uint8(blocks: Tensor) -> Tensor:
 
 
 def chip_name(device: torch.device) -> str:
-    """Returns the name of a device's chip, which is also that of its table: `"sm90"`, `"gfx942"`,
+    """Returns the name of a device's chip, which is also its table's name: `"sm90"`, `"gfx942"`,
     `"xpu"`, or `"none"` if it is not a GPU. For `meta`, for which kernels are only compiled, the
     name of the chip for which Triton's driver compiles."""
     if device.type == "cuda":
@@ -100,7 +100,7 @@ def _query_max_shared_bytes(driver: Any, index: Any) -> int:
 
 def max_shared_bytes(device: torch.device) -> int:
     """Returns the maximum number of bytes of shared memory that a thread block may use; for the
-    CPU, which has no limit, that of a chip of compute capability 8.6."""
+    CPU, which has no limit, the number for a chip of compute capability 8.6."""
     if device.type == "cpu":
         return 99 << 10
     driver = triton.runtime.driver.active
@@ -209,7 +209,7 @@ def default_decode_config(
 ) -> LaunchConfig:
     """Returns the config of decodes for which none was measured. A tile of K and V takes about 32
     KiB, and the next tile loads while one is used: a multiprocessor of an H200 needs about 25 KiB
-    in flight (4.8 TB/s for 700 ns, over 132 multiprocessors). Block ids are prefetched, too, so two
+    in flight (4.8 TB/s for 700 ns, over 132 multiprocessors). Block ids are also prefetched, so two
     tiles take five stages. Wide heads, whose accumulators fill the registers, get smaller tiles of
     queries."""
     max_dim = max(key_dim, value_dim)

@@ -1,5 +1,5 @@
-"""A Triton kernel that hashes the bytes of many tensors in one launch. Each hash is that of
-`kernels.hashing.hash_portable`."""
+"""A Triton kernel that hashes the bytes of many tensors in one launch. The hashes equal the results
+of `kernels.hashing.hash_portable`."""
 
 from __future__ import annotations
 

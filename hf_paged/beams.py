@@ -309,10 +309,10 @@ class BeamDecoding(Decoding):
         num_beams = self.num_beams
         closed_rows = [row for row in self.open_rows if is_final[row // num_beams]]
         if closed_rows:
-            remaining = [row for row in self.open_rows if not is_final[row // num_beams]]
+            remaining_rows = [row for row in self.open_rows if not is_final[row // num_beams]]
             self.may_improve[are_final] = False
             self.running_scores[are_final] = 0.0  # so that they stay finite in later steps
-            self.open_rows = remaining
+            self.open_rows = remaining_rows
         return closed_rows
 
     def _close_all(self) -> list[int]:

@@ -28,12 +28,12 @@ _UNSET: Any = object()
 def untraced(function: Callable[P, T]) -> Callable[P, T]:
     """Decorates a function that Dynamo must not trace. The wrapper of `torch.compiler.disable` does
     the same, but slows every call."""
-    disabled = torch.compiler.disable(function)
+    disabled_function = torch.compiler.disable(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_dynamo_compiling():
-            return disabled(*args, **kwargs)
+            return disabled_function(*args, **kwargs)
         return function(*args, **kwargs)
 
     return call
@@ -86,27 +86,27 @@ def replaced_forward(module: nn.Module) -> Any:
 def _switching(module: nn.Module) -> Switching:
     attributes = vars(module)
     # by attribute: the module's value or `_UNSET`, and the original function
-    saved: dict[str, tuple[Any, Any]] = {}
+    saved_attributes: dict[str, tuple[Any, Any]] = {}
     for name in FUNCTION_ATTRIBUTES:
         function = getattr(module, name, None)
         original = uncompiled(function)
         if original is not function:
-            saved[name] = attributes.get(name, _UNSET), original
+            saved_attributes[name] = attributes.get(name, _UNSET), original
 
     def switch() -> None:
-        for name, (before, original) in saved.items():
+        for name, (before, original) in saved_attributes.items():
             if attributes.get(name, _UNSET) is before:
                 # otherwise the attribute is switched already, or a caller's code has set it since
                 attributes[name] = original
 
     def restore() -> None:
-        for before, original in saved.values():
+        for before, original in saved_attributes.values():
             # The inner loop finds no name if a caller's code has set another function, and a
             # different name if accelerate's hook was added or removed in the meantime.
             for name in [name for name in FUNCTION_ATTRIBUTES if attributes.get(name) is original]:
                 if before is not _UNSET:
                     attributes[name] = before
-                elif name in saved:
+                elif name in saved_attributes:
                     del attributes[name]
 
     return switch, restore

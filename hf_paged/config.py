@@ -82,12 +82,14 @@ def _check_names(
     # imported here, since the command `run` must not import transformers
     from transformers import GenerationConfig
 
-    quoted = ", ".join(f"`{name}`" for name in unknown)
+    quoted_names = ", ".join(f"`{name}`" for name in unknown)
     generate_options = set(unknown) & set(vars(GenerationConfig()))
     hint = suggest(unknown, valid) or "."
     if generate_options:
         hint = f": `{min(generate_options)}` is an argument of `generate`."
-    raise error_class(f"{owner} has no option {quoted}{hint} The options are {', '.join(valid)}")
+    raise error_class(
+        f"{owner} has no option {quoted_names}{hint} The options are {', '.join(valid)}"
+    )
 
 
 def _from_dict(cls: type[T], name: str, value: Any, allowed: str) -> T:

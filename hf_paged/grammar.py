@@ -64,8 +64,12 @@ class GrammarCompiler:
             raise ValueError(f"`{name}` cannot be compiled: {error}") from error
 
     def _compiler_for(self, tokenizer: Any, vocab_size: int) -> Any:
-        cached = self._compiler
-        if cached is None or cached[0] is not tokenizer or cached[1] != vocab_size:
+        cached_compiler = self._compiler
+        if (
+            cached_compiler is None
+            or cached_compiler[0] is not tokenizer
+            or cached_compiler[1] != vocab_size
+        ):
             xgrammar = _xgrammar()
             try:
                 info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size)
@@ -81,8 +85,8 @@ class GrammarCompiler:
                 max_threads=num_threads,
                 cache_limit_bytes=CACHE_BYTES,
             )
-            cached = self._compiler = tokenizer, vocab_size, compiler
-        return cached[2]
+            cached_compiler = self._compiler = tokenizer, vocab_size, compiler
+        return cached_compiler[2]
 
 
 def _constraint_of(options: RequestOptions) -> tuple[str, Any]:
@@ -158,10 +162,10 @@ class GrammarProcessor(LogitsProcessor):
         if ended_rows:
             for token in self._stop_tokens:
                 allowed[ended_rows, token] = True
-        masked = scores.masked_fill(~allowed, float("-inf"))
+        masked_scores = scores.masked_fill(~allowed, float("-inf"))
         if not self._has_beams or not rows[0]:
-            _check_rows(masked, mask, ended_rows)
-        return masked
+            _check_rows(masked_scores, mask, ended_rows)
+        return masked_scores
 
     def _advance_matchers(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Returns the matchers for the rows' tokens, advanced from those of the last call. A row

@@ -264,14 +264,14 @@ def _is_from_handler(error: BaseException) -> bool:
     handlers = map(signal.getsignal, signal.valid_signals())
     handler_codes = set(map(_code_of, handlers)) - {None}
     trace = error.__traceback__
-    interrupted: FrameType | None = None
+    interrupted_frame: FrameType | None = None
     while trace is not None:
         frame = trace.tb_frame
         if frame.f_code in handler_codes or (
-            interrupted is not None and _received_frame(frame, interrupted)
+            interrupted_frame is not None and _received_frame(frame, interrupted_frame)
         ):
             return True
-        interrupted, trace = frame, trace.tb_next
+        interrupted_frame, trace = frame, trace.tb_next
     return False
 
 
@@ -285,7 +285,7 @@ def _code_of(handler: Any) -> CodeType | None:
     return code
 
 
-def _received_frame(frame: FrameType, interrupted: FrameType) -> bool:
+def _received_frame(frame: FrameType, interrupted_frame: FrameType) -> bool:
     """Whether a frame, not of hf_paged, got the frame that it interrupted as an argument, as signal
     handlers do. (It does not suffice to compare its code with the current handlers' code: a handler
     may install another handler before it raises.)"""
@@ -293,4 +293,4 @@ def _received_frame(frame: FrameType, interrupted: FrameType) -> bool:
     if code.co_filename.startswith(_PACKAGE):
         return False
     names = code.co_varnames[: code.co_argcount]
-    return any(frame.f_locals.get(name) is interrupted for name in names)
+    return any(frame.f_locals.get(name) is interrupted_frame for name in names)

@@ -133,11 +133,11 @@ class ExpandedTensor(LatentTensor):
         num_absorbed = 0
         outputs = []
         if short_rows is not None:
-            absorbed = self.absorb(query[:, :, : short_rows.num_tokens], value)
-            if absorbed is None:
+            absorbed_attention = self.absorb(query[:, :, : short_rows.num_tokens], value)
+            if absorbed_attention is None:
                 long_rows = step
             else:
-                absorbed_query, latent_blocks, expand = absorbed
+                absorbed_query, latent_blocks, expand = absorbed_attention
                 num_absorbed = short_rows.num_tokens
                 short_query = absorbed_query[0].transpose(0, 1)
                 call = AttentionCall(short_query, latent_blocks, short_rows, *features)

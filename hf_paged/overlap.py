@@ -183,12 +183,12 @@ class SharedLoop(CallLoop):
             for caller in self._callers.values()
             if caller.sampling_since and not caller.is_late
         ]
-        if self._may_prompts_join():
+        if self._awaits_prompts():
             start_times.append(self._last_end)
         due_at = max(self._retry_at, max(start_times, default=0.0) + self._patience)
         return due_at - time.perf_counter()
 
-    def _may_prompts_join(self) -> bool:
+    def _awaits_prompts(self) -> bool:
         """Whether the next step computes prompts of callers, and other threads have called
         `generate` of the same model since the last step began: one step for all prompts takes less
         time than several."""
@@ -238,13 +238,13 @@ class SharedLoop(CallLoop):
             self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
             # calls of other threads may free blocks, or other models hold the memory
             if not (shortage.should_retry() or shortage.should_await_other_models):
-                with_kept_blocks = (
+                generations_with_blocks = (
                     generation
                     for generation, caller in list(self._callers.items())
                     if caller.sampling_since is None
                     and any(part.kept_blocks for part in generation.parts or [generation])
                 )
-                generation = next(with_kept_blocks, first_waiting)
+                generation = next(generations_with_blocks, first_waiting)
                 generation.fail(error)
                 self.loop.unreported.append(generation)
                 self._shortage = None  # the other generations get the blocks of this one
@@ -265,13 +265,13 @@ class SharedLoop(CallLoop):
         with self._lock:
             if len(self._callers) < 2:
                 return None
-            committed = {
+            committed_generations = {
                 generation for generation, caller in self._callers.items() if caller.has_committed
             }
         entries = [
             (generation, logits)
             for generation, logits in ready
-            if generation.can_repeat and (generation.parent or generation) in committed
+            if generation.can_repeat and (generation.parent or generation) in committed_generations
         ]
         span = StableSpan(is_call=True, is_open=True, is_committed=True)
         return self.loop.sample(entries, span) if entries else None
@@ -298,7 +298,7 @@ class SharedLoop(CallLoop):
         """Ends a step that an exception left open at its beginning or end: passes errors to the
         callers, and makes the loop compute again the logits that no caller received."""
         self.stepper = None
-        delivered = {
+        delivered_generations = {
             generation
             for caller in self._callers.values()
             for generation, _ in caller.ready + caller.sampling
@@ -310,7 +310,7 @@ class SharedLoop(CallLoop):
         self.loop.recover(
             generation
             for generation in self.loop.ledger.generations()
-            if generation.is_sampling and generation not in delivered
+            if generation.is_sampling and generation not in delivered_generations
         )
 
     def _wake_next_stepper(self) -> None:
@@ -387,27 +387,27 @@ def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[Sh
         threading.get_ident() if any(num_modes()) else None,
     )
     user = object()
-    shared = None
+    shared_loop = None
     try:
         with _loops_lock:
             loops = _loops.setdefault(memory, {})
-            shared = loops.get(key)
+            shared_loop = loops.get(key)
             # read once: another thread may change it
-            stepper = None if shared is None else shared.stepper
+            stepper = None if shared_loop is None else shared_loop.stepper
             is_stepping = stepper is not None and stepper.thread_id == threading.get_ident()
             if is_stepping or step_lock(call.model)._is_owned():  # type: ignore[attr-defined]
-                key, shared = user, None
-            if shared is None:
-                shared = loops[key] = SharedLoop(make_loop(), is_private=key is user)
-            if shared not in memory.holders:
-                memory.holders.append(shared)
-            shared.users.add(user)
-        yield shared
+                key, shared_loop = user, None
+            if shared_loop is None:
+                shared_loop = loops[key] = SharedLoop(make_loop(), is_private=key is user)
+            if shared_loop not in memory.holders:
+                memory.holders.append(shared_loop)
+            shared_loop.users.add(user)
+        yield shared_loop
     finally:
         with _loops_lock:
-            if shared is not None:
-                shared.users.discard(user)
-                if not shared.users and loops.get(key) is shared:
+            if shared_loop is not None:
+                shared_loop.users.discard(user)
+                if not shared_loop.users and loops.get(key) is shared_loop:
                     del loops[key]
-                if not shared.users:
-                    shared.withdraw()
+                if not shared_loop.users:
+                    shared_loop.withdraw()

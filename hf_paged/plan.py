@@ -40,12 +40,12 @@ class StepPlan:
         num_logits: list[int] = []
         for sequence, count in rows:
             start = sequence.num_computed_tokens
-            num_drafted = len(sequence.draft)
-            has_logits = start + count - num_drafted >= len(sequence.token_ids)
+            num_draft_tokens = len(sequence.draft)
+            has_logits = start + count - num_draft_tokens >= len(sequence.token_ids)
             sequences.append(sequence)
             starts.append(start)
             counts.append(count)
-            num_logits.append(1 + num_drafted if has_logits else 0)
+            num_logits.append(1 + num_draft_tokens if has_logits else 0)
         num_decodes = _count_decodes(counts, num_logits)
         return cls(
             sequences,
@@ -89,10 +89,10 @@ class StepPlan:
         which must be the same in every process that runs this step. Block ids may differ."""
         numbers: list[int] = []
         for sequence, start, count in zip(self.sequences, self.starts, self.counts):
-            num_drafted = len(sequence.draft)
+            num_draft_tokens = len(sequence.draft)
             adapter = zlib.crc32(repr(sequence.request.adapter).encode())
-            numbers += (start, count, num_drafted, adapter)
-            numbers += sequence.token_ids[start : start + count - num_drafted]
+            numbers += (start, count, num_draft_tokens, adapter)
+            numbers += sequence.token_ids[start : start + count - num_draft_tokens]
         return hash(tuple(numbers))
 
     def __str__(self) -> str:

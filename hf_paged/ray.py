@@ -177,10 +177,10 @@ class LLMPredictor(_Worker):
         for result in results:
             if isinstance(result.error, torch.AcceleratorError):
                 raise result.error  # the process has lost the device: all rows would fail
-        generated = _table(results)
-        table = table.select([name for name in names if name not in generated.column_names])
-        for name in generated.column_names:
-            table = table.append_column(name, generated[name])
+        generated_table = _table(results)
+        table = table.select([name for name in names if name not in generated_table.column_names])
+        for name in generated_table.column_names:
+            table = table.append_column(name, generated_table[name])
         return table
 
 

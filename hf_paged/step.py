@@ -162,12 +162,12 @@ class StepMetadata:
         in `args` are compared by identity."""
         key = (make, *args) if args else make
         try:
-            cached: Plan = self._plans[key]
-            return cached
+            cached_plan: Plan = self._plans[key]
+            return cached_plan
         except KeyError:
             pass  # `make` runs after this block, so that its errors are not chained to `KeyError`
-        created = self._plans[key] = make(self, *args)
-        return created
+        new_plan = self._plans[key] = make(self, *args)
+        return new_plan
 
     @classmethod
     def rectangle(
@@ -311,10 +311,10 @@ def _copy_lengths(step: StepMetadata) -> Lengths:
     numbers = (*step.seq_lens, *step.starts, *step.query_start, *origins)
     buffer = array("i", numbers)
     host = torch.frombuffer(buffer, dtype=torch.int32)
-    copied = to_device(host, step.block_tables.device)
+    device_numbers = to_device(host, step.block_tables.device)
     num_rows = step.num_rows
     sizes = (num_rows, num_rows, num_rows + 1, len(origins))
-    seq_lens, starts, query_start, row_origins = copied.split(sizes)
+    seq_lens, starts, query_start, row_origins = device_numbers.split(sizes)
     return Lengths(seq_lens, starts, query_start, row_origins if origins else None)
 
 

@@ -100,13 +100,13 @@ class _SwitchedContext(Generic[T]):
         self._items = items
 
     def __enter__(self) -> None:
-        entered: list[T] = []
+        entered_items: list[T] = []
         try:
             for item in self._items:
                 self._switches.enter(item)
-                entered.append(item)
+                entered_items.append(item)
         except BaseException:
-            self._leave(entered)
+            self._leave(entered_items)
             raise
 
     def __exit__(self, *error: object) -> None:

@@ -69,9 +69,9 @@ def _confine_hooks(model: nn.Module, hooks: Hooks) -> list[str]:
         for hook_id, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, functools.partial) and _NAMES_KEYWORD in hook.keywords:
                 names = list(hook.keywords[_NAMES_KEYWORD])
-                confined = _confined(hook, hooks)
-                module._forward_pre_hooks[hook_id] = confined
-                hooks.append((module, hook_id, confined))
+                confined_hook = _confined(hook, hooks)
+                module._forward_pre_hooks[hook_id] = confined_hook
+                hooks.append((module, hook_id, confined_hook))
     return names
 
 

@@ -118,10 +118,10 @@ class LoopAdapters:
     def prefetch(self, waiting: Sequence[Request]) -> None:
         """Starts to load the adapters of the next requests that are not in the pool."""
         next_requests = waiting[:MAX_PREFETCH_REQUESTS]
-        needed = dict.fromkeys(
+        adapter_files = dict.fromkeys(
             request.adapter for request in next_requests if request.adapter_bytes
         )
-        files = [file for file in needed if file not in self.pages]
+        files = [file for file in adapter_files if file not in self.pages]
         if files != self._prefetched:
             self._prefetched = files
             self.load_ahead(files)
@@ -331,8 +331,10 @@ class LoopAdapters:
 def _mixing_check(trial: Trial) -> str | None:
     """How the logits of rows with different adapters in one step differ from each row's logits
     alone; `None` if they agree. Raises `ForwardFailedError` if a forward fails."""
-    batched, single = batched_and_single_logits(trial, sample_tokens(trial.model))
-    return trial.difference(single, batched, condition="with several adapters in a forward")
+    batched_logits, single_logits = batched_and_single_logits(trial, sample_tokens(trial.model))
+    return trial.difference(
+        single_logits, batched_logits, condition="with several adapters in a forward"
+    )
 
 
 def _make_mix(

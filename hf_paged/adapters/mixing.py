@@ -104,10 +104,10 @@ class Mix(ForwardContext):
         x = args[0]
         x = x.reshape(-1, x.shape[-1])
         out = output.reshape(-1, output.shape[-1])
-        recorded = recorded_deltas.get()
+        recorded_products = recorded_deltas.get()
         deltas: Deltas | RecordedDeltas | None = None
-        if recorded is not None:
-            deltas = recorded[module]
+        if recorded_products is not None:
+            deltas = recorded_products[module]
         elif self._has_one_adapter:
             deltas = self._deltas_of(module, ((self._ranges[0][0], 0, len(x)),))
         elif self._head_tokens is not None and module is self._head:

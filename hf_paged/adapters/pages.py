@@ -129,11 +129,11 @@ class AdapterPages:
     def recover(self) -> None:
         """Drops all adapters, including pinned ones, after an exception that may have left one
         partly changed. The caller must then recount the pool, which frees their blocks."""
-        dropped = self._adapters
+        dropped_adapters = self._adapters
         self._adapters, self._adapter_by_block = {}, {}
         if self._group_index is not None:
             self._pool.forget_kept_by(self._on_evict_block)
-        for adapter, resident in dropped.items():
+        for adapter, resident in dropped_adapters.items():
             for table in resident.sequence.tables:
                 table.abandon()
             if resident.was_admitted:

@@ -193,9 +193,9 @@ def check_adapter(model: nn.Module, name: str) -> list[Any]:
         for layer in layers:
             for key in layer.adapter_layer_names:
                 names.update(getattr(layer, key, {}))
-        loaded = ", ".join(sorted(names)) or "none"
+        loaded_names = ", ".join(sorted(names)) or "none"
         message = (
-            f"adapter {name!r} does not exist: the model has {loaded}, and there is no such"
+            f"adapter {name!r} does not exist: the model has {loaded_names}, and there is no such"
             f" folder{suggest([name], names)}"
         )
         if os.path.isdir(name):
@@ -249,11 +249,11 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
         yield None
         return
     layers = check_adapter(model, name)
-    saved = []
+    saved_states = []
     for layer in layers:
         attributes = vars(layer)
         state = {key: attributes[key] for key in _STATE_ATTRIBUTES if key in attributes}
-        saved.append((layer, state))
+        saved_states.append((layer, state))
     reset_token = current_scope.set(Scope(model))
     try:
         for layer in layers:
@@ -262,7 +262,7 @@ def use_adapter(model: nn.Module, name: Hashable) -> Iterator[NamedContext | Non
                 layer._active_adapter = [name]
         yield NamedContext(name)
     finally:
-        for layer, state in saved:
+        for layer, state in saved_states:
             for key in _STATE_ATTRIBUTES - state.keys():
                 vars(layer).pop(key, None)
             # `update` keeps the attributes' order, which is compared to detect changes of the model

@@ -104,10 +104,10 @@ class PagedMask(LazyTensor):
 
     def symbolic(self, func: Any, args: Any, kwargs: Any) -> Any:
         aten = torch.ops.aten
-        sliced = None
+        mask_slice = None
         if func in (aten.alias.default, aten.slice.Tensor) and not kwargs:
-            sliced = self._slice(*args[1:])
-        return NotImplemented if sliced is None else sliced
+            mask_slice = self._slice(*args[1:])
+        return NotImplemented if mask_slice is None else mask_slice
 
     def _slice(
         self,
@@ -308,8 +308,9 @@ def rectangle_step(
         if mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, float("-inf"))
         bias = in_table_coordinates(mask.float(), step)
-    stored = (step.origins, (columns.stop,) * step.num_rows)
-    return _step_from_columns(step, query_len, MaskPattern(causal=False), stored, device), bias
+    stored_columns = (step.origins, (columns.stop,) * step.num_rows)
+    pattern = MaskPattern(causal=False)
+    return _step_from_columns(step, query_len, pattern, stored_columns, device), bias
 
 
 def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
@@ -363,8 +364,10 @@ def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
         return bias
     rows = zip(bias.expand(len(shifts), *bias.shape[1:]), shifts)
     max_shift = max(shifts)
-    shifted = [F.pad(row, (shift, max_shift - shift), value=float("-inf")) for row, shift in rows]
-    return torch.stack(shifted)
+    shifted_rows = [
+        F.pad(row, (shift, max_shift - shift), value=float("-inf")) for row, shift in rows
+    ]
+    return torch.stack(shifted_rows)
 
 
 def _step_from_columns(

@@ -265,9 +265,10 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
         with core.lock:
             state = core.requests.get(request_id)
             if state is None:
-                unfinished = ", ".join(map(repr, core.requests)) or "none"
+                unfinished_ids = ", ".join(map(repr, core.requests)) or "none"
                 raise ValueError(
-                    f"no unfinished request has the id {request_id!r}; unfinished ids: {unfinished}"
+                    f"no unfinished request has the id {request_id!r}; unfinished ids:"
+                    f" {unfinished_ids}"
                 )
             core.cancel(state)
 

@@ -426,8 +426,8 @@ class EngineCore(EngineLoop):
     def _fail_requests(self, loop: StepLoop, error: Exception) -> None:
         """Ends the requests of a step that failed twice, the second time with `error`; all requests
         if `StepLoop.generations_to_fail` finds none of them."""
-        failing = loop.generations_to_fail(error)
-        states = [state for state in self.requests.values() if state in failing]
+        failing_generations = loop.generations_to_fail(error)
+        states = [state for state in self.requests.values() if state in failing_generations]
         for state in states or list(self.requests.values()):
             self._fail(state, error)
 

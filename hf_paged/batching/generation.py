@@ -132,9 +132,9 @@ class Generation:
             self._logits.setdefault(row, logits[index].clone())
         if len(self._logits) < len(rows):
             return None
-        stacked = torch.stack([self._logits[row] for row in rows])
+        stacked_logits = torch.stack([self._logits[row] for row in rows])
         self._logits = {}
-        return stacked
+        return stacked_logits
 
     @property
     def can_repeat(self) -> bool:

@@ -106,9 +106,9 @@ class Ledger:
         parts: dict[Generation, dict[int, int]] = {part: {} for part in self.pending_parts}
         self.pending_parts = []
         for generation, index_by_row in {**parts, **indices}.items():
-            gathered = generation.take_logits(logits, index_by_row)
-            if gathered is not None:
-                ready.append((generation, LogitRows.of(gathered)))
+            gathered_logits = generation.take_logits(logits, index_by_row)
+            if gathered_logits is not None:
+                ready.append((generation, LogitRows.of(gathered_logits)))
 
     def append(self, generation: Generation, token: int) -> None:
         """Appends the next token of a generation whose only row continues."""
@@ -172,21 +172,21 @@ class Ledger:
         self.close(generation)
 
     def _commit_draft(
-        self, generation: Generation, draft: Draft, accepted: tuple[int, ...]
+        self, generation: Generation, draft: Draft, accepted_tokens: tuple[int, ...]
     ) -> None:
         """Appends the accepted draft tokens to the row, and drops the draft."""
         sequence = generation.sequence()
         # does nothing if the request has been preempted, which drops the sequence's draft
-        sequence.commit_draft(len(accepted))
+        sequence.commit_draft(len(accepted_tokens))
         timeline = self.scheduler.timeline
-        timeline.record_verification(sequence.request, len(draft.tokens), len(accepted))
+        timeline.record_verification(sequence.request, len(draft.tokens), len(accepted_tokens))
         generation.draft_counts.update(
             num_drafts=1,
             num_draft_tokens=len(draft.tokens),
-            num_accepted_tokens=len(accepted),
+            num_accepted_tokens=len(accepted_tokens),
         )
-        sequence.token_ids.extend(accepted)
-        self.num_generated_tokens += len(accepted)
+        sequence.token_ids.extend(accepted_tokens)
+        self.num_generated_tokens += len(accepted_tokens)
         generation.decoding.draft = None
 
     def split_preempted(self, preempted: Collection[Request]) -> None:

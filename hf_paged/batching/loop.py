@@ -119,10 +119,10 @@ class StepLoop:
         may begin, and no request runs or `error` is an `OutOfBlocksError`, the generation of the
         first such request; otherwise the generations of running requests."""
         first = self.first_waiting_generation
-        running = self.ledger.generations_of(self.scheduler.queue.running)
-        if first is not None and (not running or isinstance(error, OutOfBlocksError)):
+        running_generations = self.ledger.generations_of(self.scheduler.queue.running)
+        if first is not None and (not running_generations or isinstance(error, OutOfBlocksError)):
             return [first]
-        return running
+        return running_generations
 
     def drop(self, generation: Generation) -> None:
         """Ends a generation and frees its blocks. If an exception stops this, recovers, ends the
@@ -375,11 +375,17 @@ class StepLoop:
             # only the forward showed how many bytes a block takes, and fewer blocks fit than was
             # assumed: the next step repeats this one
             return
-        failed = self.ledger.generations_of(sequence.request for sequence in plan.sequences)
-        units = list(dict.fromkeys(generation.parent or generation for generation in failed))
+        failed_generations = self.ledger.generations_of(
+            sequence.request for sequence in plan.sequences
+        )
+        units = list(
+            dict.fromkeys(generation.parent or generation for generation in failed_generations)
+        )
         if isinstance(error, RowsError):
-            failed = [
-                generation for generation in failed if any(map(error.concerns, generation.requests))
+            failed_generations = [
+                generation
+                for generation in failed_generations
+                if any(map(error.concerns, generation.requests))
             ]
         elif len(units) > 1:
             self.scheduler.queue.suspects.halve([unit.requests for unit in units])
@@ -389,7 +395,7 @@ class StepLoop:
                 error,
             )
             return
-        for generation in failed:
+        for generation in failed_generations:
             self._fail(generation, cause)
 
     def _end_past_positions(self) -> None:
@@ -467,11 +473,11 @@ class StepLoop:
         applied."""
         for generation in self.unreported:  # these have advanced, even if `is_sampling` is set
             generation.is_sampling = False
-        stopped = [generation for generation, _ in ready if generation.is_sampling]
+        stopped_generations = [generation for generation, _ in ready if generation.is_sampling]
         if is_interrupt(cause):
             to_repeat = [
                 generation
-                for generation in stopped
+                for generation in stopped_generations
                 if generation.can_repeat and generation is not applying
             ]
         try:
@@ -479,6 +485,6 @@ class StepLoop:
             if is_mid_update:
                 self.recover()
         finally:
-            for generation in stopped:
+            for generation in stopped_generations:
                 if generation not in to_repeat:
                     self._fail(generation, interrupted(cause))

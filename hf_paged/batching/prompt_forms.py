@@ -52,11 +52,11 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
                 )
             del model_inputs["attention_mask"]
     disallowed_names = {"input_ids", *compat.CACHE_NAMES, *vars(GenerationConfig())}
-    disallowed = sorted(map(str, disallowed_names & model_inputs.keys()))
-    if disallowed:
+    disallowed_inputs = sorted(map(str, disallowed_names & model_inputs.keys()))
+    if disallowed_inputs:
         raise ValueError(
-            f"the prompt's inputs have {', '.join(disallowed)}: pass only model inputs besides"
-            " token ids there, and options in `generation_config`"
+            f"the prompt's inputs have {', '.join(disallowed_inputs)}: pass only model inputs"
+            " besides token ids there, and options in `generation_config`"
         )
     mismatch = mismatched_rows(model_inputs, 1)
     if mismatch is not None:

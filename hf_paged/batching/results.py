@@ -335,6 +335,6 @@ def trim_pending(outputs: list[RequestOutput]) -> None:
     contain the dropped tokens."""
     if len(outputs) <= MAX_PENDING_OUTPUTS:
         return
-    unfinished = [output for output in outputs if not output.finished]
-    dropped = set(map(id, unfinished[:-MAX_PENDING_OUTPUTS]))
-    outputs[:] = [output for output in outputs if id(output) not in dropped]
+    unfinished_outputs = [output for output in outputs if not output.finished]
+    dropped_ids = set(map(id, unfinished_outputs[:-MAX_PENDING_OUTPUTS]))
+    outputs[:] = [output for output in outputs if id(output) not in dropped_ids]

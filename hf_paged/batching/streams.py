@@ -150,11 +150,13 @@ class RequestStream:
                 return
             states = core.requests.items()
             queue = self.output_queue
-            reporting = {request_id for request_id, state in states if state.output_queue is queue}
-            missing = self.unfinished - reporting
-            if missing:
+            reporting_ids = {
+                request_id for request_id, state in states if state.output_queue is queue
+            }
+            missing_ids = self.unfinished - reporting_ids
+            if missing_ids:
                 raise RuntimeError(
-                    f"requests {sorted(missing)} are gone without a result: another thread has"
+                    f"requests {sorted(missing_ids)} are gone without a result: another thread has"
                     " freed the engine or used their ids for new requests, or this process was"
                     " forked after they had been added"
                 )
@@ -234,8 +236,8 @@ class RequestStream:
                             bar.update(1)
             finally:
                 outputs.close()
-        ordered = [results[key] for key in self.request_ids if key in results]
-        errors = [result.error for result in ordered if result.error is not None]
+        ordered_results = [results[key] for key in self.request_ids if key in results]
+        errors = [result.error for result in ordered_results if result.error is not None]
         if errors:
             message = (
                 "%d of %d requests failed, and their results hold the errors; the first is %s: %s"
@@ -243,11 +245,11 @@ class RequestStream:
             logger.warning(
                 Topic.FAILED_REQUESTS(message),
                 len(errors),
-                len(ordered),
+                len(ordered_results),
                 type(errors[0]).__name__,
                 errors[0],
             )
-        return ordered
+        return ordered_results
 
     async def astream(self) -> AsyncGenerator[RequestOutput, None]:
         """As `stream`, with each step in a worker thread. The readers in one event loop take one

@@ -186,24 +186,25 @@ class BlockManager:
         or free memory allow too few. If it returns `None` or raises, nothing is allocated."""
         self.take_error = None
         are_free = [
-            not needed or group.has_free(needed) for group, needed in zip(self.groups, needs)
+            not num_needed or group.has_free(num_needed)
+            for group, num_needed in zip(self.groups, needs)
         ]
         if False in are_free:
             groups = zip(self.groups, needs)
-            num_counted = sum(needed for group, needed in groups if group.spec.is_counted)
+            num_counted = sum(num_needed for group, num_needed in groups if group.spec.is_counted)
             if num_counted and num_counted > self.num_free:
                 return None
         allocated_ids: list[list[int]] = []
         try:
-            for index, (group, needed) in enumerate(zip(self.groups, needs)):
+            for index, (group, num_needed) in enumerate(zip(self.groups, needs)):
                 after = tables[index].block_ids if tables else ()
-                if not needed:
+                if not num_needed:
                     allocated_ids.append([])
-                elif are_free[index] and needed <= group.pool.num_free:
+                elif are_free[index] and num_needed <= group.pool.num_free:
                     # checked again: freeing blocks for another group may have shrunk this pool
-                    allocated_ids.append(group.pool.allocate(needed, after))
+                    allocated_ids.append(group.pool.allocate(num_needed, after))
                 else:
-                    allocated_ids.append(group.take(needed, after))
+                    allocated_ids.append(group.take(num_needed, after))
         except BaseException as error:
             self._release(allocated_ids)
             if not isinstance(error, OutOfBlocksError):  # such as a `MemoryError`

@@ -115,10 +115,10 @@ class BlockPool:
         for `select`. Raises `OutOfBlocksError` with nothing changed."""
         free = self._free
         if num_blocks > len(free) and num_blocks > self.num_available:
-            cached = f" and {self.num_cached} cached" if self._cached else ""
+            cached_text = f" and {self.num_cached} cached" if self._cached else ""
             raise OutOfBlocksError(
                 f"needs {num_blocks} blocks, but only {self.num_free} of {self.num_blocks} are"
-                f" free{cached}"
+                f" free{cached_text}"
             )
         while num_blocks > len(free):  # one at a time, since `on_evict` may free further blocks
             self.evict(1)
@@ -206,11 +206,13 @@ class BlockPool:
             num_holders = Counter(block_id for table in tables for block_id in table)
             self._refcounts = [num_holders[block_id] for block_id in range(self.num_blocks)]
             self.num_shared = sum(refcount > 1 for refcount in self._refcounts)
-            unused = set(range(self.num_blocks)).difference(num_holders)
-            self._free = OrderedDict.fromkeys(sorted(unused.difference(self._kept)))
+            unused_ids = set(range(self.num_blocks)).difference(num_holders)
+            self._free = OrderedDict.fromkeys(sorted(unused_ids.difference(self._kept)))
             lru_order = [*self._cached, *self._kept]
             self._cached = OrderedDict.fromkeys(
-                block_id for block_id in lru_order if block_id in unused and block_id in self._kept
+                block_id
+                for block_id in lru_order
+                if block_id in unused_ids and block_id in self._kept
             )
         except BaseException:
             self.needs_recount = True
@@ -246,10 +248,10 @@ class BlockPool:
                 )
         if self._write_error is not None:
             raise AssertionError(self._write_error)
-        unused = {block_id for block_id, count in enumerate(self._refcounts) if not count}
+        unused_ids = {block_id for block_id, count in enumerate(self._refcounts) if not count}
         kept_ids = self._kept.keys()
         num_shared = sum(refcount > 1 for refcount in self._refcounts)
-        expected = (unused - kept_ids, unused & kept_ids, num_shared)
+        expected = (unused_ids - kept_ids, unused_ids & kept_ids, num_shared)
         actual = (set(self._free), set(self._cached), self.num_shared)
         if actual != expected:
             raise AssertionError(f"(free, cached, number shared) is {actual}, not {expected}")

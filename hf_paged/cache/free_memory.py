@@ -90,8 +90,8 @@ def free_bytes(device: torch.device) -> int:
     (`ulimit -v`). Raises `ValueError` for a device whose free memory torch does not report."""
     if device.type == "mps":
         total = torch.mps.recommended_max_memory()
-        allocated = torch.mps.driver_allocated_memory()
-        return max(0, total - allocated)
+        allocated_bytes = torch.mps.driver_allocated_memory()
+        return max(0, total - allocated_bytes)
     if device.type != "cpu":
         module: Any = getattr(torch, device.type, None)
         if not hasattr(module, "mem_get_info"):
@@ -100,16 +100,16 @@ def free_bytes(device: torch.device) -> int:
                 " `memory_fraction`"
             )
         # the allocator reuses the memory of freed tensors, or returns it before the device runs out
-        reserved = module.memory_reserved(device)
-        unused = reserved - module.memory_allocated(device)
+        reserved_bytes = module.memory_reserved(device)
+        unused_bytes = reserved_bytes - module.memory_allocated(device)
         free = int(module.mem_get_info(device)[0])
-        return free + max(0, unused)
+        return free + max(0, unused_bytes)
     free = int(psutil.virtual_memory().available)
     limit = address_limit()
     if limit is None:
         return free
-    unmapped = limit - psutil.Process().memory_info().vms
-    return max(0, min(free, unmapped))
+    unmapped_bytes = limit - psutil.Process().memory_info().vms
+    return max(0, min(free, unmapped_bytes))
 
 
 def free_bytes_of_all(block_bytes: Mapping[torch.device, int]) -> int:

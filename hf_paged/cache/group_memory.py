@@ -246,14 +246,14 @@ class GroupMemory:
         return cached_bytes <= free_bytes(torch.device("cpu"))
 
     def _over_limit_error(
-        self, needed: int, num_available: int, total: int | None = None
+        self, num_needed: int, num_available: int, total: int | None = None
     ) -> OutOfBlocksError:
         """Returns the error of a call that needs more blocks than are available. `total`:
         `num_blocks`, if that is the limit; else the limit is one in bytes."""
         blocks = f"blocks of {self.block_size} tokens"
         if self.holds_states:
             blocks = "slots for states"
-        message = f"needs {needed} {blocks}, but only {num_available}"
+        message = f"needs {num_needed} {blocks}, but only {num_available}"
         option = "`num_blocks`"
         if total is None:
             if budget.limit(self.memory) is not None:

@@ -80,7 +80,7 @@ class KVBlocks:
         """Whether blocks hold K/V of `dtypes` without rounding, being neither quantized nor of a
         narrower dtype."""
         return self.quantized_dtype is None and all(
-            torch.promote_types(stored.dtype, dtype) == stored.dtype for stored, dtype in self.pair
+            torch.promote_types(tensor.dtype, dtype) == tensor.dtype for tensor, dtype in self.pair
         )
 
     @property
@@ -223,13 +223,13 @@ class KVBlocks:
         tiles = _tiles(data, code_format)
         if len(tiles) == 2:
             return cls(data, *tiles, dtypes)
-        (joined,) = tiles
-        if joined.shape[1] == 2 * heads:
-            keys = joined[:, :heads]
-            values = joined[:, heads:]
+        (joined_tile,) = tiles
+        if joined_tile.shape[1] == 2 * heads:
+            keys = joined_tile[:, :heads]
+            values = joined_tile[:, heads:]
         else:
-            keys = joined[..., :key_dim]
-            values = joined[..., key_dim:]
+            keys = joined_tile[..., :key_dim]
+            values = joined_tile[..., key_dim:]
         return cls(data, keys, values, dtypes)
 
     def like(self, data: Sequence[Tensor]) -> KVBlocks:

@@ -319,19 +319,19 @@ class PagedMemory:
         fraction = self.config.memory_fraction or 1
         return int(fraction * (free_bytes_of_all(block_bytes) + self.occupied_bytes))
 
-    def release_unused(self, excluded: GroupMemory | None = None) -> bool:
-        """Under a limit in bytes, frees the memory of every group, other than `excluded`, of which
-        no table holds a block. Returns whether it freed any."""
+    def release_unused(self, excluded_group: GroupMemory | None = None) -> bool:
+        """Under a limit in bytes, frees the memory of every group, other than `excluded_group`, of
+        which no table holds a block. Returns whether it freed any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
-        unused = [
+        unused_groups = [
             group
             for group in self.groups.values()
-            if group is not excluded and not group.pool.num_used and group.occupied_bytes
+            if group is not excluded_group and not group.pool.num_used and group.occupied_bytes
         ]
-        if unused:
-            self._release(unused)
-        return bool(unused)
+        if unused_groups:
+            self._release(unused_groups)
+        return bool(unused_groups)
 
     def _release(self, groups: Iterable[GroupMemory]) -> None:
         """Frees the memory of these groups and of recorded steps."""

@@ -89,10 +89,12 @@ class PagedCache(DynamicCache):
         **options: Any,
     ) -> None:
         if options:
-            misplaced = ", ".join(f'"{name}": {shown(value)}' for name, value in options.items())
+            misplaced_options = ", ".join(
+                f'"{name}": {shown(value)}' for name, value in options.items()
+            )
             raise TypeError(
                 f"`PagedCache` has no argument `{next(iter(options))}`: pass options of the memory"
-                f" in `paged_config`, as in PagedCache(model.config, {{{misplaced}}})"
+                f" in `paged_config`, as in PagedCache(model.config, {{{misplaced_options}}})"
             )
         if config is not None and not hasattr(config, "get_text_config"):
             raise ValueError(
@@ -100,9 +102,9 @@ class PagedCache(DynamicCache):
                 " `PagedCache(model.config)`"
             )
         if memory is None:
-            requested = PagedConfig.coerce(paged_config, "paged_config")
-            fitted = fit_blocks(requested, config, torch.device("cpu"))
-            memory = PagedMemory(fitted)
+            requested_config = PagedConfig.coerce(paged_config, "paged_config")
+            fitted_config = fit_blocks(requested_config, config, torch.device("cpu"))
+            memory = PagedMemory(fitted_config)
         elif not isinstance(memory, PagedMemory):
             raise ValueError(f"`memory` is {memory!r}: it must be None or a `PagedMemory`")
         elif (
@@ -128,9 +130,9 @@ class PagedCache(DynamicCache):
         hold tokens), and `cross` as its cross-attention cache. `owner_counters`: the read
         counters of the rows' owner; with them, the cache borrows the rows passed to `take` and owns
         none."""
-        paged = cls.__new__(cls)
-        paged._setup(cache, memory, kind, owner_counters, cross)
-        return paged
+        paged_cache = cls.__new__(cls)
+        paged_cache._setup(cache, memory, kind, owner_counters, cross)
+        return paged_cache
 
     def empty_twin(
         self, memory: PagedMemory, owner_counters: ReadCounters | None = None

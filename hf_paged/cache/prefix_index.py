@@ -250,17 +250,17 @@ class PrefixIndex:
             groups = range(len(self._pools))
         pending = [node]
         while pending:
-            removed = pending.pop()
-            digest = self.digest(removed)
+            node_to_remove = pending.pop()
+            digest = self.digest(node_to_remove)
             if digest:
                 for group in groups:
-                    block_id = removed.block_ids[group]
+                    block_id = node_to_remove.block_ids[group]
                     if block_id is None:
                         continue
                     if self._step_blocks is None or (group, block_id) not in self._step_blocks:
                         offload(group, block_id, digest)
             if is_subtree:
-                pending.extend(removed.children.values())
+                pending.extend(node_to_remove.children.values())
 
     def _unregister(self, group: int, block_id: int) -> None:
         """Removes from the index a block that the pool no longer keeps, and the nodes that need the
@@ -280,14 +280,14 @@ class PrefixIndex:
         del parent.children[node.tokens]
         pending = [node]
         while pending:
-            removed = pending.pop()
-            pending.extend(removed.children.values())
-            removed.children, removed.parent = {}, None
-            for group, block_id in enumerate(removed.block_ids):
+            node_to_remove = pending.pop()
+            pending.extend(node_to_remove.children.values())
+            node_to_remove.children, node_to_remove.parent = {}, None
+            for group, block_id in enumerate(node_to_remove.block_ids):
                 if block_id is not None:
                     del self._registered[group][block_id]
                     self._pools[group].drop(block_id)
-            removed.block_ids = [None] * len(self._pools)
+            node_to_remove.block_ids = [None] * len(self._pools)
         self._remove_empty(parent)
 
     def _remove_empty(self, node: Node) -> None:

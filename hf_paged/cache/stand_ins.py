@@ -43,8 +43,8 @@ def paged_layer(layer: Any, group: LayerGroup | None, index: int) -> Any:
     compressed layers), returns `layer`."""
     if group is None:
         return layer
-    stock = type(layer)
-    paged: Any = _STAND_INS.get(stock, stock)
-    if issubclass(paged, PagedHybridLayer):
-        return paged(group, index, layer.number_of_states)
-    return paged(group, index)
+    stock_class = type(layer)
+    layer_class: Any = _STAND_INS.get(stock_class, stock_class)
+    if issubclass(layer_class, PagedHybridLayer):
+        return layer_class(group, index, layer.number_of_states)
+    return layer_class(group, index)

@@ -109,15 +109,15 @@ class BlockStorage:
         if dtypes == layer.dtypes:
             return layer
         if layer.quantized_dtype is not None:
-            promoted = replace(layer, dtypes=dtypes)
+            promoted_layer = replace(layer, dtypes=dtypes)
         else:
-            promoted = self._allocate(layer.num_blocks, wider_keys, wider_values)
+            promoted_layer = self._allocate(layer.num_blocks, wider_keys, wider_values)
             # later blocks have not been written to: copying them would commit their memory
             pool_blocks = slice(self.pool.num_blocks)
-            promoted.keys[pool_blocks] = layer.keys[pool_blocks]
-            promoted.values[pool_blocks] = layer.values[pool_blocks]
-        self.layers[index] = promoted
-        return promoted
+            promoted_layer.keys[pool_blocks] = layer.keys[pool_blocks]
+            promoted_layer.values[pool_blocks] = layer.values[pool_blocks]
+        self.layers[index] = promoted_layer
+        return promoted_layer
 
     def grow(self, num_blocks: int, max_blocks: int) -> None:
         """Grows every layer with fewer than `num_blocks` blocks: if memory allows, to the reserved

@@ -145,9 +145,9 @@ class BlockSwapper:
         """Allocates blocks for the swapped-out sequences of `request` (at least one), copies the
         content back and restores the tables. Returns `False`, with nothing changed, if too few
         blocks are free."""
-        swapped = _swapped(request)
-        rows_by_group = _needed_rows(swapped)
-        host_blocks = swapped[0].swapped.host_blocks
+        swapped_sequences = _swapped(request)
+        rows_by_group = _needed_rows(swapped_sequences)
+        host_blocks = swapped_sequences[0].swapped.host_blocks
         with self.block_manager.memory.lock:
             allocated_ids = self.block_manager.take(list(map(len, rows_by_group)))
             if allocated_ids is None:
@@ -159,7 +159,7 @@ class BlockSwapper:
                 groups = self.block_manager.groups
                 for group, copies, block_ids in zip(groups, host_blocks, targets):
                     put_back(group, copies, block_ids)
-                for sequence in swapped:
+                for sequence in swapped_sequences:
                     tables = sequence.blocks.tables
                     for table, table_rows, block_ids in zip(tables, sequence.swapped.rows, targets):
                         table.hold([block_ids[row] for row in table_rows])
@@ -175,9 +175,9 @@ def _swapped(request: Any) -> list[Any]:
     return [sequence for sequence in request.sequences if sequence.swapped is not None]
 
 
-def _needed_rows(swapped: Iterable[Any]) -> list[list[int]]:
+def _needed_rows(swapped_sequences: Iterable[Any]) -> list[list[int]]:
     """Returns, per group, the rows of the host copies that these sequences need."""
-    rows_by_group = zip(*(sequence.swapped.rows for sequence in swapped))
+    rows_by_group = zip(*(sequence.swapped.rows for sequence in swapped_sequences))
     return [list(dict.fromkeys(itertools.chain(*rows))) for rows in rows_by_group]
 
 

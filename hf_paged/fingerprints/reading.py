@@ -114,22 +114,22 @@ class Reading:
         self._arrays = list[Any]()
         self._write_only = notes_of(model).write_only
         self._number_of(model)
-        described = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
+        descriptions = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
         num_described = 0
         while num_described < len(self._objects) or self._functions.pending:
             if num_described < len(self._objects):
                 item = self._objects[num_described]
                 num_described += 1
-                described.append(self._object(item))
+                descriptions.append(self._object(item))
             else:
-                described.append(self._follow(self._functions.pending.popleft()))
+                descriptions.append(self._follow(self._functions.pending.popleft()))
         if self._too_deep.keys() - self._described.keys():
             self.undetectable = f"it holds values nested more than {_MAX_DEPTH} levels deep"
         self._modules = [item for item in self._objects if isinstance(item, nn.Module)]
         self._modes = [module.training for module in self._modules]
         if self._reads_training:
-            described.append(self._modes)
-        self.structure = marshal.dumps(described, MARSHAL_VERSION)
+            descriptions.append(self._modes)
+        self.structure = marshal.dumps(descriptions, MARSHAL_VERSION)
 
     def _object(self, item: Any) -> tuple[Any, ...]:
         self._is_in_closure = id(item) in self._closure_objects
@@ -142,10 +142,10 @@ class Reading:
         self._reads_closures = True
         if isinstance(item, nn.Module):
             return kind, self._module(item), self._hooks(item)
-        skipped = CONFIG_BOOKKEEPING if isinstance(item, PreTrainedConfig) else ()
+        skipped_names = CONFIG_BOOKKEEPING if isinstance(item, PreTrainedConfig) else ()
         attributes = []
         for name, value in attributes_of(item):
-            if name not in skipped:
+            if name not in skipped_names:
                 attributes.append((name, self._value(value)))
         return kind, attributes
 
@@ -160,9 +160,9 @@ class Reading:
     def _class(self, kind: type) -> list[Any]:
         """Describes a class and its bases: their functions and scalars and, in user classes, also
         other values. If the class has been described before, returns only its name."""
-        described: list[Any] = [kind.__qualname__]
+        descriptions: list[Any] = [kind.__qualname__]
         if kind in self._classes:
-            return described
+            return descriptions
         self._classes.add(kind)
         for base in kind.__mro__:
             if f"{base.__module__}.".startswith(UNDESCRIBED_MODULES):
@@ -176,45 +176,45 @@ class Reading:
                 value = function_of(value)
                 if isinstance(value, types.FunctionType):
                     self._functions.add_method(name, value)
-                    described.append((name, self._function(value, 0)))
+                    descriptions.append((name, self._function(value, 0)))
                 elif name[:2] == "__" or name in BOOKKEEPING:
                     continue
                 elif is_user_class or type(value) in SCALARS:
-                    described.append((name, self._value(value)))
-        return described
+                    descriptions.append((name, self._value(value)))
+        return descriptions
 
     def _module(self, module: nn.Module) -> list[Any]:
         write_only = self._write_only.get(module, {})
-        described: list[Any] = []
+        descriptions: list[Any] = []
         for name, value in vars(module).items():
             if name in IGNORED:
                 continue
             value = write_only.get(name, value)
             if name == "forward":
-                replaced = replaced_forward(module)
-                value = ABSENT if replaced is None else replaced
+                replacement = replaced_forward(module)
+                value = ABSENT if replacement is None else replacement
             if type(value) in SCALARS:
-                described.append((name, value))
+                descriptions.append((name, value))
             elif name == "config" and hasattr(value, "to_dict"):
-                described.append((name, self._number_of(value)))
+                descriptions.append((name, self._number_of(value)))
             elif value is not ABSENT:
-                described.append((name, self._value(value)))
+                descriptions.append((name, self._value(value)))
         for table in (module._parameters, module._buffers, module._modules):
             if not table:
                 self._owners.append(table)
             else:
-                described += self._table(table, write_only)
-        return described
+                descriptions += self._table(table, write_only)
+        return descriptions
 
     def _hooks(self, module: nn.Module) -> list[Any]:
         self._reads_closures = False
-        described = []
+        descriptions = []
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             self._owners.append(hooks)
             for hook in hooks.values():
                 if not is_idle_hook(hook):
-                    described.append(self._value(hook))
-        return described
+                    descriptions.append(self._value(hook))
+        return descriptions
 
     def _table(self, table: dict[str, Any], write_only: dict[str, Any]) -> list[tuple[str, Any]]:
         """Describes the parameters, buffers or submodules of a module."""
@@ -224,12 +224,12 @@ class Reading:
             self._tables.append(table)
         else:
             self._partly_read.append((table, write_only))
-        described = []
+        descriptions = []
         for name, part in table.items():
             part = write_only.get(name, part)
             if part is not ABSENT:
-                described.append((name, self._value(part)))
-        return described
+                descriptions.append((name, self._value(part)))
+        return descriptions
 
     def _value(self, value: Any, depth: int = 0) -> Any:
         kind = type(value)
@@ -454,9 +454,9 @@ class Reading:
         if is_read or (is_user_code and self._reads_closures):
             was_in_closure = self._is_in_closure
             self._is_in_closure = True
-            described = self._value(value, depth)
+            description = self._value(value, depth)
             self._is_in_closure = was_in_closure
-            return described
+            return description
         if package_of(kind.__module__) in STANDARD or is_user_module(kind.__module__):
             self._closure_scalars.append(self._scalars(value))
         return self._library_object(value, depth)
@@ -467,8 +467,8 @@ class Reading:
         name = type(value).__qualname__
         if type(value) is torch.autocast:
             return name, value.device, str(value.fast_dtype), value._enabled
-        wrapped = getattr(value, "__dict__", {}).get("__wrapped__")
-        return name, self._value(wrapped, depth + 1)
+        wrapped_function = getattr(value, "__dict__", {}).get("__wrapped__")
+        return name, self._value(wrapped_function, depth + 1)
 
     def _tensor(self, tensor: Tensor) -> Any:
         kind = type(tensor)

@@ -233,16 +233,16 @@ class BatchCall(Candidate):
             sequences.append(sequence)
         executor = loop.executor
         shortage = Shortage(loop.memory)
-        while unfinished := [row for row in sequences if row.num_to_compute > 1]:
+        while unfinished_sequences := [row for row in sequences if row.num_to_compute > 1]:
             with executor.lock, executor.attention():
                 executor.check_model()
-                plan = _schedule(loop, unfinished)
+                plan = _schedule(loop, unfinished_sequences)
                 if len(plan):
                     executor.run_rows(plan)
                     for sequence, count in zip(plan.sequences, plan.counts):
                         sequence.num_computed_tokens += count
             if not len(plan) and not shortage.wait():
-                first = unfinished[0]
+                first = unfinished_sequences[0]
                 count = first.num_to_compute - 1
                 num_needed = sum(table.num_needed_blocks(count) for table in first.blocks.tables)
                 raise OutOfBlocksError(

@@ -119,9 +119,9 @@ def _check_arguments(generate: Invocation) -> None:
     kwargs = generate.kwargs
     config = generate.generation_config
     check_weights(model)
-    misplaced = kwargs.keys() & PagedConfig.__annotations__.keys()
-    if misplaced:
-        pairs = [f'"{name}": {shown(kwargs[name])}' for name in sorted(misplaced)]
+    misplaced_names = kwargs.keys() & PagedConfig.__annotations__.keys()
+    if misplaced_names:
+        pairs = [f'"{name}": {shown(kwargs[name])}' for name in sorted(misplaced_names)]
         options_text = ", ".join(pairs)
         raise TypeError(
             "the paged cache takes these options in its config: pass"
@@ -274,11 +274,11 @@ def _expand_inputs(expand: Invocation) -> Any:
     if call is None:
         return expand.run()
     call.note_inputs(**expand.kwargs)
-    expanded = expand.run()
+    result = expand.run()
     if compat.ENCODE_MEDIA is None and not expand.model.config.is_encoder_decoder:
-        _, repeated = expanded
-        call.has_swapped_images |= _has_swapped_images(expand.kwargs, repeated)
-    return expanded
+        _, expanded_inputs = result
+        call.has_swapped_images |= _has_swapped_images(expand.kwargs, expanded_inputs)
+    return result
 
 
 def _has_swapped_images(inputs: dict[str, Any], expanded_inputs: dict[str, Any]) -> bool:
@@ -289,11 +289,11 @@ def _has_swapped_images(inputs: dict[str, Any], expanded_inputs: dict[str, Any])
     if size == 1 or not isinstance(rows, torch.Tensor):
         return False
     for name, value in inputs.items():
-        expanded = expanded_inputs.get(name)
-        are_tensors = isinstance(value, torch.Tensor) and isinstance(expanded, torch.Tensor)
+        expanded_value = expanded_inputs.get(name)
+        are_tensors = isinstance(value, torch.Tensor) and isinstance(expanded_value, torch.Tensor)
         if are_tensors and value.dim() and len(value) != len(rows):
             one_by_one = value.repeat_interleave(size, dim=0)
-            if torch.equal(expanded, one_by_one):
+            if torch.equal(expanded_value, one_by_one):
                 return True
     return False
 
@@ -310,12 +310,12 @@ def _decode(decode: Invocation) -> Any:
     if capture is not None:
         return capture.add(_loop_call(decode, call))
     bypassing_call = decode.value_of(prepared_call)
-    running = NOTHING
+    running_call = NOTHING
     if bypassing_call is not None:
         prepared_call.set(None)
         call = bypassing_call
-        running = call.running()
-    with running:
+        running_call = call.running()
+    with running_call:
         if call is not None and call.built_caches:
             loop_call = _loop_call(decode, call)
             with deferring_signals(decode.model):

@@ -130,10 +130,10 @@ def _all_reduce(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
     that shard the depth, computed in one all-reduce."""
     indices = [index for index, (*_, lora) in enumerate(parts) if lora.group is not None]
     if indices:
-        sharded = [shrunk[index] for index in indices]
-        flat = torch.cat([product.flatten() for product in sharded])
+        sharded_products = [shrunk[index] for index in indices]
+        flat = torch.cat([product.flatten() for product in sharded_products])
         dist.all_reduce(flat, group=parts[indices[0]][2].group)
-        sums = flat.split([product.numel() for product in sharded])
-        for index, product, total in zip(indices, sharded, sums):
+        sums = flat.split([product.numel() for product in sharded_products])
+        for index, product, total in zip(indices, sharded_products, sums):
             shrunk[index] = total.view(product.shape).to(product.dtype)
     return shrunk

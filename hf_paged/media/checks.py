@@ -34,23 +34,23 @@ class PromptsVerdict(NamedTuple):
 def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str | None]:
     """Implements `rooms.MediaRoom.check`."""
     model = capability.model
-    checked = MediaPrompts(prompts.input_ids, prompts.model_kwargs, prompts.paddings)
-    checked.prepare_positions(model)
-    for name, value in checked.decode_inputs.items():
+    media_prompts = MediaPrompts(prompts.input_ids, prompts.model_kwargs, prompts.paddings)
+    media_prompts.prepare_positions(model)
+    for name, value in media_prompts.decode_inputs.items():
         if not isinstance(value, (Tensor, bool)):  # one altered value shows too little
             reason = f"decode steps may depend on `{name}`, which is not a tensor"
-            return checked, Topic.INPUTS(reason)
-    has_text = checked.num_text(model.config) > 0
-    kind = checked.names, checked.axis_counts, checked.hides_tokens, has_text
-    verdict = capability.verdict(prompts_check, "packed", checked, kind)
+            return media_prompts, Topic.INPUTS(reason)
+    has_text = media_prompts.num_text(model.config) > 0
+    kind = media_prompts.names, media_prompts.axis_counts, media_prompts.hides_tokens, has_text
+    verdict = capability.verdict(prompts_check, "packed", media_prompts, kind)
     if isinstance(verdict, str):
         verdict = PromptsVerdict(verdict)
-    if checked.user_inputs(model):  # their values may change the tokens of prompts
+    if media_prompts.user_inputs(model):  # their values may change the tokens of prompts
         verdict = verdict._replace(can_reuse=False, can_begin_after_text=False)
-    reason, checked.can_reuse, checked.can_begin_after_text = verdict
-    if reason is None and checked.decode_inputs:
-        reason = capability.verdict(inputs_check, "packed", checked, checked.names)
-    return checked, reason
+    reason, media_prompts.can_reuse, media_prompts.can_begin_after_text = verdict
+    if reason is None and media_prompts.decode_inputs:
+        reason = capability.verdict(inputs_check, "packed", media_prompts, media_prompts.names)
+    return media_prompts, reason
 
 
 def prepare(
@@ -131,14 +131,16 @@ def inputs_check(trial: Trial) -> str | None:
         plain = decode()
     user_inputs = prompts.user_inputs(trial.model)
     for alter in (alter_value, _zeroed):
-        altered: dict[str, Any] = {}
+        altered_inputs: dict[str, Any] = {}
         for name, value in prompts.decode_inputs.items():
             is_unknown = name in user_inputs and isinstance(value, Tensor)
-            altered[name] = torch.empty(0).as_subclass(_Unread) if is_unknown else alter(value)
-        computed = None
+            altered_inputs[name] = (
+                torch.empty(0).as_subclass(_Unread) if is_unknown else alter(value)
+            )
+        logits = None
         with contextlib.suppress(ForwardFailedError), trial.forwards():
-            computed = decode(later_inputs=altered)
-        if computed is None or not torch.equal(plain, computed):
+            logits = decode(later_inputs=altered_inputs)
+        if logits is None or not torch.equal(plain, logits):
             return Topic.INPUTS("its decode steps may depend on these inputs")
     return None
 
@@ -191,13 +193,13 @@ def merge_check(trial: Trial) -> bool:
                 for part in (prompts, longer)
             ]
         with trial.forwards(by_engine=True):
-            merged = prompts.merged((longer,), pad_token_id(model))
+            merged_prompts = prompts.merged((longer,), pad_token_id(model))
             longer.prepare_positions(model)
-            merged.prepare_positions(model)
-            if merged.axes != [*prompts.axes, *longer.axes]:
+            merged_prompts.prepare_positions(model)
+            if merged_prompts.axes != [*prompts.axes, *longer.axes]:
                 return False  # the model counts padding as positions
             runner = TrialRunner(trial, Layout())
-            packed = runner.advance(runner.add_prompts(merged, new_token), num_steps=2)
+            packed = runner.advance(runner.add_prompts(merged_prompts, new_token), num_steps=2)
         return trial.difference(torch.cat(plain, dim=1).flatten(0, 1), packed) is None
     except Exception as error:  # separate forwards may still fit in memory
         if not is_forward_failure(error):

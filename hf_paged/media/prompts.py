@@ -92,8 +92,8 @@ class MediaPrompts(Prompts):
         positions = []
         for axis in axes:
             start = axis[-1] + 1 + max(first - length, 0)
-            following = [start + offset for offset in range(num_following)]
-            positions.append([*axis[first:end], *following])
+            later_positions = [start + offset for offset in range(num_following)]
+            positions.append([*axis[first:end], *later_positions])
         return positions
 
     @property
@@ -284,25 +284,25 @@ class MediaPrompts(Prompts):
         width = max(part.length for part in parts)
 
         def pad_and_join(tensors: list[Tensor], pad_value: int = 0) -> Tensor:
-            padded = [
+            padded_tensors = [
                 functional.pad(tensor, (width - tensor.shape[-1], 0), value=pad_value)
                 for tensor in tensors
             ]
-            return torch.cat(padded, dim=-2)
+            return torch.cat(padded_tensors, dim=-2)
 
         inputs = [part._kwargs_with_mask for part in parts]
-        merged = inputs[0]
-        for name, value in merged.items():
+        merged_inputs = inputs[0]
+        for name, value in merged_inputs.items():
             if isinstance(value, Tensor):
                 values = [part[name] for part in inputs]
                 join = pad_and_join if _is_per_token(name) else torch.cat
-                merged[name] = join(values)
+                merged_inputs[name] = join(values)
         ids = pad_and_join([part.input_ids for part in parts], pad_token_id)
         paddings = []
         for part in parts:
             shift = width - part.length
             paddings += [shift + padding for padding in part.paddings]
-        return MediaPrompts(ids, merged, paddings)
+        return MediaPrompts(ids, merged_inputs, paddings)
 
     def forward(
         self,
@@ -397,8 +397,8 @@ def digest_of(value: Any) -> bytes:
 
     # hashed first, since it defines where each tensor's bytes end
     structure = marshal.dumps(describe(value), MARSHAL_VERSION)
-    hashed = hashlib.blake2b(structure, digest_size=32)
+    hasher = hashlib.blake2b(structure, digest_size=32)
     for tensor in tensors:
         content = tensor.detach().resolve_conj().resolve_neg().contiguous().cpu()
-        hashed.update(content.reshape(-1).view(torch.uint8).numpy())
-    return hashed.digest()
+        hasher.update(content.reshape(-1).view(torch.uint8).numpy())
+    return hasher.digest()

@@ -226,9 +226,9 @@ def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
     shapes: list[torch.Size] = []
     write_only = notes_of(model).write_only
     for module in modules:
-        skipped = {*FUNCTION_ATTRIBUTES, *write_only.get(module, ())}
+        skipped_names = {*FUNCTION_ATTRIBUTES, *write_only.get(module, ())}
         for name, value in vars(module).items():
-            if type(value) in _KEYED_TYPES and name not in skipped:
+            if type(value) in _KEYED_TYPES and name not in skipped_names:
                 attributes.append(value)
         attributes += (replaced_forward(module), *hooks_of(module))
         shapes += [tensor.shape for tensor in tensors_of_module(module)]

@@ -140,9 +140,9 @@ def invariance_check(trial: Trial) -> str | None:
     rows = sample_tokens(trial.model)
     end = _FIRST_LENGTH + 2
     prefill_logits = trial.run(Layout(), rows, (end, _SECOND_LENGTH, LENGTH), [((0, end),)])
-    batched, single = batched_and_single_logits(trial, rows)
-    decode_logits = single[_PACKED_LOGITS.index((0, end))]
-    if torch.equal(batched, single) and torch.equal(prefill_logits[0], decode_logits):
+    batched_logits, single_logits = batched_and_single_logits(trial, rows)
+    decode_logits = single_logits[_PACKED_LOGITS.index((0, end))]
+    if torch.equal(batched_logits, single_logits) and torch.equal(prefill_logits[0], decode_logits):
         return None
     return Topic.BATCH_INVARIANT("its logits depend on which tokens a forward computes together")
 
@@ -150,14 +150,14 @@ def invariance_check(trial: Trial) -> str | None:
 def batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the logits of `_PACKED_STEPS`, and those of the same sequences when each runs alone:
     both `(len(_PACKED_LOGITS), vocab_size)`."""
-    batched = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS)
-    single = torch.empty_like(batched)
+    batched_logits = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS)
+    single = torch.empty_like(batched_logits)
     for row, prompt_length in enumerate(_PACKED_PROMPT_LENGTHS):
         indices = [index for index, (owner, _) in enumerate(_PACKED_LOGITS) if owner == row]
         prefill = ((row, prompt_length),)
         decodes = [((row, 1),)] * (len(indices) - 1)
         single[indices] = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, [prefill, *decodes])
-    return batched, single
+    return batched_logits, single
 
 
 # the id of a module's dict of attributes or buffers, and a name in that dict
@@ -186,15 +186,15 @@ def judge_writes(trial: Trial) -> None:
         attribute = type(write.module), write.name
         groups.setdefault(attribute, []).append(key)
     for keys in groups.values():
-        altered = dict(last_writes)
+        altered_writes = dict(last_writes)
         for key in keys:
             write = last_writes[key]
-            altered[key] = write._replace(after=alter_value(write.after))
-        if all(values_are_equal(altered[key].after, last_writes[key].after) for key in keys):
+            altered_writes[key] = write._replace(after=alter_value(write.after))
+        if all(values_are_equal(altered_writes[key].after, last_writes[key].after) for key in keys):
             continue  # `alter_value` has nothing to alter
-        logits, overwritten = _logits_after(trial, altered)
+        logits, overwritten_keys = _logits_after(trial, altered_writes)
         is_read = logits is None or not torch.equal(logits, expected)
-        for key in overwritten.intersection(keys):
+        for key in overwritten_keys.intersection(keys):
             if not is_read or key in by_engine:
                 note_write(trial.model, last_writes[key], is_read)
 
@@ -202,7 +202,7 @@ def judge_writes(trial: Trial) -> None:
 def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[WriteKey]]:
     """The logits of a prompt and a decode step that begin with the values `after` of these writes,
     and the keys of the writes that these forwards overwrite; `None` and no keys if one fails."""
-    overwritten = set[WriteKey]()
+    overwritten_keys = set[WriteKey]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]
         for write in writes.values():
@@ -214,6 +214,6 @@ def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[Writ
             logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
         for key, write in writes.items():
             if not values_are_equal(write.table.get(write.name), write.after):
-                overwritten.add(key)
-        return logits, overwritten
+                overwritten_keys.add(key)
+        return logits, overwritten_keys
     return None, set()

@@ -62,7 +62,7 @@ def has_foreign_hook(module: nn.Module) -> bool:
     )
 
 
-def behavior_key(function: Any, visited: dict[int, tuple[int, Any]] | None = None) -> Any:
+def behavior_key(function: Any, visited_functions: dict[int, tuple[int, Any]] | None = None) -> Any:
     """A hashable key for the behavior of a function, method, callable object, wrapper or hook: its
     code, the scalars in its closure and defaults or in the attributes of its object, and the keys
     of callables among these. Callables that were created alike have equal keys. A key keeps code
@@ -71,12 +71,12 @@ def behavior_key(function: Any, visited: dict[int, tuple[int, Any]] | None = Non
     if kind in _SCALARS:
         # the `repr` of a float tells 0.0 from -0.0, and is the same for each nan
         return kind, repr(function) if kind is float else function
-    visited = {} if visited is None else visited
-    if id(function) in visited:  # some functions have themselves in their closures
-        number, _ = visited[id(function)]
+    visited_functions = {} if visited_functions is None else visited_functions
+    if id(function) in visited_functions:  # some functions have themselves in their closures
+        number, _ = visited_functions[id(function)]
         return kind, number
     # kept alive, so that no other object gets its id
-    visited[id(function)] = len(visited), function
+    visited_functions[id(function)] = len(visited_functions), function
     head: Any = kind
     parts: Iterable[Any] = ()
     if kind is types.FunctionType:
@@ -91,11 +91,13 @@ def behavior_key(function: Any, visited: dict[int, tuple[int, Any]] | None = Non
     elif kind is types.BuiltinFunctionType:
         parts = (function.__qualname__,)
     elif kind is dict:
-        named = ((name, x) for name, x in function.items() if type(x) in _SCALARS or callable(x))
-        parts = (part for name, x in named for part in (str(name), x))
+        named_values = (
+            (name, x) for name, x in function.items() if type(x) in _SCALARS or callable(x)
+        )
+        parts = (part for name, x in named_values for part in (str(name), x))
     elif callable(function) and not isinstance(function, (nn.Module, type)):
         parts = (getattr(function, "__dict__", {}),)
-    return head, *(behavior_key(part, visited) for part in parts)
+    return head, *(behavior_key(part, visited_functions) for part in parts)
 
 
 def compute_device(model: Any) -> torch.device:

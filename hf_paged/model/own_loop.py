@@ -70,10 +70,10 @@ def prepare(
 def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Returns the inputs from which `prepare` prepares the step after this one."""
     has_encoder = bool(model.config.is_encoder_decoder)
-    updated: dict[str, Any] = compat.update_inputs(
+    updated_inputs: dict[str, Any] = compat.update_inputs(
         model, outputs, inputs, is_encoder_decoder=has_encoder
     )
-    return updated
+    return updated_inputs
 
 
 def cache_output(cache: Any) -> ModelOutput:
@@ -86,8 +86,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, dict):
-        mapped = {name: map_tensors(function, part) for name, part in value.items()}
-        return type(value)(**mapped) if isinstance(value, ModelOutput) else mapped
+        mapped_values = {name: map_tensors(function, part) for name, part in value.items()}
+        return type(value)(**mapped_values) if isinstance(value, ModelOutput) else mapped_values
     if isinstance(value, (list, tuple)):
         return type(value)(map_tensors(function, part) for part in value)
     return value

@@ -124,12 +124,12 @@ def num_positions(
         tables = _find_tables(trial, encoder_inputs)
     except ForwardFailedError:
         return None, None
-    fixed: list[int] = []
-    growing: list[int] = []
+    fixed_sizes: list[int] = []
+    growing_sizes: list[int] = []
     for table in tables:
-        counts = growing if _can_grow(trial, encoder_inputs, table) else fixed
+        counts = growing_sizes if _can_grow(trial, encoder_inputs, table) else fixed_sizes
         counts.append(table.size - table.offset)
-    return min(fixed, default=None), min(growing, default=None)
+    return min(fixed_sizes, default=None), min(growing_sizes, default=None)
 
 
 def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:

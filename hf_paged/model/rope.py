@@ -21,10 +21,11 @@ from .writes import restore_attributes
 
 class LengthRope:
     """Gives each token of a packed forward the rotary factors with which plain `generate` computes
-    it. For prompt tokens, these are the factors of the prompt's length; for a later token, those of
-    the sequence's length including the token. But if plain `generate` recomputes all tokens when
-    the factors change (`must_recompute`), all tokens have those of the sequence's current length.
-    The id of factors is the shortest length that has them, or 0 for those of short sequences."""
+    it. For prompt tokens, these are the factors of the prompt's length; for a later token, of the
+    sequence's length including the token. But if plain `generate` recomputes all tokens when the
+    factors change (`must_recompute`), all tokens get the factors of the sequence's current length.
+    The id of factors is the shortest length that uses them, or 0 for the factors of short
+    sequences."""
 
     def __init__(
         self, model: PreTrainedModel, module_types: dict[nn.Module, list[tuple[str, int]]]
@@ -107,15 +108,15 @@ def _rotate(
         # resets the module to the factors of a short sequence
         module.forward(x, torch.zeros_like(positions[..., :1]), *other_args, **kwargs)
         indices = token_indices[factors_id]
-        selected = positions[..., torch.tensor(indices, device=positions.device)]
-        last_position = torch.full_like(selected[..., :1], max(factors_id - 1, 0))
-        extended = torch.cat([selected, last_position], dim=-1)
-        outputs.append(module.forward(x, extended, *other_args, **kwargs))
+        selected_positions = positions[..., torch.tensor(indices, device=positions.device)]
+        last_position = torch.full_like(selected_positions[..., :1], max(factors_id - 1, 0))
+        extended_positions = torch.cat([selected_positions, last_position], dim=-1)
+        outputs.append(module.forward(x, extended_positions, *other_args, **kwargs))
         order += indices
-    inverse = torch.tensor(order, device=positions.device).argsort()
+    inverse_order = torch.tensor(order, device=positions.device).argsort()
 
     def join(*tables: Tensor) -> Tensor:
-        return torch.cat([table[..., :-1, :] for table in tables], dim=-2)[..., inverse, :]
+        return torch.cat([table[..., :-1, :] for table in tables], dim=-2)[..., inverse_order, :]
 
     return tree_map(join, *outputs)
 

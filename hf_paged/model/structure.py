@@ -59,14 +59,14 @@ class Structure:
     def missing_arguments(self) -> list[str]:
         """The arguments that packed forwards need and the model's forward does not take."""
         parameters = inspect.signature(self.model.forward).parameters
-        missing = []
+        missing_names = []
         if not self.has_own_attention and "position_ids" not in parameters:
             # not required of a model with its own attention code: without `position_ids` (ALiBi),
             # it takes positions from the mask
-            missing.append("position_ids")
+            missing_names.append("position_ids")
         if not any(name in parameters for name in compat.CACHE_NAMES):
-            missing.append("cache")
-        return missing
+            missing_names.append("cache")
+        return missing_names
 
     @lazy_property
     def keeps_states(self) -> bool:
@@ -113,8 +113,8 @@ def _input_reasons(
     if can_join and getattr(model.config, "is_encoder_decoder", False):
         yield Topic.ENCODER("the model has an encoder")
     if is_packed and structure.missing_arguments:
-        missing = " and no ".join(structure.missing_arguments)
-        yield Topic.MODEL_CODE(f"its forward takes no {missing}")
+        missing_names = " and no ".join(structure.missing_arguments)
+        yield Topic.MODEL_CODE(f"its forward takes no {missing_names}")
     if cache.layer_class_to_replicate is not None or not cache.layers:
         yield Topic.CACHE("its cache does not know its layers before the first forward")
     elif not is_packed and not compat.supports_dynamic_cache(model):

@@ -163,8 +163,8 @@ class Trial:
                 step_logits, inputs = next_logits(model, tokens, inputs, is_first_step=not count)
             inputs = {**inputs, **(later_inputs or {})}
             logits.append(step_logits)
-        cached = [vars(layer) for part in cache_parts(cache) for layer in part.layers]
-        self.dtypes |= {x.dtype for x in tensors_of(cached) if x.is_floating_point()}
+        cached_attributes = [vars(layer) for part in cache_parts(cache) for layer in part.layers]
+        self.dtypes |= {x.dtype for x in tensors_of(cached_attributes) if x.is_floating_point()}
         return torch.stack(logits)
 
     def decode_rows(self, rows: Tensor, prompt_length: int, padding: int = 0) -> Tensor:
@@ -373,10 +373,10 @@ def half_tolerance(dtypes: Iterable[torch.dtype | None], device: torch.device) -
     """Returns the tolerance for logits computed in `dtypes` on `device` if some products have less
     than the precision of float32; otherwise `None`."""
     float32_precision, accumulates_in_half = product_precision(device)
-    computed = set(dtypes)
-    if torch.float32 in computed:
-        computed.add(_PRODUCT_DTYPES.get(float32_precision))
-    if torch.float16 in computed and accumulates_in_half:
-        computed.add(torch.bfloat16)
-    tolerances = (HALF_TOLERANCE[dtype] for dtype in computed if dtype in HALF_TOLERANCE)
+    computed_dtypes = set(dtypes)
+    if torch.float32 in computed_dtypes:
+        computed_dtypes.add(_PRODUCT_DTYPES.get(float32_precision))
+    if torch.float16 in computed_dtypes and accumulates_in_half:
+        computed_dtypes.add(torch.bfloat16)
+    tolerances = (HALF_TOLERANCE[dtype] for dtype in computed_dtypes if dtype in HALF_TOLERANCE)
     return max(tolerances, default=None)

@@ -159,39 +159,43 @@ class Snapshot:
     def restore(self, by_engine: bool, writes: list[Write]) -> None:
         """Adds the differences to `writes`, then restores everything in the copy but
         `BOOKKEEPING`."""
-        changed = [(x, saved) for x, saved in self._copies if not _parts_are_equal(x, saved)]
-        refilled = [
+        changed_tensors = [
+            (x, saved) for x, saved in self._copies if not _parts_are_equal(x, saved)
+        ]
+        refilled_containers = [
             (value, elements)
             for value, elements in self._containers.values()
             if not _has_elements(value, elements)
         ]
-        writes += self._writes({id(x) for x, _ in (*changed, *refilled)}, by_engine)
+        writes += self._writes(
+            {id(x) for x, _ in (*changed_tensors, *refilled_containers)}, by_engine
+        )
         for generator, state in self._generators:
             generator.set_state(state)
-        for value, elements in refilled:
+        for value, elements in refilled_containers:
             _refill(value, elements)
-        for x, saved in changed:
+        for x, saved in changed_tensors:
             with torch.inference_mode(x.is_inference()), torch.no_grad():
                 if x.shape == saved.shape:
                     x.copy_(saved)
                 else:  # resized
                     x.set_(saved)
         for _, table, before in self._tables:
-            kept = {name: x for name, x in table.items() if name in BOOKKEEPING}
-            restore_attributes(table, {**before, **kept})
+            kept_attributes = {name: x for name, x in table.items() if name in BOOKKEEPING}
+            restore_attributes(table, {**before, **kept_attributes})
 
-    def _writes(self, changed: set[int], by_engine: bool) -> Iterator[Write]:
-        """Yields the differences. `changed`: ids of tensors and containers whose content has
+    def _writes(self, changed_ids: set[int], by_engine: bool) -> Iterator[Write]:
+        """Yields the differences. `changed_ids`: ids of tensors and containers whose content has
         changed."""
         for module, table, attributes in self._tables:
             for name, after in table.items():
                 before = attributes.get(name, ABSENT)
                 is_new = after is not before and (type(after) not in SCALARS or after != before)
-                is_written = is_new or id(after) in changed
-                if not is_written and changed:
+                is_written = is_new or id(after) in changed_ids
+                if not is_written and changed_ids:
                     tensors = (part for part in _parts(after) if isinstance(part, Tensor))
                     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
-                    is_written = not changed.isdisjoint(map(id, parts))
+                    is_written = not changed_ids.isdisjoint(map(id, parts))
                 if is_written and name not in SKIPPED:
                     yield Write(module, table, name, before, copy_value(after), by_engine)
 

@@ -153,11 +153,11 @@ class PagedBatchingManager(ContinuousBatchingManager):
         if keep_for_next_session and was_started:
             with _session_lock:
                 # a concurrent session may have kept its manager
-                former = getattr(self.model, compat.CACHED_MANAGER, None)
+                former_manager = getattr(self.model, compat.CACHED_MANAGER, None)
                 setattr(self.model, compat.CACHED_MANAGER, self)
                 _models_with_kept_managers.add(self.model)
-            if former is not None and former is not self:
-                former.destroy()
+            if former_manager is not None and former_manager is not self:
+                former_manager.destroy()
 
     def join(self, stop_trigger_time: float = 0.0, timeout: float | None = None) -> None:
         """Waits for the thread's end, at most `timeout` seconds; logs a warning if it has not ended
@@ -341,26 +341,26 @@ def _init_manager(
 ) -> PagedBatchingManager:
     config = generation_config or model.generation_config
     cb_config = _choose_cb_config(config, continuous_batching_config)
-    cached = getattr(model, compat.CACHED_MANAGER, None)
-    if isinstance(cached, PagedBatchingManager) and not cached.is_running():
+    cached_manager = getattr(model, compat.CACHED_MANAGER, None)
+    if isinstance(cached_manager, PagedBatchingManager) and not cached_manager.is_running():
         if continuous_batching_config is None:
-            cb_config = cached.continuous_batching_config
-        paged_config, cache_config = cached.paged_config, _find_cache_config(model, config)
+            cb_config = cached_manager.continuous_batching_config
+        paged_config, cache_config = cached_manager.paged_config, _find_cache_config(model, config)
         if cache_config is not None:
             paged_config = make_paged_config(cb_config, cache_config)
-        is_same_engine = paged_config == cached.paged_config
-        if is_same_engine and cb_config == cached.continuous_batching_config:
-            cached.generation_config = config
-            return cached
+        is_same_engine = paged_config == cached_manager.paged_config
+        if is_same_engine and cb_config == cached_manager.continuous_batching_config:
+            cached_manager.generation_config = config
+            return cached_manager
         model.destroy_cached_continuous_batching_manager()  # it has another config
     return PagedBatchingManager(model, config, cb_config, workload_hints)
 
 
 def _destroy_cached_manager(model: Any) -> None:
-    cached = getattr(model, compat.CACHED_MANAGER, None)
-    if cached is not None:
+    cached_manager = getattr(model, compat.CACHED_MANAGER, None)
+    if cached_manager is not None:
         delattr(model, compat.CACHED_MANAGER)
-        cached.destroy()
+        cached_manager.destroy()
 
 
 @restoring
@@ -416,9 +416,9 @@ def _generate_batch(
     if not needs_requests and (effective.num_beams or 1) == 1 and effective.do_sample:
         cb_config = _choose_cb_config(default_config, continuous_batching_config)
         paged_config = make_paged_config(cb_config, _find_cache_config(model, default_config))
-        sampled = sample_together(model, inputs, config, cb_config, paged_config)
-        if sampled is not None:
-            return sampled
+        sampled_outputs = sample_together(model, inputs, config, cb_config, paged_config)
+        if sampled_outputs is not None:
+            return sampled_outputs
     context = model.continuous_batching_context_manager(
         generation_config,
         continuous_batching_config=continuous_batching_config,

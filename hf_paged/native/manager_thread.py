@@ -334,15 +334,17 @@ class ManagerThread:
         """Ends cancelled requests, including those that still wait, and adds up to
         `MAX_NEW_REQUESTS` waiting requests to the engine."""
         with self.lock:
-            cancelled = set(self.cancelled)
+            cancelled_requests = set(self.cancelled)
             self.cancelled.clear()
-            removed = [request for request in self.waiting if request in cancelled]
-            for request in removed:
+            removed_requests = [
+                request for request in self.waiting if request in cancelled_requests
+            ]
+            for request in removed_requests:
                 self.waiting.remove(request)
-        for request in removed:
+        for request in removed_requests:
             self._deliver_all(request.fail(RuntimeError("the request was cancelled")))
         # comes before new requests, which may have the ids of cancelled ones that have ended
-        for request in cancelled:
+        for request in cancelled_requests:
             with contextlib.suppress(ValueError):  # the request has ended, or was removed
                 self.engine.cancel(request.output_ids[-1])
         with self.lock:

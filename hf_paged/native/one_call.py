@@ -62,7 +62,7 @@ def sample_together(
         return None
     if not all(prompt and min(prompt) >= 0 and max(prompt) < vocab_size for prompt in prompts):
         return None
-    created = time.perf_counter()
+    created_at = time.perf_counter()
     rows = [torch.tensor(prompt, device=compute_device(model)) for prompt in prompts]
     pad = functools.partial(pad_sequence, batch_first=True, padding_side="left")
     input_ids = pad(rows, padding_value=effective.pad_token_id or 0)
@@ -75,16 +75,16 @@ def sample_together(
                 attention_mask=pad([torch.ones_like(row) for row in rows]),
                 generation_config=config,
             )
-            generated = sequences[:, input_ids.shape[1] :].tolist()
+            generated_tokens = sequences[:, input_ids.shape[1] :].tolist()
     except (IndexError, OutOfBlocksError):  # it does the same for prompts that are too long
         return None
-    ended = time.perf_counter()
+    ended_at = time.perf_counter()
     eos = effective.eos_token_id
     eos_ids = set(eos) if isinstance(eos, (list, tuple)) else {eos}
     outputs: dict[str, GenerationOutput] = {}
     for index, prompt in enumerate(prompts):
         for output_id in make_output_ids(f"req_{index}", num_sequences):
-            tokens = generated[len(outputs)]
+            tokens = generated_tokens[len(outputs)]
             # without the padding after an end-of-sequence token
             lengths = (length for length, token in enumerate(tokens, 1) if token in eos_ids)
             outputs[output_id] = GenerationOutput(
@@ -92,7 +92,7 @@ def sample_together(
                 prompt,
                 tokens[: next(lengths, None)],
                 status=RequestStatus.FINISHED,
-                created_time=created,
-                lifespan=(created, ended),
+                created_time=created_at,
+                lifespan=(created_at, ended_at),
             )
     return outputs

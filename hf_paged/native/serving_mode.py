@@ -80,18 +80,18 @@ def serving_mode(model: PreTrainedModel) -> Iterator[None]:
     loop can call, by the implementation after the prefix. If contexts overlap, the last one to exit
     restores both."""
     device = compute_device(model)
-    entered = list[_ServedModel]()  # empty if an error interrupts entering
+    entered_models = list[_ServedModel]()  # empty if an error interrupts entering
     try:
         with _served_lock:
             state = _served_models.setdefault(model, _ServedModel(model))
-            entered.append(state)
+            entered_models.append(state)
             state.enter(model)
         # each thread has its own current device
         with torch.cuda.device(device) if device.type == "cuda" else NOTHING:
             yield
     finally:
         with _served_lock:
-            for state in entered:
+            for state in entered_models:
                 if state.num_contexts <= 1:  # 0 if an interrupt came before `enter` counted it
                     del _served_models[model]
                 state.leave(model)

@@ -158,16 +158,16 @@ def _convert(
     if not isinstance(x, DeferredTensor):
         return x.to(*args)
     empty = _empty(x)
-    converted = function(empty, *args, **kwargs)
-    if not isinstance(converted, Tensor) or converted.device != x.device:
+    converted_tensor = function(empty, *args, **kwargs)
+    if not isinstance(converted_tensor, Tensor) or converted_tensor.device != x.device:
         raise NotPackable(
             f"`{function.__name__}` moves packed keys, values or scores to another device, or"
             " returns no tensor"
         )
-    dtype = converted.dtype
+    dtype = converted_tensor.dtype
     if not dtype.is_floating_point:
         raise NotPackable(f"packed keys, values or scores are converted to {dtype}")
-    if converted is empty:
+    if converted_tensor is empty:
         return x
     if isinstance(x, Scores):
         return x.replace(dtype=dtype, terms=x.terms.copy())
@@ -201,8 +201,8 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
         axes[first], axes[second] = axes[second], axes[first]
     else:
         axes = [axis % ndim for axis in as_tuple(dims)]
-    swapped = [*range(ndim - 2), ndim - 1, ndim - 2]
-    if not isinstance(x, RowTensor) or axes != swapped:
+    swapped_axes = [*range(ndim - 2), ndim - 1, ndim - 2]
+    if not isinstance(x, RowTensor) or axes != swapped_axes:
         raise NotPackable(f"packed keys, values or scores are permuted to axes {axes}")
     return x.replace(is_transposed=not x.is_transposed)
 
@@ -384,32 +384,34 @@ def _sdpa(
 # Biases, computed once per step for all layers that get the same tensor
 
 
-def _bias(step: StepMetadata, added: Tensor) -> Tensor | None:
-    """Returns `added`, a tensor that the model adds to scores, with three axes; `None` if it is
-    just a causal mask, which the backends apply themselves."""
-    ndim = added.dim()
-    if ndim > 4 or (ndim == 4 and added.shape[0] != 1):
-        raise NotPackable(f"a tensor of shape {tuple(added.shape)} is added to packed scores")
+def _bias(step: StepMetadata, added_tensor: Tensor) -> Tensor | None:
+    """Returns `added_tensor`, which the model adds to scores, with three axes; `None` if it is just
+    a causal mask, which the backends apply themselves."""
+    ndim = added_tensor.dim()
+    if ndim > 4 or (ndim == 4 and added_tensor.shape[0] != 1):
+        raise NotPackable(
+            f"a tensor of shape {tuple(added_tensor.shape)} is added to packed scores"
+        )
     if ndim < 4:
-        added = added.view((1,) * (3 - ndim) + added.shape)
+        added_tensor = added_tensor.view((1,) * (3 - ndim) + added_tensor.shape)
     else:
-        added = added[0]
+        added_tensor = added_tensor[0]
     num_tokens = step.num_tokens
-    is_whole = num_tokens > 0 and added.shape[1:] == (num_tokens, step.key_len)
+    is_whole = num_tokens > 0 and added_tensor.shape[1:] == (num_tokens, step.key_len)
     if is_whole and step.lengths is None:  # a recorded step must not read the mask
         matches_causal = torch.where(
-            step.plan(_past_keys_mask), added == 0, added <= MAX_HIDING_BIAS
+            step.plan(_past_keys_mask), added_tensor == 0, added_tensor <= MAX_HIDING_BIAS
         )
         if bool(matches_causal.all()):
             return None
-    return added
+    return added_tensor
 
 
 def _bias_where(step: StepMetadata, mask: Tensor, hidden_value: bool) -> Tensor | None:
     """Returns the `_bias` of a boolean mask that hides the keys where it equals `hidden_value`."""
-    hidden = mask if hidden_value else ~mask
-    added = torch.zeros(mask.shape, device=mask.device)
-    return _bias(step, added.masked_fill_(hidden, -math.inf))
+    is_hidden = mask if hidden_value else ~mask
+    added_tensor = torch.zeros(mask.shape, device=mask.device)
+    return _bias(step, added_tensor.masked_fill_(is_hidden, -math.inf))
 
 
 def _past_keys_mask(step: StepMetadata) -> Tensor:

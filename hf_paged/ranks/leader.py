@@ -122,12 +122,12 @@ class RankLeader:
                 "the engine was closed, and `serve_rank` has returned in the other processes: make"
                 " a new engine, and call `serve_rank` there again"
             )
-        unsupported = {
+        unsupported_features = {
             "`batch_invariant`": self._config.batch_invariant,
             "`hf_paged.budget`": budget.limit() is not None,
             "an encoder": self._model.config.is_encoder_decoder,
         }
-        for feature, is_requested in unsupported.items():
+        for feature, is_requested in unsupported_features.items():
             if is_requested:
                 raise ValueError(
                     f"{feature} is not supported by an engine whose model is in shards over"
@@ -183,8 +183,8 @@ class RankLeader:
 
     def _load_adapter(self, file: Any) -> str | None:
         self.send_order("load_adapter", file)
-        gathered = self.ranks.gather(True)
-        failed_ranks = [rank for rank, (is_loaded,) in enumerate(gathered) if not is_loaded]
+        results = self.ranks.gather(True)
+        failed_ranks = [rank for rank, (is_loaded,) in enumerate(results) if not is_loaded]
         if not failed_ranks:
             return None
         self.queue_order("adapters", "forget", file)

@@ -84,10 +84,12 @@ class Ranks:
 
     def send(self, message: bytes) -> None:
         """Sends a message from the first member to the others, which call `receive`."""
-        framed = len(message).to_bytes(8, "little") + message
-        self._broadcast(bytearray(framed[:_FIRST_PART_BYTES].ljust(_FIRST_PART_BYTES, b"\0")))
-        if len(framed) > _FIRST_PART_BYTES:
-            self._broadcast(bytearray(framed[_FIRST_PART_BYTES:]))
+        framed_message = len(message).to_bytes(8, "little") + message
+        self._broadcast(
+            bytearray(framed_message[:_FIRST_PART_BYTES].ljust(_FIRST_PART_BYTES, b"\0"))
+        )
+        if len(framed_message) > _FIRST_PART_BYTES:
+            self._broadcast(bytearray(framed_message[_FIRST_PART_BYTES:]))
 
     def receive(self) -> bytes:
         """Returns the message that the first member sends."""
@@ -104,16 +106,16 @@ class Ranks:
     def _broadcast(self, content: bytearray) -> None:
         """Sends the first member's `content` to the others, and overwrites theirs with it."""
         with self._converting_errors():
-            shared = torch.frombuffer(content, dtype=torch.uint8)
-            dist.broadcast(shared, self._first, group=self._group)
+            shared_bytes = torch.frombuffer(content, dtype=torch.uint8)
+            dist.broadcast(shared_bytes, self._first, group=self._group)
 
     def gather(self, *numbers: int) -> list[list[int]]:
         """Returns the int64 numbers that each member passes, by rank."""
         local_numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        gathered = [torch.empty_like(local_numbers) for _ in range(self.size)]
+        gathered_numbers = [torch.empty_like(local_numbers) for _ in range(self.size)]
         with self._converting_errors():
-            dist.all_gather(gathered, local_numbers, group=self._group)
-        return [row.tolist() for row in gathered]
+            dist.all_gather(gathered_numbers, local_numbers, group=self._group)
+        return [row.tolist() for row in gathered_numbers]
 
     def minimum(self, number: int) -> int:
         return min(self.gather(number))[0]
@@ -139,10 +141,10 @@ class Ranks:
     def fingerprint(self, model: nn.Module, state: ModelState | None = None) -> bytes | None:
         shard_digest = fingerprint(model, state)
         digest_numbers = struct.unpack("<4q", shard_digest or bytes(32))
-        gathered = self.gather(shard_digest is not None, *digest_numbers)
-        if not all(is_read for is_read, *_ in gathered):
+        gathered_digests = self.gather(shard_digest is not None, *digest_numbers)
+        if not all(is_read for is_read, *_ in gathered_digests):
             return None
-        return hashlib.blake2b(repr(gathered).encode(), digest_size=32).digest()
+        return hashlib.blake2b(repr(gathered_digests).encode(), digest_size=32).digest()
 
     def check_all_failed(self) -> None:
         """Called by each member after its forward has failed. Raises [`RankLostError`] unless all

@@ -59,8 +59,8 @@ def join_requirements(capability: Capability, prompts: Any) -> tuple[bool, bool]
         return None
     names = _input_names(prompts)
     layer_types = {type(layer) for layer in (*cache.layers, *cache.cross.layers)}
-    unsupported = {"decoder_attention_mask", "decoder_position_ids"}
-    if not layer_types <= KV_LAYERS or not unsupported.isdisjoint(names):
+    unsupported_inputs = {"decoder_attention_mask", "decoder_position_ids"}
+    if not layer_types <= KV_LAYERS or not unsupported_inputs.isdisjoint(names):
         return None
     kind = names, prompts.length > 1, prompts.num_encoder_tokens > 1
     verdict = capability.verdict(join_check, "together", prompts, kind)

@@ -112,15 +112,15 @@ def side_by_side_check(trial: Trial) -> RectangleLayout:
     depends_on_splits = trial.difference(last_logits, torch.stack(prefill_logits)) is not None
     logits_iterators = list(map(iter, decode_logits))  # by row
     step_rows = [row for step in _SIDE_BY_SIDE_STEPS for row, _ in step]
-    expected = torch.stack([next(logits_iterators[row]) for row in step_rows])
+    expected_logits = torch.stack([next(logits_iterators[row]) for row in step_rows])
     for can_mix_lengths in (True, False):
         layout = RectangleLayout(
             "not packed", can_mix_lengths, can_chunk=False, depends_on_splits=depends_on_splits
         )
         memory = scratch_memory()
         with contextlib.suppress(ForwardFailedError):
-            computed = trial.run(layout, rows, _LENGTHS, _SIDE_BY_SIDE_STEPS, memory)
-            if trial.difference(expected, computed) is None:
+            computed_logits = trial.run(layout, rows, _LENGTHS, _SIDE_BY_SIDE_STEPS, memory)
+            if trial.difference(expected_logits, computed_logits) is None:
                 return dataclasses.replace(
                     layout,
                     can_chunk=(
@@ -139,8 +139,8 @@ def _can_chunk(
     a whole."""
     first, second, third = prefill_logits
     with contextlib.suppress(ForwardFailedError):
-        computed = trial.run(layout, rows, _SIDE_BY_SIDE_LENGTHS, _CONTINUING_STEPS)
-        return trial.difference(torch.stack([first, third, second]), computed) is None
+        computed_logits = trial.run(layout, rows, _SIDE_BY_SIDE_LENGTHS, _CONTINUING_STEPS)
+        return trial.difference(torch.stack([first, third, second]), computed_logits) is None
     return False
 
 
@@ -188,12 +188,14 @@ def rows_check(trial: Trial) -> str | None:
         fork_logits = runner.advance_isolated(fork)
     except ForwardFailedError as error:
         return Topic.SELF_CHECK(f"{condition}, {error}")
-    computed = torch.cat([first_logits, pair_logits, single_logits, fork_logits])
+    computed_logits = torch.cat([first_logits, pair_logits, single_logits, fork_logits])
     first, second, third = batch_logits
     second_logits = second[[least_padded, least_padded, most_padded]]
-    expected = torch.cat([first, second_logits, third[[least_padded]]])
+    expected_logits = torch.cat([first, second_logits, third[[least_padded]]])
     trial.dtypes.update(getattr(layer, "dtype", None) for layer in batch_cache.layers)
-    return trial.difference(expected, computed, condition=condition, reference="the whole batch")
+    return trial.difference(
+        expected_logits, computed_logits, condition=condition, reference="the whole batch"
+    )
 
 
 def join_check(trial: Trial) -> tuple[bool, bool] | None:
@@ -224,11 +226,14 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     for requirements in itertools.product((False, True), encoder_options):
         needs_equal_lengths, needs_equal_encoders = requirements
         pair = [first, equal_second if needs_equal_encoders else shorter_second]
-        keyed = [with_join_keys(single, requirements) for single in pair]
+        keyed_pair = [with_join_keys(single, requirements) for single in pair]
         with contextlib.suppress(ForwardFailedError):
-            separate = compute(pair, needs_equal_lengths)
-            joined = compute(keyed, needs_equal_lengths)
-            if keyed[0].join_key is not None and trial.difference(separate, joined) is None:
+            separate_logits = compute(pair, needs_equal_lengths)
+            joined_logits = compute(keyed_pair, needs_equal_lengths)
+            if (
+                keyed_pair[0].join_key is not None
+                and trial.difference(separate_logits, joined_logits) is None
+            ):
                 return requirements
     return None
 
@@ -237,7 +242,7 @@ def _single_row(prompts: Any, width: int, sign: int) -> Any:
     """The first row of `Prompts`, with its encoder's tokens cut to `width`. `sign` -1 negates the
     row's floating-point inputs, so that an exchange of two rows would change the logits."""
     num_encoded = prompts.num_encoder_tokens
-    copied = copy.deepcopy(prompts)
+    copied_prompts = copy.deepcopy(prompts)
 
     def cut_and_sign(x: Tensor) -> Tensor:
         if x.is_floating_point():
@@ -247,10 +252,10 @@ def _single_row(prompts: Any, width: int, sign: int) -> Any:
         return x
 
     return dataclasses.replace(
-        copied,
-        input_ids=copied.input_ids[:1],
-        model_kwargs=map_tensors(cut_and_sign, first_row(copied)),
-        paddings=copied.paddings[:1],
+        copied_prompts,
+        input_ids=copied_prompts.input_ids[:1],
+        model_kwargs=map_tensors(cut_and_sign, first_row(copied_prompts)),
+        paddings=copied_prompts.paddings[:1],
     )
 
 

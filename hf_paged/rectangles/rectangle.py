@@ -107,8 +107,8 @@ class Rectangle:
         """Makes the empty `cache` continue from this rectangle's cache. Returns `cache`, or an
         `EncoderDecoderCache` around it if the model made its own cross-attention cache. The caller
         must reorder the returned cache's rows before anything is written to it."""
-        paged, *cross_caches = cache_parts(self.cache)
-        _copy_layers(paged, cache_parts(cache)[0])
+        paged_cache, *cross_caches = cache_parts(self.cache)
+        _copy_layers(paged_cache, cache_parts(cache)[0])
         for cross in cross_caches:
             if not isinstance(cache, EncoderDecoderCache):
                 # the model made the cross-attention cache
@@ -195,8 +195,8 @@ class Rectangle:
         if is_first:
             if self.cache is not None:
                 self._keep_cache(model, inputs)
-                paged, *_ = cache_parts(self.cache)
-                layers = paged.paged_layers
+                paged_cache, *_ = cache_parts(self.cache)
+                layers = paged_cache.paged_layers
                 # such are layers that attend to an image, for rows without one
                 self.unused_layers = frozenset(x.index for x in layers if not x.num_positions)
             for name in compat.PREFILL_INPUTS:

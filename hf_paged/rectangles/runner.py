@@ -197,10 +197,10 @@ class RectangleRunner(Runner):
         returns logits as `_forward` does, and all outputs."""
         self.num_forwards += 1
         observer = self._encoder_observer(rectangle)
-        observing = NOTHING if observer is None else setting(attention_observer, observer)
+        observer_context = NOTHING if observer is None else setting(attention_observer, observer)
         if num_logits > 1 and "logits_to_keep" in prepared:  # prepared for the last token alone
             prepared["logits_to_keep"] = num_logits
-        with self.product_context, observing:
+        with self.product_context, observer_context:
             outputs = self.model(**prepared, return_dict=True)
         columns = None if observer is None else observer.columns()
         logits: Tensor = outputs.logits[:, -num_logits:].flatten(0, 1)
@@ -223,21 +223,21 @@ class RectangleRunner(Runner):
         recorder = self._rectangle_recorder
         if recorder is None:
             return None
-        replayed = recorder.run(rectangle, prepared)
-        if replayed is None:
+        replayed_logits = recorder.run(rectangle, prepared)
+        if replayed_logits is None:
             return None
         assert self.recorder is not None
         if not self.recorder.is_checked:
             inputs = rectangle.inputs
             logits, outputs = self._compute(rectangle, prepared)
-            recorder.check(rectangle, replayed, logits, inputs, outputs, prepared)
+            recorder.check(rectangle, replayed_logits, logits, inputs, outputs, prepared)
             return logits
         self.num_captured_steps += 1
         cache, *_ = cache_parts(rectangle.cache)
         _note_step(cache, rectangle.width)
         outputs = recorder.outputs(rectangle, prepared)
         rectangle.advance(self.model, outputs, is_first=False)
-        return replayed
+        return replayed_logits
 
     def _continue(self, plan: StepPlan) -> Tensor:
         """Computes the next tokens of rows that have begun or have cached tokens, equally many of
@@ -324,11 +324,11 @@ class RectangleRunner(Runner):
         pad = pad_token_id(model)
         width = max(lengths)
         paddings = [width - length for length in lengths]
-        padded = []
+        padded_rows = []
         for sequence, length, padding in zip(sequences, lengths, paddings):
             tokens = sequence.token_ids[: length - len(sequence.draft)]
-            padded.append([pad] * padding + tokens + sequence.draft)
-        ids = torch.tensor(padded, device=device)
+            padded_rows.append([pad] * padding + tokens + sequence.draft)
+        ids = torch.tensor(padded_rows, device=device)
         mask = padding_mask(paddings, width, device).long()
         cache = self._new_cache()
         inputs = first_inputs(model, ids, mask, cache)

@@ -269,18 +269,18 @@ def gather_states(
         sources = [part_layers[index] for part_layers, _ in parts]
         target_device = sources[0].device if device is None else device
         copy_state_attributes(layer, sources[0])
-        gathered = []
+        gathered_states = []
         for states in zip(*(state_tensors([source]) for source in sources)):
             rows = [(state, part_rows) for state, (_, part_rows) in zip(states, parts)]
-            gathered.append(_concatenate_rows(rows).to(target_device))
-        set_state_tensors([layer], gathered)
+            gathered_states.append(_concatenate_rows(rows).to(target_device))
+        set_state_tensors([layer], gathered_states)
 
 
 def _concatenate_rows(parts: list[tuple[Tensor, list[int]]]) -> Tensor:
-    selected = []
+    selected_rows = []
     for state, rows in parts:
         index = torch.tensor(rows, device=state.device)
-        selected.append(state.index_select(0, index))
-    if len(selected) == 1:
-        return selected[0]
-    return torch.cat(selected)
+        selected_rows.append(state.index_select(0, index))
+    if len(selected_rows) == 1:
+        return selected_rows[0]
+    return torch.cat(selected_rows)

@@ -203,19 +203,19 @@ class Assistant:
         """Computes missed tokens, then drafts for the rows whose tokens are all computed."""
         max_tokens = {row: count for row, _, count in tasks}
         logits = self._catch_up(list(max_tokens))
-        drafting = [row for row in max_tokens if row in logits]
-        while drafting:
-            self.add_tokens(drafting, torch.cat([logits[row] for row in drafting]))
-            drafting = [row for row in drafting if row.should_continue(max_tokens[row])]
-            drafting = [row for row in drafting if self._allocate(row, 1)]
-            if drafting:
+        drafting_rows = [row for row in max_tokens if row in logits]
+        while drafting_rows:
+            self.add_tokens(drafting_rows, torch.cat([logits[row] for row in drafting_rows]))
+            drafting_rows = [row for row in drafting_rows if row.should_continue(max_tokens[row])]
+            drafting_rows = [row for row in drafting_rows if self._allocate(row, 1)]
+            if drafting_rows:
                 start = time.perf_counter()
-                plan = StepPlan.of([(row.sequence, 1) for row in drafting])
+                plan = StepPlan.of([(row.sequence, 1) for row in drafting_rows])
                 next_logits = self.executor.run(plan)
-                for row in drafting:
+                for row in drafting_rows:
                     row.sequence.num_computed_tokens += 1
                 self._observe_seconds(time.perf_counter() - start)
-                logits = dict(zip(drafting, next_logits.split(1)))
+                logits = dict(zip(drafting_rows, next_logits.split(1)))
 
     def _observe_seconds(self, seconds: float) -> None:
         self.seconds_per_token += (seconds - self.seconds_per_token) / 4

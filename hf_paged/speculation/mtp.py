@@ -128,7 +128,7 @@ class HiddenStates:
             size = group.group_memory.block_size
             index = (slot_ids // size, slice(None), slot_ids % size)
             # each (n, heads, head_dim)
-            halves = [quantized.read(stored, index, dtype) for stored, dtype in blocks.pair]
+            halves = [quantized.read(tensor, index, dtype) for tensor, dtype in blocks.pair]
         return torch.cat([half.flatten(1) for half in halves], dim=1)[None]
 
 

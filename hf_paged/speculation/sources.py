@@ -157,11 +157,11 @@ class StepCosts:
         if self._num_steps < self.MIN_STEPS or spread < 1e-2 * weight * weight:
             relative_cost = draft_seconds * weight / seconds if seconds else 0
             return self.DEFAULT_PRICE + relative_cost
-        fitted = (weight * products - tokens * seconds) / spread
-        slope = min(max(fitted, 0.0), seconds / tokens)  # seconds per token
-        fixed = max(seconds / weight - slope * tokens / weight, 1e-9)  # seconds per step
+        fitted_slope = (weight * products - tokens * seconds) / spread
+        slope = min(max(fitted_slope, 0.0), seconds / tokens)  # seconds per token
+        fixed_seconds = max(seconds / weight - slope * tokens / weight, 1e-9)  # seconds per step
         num_rows = max(num_rows, 1)
-        return (slope + draft_seconds / num_rows) / (fixed / num_rows + slope)
+        return (slope + draft_seconds / num_rows) / (fixed_seconds / num_rows + slope)
 
 
 class DraftLength:
@@ -356,10 +356,10 @@ class CandidateSource(Source):
             return
         config = getattr(model.base_model, "config", None)
         num_layers = getattr(config, "num_hidden_layers", None)
-        drawing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        drawing_context: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self._is_sampled and self.generator is not None:
-            drawing = _drawing_by(self.generator)
-        with step_lock(model), drawing:
+            drawing_context = _drawing_by(self.generator)
+        with step_lock(model), drawing_context:
             try:
                 yield
             finally:

@@ -276,8 +276,8 @@ class Speculator:
         while groups:
             rows = groups.pop()
             try:
-                for (generation, source, _, _), proposed in zip(rows, _draft_rows(rows)):
-                    draft = source.prepare(proposed, step, num_embeddings)
+                for (generation, source, _, _), proposed_draft in zip(rows, _draft_rows(rows)):
+                    draft = source.prepare(proposed_draft, step, num_embeddings)
                     if draft is not None:
                         drafts[generation] = draft
             except Exception as error:

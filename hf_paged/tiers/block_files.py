@@ -439,12 +439,12 @@ class DiskFolder:
         self._num_bytes_written = 0
         return sorted(files)
 
-    def _trim(self, needed: int) -> None:
-        """Deletes the least recently used files until `needed` bytes and a tenth of `max_bytes` are
+    def _trim(self, needed_bytes: int) -> None:
+        """Deletes the least recently used files until `needed_bytes` and a tenth of `max_bytes` are
         free, and folders that become empty."""
         files = self._scan()
         for _, size, path in files:
-            if self.num_bytes + needed <= 0.9 * self.max_bytes:
+            if self.num_bytes + needed_bytes <= 0.9 * self.max_bytes:
                 break
             with contextlib.suppress(OSError):
                 path.unlink()

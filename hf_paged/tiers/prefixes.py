@@ -84,13 +84,15 @@ def restore_path(
                 with copying():
                     store.put_back(group_index, list(group_contents.values()), block_ids)
         # by group and index on the path, the ids of new blocks
-        restored = [dict(zip(group_contents, block_ids)) for group_contents, block_ids in groups]
+        restored_ids_by_group = [
+            dict(zip(group_contents, block_ids)) for group_contents, block_ids in groups
+        ]
         node = manager.index.root(namespace)
         for index, link in enumerate(links):
             node = manager.index.add(
                 node,
                 link.tokens,
-                [restored_ids.get(index) for restored_ids in restored],
+                [restored_ids.get(index) for restored_ids in restored_ids_by_group],
                 manager.epochs.current,
             )
         manager.num_hits += 1

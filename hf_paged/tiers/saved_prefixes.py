@@ -202,7 +202,7 @@ def _to_tuples(value: Any) -> Any:
 
 def _select_block(layers: Layers, row: int) -> Layers:
     """Returns block `row` of each layer."""
-    selected: Layers = {}
+    selected_layers: Layers = {}
     for index, layer in layers.items():
-        selected[index] = layer.like([tensor[row : row + 1] for tensor in layer.data])
-    return selected
+        selected_layers[index] = layer.like([tensor[row : row + 1] for tensor in layer.data])
+    return selected_layers

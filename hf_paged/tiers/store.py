@@ -192,8 +192,8 @@ class PrefixStore:
     def layers(self, group: int) -> Mapping[int, KVBlocks]:
         """Returns the blocks of a group's layers. Before these are allocated, returns blocks of the
         same shapes without memory, or an empty mapping if the shapes are unknown."""
-        allocated: Mapping[int, KVBlocks] = self._groups[group].storage.layers
-        return allocated or self._outlines[group]
+        allocated_layers: Mapping[int, KVBlocks] = self._groups[group].storage.layers
+        return allocated_layers or self._outlines[group]
 
     def copy_out(self, group: int, block_ids: list[int]) -> Layers:
         """Returns copies of a group's blocks in host memory."""

@@ -250,8 +250,8 @@ def print_report(report: Report) -> None:
         for group in groups:
             backends = ", ".join(f"{step}: {backend}" for step, backend in group.kernels.items())
             lines.append(f"Kernels, {group.name}: {backends}")
-    wrapped = [textwrap.fill(line, 80, subsequent_indent="    ") for line in lines]
-    print("\n".join(wrapped))
+    wrapped_lines = [textwrap.fill(line, 80, subsequent_indent="    ") for line in lines]
+    print("\n".join(wrapped_lines))
 
 
 def main(arguments: list[str] | None = None) -> int:

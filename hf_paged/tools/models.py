@@ -247,9 +247,9 @@ def find_kernels(
         query = torch.zeros(num_tokens, *heads_and_dim, dtype=dtype, device=device)
         with torch.no_grad():
             call = AttentionCall(query, blocks, step, scale=1.0)
-            selected = backends.select(call)
+            selected_backend = backends.select(call)
         backend_names[step_name] = next(
-            name for name, backend in backends.BACKENDS.items() if backend is selected
+            name for name, backend in backends.BACKENDS.items() if backend is selected_backend
         )
     return backend_names
 

@@ -71,13 +71,13 @@ def _token_logprobs(
 def join_answers(answers: Sequence[dict[str, Any]], make_logprobs: MakeLogprobs) -> dict[str, Any]:
     """Joins answers with one choice each into the first one, in place, and returns it, with the
     log-probabilities and the usage of all choices."""
-    joined = answers[0]
-    joined["choices"] = [choice for answer in answers for choice in answer["choices"]]
-    for index, choice in enumerate(joined["choices"]):
+    joined_answer = answers[0]
+    joined_answer["choices"] = [choice for answer in answers for choice in answer["choices"]]
+    for index, choice in enumerate(joined_answer["choices"]):
         choice["index"] = index
         choice["logprobs"] = make_logprobs(index)
-    joined["usage"] = _total_usage([answer["usage"] for answer in answers])
-    return joined
+    joined_answer["usage"] = _total_usage([answer["usage"] for answer in answers])
+    return joined_answer
 
 
 def _total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -211,8 +211,8 @@ def translate(endpoint: str, body: Mapping[str, Any]) -> Translation:
 
 
 def _check_served(endpoint: str, requested: Mapping[str, Any]) -> None:
-    served = SERVED_BY_APP[endpoint] | SERVED_HERE[endpoint] | IGNORED_FIELDS
-    for name in requested.keys() - served:
+    served_fields = SERVED_BY_APP[endpoint] | SERVED_HERE[endpoint] | IGNORED_FIELDS
+    for name in requested.keys() - served_fields:
         if name not in REFUSED_FIELDS:
             raise RefusedError(f"`{name}` is not a field that the server supports: leave it out")
         if requested[name] not in NEUTRAL_VALUES.get(name, ()):

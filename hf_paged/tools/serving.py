@@ -394,9 +394,9 @@ async def _begin_in_thread(coroutine: Coroutine[Any, Any, Any]) -> Awaitable[Any
         try:
             return _run_remainder(coroutine, coroutine.send(None))
         except StopIteration as end:  # the coroutine has returned without a wait
-            finished: asyncio.Future[Any] = loop.create_future()
-            finished.set_result(end.value)
-            return finished
+            finished_future: asyncio.Future[Any] = loop.create_future()
+            finished_future.set_result(end.value)
+            return finished_future
         finally:
             asyncio._set_running_loop(None)
 

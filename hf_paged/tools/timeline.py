@@ -80,9 +80,9 @@ class Timeline(RequestListener):
     def record_step(self, plan: StepPlan) -> None:
         if plan.admitted or self._prefilling or plan.has_chunks:
             chunks = plan.sequences[plan.num_decodes :]
-            chunked = {sequence.request for sequence in chunks}
+            chunked_requests = {sequence.request for sequence in chunks}
             counts = dict(zip(plan.sequences, plan.counts))
-            for request in self._prefilling | chunked | set(plan.admitted):
+            for request in self._prefilling | chunked_requests | set(plan.admitted):
                 if request.status is not Status.RUNNING:  # preempted in the same step
                     continue
                 previous = self._open[request].activity
@@ -91,7 +91,7 @@ class Timeline(RequestListener):
                 will_be_computed = all(
                     row.num_to_compute <= counts.get(row, 0) for row in request.open_sequences
                 )
-                if request not in chunked and will_be_computed:
+                if request not in chunked_requests and will_be_computed:
                     self._set_activity(request, Activity.DECODE)
                     self._prefilling.discard(request)
                 else:  # also in a step between two of its chunks

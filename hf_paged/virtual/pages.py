@@ -232,10 +232,10 @@ class MemoryFile:
     def extend(self, size: int) -> int:
         """Extends the offset space by `size` bytes, which may then be mapped; returns the first new
         offset."""
-        first = self._size
-        os.ftruncate(self._fd, first + size)
+        first_offset = self._size
+        os.ftruncate(self._fd, first_offset + size)
         self._size += size
-        return first
+        return first_offset
 
     def map(self, address: int, offset: int, size: int) -> None:
         """Maps pages `[offset, offset + size)` at an address. Pages that do not exist are created
@@ -274,13 +274,15 @@ class MemoryFile:
         `MemoryError`."""
         first = self.extend(size)
         content: Any = (ctypes.c_char * size).from_address(address)
-        remaining = memoryview(content)
-        while remaining:
+        remaining_bytes = memoryview(content)
+        while remaining_bytes:
             try:
-                num_written = os.pwrite(self._fd, remaining, first + size - len(remaining))
+                num_written = os.pwrite(
+                    self._fd, remaining_bytes, first + size - len(remaining_bytes)
+                )
             except OSError as error:
                 raise MemoryError(f"{size:,} bytes cannot be copied: {error}") from error
-            remaining = remaining[num_written:]
+            remaining_bytes = remaining_bytes[num_written:]
         return first
 
     def physical_bytes(self) -> int:
@@ -360,14 +362,14 @@ class CudaPages:
         addresses = Addresses(0, size, self._tensor, backing=backing)
         # the address, once reserved, in a list that the finalizer shares, so that no later error
         # leaks the addresses
-        reserved: list[int] = []
-        when_freed(addresses, self._free, reserved, size)
-        reserved.append(int(self._call_in_context("cuMemAddressReserve", size, 0, 0, 0)))
-        addresses.address = reserved[0]
+        reserved_addresses: list[int] = []
+        when_freed(addresses, self._free, reserved_addresses, size)
+        reserved_addresses.append(int(self._call_in_context("cuMemAddressReserve", size, 0, 0, 0)))
+        addresses.address = reserved_addresses[0]
         return addresses
 
-    def _free(self, reserved: list[int], size: int) -> None:
-        for address in reserved:
+    def _free(self, reserved_addresses: list[int], size: int) -> None:
+        for address in reserved_addresses:
             self.unmap(address, size)
             self._call_in_context("cuMemAddressFree", address, size)
 
@@ -405,8 +407,8 @@ class CudaPages:
             self._mapped_pages.discard(page)
 
     def release(self, offset: int, size: int) -> None:
-        released = [start for start in self._handles if offset <= start < offset + size]
-        for start in released:
+        released_offsets = [start for start in self._handles if offset <= start < offset + size]
+        for start in released_offsets:
             self._call_in_context("cuMemRelease", self._handles.pop(start))
 
     def detach(self, addresses: Addresses, starts: Sequence[int], size: int) -> None:

@@ -230,13 +230,13 @@ class RowSlots:
         """Returns the slots of the rows' last steps, and free slots for new rows. With
         `are_consecutive`, returns a run of free slots instead, unless the rows' last slots are
         consecutive. Returns `None` if too few slots are free."""
-        assigned: set[int] = set()
+        assigned_slots: set[int] = set()
         last_slots: list[int | None] = []  # by row; `None` for new rows
         for span in spans:
-            slot = self._find_slot(span, assigned, has_padding)
+            slot = self._find_slot(span, assigned_slots, has_padding)
             last_slots.append(slot)
             if slot is not None:
-                assigned.add(slot)
+                assigned_slots.add(slot)
         begin = last_slots[0]
         if begin is not None:
             run = list(range(begin, begin + len(spans)))
@@ -246,7 +246,9 @@ class RowSlots:
         if are_consecutive:
             are_new = num_new == len(spans)
             return self._choose_consecutive_slots(spans, are_new)
-        free = (slot for slot, row in enumerate(self.rows) if slot not in assigned and row.is_free)
+        free = (
+            slot for slot, row in enumerate(self.rows) if slot not in assigned_slots and row.is_free
+        )
         free_slots = sorted(free, key=lambda slot: self.rows[slot].last_used)
         if num_new > len(free_slots):
             first = len(self.rows)
@@ -276,17 +278,17 @@ class RowSlots:
     def _find_slot(
         self,
         span: BlockSpan,
-        assigned: set[int],
+        assigned_slots: set[int],
         has_padding: bool,
     ) -> int | None:
         """Finds the slot of the row's last step by one of the row's last two blocks. Returns `None`
-        if no slot outside `assigned` has one, or if using the slot would unmap blocks that other
-        steps read."""
+        if no slot outside `assigned_slots` has one, or if using the slot would unmap blocks that
+        other steps read."""
         last = len(span.ids) - 1
         for index in range(last, max(-1, last - 2), -1):
             block_id = span.ids[index]
             slot = self._slot_by_last_block.get(block_id)
-            if slot is None or slot in assigned:
+            if slot is None or slot in assigned_slots:
                 continue
             row = self.rows[slot]
             if not row.holds(span.first_block + index, block_id):

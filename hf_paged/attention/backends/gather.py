@@ -45,14 +45,14 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         return _sdpa(call, query, key, value, query.dtype, is_causal=True).flatten(0, 1)
     blocks = call.blocks
     kv_heads = blocks.values.shape[1]
-    placed = None
+    placed_rows = None
     if blocks.rows is not None and not call.needs_grad:
-        placed = blocks.rows.place(step)
-    if placed is not None:
-        parts, is_complete = placed.parts(kv_heads)
+        placed_rows = blocks.rows.place(step)
+    if placed_rows is not None:
+        parts, is_complete = placed_rows.parts(kv_heads)
         is_one_part = step.query_len == len(parts) == 1 and is_complete
         if is_one_part and call.is_plain and call.query.shape[1] != kv_heads:
-            return _decode_in_place(call, parts[0], placed)
+            return _decode_in_place(call, parts[0], placed_rows)
     else:
         key_tensors = quantized.stored_tensors(blocks.keys)
         value_tensors = quantized.stored_tensors(blocks.values)
@@ -77,7 +77,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
         if bias is not None:
             part_bias = _bias_of_part(bias, part, query_heads)
         part_call = call.of_heads(query_heads, queries, part_bias)
-        key, value = _keys_and_values(part_call, part, placed)
+        key, value = _keys_and_values(part_call, part, placed_rows)
         output = _attend_part(part_call, part, key, value)
         if out is None:
             return output.flatten(0, 1).contiguous()
@@ -115,13 +115,13 @@ def _sdpa(
     return output.to(query.dtype).transpose(1, 2)
 
 
-def _decode_in_place(call: AttentionCall, part: Part, placed: PlacedRows) -> Tensor:
+def _decode_in_place(call: AttentionCall, part: Part, placed_rows: PlacedRows) -> Tensor:
     """Computes `attend` for a plain call with one query per row, whose rows have one length and lie
     in adjacent slots, with as few torch calls as possible."""
-    key, value = _keys_and_values(call, part, placed)
+    key, value = _keys_and_values(call, part, placed_rows)
     rows, kv_heads, _, dim = key.shape
-    packed = call.query.view(rows, kv_heads, -1, dim)
-    output = F.scaled_dot_product_attention(packed, key, value, scale=call.scale)
+    packed_query = call.query.view(rows, kv_heads, -1, dim)
+    output = F.scaled_dot_product_attention(packed_query, key, value, scale=call.scale)
     return output.flatten(1, 2)
 
 
@@ -154,8 +154,8 @@ def _attend_part(call: AttentionCall, part: Part, key: Tensor, value: Tensor) ->
         num_head_steps = heads // key.shape[1]
     slices = part.slices
     if part.causal and is_plain:
-        everything = slice(None)
-        slices = ((everything, everything),)
+        all_indices = slice(None)
+        slices = ((all_indices, all_indices),)
     if len(slices) == num_head_steps == 1:
         return _attend_slice(call, part, key, value)
     out = call.query.new_empty(rows, num_queries, heads, value_dim)
@@ -198,17 +198,17 @@ def _attend_slice(call: AttentionCall, part: Part, key: Tensor, value: Tensor) -
             return reference.attend_densely(call, key, value, mask, bias is None)
         return _sdpa(call, query, key, value, dtype, mask, is_causal)
     # [rows, kv_heads, group_size * queries, dim]
-    packed = query.unflatten(1, (kv_heads, group_size)).flatten(2, 3)
+    packed_query = query.unflatten(1, (kv_heads, group_size)).flatten(2, 3)
     mask = _mask(call.step, part, num_queries, num_keys, dtype, heads=group_size)
-    if packed.shape[2] == 1 and dtype.itemsize == 2 and query.is_cpu:
+    if packed_query.shape[2] == 1 and dtype.itemsize == 2 and query.is_cpu:
         # for a single query, half-precision SDPA on the CPU takes two to three times as long
-        scores = torch.matmul(packed, key.transpose(-1, -2)).mul_(call.scale)
+        scores = torch.matmul(packed_query, key.transpose(-1, -2)).mul_(call.scale)
         if mask is not None:
             scores = scores + mask
         weights = scores.softmax(-1, dtype=torch.float32).to(value.dtype)
         result = torch.matmul(weights, value)
     else:
-        result = F.scaled_dot_product_attention(packed, key, value, mask, scale=call.scale)
+        result = F.scaled_dot_product_attention(packed_query, key, value, mask, scale=call.scale)
     if num_queries == 1:
         return result.flatten(1, 2).unsqueeze(1)
     return result.unflatten(2, (group_size, num_queries)).permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -273,23 +273,25 @@ def _make_mask(
 # Keys and values of a part
 
 
-def _keys_and_values(call: AttentionCall, part: Part, placed: PlacedRows | None) -> list[Tensor]:
+def _keys_and_values(
+    call: AttentionCall, part: Part, placed_rows: PlacedRows | None
+) -> list[Tensor]:
     """Returns the keys and values of a part, each `[rows, kv_heads, length, dim]` in the query's
-    dtype. Rows that are contiguous in memory (`placed`) are viewed, others gathered. On the CPU,
+    dtype. Rows contiguous in memory (`placed_rows`) are viewed, others gathered. On the CPU,
     gathered ones may lie in scratch memory, which this thread's next call overwrites; on other
     devices, and if a gradient is required, they lie in new memory."""
     dtype = call.query.dtype
-    if placed is not None:
-        return [states.to(dtype) for states in placed.view(part)]
+    if placed_rows is not None:
+        return [states.to(dtype) for states in placed_rows.view(part)]
     keys = call.blocks.keys
     values = call.blocks.values
-    stored = (*quantized.stored_tensors(keys), *quantized.stored_tensors(values))
+    stored_tensors = (*quantized.stored_tensors(keys), *quantized.stored_tensors(values))
     uses_scratch = call.query.is_cpu and not call.needs_grad
     rows = call.query.shape[0]
     kv_heads = part.heads.stop - part.heads.start
     visible = slice(part.offset, part.offset + part.length)
     pieces = []
-    for index, (tensor, units) in enumerate(zip(stored, part.units)):
+    for index, (tensor, units) in enumerate(zip(stored_tensors, part.units)):
         out = None
         if uses_scratch:
             out = _scratch_view(index, (len(units.indices), units.shape[1]), tensor.dtype)

@@ -65,10 +65,10 @@ class Part:
     # from the first visible token; together they cover all queries in order
     slices: tuple[tuple[slice, slice], ...]
     mask_keys: int  # columns of the step's mask; 0 if every query sees every key
-    # there are as many keys as queries, at least `MIN_UNPACKED_QUERIES`, and each query sees keys
-    # up to itself
+    # whether there are as many keys as queries, at least `MIN_UNPACKED_QUERIES`, and each query
+    # sees keys up to itself
     causal: bool
-    # of keys and of values; if quantized, of the keys' codes and scales, then of the values'
+    # units of keys and of values; if quantized, of the keys' codes and scales, then the values'
     units: tuple[Units, ...] = ()
     positions: Tensor | None = None
     """For rows of different lengths, the position of each gathered token, `[rows, length]`. Rows
@@ -93,10 +93,10 @@ def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> PartPlan:
     `step.plan` runs this once for all layers with the same layouts."""
     geometries, is_complete = geometries_of(step)
     kv_heads = layouts[0].shape[1]
-    size = step.block_size
-    scratch = SCRATCH_BYTES if step.block_tables.is_cpu else DEVICE_SCRATCH_BYTES
+    block_size = step.block_size
+    scratch_bytes = SCRATCH_BYTES if step.block_tables.is_cpu else DEVICE_SCRATCH_BYTES
     token_bytes = sum(layout.itemsize * layout.shape[3] for layout in layouts)  # of one head
-    scratch_tokens = scratch // (token_bytes * kv_heads)
+    scratch_tokens = scratch_bytes // (token_bytes * kv_heads)
     parts = []
     for group in _group_similar(step, geometries, scratch_tokens):
         (geometry, all_members), *similar = group
@@ -106,15 +106,15 @@ def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> PartPlan:
             parts.append(part)
             continue
         length, offset, _ = geometry
-        num_blocks = -(-(offset + length) // size)
-        head_bytes = num_blocks * size * token_bytes
-        num_rows = max(1, scratch // (head_bytes * kv_heads))
-        num_heads = max(1, min(kv_heads, scratch // head_bytes))
+        num_blocks = -(-(offset + length) // block_size)
+        head_bytes = num_blocks * block_size * token_bytes
+        num_rows = max(1, scratch_bytes // (head_bytes * kv_heads))
+        num_heads = max(1, min(kv_heads, scratch_bytes // head_bytes))
         for start in range(0, len(all_members), num_rows):
             members = all_members[start : start + num_rows]
             tables = []
             for row, first_visible in members:
-                first = first_visible // size
+                first = first_visible // block_size
                 tables.append(step.block_tables[row, first : first + num_blocks])
             blocks = torch.stack(tables).long()
             index = _index(step, members)
@@ -152,15 +152,14 @@ def _group_similar(
     num_queries = step.query_len or 1
     for geometry_rows in geometries:
         (length, _, first_query), members = geometry_rows
-        first = group[0] if group else geometry_rows
-        (longest, _, num_skipped), _ = first
+        (max_length, _, num_skipped), _ = group[0] if group else geometry_rows
         count = len(members)
         num_rows += count
-        padding += (longest - length) * count
+        padding += (max_length - length) * count
         # The group's mask is kept for all layers. It has a row per query or, where heads are
         # packed, per head and query. Even then it takes fewer bytes than K and V of `mask_size`
         # tokens.
-        mask_size = num_rows * longest * num_queries
+        mask_size = num_rows * max_length * num_queries
         can_join = mask_size <= scratch_tokens and padding * PADDING_DIVISOR <= scratch_tokens
         skips_queries = first_query > 0 or num_skipped > 0
         if group and (not can_join or skips_queries or num_queries >= MIN_SEPARATE_QUERIES):

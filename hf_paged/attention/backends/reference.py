@@ -154,8 +154,8 @@ def attend_densely(
     by_query = (heads // kv_heads, num_queries)
     compute_dtype = torch.promote_types(query.dtype, torch.float32)
     # [rows, kv_heads, group * queries, dim]
-    packed = query.unflatten(1, by_group).flatten(2, 3).to(compute_dtype)
-    scores = torch.matmul(packed, key.to(compute_dtype).transpose(-1, -2)) * call.scale
+    packed_query = query.unflatten(1, by_group).flatten(2, 3).to(compute_dtype)
+    scores = torch.matmul(packed_query, key.to(compute_dtype).transpose(-1, -2)) * call.scale
     scores = scores.unflatten(2, by_query).flatten(1, 2)  # [rows, heads, queries, keys]
     if call.softcap is not None:
         scores = torch.tanh(scores / call.softcap) * call.softcap

@@ -71,8 +71,8 @@ def _prefill_unsupported_reason(call: AttentionCall) -> str | None:
     dtype = call.query.dtype
     if call.bias is not None and call.bias.shape[2] > 1:
         return f"a bias that differs between queries, in rows of more than {MAX_QUERIES} queries"
-    unquantized = (blocks for blocks in (keys, values) if not quantized.is_quantized(blocks))
-    if any(torch.promote_types(dtype, blocks.dtype) != dtype for blocks in unquantized):
+    unquantized_blocks = (blocks for blocks in (keys, values) if not quantized.is_quantized(blocks))
+    if any(torch.promote_types(dtype, blocks.dtype) != dtype for blocks in unquantized_blocks):
         return f"blocks of a dtype that the queries' {dtype} cannot represent"
     value_dim = values.shape[3]
     if value_dim > 512:

@@ -182,9 +182,9 @@ def stop_string_hits(
     width = criterion.maximum_token_len
     no_match = len(criterion.embedding_vec) - 1  # an id that no stop string matches
     padding = [no_match] * width
-    padded = [(padding + tokens)[-width:] for tokens in rows]
+    padded_rows = [(padding + tokens)[-width:] for tokens in rows]
     # on the CPU, to avoid a synchronization with the device
-    ids = torch.tensor(padded, device="cpu")
+    ids = torch.tensor(padded_rows, device="cpu")
     return hits(criterion, ids, None)
 
 

@@ -343,10 +343,10 @@ def _generate_keywords(
                 raise ValueError("`max_length` is None: leave it out, or set `max_new_tokens`")
         keywords = {"generation_config": None, **options}
     if generation_config is not None:
-        for name, (accepted, reason) in _RESTRICTED.items():
+        for name, (accepted_values, reason) in _RESTRICTED.items():
             value = _option_value(keywords, name)
             default = getattr(defaults, name, None)
-            if value != default and value not in accepted:
+            if value != default and value not in accepted_values:
                 raise ValueError(f"`{name}` is {shown(value)}: {reason}")
     return {
         name: value
@@ -410,17 +410,17 @@ def _cached_config(model: Any, keywords: Keywords) -> GenerationConfig:
     if are_plain and is_stock(model, compat.PREPARE_CONFIG):
         key = _pickled((keywords, model.config, model.generation_config))
     configs_of_model = _config_cache.setdefault(model, {})
-    prepared = configs_of_model.pop(key, None)
+    pickled_config = configs_of_model.pop(key, None)
     config: GenerationConfig
-    if prepared is None:
+    if pickled_config is None:
         config, _ = compat.prepare_generation_config(model, **keywords)
-        prepared = _pickled(config)
-        if key is None or prepared is None:
+        pickled_config = _pickled(config)
+        if key is None or pickled_config is None:
             return config
-    configs_of_model[key] = prepared
+    configs_of_model[key] = pickled_config
     while len(configs_of_model) > _MAX_CACHED_CONFIGS:
         configs_of_model.pop(next(iter(configs_of_model)), None)
-    config = pickle.loads(prepared)
+    config = pickle.loads(pickled_config)
     return config
 
 

@@ -25,10 +25,10 @@ def check_scores(processors: Any, logits: Tensor, scores: Any, error: Exception)
         if frame.f_code is LogitsProcessorList.__call__.__code__:
             # a processor raised, perhaps because the one before it returned these scores
             scores = frame.f_locals.get("scores")
-            failing = frame.f_locals.get("processor")
+            failed_processor = frame.f_locals.get("processor")
             pairs = itertools.pairwise(members)
-            # several if `failing` is in the list more than once
-            culprits = [processor for processor, next_ in pairs if next_ is failing]
+            # several if `failed_processor` is in the list more than once
+            culprits = [processor for processor, next_ in pairs if next_ is failed_processor]
             break
         trace = trace.tb_next
     if not culprits or isinstance(scores, Tensor) or is_interrupt(error):

@@ -196,8 +196,10 @@ class SampleDecoding(Decoding):
             if self._selects_rows:
                 ids = select_rows(ids, rows)
                 if self._open_processors[0] != rows:
-                    narrowed = narrow_processors(self.logits_processor, rows, self.num_rows)
-                    self._open_processors = (rows, narrowed)
+                    narrowed_processors = narrow_processors(
+                        self.logits_processor, rows, self.num_rows
+                    )
+                    self._open_processors = (rows, narrowed_processors)
             _, processors = self._open_processors
             try:
                 with self.running_model():
@@ -227,8 +229,8 @@ class SampleDecoding(Decoding):
         probs = self._expand_to_all_rows(probs)
         if self.generator is not None:
             probs = probs.to(self.generator.device)
-        drawn = draw(probs, self.generator)
-        return select_rows(drawn, self.open_rows).to(device)
+        drawn_tokens = draw(probs, self.generator)
+        return select_rows(drawn_tokens, self.open_rows).to(device)
 
     def last_tokens(self, row: int, count: int) -> list[int]:
         """Returns the last `count` tokens of a row; all of its tokens if it has fewer."""
@@ -240,24 +242,26 @@ class SampleDecoding(Decoding):
         earlier: list[int] = self._ids[row, -num_missing:].tolist()
         return earlier + new_tokens
 
-    def accept(self, chosen: list[int], records: Sequence[Record] = ()) -> SampledTokens:
+    def accept(self, chosen_tokens: list[int], records: Sequence[Record] = ()) -> SampledTokens:
         """Appends the chosen tokens to the open rows, evaluates the stopping criteria, and sends
         the tokens to the streamer. `records`: one per token if log-probabilities are recorded,
         otherwise none."""
         rows = self.open_rows
         checker = self.stop_checker
-        running = [(index, row) for index, row in enumerate(rows) if not self._end_lengths[row]]
+        running_rows = [
+            (index, row) for index, row in enumerate(rows) if not self._end_lengths[row]
+        ]
         stop_string_rows: Collection[int] = ()
         if checker.stop_strings:
-            stop_string_rows = self._find_stop_string_rows(running, chosen)
+            stop_string_rows = self._find_stop_string_rows(running_rows, chosen_tokens)
         if records:
-            for index, row in running:
+            for index, row in running_rows:
                 self.records[row].append(records[index])
-        tokens_by_row = chosen
-        if checker.has_eos and len(running) < self.num_rows:
+        tokens_by_row = chosen_tokens
+        if checker.has_eos and len(running_rows) < self.num_rows:
             tokens_by_row = [self._pad_token_id] * self.num_rows
-            for index, row in running:
-                tokens_by_row[row] = chosen[index]
+            for index, row in running_rows:
+                tokens_by_row[row] = chosen_tokens[index]
         self._new_tokens.append(tokens_by_row)
         self.length += 1
         if self.batchable is not None:
@@ -272,50 +276,56 @@ class SampleDecoding(Decoding):
                 ]
             # a criterion may force a token by writing to the ids
             tokens = self.input_ids[:, -1].tolist()
-        ended = []
-        for _, row in running:
+        ended_rows = []
+        for _, row in running_rows:
             hits_stop_string = row in stop_string_rows
             reason = checker.finish_reason(tokens_by_row[row], self.length, hits_stop_string)
             if reason in (None, "length") and any(by_row[row] for by_row in are_hits):
                 reason = "criteria"
             if reason is not None:
                 self.finish_reasons[row], self._end_lengths[row] = reason, self.length
-                ended.append(row)
-        finished = self._close_rows(ended)
+                ended_rows.append(row)
+        finished_rows = self._close_rows(ended_rows)
         if self.streamer is not None:
-            self._stream(tokens_by_row, ended)  # as chosen, not as criteria overwrote them
-        num_ended = len(rows) - len(running)
-        return SampledTokens(tokens, None, finished, rows, num_ended=num_ended)
+            self._stream(tokens_by_row, ended_rows)  # as chosen, not as criteria overwrote them
+        num_ended = len(rows) - len(running_rows)
+        return SampledTokens(tokens, None, finished_rows, rows, num_ended=num_ended)
 
-    def _find_stop_string_rows(self, running: list[tuple[int, int]], chosen: list[int]) -> set[int]:
-        """Returns the rows whose chosen token completes a stop string. `running` holds, for each
-        row that has not ended, the index of its token in `chosen`, and the row."""
+    def _find_stop_string_rows(
+        self, running_rows: list[tuple[int, int]], chosen_tokens: list[int]
+    ) -> set[int]:
+        """Returns the rows whose chosen token completes a stop string. `running_rows` holds, for
+        each row that has not ended, the index of its token in `chosen_tokens`, and the row."""
         stop_string_rows: set[int] = set()
         for criterion in self.stop_checker.stop_strings:
             count = criterion.maximum_token_len - 1
-            tails = [[*self.last_tokens(row, count), chosen[index]] for index, row in running]
+            tails = [
+                [*self.last_tokens(row, count), chosen_tokens[index]] for index, row in running_rows
+            ]
             are_hits = stop_string_hits(criterion, tails)
-            stop_string_rows.update(row for (_, row), is_hit in zip(running, are_hits) if is_hit)
+            stop_string_rows.update(
+                row for (_, row), is_hit in zip(running_rows, are_hits) if is_hit
+            )
         return stop_string_rows
 
-    def _close_rows(self, ended: list[int]) -> list[int]:
-        """Removes the rows that need no more forwards, after the rows `ended` have ended, from
+    def _close_rows(self, ended_rows: list[int]) -> list[int]:
+        """Called once `ended_rows` have ended: removes the rows that need no more forwards from
         `open_rows`, and returns them."""
         rows = self.open_rows
-        if ended and self.stop_checker.has_eos and self._can_close_early:
+        if ended_rows and self.stop_checker.has_eos and self._can_close_early:
             self.open_rows = [row for row in rows if not self._end_lengths[row]]
-            return ended
-        if ended and all(self._end_lengths):
+            return ended_rows
+        if ended_rows and all(self._end_lengths):
             self.open_rows = []
             return rows
         return []
 
-    def _stream(self, tokens: list[int], ended: list[int]) -> None:
+    def _stream(self, tokens: list[int], ended_rows: list[int]) -> None:
         """Sends the tokens of all rows to the streamer, tells [`RowStreamers`] which rows have
-        `ended`, and ends the streamer once the decoding is done."""
+        ended, and ends the streamer once the decoding is done."""
         assert self.streamer is not None
         if isinstance(self.streamer, RowStreamers):
-            self.streamer.ending.update(ended)
+            self.streamer.ending.update(ended_rows)
         self.streamer.put(torch.tensor(tokens, device="cpu"))
         if self.is_done:
             self.has_ended_streamer = True  # even if its `end` raises
@@ -363,14 +373,14 @@ class SampleDecoding(Decoding):
         if self.batchable is not None:  # its `penalized` tokens may be half written
             self.batchable = BatchableProcessors.of(self.logits_processor, self._ids)
 
-    def accept_run(self, chosen: Sequence[int]) -> SampledTokens:
+    def accept_run(self, chosen_tokens: Sequence[int]) -> SampledTokens:
         """Accepts tokens chosen at consecutive positions: the leading ones that equal the draft's,
         and one more, but none after a token that ends the row. Requires `is_simple`."""
         checker = self.stop_checker
-        drafted = [] if self.draft is None else self.draft.tokens
+        draft_tokens = [] if self.draft is None else self.draft.tokens
         reason = None
         tokens: list[int] = []
-        for token, draft_token in zip(chosen, [*drafted, None]):
+        for token, draft_token in zip(chosen_tokens, [*draft_tokens, None]):
             tokens.append(token)
             reason = checker.finish_reason(token, self.length + len(tokens), False)
             if reason is not None or token != draft_token:

@@ -63,19 +63,19 @@ class SampledBatch:
         results: list[Result] = []
         for decoding in self.decodings:
             num_rows = len(decoding.open_rows)
-            chosen = list(itertools.islice(remaining_tokens, num_rows))
+            chosen_tokens = list(itertools.islice(remaining_tokens, num_rows))
             records: list[Record] = []
             if decoding.record_logprobs:
                 for raw, processed, *top in itertools.islice(recorded_rows, num_rows):
                     top_tokens = list(zip(*top))
                     records.append(((raw, processed), top_tokens[: decoding.num_alternatives]))
             try:
-                if _NO_TOKEN in chosen:
+                if _NO_TOKEN in chosen_tokens:
                     raise RuntimeError(
                         "the scores of the next token contain nan or +inf, or no token has a finite"
                         " score"
                     )
-                results.append(decoding.accept(chosen, records))
+                results.append(decoding.accept(chosen_tokens, records))
             except BaseException as error:
                 results.append(error)
         return results
@@ -89,11 +89,13 @@ def sample_step(
     1` rows of logits if it has a draft of `n` tokens. A decoding with a draft accepts the leading
     tokens that equal the draft's, and one more, each as if it were sampled in a separate step.
     `fetch` as in `sample_position`, but not called if any decoding has a draft."""
-    drafted = [index for index, (decoding, _) in enumerate(ready) if decoding.draft is not None]
-    if not drafted:
+    draft_indices = [
+        index for index, (decoding, _) in enumerate(ready) if decoding.draft is not None
+    ]
+    if not draft_indices:
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
-    greedy = [index for index in drafted if ready[index][0].accepts_runs]
+    greedy = [index for index in draft_indices if ready[index][0].accepts_runs]
     if greedy:
         logits = join_rows([ready[index][1] for index in greedy])
         tokens = iter(argmax(logits).tolist())  # a single argmax for all decodings
@@ -180,8 +182,8 @@ def sample_position(
         _try_choose(ready, indices, batches, results)
     if results or fetch is None:
         fetch = Tensor.tolist
-    fetched = _try_fetch(batches, fetch, results)
-    for batch, tokens, columns in fetched:
+    fetched_batches = _try_fetch(batches, fetch, results)
+    for batch, tokens, columns in fetched_batches:
         results.update(zip(batch.indices, batch.accept(tokens, columns)))
     return [results[index] for index in range(len(ready))]
 
@@ -247,14 +249,14 @@ def _choose(
     else:
         tokens = argmax(scores)
     are_recorded = (decoding.record_logprobs for decoding in decodings for _ in decoding.open_rows)
-    recorded = [row for row, is_recorded in enumerate(are_recorded) if is_recorded]
+    recorded_indices = [row for row, is_recorded in enumerate(are_recorded) if is_recorded]
     logprobs: list[Tensor] = []
-    if recorded:
-        chosen = select_rows(tokens, recorded).clamp_min(0)
-        recorded_raw = select_rows(raw, recorded)
-        recorded_scores = select_rows(scores, recorded)
-        before = logprobs_of(recorded_raw, chosen)
-        after = logprobs_of(recorded_scores, chosen)
+    if recorded_indices:
+        recorded_tokens = select_rows(tokens, recorded_indices).clamp_min(0)
+        recorded_raw = select_rows(raw, recorded_indices)
+        recorded_scores = select_rows(scores, recorded_indices)
+        before = logprobs_of(recorded_raw, recorded_tokens)
+        after = logprobs_of(recorded_scores, recorded_tokens)
         logprobs = [before, after]
         num_alternatives = max(decoding.num_alternatives for decoding in decodings)
         if num_alternatives:
@@ -282,17 +284,17 @@ def _draw_from_probs(decodings: list[SampleDecoding], probs: Tensor) -> Tensor:
     draws its rows by `SampleDecoding.draw`."""
     if len(decodings) == 1:
         return decodings[0].draw(probs)
-    unseeded = [row for row, decoding in enumerate(decodings) if decoding.generator is None]
-    if len(unseeded) == len(decodings):
+    unseeded_rows = [row for row, decoding in enumerate(decodings) if decoding.generator is None]
+    if len(unseeded_rows) == len(decodings):
         return draw_by_inversion(probs)
-    inverted: Iterator[Tensor] = iter(())
-    if unseeded:
-        inverted = iter(draw_by_inversion(select_rows(probs, unseeded)).split(1))
-    drawn = []
+    shared_draws: Iterator[Tensor] = iter(())
+    if unseeded_rows:
+        shared_draws = iter(draw_by_inversion(select_rows(probs, unseeded_rows)).split(1))
+    draws = []
     for decoding, row_probs in zip(decodings, probs.split(1)):
         is_seeded = decoding.generator is not None
-        drawn.append(decoding.draw(row_probs) if is_seeded else next(inverted))
-    return torch.cat(drawn)
+        draws.append(decoding.draw(row_probs) if is_seeded else next(shared_draws))
+    return torch.cat(draws)
 
 
 def _try_fetch(
@@ -303,22 +305,22 @@ def _try_fetch(
     """Returns each batch with its tokens and log-probabilities on the host. If the copies fail,
     copies each batch separately, and adds the errors of batches that fail to `results`. An
     interrupt that is an `Exception` becomes the result of all decodings."""
-    fetched: list[HostBatch] = []
+    fetched_batches: list[HostBatch] = []
     try:
         tokens_of_batches = _fetch(batches, fetch)
         for batch, tokens in zip(batches, tokens_of_batches):
             columns = list(map(Tensor.tolist, batch.logprobs))
-            fetched.append((batch, tokens, columns))
-        return fetched
+            fetched_batches.append((batch, tokens, columns))
+        return fetched_batches
     except Exception as error:
         if len(batches) == 1 or is_interrupt(error):
             for batch in batches:
                 results.update(dict.fromkeys(batch.indices, error))
             return []
-    fetched = []
+    fetched_batches = []
     for batch in batches:
-        fetched += _try_fetch([batch], Tensor.tolist, results)
-    return fetched
+        fetched_batches += _try_fetch([batch], Tensor.tolist, results)
+    return fetched_batches
 
 
 def _fetch(batches: list[SampledBatch], fetch: Fetch) -> list[list[int]]:

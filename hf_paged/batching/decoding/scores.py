@@ -116,7 +116,7 @@ def narrow_processors(
 ) -> LogitsProcessorList:
     """Returns row-wise processors for only `rows` of a batch, given the processors for all of its
     `num_rows` rows."""
-    narrowed = LogitsProcessorList()
+    narrowed_processors = LogitsProcessorList()
     for processor in processors:
         narrowed_attributes: dict[str, Any] = {}
         for name in ("encoder_input_ids", "prompt_ignore_length"):
@@ -132,8 +132,8 @@ def narrow_processors(
         if narrowed_attributes:
             processor = copy.copy(processor)
             vars(processor).update(narrowed_attributes)
-        narrowed.append(processor)
-    return narrowed
+        narrowed_processors.append(processor)
+    return narrowed_processors
 
 
 def _constant_attributes(processor: Any) -> tuple[Any, ...]:
@@ -173,8 +173,8 @@ class BatchableProcessors:
             self.processors.append(processor)
             if type(processor) is _REPETITION_PENALTY:
                 self.reads_tokens = True
-                ignored = int(processor.prompt_ignore_length or 0)
-                self.pending_tokens = input_ids[0, ignored:].tolist()
+                num_ignored = int(processor.prompt_ignore_length or 0)
+                self.pending_tokens = input_ids[0, num_ignored:].tolist()
         self.key = tuple(
             (type(processor), _constant_attributes(processor)) for processor in self.processors
         )
@@ -296,9 +296,9 @@ def argmax(scores: Tensor) -> Tensor:
 
 def _split_into_chunks(scores: Tensor, fill: float) -> Tensor:
     """Pads `(rows, vocab)` scores with `fill`, and returns them as `(rows, chunks, CHUNK)`."""
-    missing = -scores.shape[1] % CHUNK
-    if missing:
-        scores = torch.nn.functional.pad(scores, (0, missing), value=fill)
+    num_missing = -scores.shape[1] % CHUNK
+    if num_missing:
+        scores = torch.nn.functional.pad(scores, (0, num_missing), value=fill)
     return scores.unflatten(1, (-1, CHUNK))
 
 
@@ -370,8 +370,8 @@ def values_at(scores: Tensor, rows: Tensor, tokens: Tensor) -> Tensor:
 def logprobs_of(scores: Tensor, tokens: Tensor) -> Tensor:
     """Returns the log-probability of one token per row, `(rows,)`, under `(rows, vocab)` scores."""
     rows = torch.arange(len(scores), device=scores.device)
-    chosen = values_at(scores, rows, tokens.to(scores.device))
-    return chosen - scores.logsumexp(dim=-1)
+    chosen_scores = values_at(scores, rows, tokens.to(scores.device))
+    return chosen_scores - scores.logsumexp(dim=-1)
 
 
 def select_rows(values: Tensor, rows: list[int]) -> Tensor:

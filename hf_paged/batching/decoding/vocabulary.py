@@ -65,8 +65,8 @@ def _check_ids(
     if uncommon_names(dict(inputs)):
         if not type(model).__module__.startswith("transformers."):
             return
-        accepted = set(_placeholder_ids(model.config))
-        ids = [token for token in ids if token not in accepted]
+        accepted_ids = set(_placeholder_ids(model.config))
+        ids = [token for token in ids if token not in accepted_ids]
         lowest = min(ids, default=0)
         highest = max(ids, default=0)
     if lowest < 0 or highest >= size:

@@ -281,22 +281,22 @@ class Executor:
         logits from that launch; for the other rows, newly computed ones."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
-        launched, num_launched = None, 0
+        launched_logits, num_launched = None, 0
         if self.run_ahead is not None:
-            launched, num_launched = self.run_ahead.take(plan)
-        remaining = plan
-        if launched is not None:
+            launched_logits, num_launched = self.run_ahead.take(plan)
+        remaining_plan = plan
+        if launched_logits is not None:
             if num_launched == len(plan):
-                return launched
-            remaining = plan.select(range(num_launched, len(plan)))
-        logits = self.run_rows(remaining)
+                return launched_logits
+            remaining_plan = plan.select(range(num_launched, len(plan)))
+        logits = self.run_rows(remaining_plan)
         if self._state is not None and self._num_accepted_forwards != self.runner.num_forwards:
             if self.runs_user_code:
                 self._state.accept()
             self._num_accepted_forwards = self.runner.num_forwards
-        if launched is None:
+        if launched_logits is None:
             return logits
-        return torch.cat([launched, logits])
+        return torch.cat([launched_logits, logits])
 
     def run_rows(self, plan: StepPlan) -> Tensor:
         """Computes all rows of the plan, whether launched ahead or not; returns logits as `run`

@@ -162,24 +162,24 @@ def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
 def write_changed_rows(
     buffer: Any,
     width: int,
-    written: list[list[int]],
+    written_ids: list[list[int]],
     tables: Iterable[list[int]],
     first: int = 0,
 ) -> None:
     """Writes block tables to the rows of `buffer`, `width` int32 per row, from row `first` on.
-    `written` has each row's current ids, and is updated. If a table has only grown, as most do from
-    step to step, writes only its new ids; writes nothing for a table that has not changed."""
+    `written_ids` has each row's current ids, and is updated. If a table has only grown, as most do
+    from step to step, writes only its new ids; writes nothing for an unchanged table."""
     for row, block_ids in enumerate(tables, first):
-        row_ids = written[row]
+        row_ids = written_ids[row]
         if row_ids == block_ids:
             continue
         if row_ids != block_ids[: len(row_ids)]:
-            written[row] = row_ids = []
+            written_ids[row] = row_ids = []
         start = row * width
-        added = block_ids[len(row_ids) :]
+        new_ids = block_ids[len(row_ids) :]
         begin = start + len(row_ids)
-        buffer[begin : begin + len(added)] = array("i", added)
-        row_ids += added  # last, since an interrupt may keep the lines above from writing
+        buffer[begin : begin + len(new_ids)] = array("i", new_ids)
+        row_ids += new_ids  # last, since an interrupt may keep the lines above from writing
 
 
 class TableRows:
@@ -202,9 +202,9 @@ class TableRows:
             # spare columns, since block tables grow by one block at a time
             column_capacity = max(width + width // 2, column_capacity)
             tensor = torch.zeros(row_capacity, column_capacity, dtype=torch.int32, device="cpu")
-            written: list[list[int]] = [[] for _ in range(row_capacity)]
+            written_ids: list[list[int]] = [[] for _ in range(row_capacity)]
             buffer = memoryview(tensor.view(-1).numpy())
-            self._written, self._buffer, self._tensor = written, buffer, tensor
+            self._written, self._buffer, self._tensor = written_ids, buffer, tensor
         write_changed_rows(self._buffer, column_capacity, self._written, tables)
         return self._tensor[:num_rows]
 

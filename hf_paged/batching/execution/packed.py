@@ -182,11 +182,11 @@ class PackedRunner(Runner):
         recordings: list[tuple[PromptLogprobs, int, range]] = []
         if len(tokens.last) < len(tokens.token_ids):
             recordings = recorded_prompts(plan)
-        replayed = None
+        replayed_logits = None
         if not recordings:
-            replayed = self._replay(tokens, context)
-            if replayed is not None and (self.recorder is None or self.recorder.is_checked):
-                return replayed
+            replayed_logits = self._replay(tokens, context)
+            if replayed_logits is not None and (self.recorder is None or self.recorder.is_checked):
+                return replayed_logits
         extra_indices = [index for *_, indices in recordings for index in indices]
         if self._processes is not None:
             names = None if context is None else context.names
@@ -199,8 +199,8 @@ class PackedRunner(Runner):
             recording.record(position, logits[start:end])
             start = end
         logits = logits[: len(tokens.last)]
-        if replayed is not None and self.recorder is not None:
-            self.recorder.check([(logits, replayed)])
+        if replayed_logits is not None and self.recorder is not None:
+            self.recorder.check([(logits, replayed_logits)])
         return logits
 
     def run_ahead(

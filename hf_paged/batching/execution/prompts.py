@@ -187,8 +187,8 @@ def copy_nested_dicts(value: Any) -> Any:
     of a dict's tensors by replacing its entries. Returns any other value unchanged."""
     if not isinstance(value, dict):
         return value
-    copied = copy.copy(value)
+    copied_dict = copy.copy(value)
     for name, part in value.items():
         if isinstance(part, dict):
-            copied[name] = copy_nested_dicts(part)
-    return copied
+            copied_dict[name] = copy_nested_dicts(part)
+    return copied_dict

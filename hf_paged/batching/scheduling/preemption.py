@@ -127,14 +127,14 @@ class Preemption:
 
     def check_fits(self, request: Request) -> None:
         """Raises `OutOfBlocksError` if the request could not finish even alone in the memory."""
-        needed = self.num_needed_blocks(request)
+        num_needed = self.num_needed_blocks(request)
         total = self.blocks.num_total
-        if needed > total:
+        if num_needed > total:
             raise OutOfBlocksError(
-                f"request {request.request_id!r} needs {needed} blocks of {self.blocks.size_text}"
-                f" tokens, but at most {total} are available: raise `num_blocks`,"
-                " `memory_fraction` or `hf_paged.budget`, or lower `max_new_tokens`, the prompt"
-                " length or the number of sequences"
+                f"request {request.request_id!r} needs {num_needed} blocks of"
+                f" {self.blocks.size_text} tokens, but at most {total} are available: raise"
+                " `num_blocks`, `memory_fraction` or `hf_paged.budget`, or lower `max_new_tokens`,"
+                " the prompt length or the number of sequences"
             )
 
     def num_needed_blocks(self, request: Request) -> int:
@@ -236,16 +236,16 @@ class Preemption:
         num_shared_tokens = 0
         if len(rows) > 1:
             num_shared_tokens = self.num_shared_tokens(request, rows)
-        attached = [(sequence, sequence.num_computed_tokens) for sequence in rows]
-        if all(num_computed >= num_shared_tokens for _, num_computed in attached):
-            return attached
+        rows_and_counts = [(sequence, sequence.num_computed_tokens) for sequence in rows]
+        if all(num_computed >= num_shared_tokens for _, num_computed in rows_and_counts):
+            return rows_and_counts
         self.free(request)
         first_row, *other_rows = rows
         request.num_shared_tokens = num_shared_tokens
         self.match(first_row, first_row.keys[: num_shared_tokens + 1])
-        attached = [(first_row, first_row.num_computed_tokens)]
-        attached += [(sequence, num_shared_tokens) for sequence in other_rows]
-        return attached
+        rows_and_counts = [(first_row, first_row.num_computed_tokens)]
+        rows_and_counts += [(sequence, num_shared_tokens) for sequence in other_rows]
+        return rows_and_counts
 
     def shares_prompt(self, request: Request) -> bool:
         """Whether even recomputed rows share all full blocks before the prompt's last token."""

@@ -258,8 +258,8 @@ class Scheduler:
             elif count > 1 and can_shrink:
                 count //= 2  # later chunks can reuse blocks that leave the windows
             else:
-                scheduled = self._scheduled.plan().sequences
-                if may_preempt and not any(row.request is request for row in scheduled):
+                scheduled_sequences = self._scheduled.plan().sequences
+                if may_preempt and not any(row.request is request for row in scheduled_sequences):
                     self._preempt_last(request)
                 return 0
         return count
@@ -400,12 +400,13 @@ class Scheduler:
         already computed, with logits that are not delivered yet."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
-        requeued = plan.admitted  # may share blocks that other rows of the step should have written
+        # admitted requests may share blocks that other rows of the step should have written
+        requests_to_requeue = plan.admitted
         if self._is_committed:  # blocks that left windows may already have been freed
-            requeued = dict.fromkeys(sequence.request for sequence in plan.sequences)
+            requests_to_requeue = dict.fromkeys(sequence.request for sequence in plan.sequences)
         self._is_committed = False
         self._scheduled = Scheduled()
-        for request in requeued:
+        for request in requests_to_requeue:
             if request.status is Status.RUNNING:
                 self._requeue(request)
         for sequence in plan.sequences:

@@ -53,24 +53,24 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
         probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()
     )
     if is_supported and (generator is None or generator.device.type == "cpu") and _draws_as_torch():
-        drawn = _draw(probs, torch.default_generator if generator is None else generator)
-        if drawn is not None:
-            return drawn
+        tokens = _draw(probs, torch.default_generator if generator is None else generator)
+        if tokens is not None:
+            return tokens
     return torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
 
 
 def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
     """Returns the kernel's draws. For probabilities that torch rejects, returns `None` and draws
     nothing."""
-    drawn = torch.empty(len(probs), dtype=torch.int64, device="cpu")
+    tokens = torch.empty(len(probs), dtype=torch.int64, device="cpu")
     with _lock:  # the state is read, advanced and written back atomically
         state = generator.get_state()
         if kernel("draw")(
-            _DRAW_CALL.pack(probs.data_ptr(), *probs.shape, state.data_ptr(), drawn.data_ptr())
+            _DRAW_CALL.pack(probs.data_ptr(), *probs.shape, state.data_ptr(), tokens.data_ptr())
         ):
             return None
         generator.set_state(state)
-    return drawn
+    return tokens
 
 
 @functools.cache
@@ -84,11 +84,11 @@ def _draws_as_torch() -> bool:
     probs = torch.randn((5, 777), generator=generator, device="cpu").mul_(3).softmax(dim=-1)
     kernel_generator = generator.clone_state()
     for _ in range(3):
-        expected = torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
-        drawn = _draw(probs, kernel_generator)
+        expected_tokens = torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)
+        tokens = _draw(probs, kernel_generator)
         if (
-            drawn is None
-            or not drawn.equal(expected)
+            tokens is None
+            or not tokens.equal(expected_tokens)
             or not kernel_generator.get_state().equal(generator.get_state())
         ):
             logger.info(

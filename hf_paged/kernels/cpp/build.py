@@ -122,10 +122,10 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         with timed("build"):
-            loaded = _load()
+            loaded_library = _load()
         for name in KERNEL_NAMES:
-            getattr(loaded, f"hf_paged_{name}").argtypes = [ctypes.c_char_p]
-        return loaded
+            getattr(loaded_library, f"hf_paged_{name}").argtypes = [ctypes.c_char_p]
+        return loaded_library
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         if is_interrupt(error):
             raise
@@ -296,9 +296,9 @@ def _make_private(folder: Path) -> Path:
     as ssh does for keys, that only this user can open the folder (mode 700), and that only root and
     this user can replace it, a folder above it or a link on its path. Raises an `OSError` that says
     which of these does not hold."""
-    resolved = Path(os.path.realpath(folder))
+    resolved_path = Path(os.path.realpath(folder))
     user = os.geteuid()
-    for path in [path for end in (folder, resolved) for path in (*reversed(end.parents), end)]:
+    for path in [path for end in (folder, resolved_path) for path in (*reversed(end.parents), end)]:
         try:
             status = os.lstat(path)
         except FileNotFoundError:
@@ -312,7 +312,7 @@ def _make_private(folder: Path) -> Path:
     _check_access(path, status, (user,), allow_writers=True)
     if status.st_mode & 0o077:
         raise PermissionError(f"{path} has mode {stat.S_IMODE(status.st_mode):o}: chmod 700 {path}")
-    return resolved
+    return resolved_path
 
 
 def _read_private(path: Path) -> bytes:

@@ -31,14 +31,14 @@ def find_compiler() -> list[str]:
     and on Windows."""
     if sys.platform == "win32":
         raise RuntimeError("the kernels cannot be built on Windows")
-    configured = shlex.split(os.environ.get("CXX") or "")
-    names = configured[:1] or ["c++", "g++", "clang++"]
+    configured_command = shlex.split(os.environ.get("CXX") or "")
+    names = configured_command[:1] or ["c++", "g++", "clang++"]
     compiler = next(filter(None, map(shutil.which, names)), None)
     if compiler is None:
         raise RuntimeError(
             f"found no C++ compiler (tried {', '.join(names)}): install one, or set CXX"
         )
-    return [compiler, *configured[1:]]
+    return [compiler, *configured_command[1:]]
 
 
 def link_flags(compiler: list[str]) -> tuple[str, ...]:

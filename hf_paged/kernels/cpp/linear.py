@@ -141,10 +141,10 @@ def linear(
     has_codes = weight.dtype is torch.int8
     # as `Conv1D` stores it
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1 and not has_codes
-    stored = weight.t() if is_transposed else weight
-    for tensor in (x, stored) if bias is None else (x, stored, bias):
+    stored_weight = weight.t() if is_transposed else weight
+    for tensor in (x, stored_weight) if bias is None else (x, stored_weight, bias):
         is_float = tensor.dtype in FLOAT_DTYPE_NUMBERS and tensor.dtype is x.dtype
-        is_supported = is_float or (has_codes and tensor is stored)
+        is_supported = is_float or (has_codes and tensor is stored_weight)
         if not (is_supported and tensor.is_cpu) or tensor.stride(-1) != 1:
             raise TypeError(
                 f"a tensor is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}: the"
@@ -172,7 +172,7 @@ def linear(
             code_addresses = 0 if zeros is None else zeros.data_ptr(), scales.data_ptr()
     out = x.new_empty(num_rows, width)
     bias_address = 0 if bias is None else bias.data_ptr()
-    strides = stored.stride(0), out.stride(0)
+    strides = stored_weight.stride(0), out.stride(0)
     piece = weight.data_ptr(), bias_address, out.data_ptr(), width, *strides, *code_addresses
     x_fields = x.data_ptr(), x.dtype, num_rows, depth, x.stride(0)
     if path is None:

@@ -290,7 +290,7 @@ def _launch(
         key_blocks, value_blocks = (as_uint8(x) for x in (key_blocks, value_blocks))
     else:
         dtypes += [key_blocks.dtype, value_blocks.dtype]
-    written = out, lse, *(arguments.get(name) for name in ("part_out", "part_lse", "row_items"))
+    outputs = out, lse, *(arguments.get(name) for name in ("part_out", "part_lse", "row_items"))
     launch(
         attention_kernel,
         grid,
@@ -324,7 +324,7 @@ def _launch(
         VALUE_REST=value_tiles[1],
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        writes=written,
+        writes=outputs,
         **arguments,
     )
 

@@ -137,11 +137,11 @@ def find_config(
     elements of the keys, so that the kernel loads one tile for both."""
     chip = chip_name(device)
     arguments = (key_dim, value_dim, dtype)
-    measured = _load_table(chip).get(
+    measured_config = _load_table(chip).get(
         entry_name(kernel, *arguments, rows if kernel == "decode" else min(rows, 128))
     )
-    if measured is not None:
-        return measured
+    if measured_config is not None:
+        return measured_config
     make_default = default_decode_config if kernel == "decode" else default_prefill_config
     return fit_config(
         make_default(*arguments, rows, chip),

@@ -44,8 +44,8 @@ def launch(
 
     Other errors, after which the device may be unusable, are raised unchanged.
     """
-    written = [tensor for tensor in writes if tensor is not None]
-    device = written[0].device
+    written_tensors = [tensor for tensor in writes if tensor is not None]
+    device = written_tensors[0].device
     if _failed and _variant(kernel, args, kwargs, device) in _failed:
         raise LaunchFailedError(f"{kernel.__name__} failed before")
     start = time.perf_counter()
@@ -65,8 +65,8 @@ def launch(
             _failed.add(_variant(kernel, args, kwargs, device))
         if kernel.__name__ not in _logged:
             _logged.add(kernel.__name__)
-            text = "the Triton kernel %s does not run; using PyTorch instead: %s"
-            logger.warning(Topic.TRITON(text), kernel.__name__, reason)
+            message = "the Triton kernel %s does not run; using PyTorch instead: %s"
+            logger.warning(Topic.TRITON(message), kernel.__name__, reason)
         raise LaunchFailedError(f"{kernel.__name__}: {reason}") from error
     seconds = time.perf_counter() - start
     if seconds >= MIN_COMPILE_SECONDS and device.type != "cpu":  # the interpreter compiles nothing
@@ -101,10 +101,10 @@ def _variant(
     keyword arguments."""
     # the kernels annotate constants and nothing else
     non_constants = set(kernel.arg_names) - set(kernel.fn.__annotations__)
-    named = tuple(
+    keyword_arguments = tuple(
         (name, _type_name(x) if name in non_constants else x) for name, x in kwargs.items()
     )
-    return kernel, device, tuple(map(_type_name, args)), named
+    return kernel, device, tuple(map(_type_name, args)), keyword_arguments
 
 
 def _type_name(argument: Any) -> str:

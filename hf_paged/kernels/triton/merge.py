@@ -188,7 +188,7 @@ def _merge_portable(
     """Merges as `merge` does, in plain PyTorch, without waiting for the device. `tokens`: the
     tokens of `out` to write."""
     minus_inf = float("-inf")
-    former = out[tokens]
+    former_values = out[tokens]
     is_merged = torch.ones((), dtype=torch.bool, device=out.device)
     if row_items is not None:
         # (max_parts, rows, queries, heads): each row's parts, flattened to all tokens
@@ -207,10 +207,10 @@ def _merge_portable(
     values = partials.float()
     if tail_lse is not None:
         lse = torch.cat([lse, tail_lse[tokens][None]])
-        values = torch.cat([values, former[None].float()])
+        values = torch.cat([values, former_values[None].float()])
     total = lse.logsumexp(0)
     weights = (lse - total.masked_fill(total == minus_inf, 0.0)).exp()[..., None]
-    merged = (weights * values.masked_fill(weights == 0, 0.0)).sum(0).to(out.dtype)
-    out[tokens] = torch.where(is_merged[..., None], merged, former)
+    merged_values = (weights * values.masked_fill(weights == 0, 0.0)).sum(0).to(out.dtype)
+    out[tokens] = torch.where(is_merged[..., None], merged_values, former_values)
     if out_lse is not None:
         out_lse[tokens] = torch.where(is_merged, total, out_lse[tokens])

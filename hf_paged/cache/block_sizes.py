@@ -126,7 +126,7 @@ class BlockSizes:
         self.num_ended += 1
         self.lengths.append(length)
 
-    def rechoose(self) -> BlockSizes | None:
+    def better_sizes(self) -> BlockSizes | None:
         """Returns sizes chosen for the lengths recorded so far; `None` unless they reduce the loss
         of some group by at least `MIN_GAIN`."""
         if not self.num_ended:

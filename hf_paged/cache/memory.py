@@ -129,7 +129,7 @@ class PagedMemory:
         groups = list(self.groups.values())
         if may_hit and any(group.pool.num_cached for group in groups):
             return None
-        return self.sizes.rechoose()
+        return self.sizes.better_sizes()
 
     def group(self, spec: GroupSpec) -> GroupMemory:
         """Returns the layer group of a spec, created on first use."""

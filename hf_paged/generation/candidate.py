@@ -32,8 +32,8 @@ RIGHT_PADDED = Topic.RIGHT_PADDING(
 )
 
 
-def true_reasons(reasons: dict[str, Any]) -> Iterator[str]:
-    """Yields the reasons whose conditions are true."""
+def applicable_reasons(reasons: dict[str, Any]) -> Iterator[str]:
+    """Yields the reasons whose conditions hold."""
     return itertools.compress(reasons, reasons.values())
 
 
@@ -93,7 +93,7 @@ class Candidate:
             is_packed = self.layout.unsupported_reason is None
             has_criteria = bool(StopChecker(self.inputs.stopping_criteria).callers_criteria)
             may_run_model = has_criteria or not are_row_wise(self.inputs.logits_processor, num_rows)
-            yield from true_reasons(
+            yield from applicable_reasons(
                 {
                     Topic.ADAPTERS("`adapter_names` needs packed forwards of token ids"): (
                         not is_packed or self.prompts is not None
@@ -126,7 +126,7 @@ class Candidate:
         num_rows = len(self.inputs.input_ids)
         if not model.config.is_encoder_decoder:  # an encoder's inputs may have fewer rows (Dia)
             mismatch = mismatched_rows(model_kwargs, num_rows)
-        return true_reasons(
+        return applicable_reasons(
             {
                 Topic.OPTIONS(str(no_beams)): no_beams is not None,
                 Topic.MODEL_CODE(f"it overrides `{override}`"): override is not None,
@@ -176,7 +176,7 @@ class Candidate:
             if reason is not None:
                 yield f"{inputs_reason}, and {reason}"
         if reason is None:
-            yield from true_reasons(
+            yield from applicable_reasons(
                 {
                     Topic.PADDING("padding changes the rows' results"): (
                         not layout.can_mix_lengths and any(self.paddings)
@@ -210,7 +210,7 @@ class Candidate:
         keeps_last = isinstance(logits_to_keep, int) and logits_to_keep == 1
         has_rows = ids.dim() == 2
         num_tokens = ids.shape[1] + self.num_embedded if has_rows else 0
-        yield from true_reasons(
+        yield from applicable_reasons(
             {
                 Topic.ENCODER("the model has an encoder"): self.model.config.is_encoder_decoder,
                 Topic.OPTIONS("`logits_to_keep` is set"): (
@@ -231,7 +231,7 @@ class Candidate:
         columns = unpadded_columns(mask, len(ids), num_tokens)
         positions = model_kwargs.get("position_ids")
         repeats = self.call.repeats
-        yield from true_reasons(
+        yield from applicable_reasons(
             {
                 RIGHT_PADDED: mask is not None and bool((mask[:, -1] == 0).any()),
                 Topic.INPUTS("the attention mask hides tokens inside a row"): columns is None,

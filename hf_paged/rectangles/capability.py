@@ -9,7 +9,7 @@ from typing import Any
 
 from ..batching.execution.prompts import Prompts
 from ..batching.generation import RequestState
-from ..generation.candidate import Candidate, true_reasons
+from ..generation.candidate import Candidate, applicable_reasons
 from ..model.capability import Capability
 from ..model.layout import Layout
 from ..model.structure import KV_LAYERS
@@ -90,7 +90,7 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
         return
     positions = prompts.position_ids
     num_repeated = len(prompts.input_ids) * repeats
-    yield from true_reasons(
+    yield from applicable_reasons(
         {
             Topic.OPTIONS(
                 f"the cache is returned (`return_dict_in_generate`), and {reason}"

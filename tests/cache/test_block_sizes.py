@@ -52,15 +52,15 @@ def test_without_lengths_or_times_it_is_the_default() -> None:
 
 def test_sizes_stay_until_others_are_clearly_better() -> None:
     sizes = BlockSizes(SLOWER_IF_SMALL, expected=[1500])
-    assert sizes.of(FULL_ATTENTION) == 64 and sizes.rechoose() is None, "nothing has ended"
+    assert sizes.of(FULL_ATTENTION) == 64 and sizes.better_sizes() is None, "nothing has ended"
     for _ in range(20):
         sizes.note(400)
     assert choose(sizes.lengths, SLOWER_IF_SMALL).block_size == 32
     lost = {size: sum(Occupancy.of([400]).losses(size, SLOWER_IF_SMALL.times)) for size in (64, 32)}
-    assert 0 < lost[64] - lost[32] < MIN_GAIN and sizes.rechoose() is None
+    assert 0 < lost[64] - lost[32] < MIN_GAIN and sizes.better_sizes() is None
     for _ in range(200):
         sizes.note(10)
-    later = sizes.rechoose()
+    later = sizes.better_sizes()
     assert later is not None and later.of(FULL_ATTENTION) < 64 == sizes.of(FULL_ATTENTION)
     assert (len(later.lengths), later.num_ended, sizes.num_ended) == (220, 0, 220)
-    assert later.rechoose() is None
+    assert later.better_sizes() is None

@@ -152,14 +152,14 @@ class BeamDecoding(Decoding):
 
     def result(self, cache: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
         """Returns the output of transformers' loop; `cache` is the cache in the output."""
-        longest = max(self.lengths)
-        sequences = self.select_returned(self.sequences)[:, :longest]
+        max_length = max(self.lengths)
+        sequences = self.select_returned(self.sequences)[:, :max_length]
         if not self.config.return_dict_in_generate:
             return sequences
         sequences_scores = None
         if self.config.output_scores:
             sequences_scores = self.select_returned(self.beam_scores)
-        num_new = longest - self.prompt_length
+        num_new = max_length - self.prompt_length
         beam_indices = self.select_returned(self.beam_indices)[:, :num_new]
         return GenerateBeamDecoderOnlyOutput(
             sequences=sequences,
@@ -218,10 +218,10 @@ class BeamDecoding(Decoding):
         parents = self.running_indices[..., num_generated].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
         if is_unfinished:
-            finished = self._close_final_prompts()
+            closed_rows = self._close_final_prompts()
         else:
-            finished = self._close_all()
-        return SampledTokens(tokens, parents, finished, rows)
+            closed_rows = self._close_all()
+        return SampledTokens(tokens, parents, closed_rows, rows)
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
         """Chooses `beams_to_keep` continuations of each prompt's beams, as transformers'
@@ -229,10 +229,10 @@ class BeamDecoding(Decoding):
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
         logits = self._expand_to_all_rows(logits)
-        raw = logits.log_softmax(dim=-1)
-        log_probs = raw
+        raw_log_probs = logits.log_softmax(dim=-1)
+        log_probs = raw_log_probs
         if self.record_logprobs:  # processors may write in place
-            log_probs = raw.clone()
+            log_probs = raw_log_probs.clone()
         try:
             log_probs = self.logits_processor(self._ids, log_probs)
             by_beam = log_probs.unflatten(0, (self.num_prompts, self.num_beams))
@@ -243,14 +243,14 @@ class BeamDecoding(Decoding):
             self.raw_logits += (logits,)
         if self.scores is not None:
             self.scores += (log_probs.clone(),)
-        totals = by_beam + self.running_scores[:, :, None]
+        total_scores = by_beam + self.running_scores[:, :, None]
         draw_context: AbstractContextManager[Any] = nullcontext()
         if self.generator is not None:
             draw_context = _SeededDraws(self.generator)
         with draw_context:
             scores, sequences, indices = compat.top_k_continuations(
                 self.model,
-                totals.flatten(1),  # [prompts, beams * vocab]
+                total_scores.flatten(1),  # [prompts, beams * vocab]
                 running_sequences=self.running_sequences,
                 running_beam_indices=self.running_indices,
                 cur_len=self.length,
@@ -264,15 +264,16 @@ class BeamDecoding(Decoding):
             num_generated = self.length - self.prompt_length
             rows = indices[:, :, num_generated].flatten().long()
             tokens = sequences[:, :, self.length].flatten()
-            before = values_at(raw, rows, tokens).tolist()
+            before = values_at(raw_log_probs, rows, tokens).tolist()
             after = log_probs[rows, tokens].tolist()
             keys = zip(rows.tolist(), tokens.tolist())
-            pairs = dict(zip(keys, zip(before, after)))
+            logprobs_by_choice = dict(zip(keys, zip(before, after)))
             columns = [
-                values.tolist() for values in top_tokens(raw, log_probs, self.num_alternatives)
+                values.tolist()
+                for values in top_tokens(raw_log_probs, log_probs, self.num_alternatives)
             ]
             alternatives = [list(zip(*row)) for row in zip(*columns)]
-            self._records_by_step.append((pairs, alternatives))
+            self._records_by_step.append((logprobs_by_choice, alternatives))
         return dict(
             topk_log_probs=scores,
             topk_running_sequences=sequences,
@@ -318,7 +319,7 @@ class BeamDecoding(Decoding):
     def _close_all(self) -> list[int]:
         """Closes all open rows and returns them. Sets the finish reasons of the returned sequences
         that are finished, and the records of all returned sequences."""
-        finished, self.open_rows = self.open_rows, []
+        closed_rows, self.open_rows = self.open_rows, []
         sequences: list[list[int]] = self.select_returned(self.sequences).tolist()
         is_finished = self.select_returned(self.is_finished).tolist()
         for i, length in enumerate(self.lengths):
@@ -333,10 +334,12 @@ class BeamDecoding(Decoding):
             beam_indices = self.select_returned(self.beam_indices).tolist()
             for i, rows in enumerate(beam_indices):
                 tokens = sequences[i][self.prompt_length :]
-                for (pairs, alternatives), row, token in zip(self._records_by_step, rows, tokens):
+                for (logprobs_by_choice, alternatives), row, token in zip(
+                    self._records_by_step, rows, tokens
+                ):
                     if row >= 0:
-                        self.records[i].append((pairs[row, token], alternatives[row]))
-        return finished
+                        self.records[i].append((logprobs_by_choice[row, token], alternatives[row]))
+        return closed_rows
 
 
 def _check_criteria(num_rows: int, error: Exception) -> None:

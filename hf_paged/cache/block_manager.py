@@ -91,7 +91,7 @@ class BlockManager:
     @property
     def num_total(self) -> int:
         """Blocks that would be available if no table of this or another pool held any."""
-        return self.memory.num_available(self.groups, if_unused=True)
+        return self.memory.num_available(self.groups, assume_unused=True)
 
     def num_spanned(
         self,

@@ -173,8 +173,8 @@ class PagedMemory:
 
     def recover(self) -> None:
         """Makes all pools agree with the tables of live sequences after an exception that may have
-        left a change half done. Drops all cached blocks, those of `BlockManager.other_owners`, and
-        queued copies, whose sequences must then be recomputed. If this method raises, the next
+        left a change half done. Drops all cached blocks, the blocks of `BlockManager.other_owners`,
+        and queued copies, whose sequences must then be recomputed. If this method raises, the next
         change or count of blocks calls it again."""
         with self.lock:
             self.is_recovery_due = True
@@ -207,7 +207,7 @@ class PagedMemory:
                 rows, handles = self.abandoned.popleft()
                 try:
                     with torch._C.DisableTorchFunction(), _disable_current_modes():
-                        # this thread may be running other code, under torch modes of that code
+                        # this thread may be inside other code's torch modes
                         handles.gather()
                 except Exception as error:
                     if is_interrupt(error):
@@ -252,21 +252,21 @@ class PagedMemory:
         """Cached blocks over all groups."""
         return sum(group.pool.num_cached for group in self.groups.values())
 
-    def num_available(self, groups: Sequence[GroupMemory], if_unused: bool = False) -> int:
+    def num_available(self, groups: Sequence[GroupMemory], assume_unused: bool = False) -> int:
         """Returns how many blocks these groups can still allocate, including cached ones;
-        `sys.maxsize` without a limit. With `if_unused`, how many they could allocate if no table of
-        this or another pool held a block. Under a limit in bytes, counts blocks of the smallest
-        size."""
+        `sys.maxsize` without a limit. With `assume_unused`, how many they could allocate if no
+        table of this or another pool held a block. Under a limit in bytes, counts blocks of the
+        smallest size."""
         limit = sys.maxsize
         if self.config.num_blocks is not None:
-            num_used = 0 if if_unused else self.num_used
+            num_used = 0 if assume_unused else self.num_used
             limit = self.config.num_blocks - num_used
         block_bytes = _least_block_bytes(groups)
-        max_bytes = self._max_bytes(if_unused) if block_bytes else None
+        max_bytes = self._max_bytes(assume_unused) if block_bytes else None
         if max_bytes is None:
             return limit
         # existing blocks count, even if a lowered budget no longer allows them
-        if if_unused:
+        if assume_unused:
             num_existing = sum(group.pool.num_blocks for group in groups)
         else:
             num_existing = sum(group.pool.num_available for group in groups)
@@ -282,10 +282,10 @@ class PagedMemory:
             return 0
         return budget.bytes_of_others(self) // block_bytes
 
-    def _max_bytes(self, if_unused: bool = False) -> int | None:
+    def _max_bytes(self, assume_unused: bool = False) -> int | None:
         """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without
-        either. With `if_unused`, as if no other pool were in use."""
-        budget_bytes = budget.limit(self) if if_unused else budget.share(self)
+        either. With `assume_unused`, as if no other pool were in use."""
+        budget_bytes = budget.limit(self) if assume_unused else budget.share(self)
         fraction = self.config.memory_fraction
         if fraction is not None and self._fraction_limit is None:
             fraction_limit = self.fraction_bytes()

@@ -60,8 +60,8 @@ _is_paged_by_default = False  # whether calls that name no cache use a paged cac
 def _generate(generate: Invocation) -> Any:
     model = generate.model
     kwargs = generate.kwargs
-    requested = generate.option("cache_implementation")
-    is_requested = requested in PAGED_IMPLEMENTATIONS
+    implementation = generate.option("cache_implementation")
+    is_requested = implementation in PAGED_IMPLEMENTATIONS
     if is_requested:
         _check_arguments(generate)
         cache_config = PagedConfig.coerce(generate.option("cache_config"))
@@ -73,14 +73,16 @@ def _generate(generate: Invocation) -> Any:
         streamer = kwargs.get("streamer")
         if isinstance(streamer, (list, tuple)):
             kwargs["streamer"] = RowStreamers(streamer, kwargs.get("attention_mask"))
-    elif isinstance(requested, str):
-        close_matches = difflib.get_close_matches(requested.lower(), PAGED_IMPLEMENTATIONS, n=1)
+    elif isinstance(implementation, str):
+        close_matches = difflib.get_close_matches(
+            implementation.lower(), PAGED_IMPLEMENTATIONS, n=1
+        )
         if close_matches:
             raise ValueError(
-                f"`cache_implementation` is {requested!r}: did you mean {close_matches[0]!r}?"
+                f"`cache_implementation` is {implementation!r}: did you mean {close_matches[0]!r}?"
             )
     elif (
-        requested is None
+        implementation is None
         and not _is_paged_by_default
         and generate.option("cache_config") is not None
         and not generate.option("is_assistant")
@@ -284,15 +286,15 @@ def _expand_inputs(expand: Invocation) -> Any:
 def _has_swapped_images(inputs: dict[str, Any], expanded_inputs: dict[str, Any]) -> bool:
     """Whether the expansion repeated images one by one although rows have several images, as
     transformers 5.17 does: `[A, A, B, B]` for two rows that each have the images `[A, B]`."""
-    size = inputs.get("expand_size", 1)
-    rows = inputs.get("input_ids")
-    if size == 1 or not isinstance(rows, torch.Tensor):
+    repeats = inputs.get("expand_size", 1)
+    input_ids = inputs.get("input_ids")
+    if repeats == 1 or not isinstance(input_ids, torch.Tensor):
         return False
     for name, value in inputs.items():
         expanded_value = expanded_inputs.get(name)
         are_tensors = isinstance(value, torch.Tensor) and isinstance(expanded_value, torch.Tensor)
-        if are_tensors and value.dim() and len(value) != len(rows):
-            one_by_one = value.repeat_interleave(size, dim=0)
+        if are_tensors and value.dim() and len(value) != len(input_ids):
+            one_by_one = value.repeat_interleave(repeats, dim=0)
             if torch.equal(expanded_value, one_by_one):
                 return True
     return False

@@ -58,21 +58,21 @@ class PositionReads(TorchDispatchMode):
                 )
         return func(*args, **(kwargs or {}))
 
-    def _axis_reads(self, kind: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
+    def _axis_reads(self, operation: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
         """Returns the size of each axis that an operation indexes or slices, and the indices that
         it reads. A slice counts as one index: its last or, for `x[start:]`, its first, counted from
         the end of the axis."""
-        if kind is _aten.embedding:
+        if operation is _aten.embedding:
             return [(len(args[0]), _index_values(args[1]))]
-        if kind in (_aten.gather, _aten.index_select) and args[0].dim():
+        if operation in (_aten.gather, _aten.index_select) and args[0].dim():
             return [(args[0].shape[args[1]], _index_values(args[2]))]
-        if kind is _aten.index:
+        if operation is _aten.index:
             reads = []
             for size, index in zip(args[0].shape, args[1]):
                 if index is not None and index.dtype in (torch.int64, torch.int32):
                     reads.append((size, _index_values(index)))
             return reads
-        if kind is not _aten.slice or len(args) < 4:
+        if operation is not _aten.slice or len(args) < 4:
             return []
         _, axis, start, end = args[:4]
         size = args[0].shape[axis]
@@ -127,8 +127,8 @@ def num_positions(
     fixed_sizes: list[int] = []
     growing_sizes: list[int] = []
     for table in tables:
-        counts = growing_sizes if _can_grow(trial, encoder_inputs, table) else fixed_sizes
-        counts.append(table.size - table.offset)
+        sizes = growing_sizes if _can_grow(trial, encoder_inputs, table) else fixed_sizes
+        sizes.append(table.size - table.offset)
     return min(fixed_sizes, default=None), min(growing_sizes, default=None)
 
 

@@ -193,8 +193,8 @@ class RectanglePreemption(Preemption):
             min_distances[num_indexed] = FORWARD_TOKENS
         stops: list[int] = []
         for stop, min_distance in sorted(min_distances.items()):
-            previous = max(num_computed, *stops, 0)
-            if stop - previous >= min_distance:
+            previous_stop = max(num_computed, *stops, 0)
+            if stop - previous_stop >= min_distance:
                 stops.append(stop)
         return tuple(stops)
 

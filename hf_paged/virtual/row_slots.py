@@ -67,12 +67,12 @@ class Row:
             first = self.first_block
         # perhaps another row; or this one, after a crop or a rejected draft
         is_shorter = end < self.end_token
-        is_another = is_shorter and not keeps_mappings
-        content = (self.first_block, self.block_ids, self.has_padding)
-        is_changed = content != (first, ids, has_padding)
+        is_replaced = is_shorter and not keeps_mappings
+        old_content = (self.first_block, self.block_ids, self.has_padding)
+        is_changed = old_content != (first, ids, has_padding)
         num_positions = first + len(ids)
         self.end_token = end
-        if is_changed or is_another:
+        if is_changed or is_replaced:
             overlaps = bool(ids) and self.holds(first, ids[0])
             # before the change, so that blocks are mapped again after an interrupt
             self.version += 1
@@ -237,9 +237,9 @@ class RowSlots:
             last_slots.append(slot)
             if slot is not None:
                 assigned_slots.add(slot)
-        begin = last_slots[0]
-        if begin is not None:
-            run = list(range(begin, begin + len(spans)))
+        first_slot = last_slots[0]
+        if first_slot is not None:
+            run = list(range(first_slot, first_slot + len(spans)))
             if last_slots == run:
                 return run
         num_new = last_slots.count(None)
@@ -304,7 +304,7 @@ class RowSlots:
         has_padding: bool,
     ) -> bool:
         """Whether `span` has the row's blocks, except perhaps leading ones, and only appends
-        others: no block is unmapped, so other steps may go on reading the slot."""
+        others: no block is unmapped, so other steps may keep reading the slot."""
         # leading blocks of the row that `span` lacks
         num_skipped = span.first_block - row.first_block
         # with padding, the blocks before those of `span` must be unmapped
@@ -319,42 +319,42 @@ class RowSlots:
         rows or, if that is in use or new rows might reuse mappings, the best run. Adds slots if no
         run is free; returns `None` if there would be too many."""
         num_rows = len(spans)
-        begin = self._last_runs.get(num_rows)
+        first_slot = self._last_runs.get(num_rows)
         is_free = False
-        if begin is not None:
-            run = self.rows[begin : begin + num_rows]
+        if first_slot is not None:
+            run = self.rows[first_slot : first_slot + num_rows]
             is_free = all(row.is_free for row in run)
         can_reuse_mappings = are_new and self._keeps_mappings
-        if begin is None or not is_free or can_reuse_mappings:
-            begin = self._find_best_run(spans)
-            if begin is None:
-                begin = len(self.rows)
-                if not self._add_slots(begin + num_rows):
+        if first_slot is None or not is_free or can_reuse_mappings:
+            first_slot = self._find_best_run(spans)
+            if first_slot is None:
+                first_slot = len(self.rows)
+                if not self._add_slots(first_slot + num_rows):
                     return None
-            self._last_runs[num_rows] = begin
-        return list(range(begin, begin + num_rows))
+            self._last_runs[num_rows] = first_slot
+        return list(range(first_slot, first_slot + num_rows))
 
     def _find_best_run(self, spans: list[BlockSpan]) -> int | None:
         """Returns the first slot of a run of consecutive free slots, one per row: the run in which
         the most blocks of the rows are mapped and, among equals, the least recently used; `None` if
         there is none."""
-        best = None
-        begin = 0
+        best_start = None
+        run_start = 0
         num_rows = len(spans)
         best_rank: tuple[int, float] = 0, -math.inf
         for slot, row in enumerate(self.rows):
             if not row.is_free:
-                begin = slot + 1
-            elif slot + 1 - begin >= num_rows:
+                run_start = slot + 1
+            elif slot + 1 - run_start >= num_rows:
                 start = slot + 1 - num_rows
                 num_reusable = sum(map(self._num_reusable, spans, range(start, slot + 1)))
                 run = self.rows[start : slot + 1]
                 last_used = max(run_row.last_used for run_row in run)
                 rank = (num_reusable, -last_used)
                 if rank > best_rank:
-                    best = start
+                    best_start = start
                     best_rank = rank
-        return best
+        return best_start
 
     def _add_slots(self, num_slots: int) -> bool:
         """Adds slots until there are at least `num_slots`. Returns `False`, with none added, if

@@ -48,9 +48,9 @@ class Pools:
         self.groups, self.block_size = groups, block_size
         self.sizes = BlockSizes()
 
-    def num_available(self, groups: Sequence[Any], if_unused: bool = False) -> int:
+    def num_available(self, groups: Sequence[Any], assume_unused: bool = False) -> int:
         num_blocks = sum(group.pool.num_available for group in groups)
-        if if_unused:
+        if assume_unused:
             num_blocks += sum(group.pool.num_used for group in groups if group.spec.is_counted)
         return num_blocks
 

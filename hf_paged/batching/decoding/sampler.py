@@ -95,23 +95,25 @@ def sample_step(
     if not draft_indices:
         return sample_position(ready, fetch)
     results: dict[int, Result] = {}
-    greedy = [index for index in draft_indices if ready[index][0].accepts_runs]
-    if greedy:
-        logits = join_rows([ready[index][1] for index in greedy])
+    greedy_indices = [index for index in draft_indices if ready[index][0].accepts_runs]
+    if greedy_indices:
+        logits = join_rows([ready[index][1] for index in greedy_indices])
         tokens = iter(argmax(logits).tolist())  # a single argmax for all decodings
-        for index in greedy:
+        for index in greedy_indices:
             decoding: Any
             decoding, rows = ready[index]
             num_tokens = rows.end - rows.start
             results[index] = decoding.accept_run(list(itertools.islice(tokens, num_tokens)))
     indices = range(len(ready))
-    pending = [index for index in indices if index not in results]
-    while pending:
-        members = [ready[index] for index in pending]
-        at_position = [(decoding, _next_logits(rows, decoding)) for decoding, rows in members]
-        for index, result in zip(pending, sample_position(at_position)):
+    pending_indices = [index for index in indices if index not in results]
+    while pending_indices:
+        members = [ready[index] for index in pending_indices]
+        next_logits = [(decoding, _next_logits(rows, decoding)) for decoding, rows in members]
+        for index, result in zip(pending_indices, sample_position(next_logits)):
             results[index] = _with_earlier(results.get(index), result)
-        pending = [index for index in pending if _advance_draft(ready[index][0], results[index])]
+        pending_indices = [
+            index for index in pending_indices if _advance_draft(ready[index][0], results[index])
+        ]
     return [results[index] for index in indices]
 
 
@@ -135,7 +137,7 @@ def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | Non
 
 
 def _with_earlier(previous: Result | None, result: Result) -> Result:
-    """Returns `result` with all tokens of `previous`, the result of the position before, as its
+    """Returns `result` with all tokens of `previous`, the previous position's result, as its
     `earlier` tokens."""
     if isinstance(previous, SampledTokens) and isinstance(result, SampledTokens):
         earlier = (*previous.earlier, *previous.tokens)

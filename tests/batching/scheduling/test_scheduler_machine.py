@@ -81,8 +81,8 @@ class SharedPools(Pools):
         for group in groups:
             group.ensure_free = lambda needed, pool=group.pool: self.grow(pool, needed)
 
-    def num_available(self, groups: Any, if_unused: bool = False) -> int:
-        return self.num_blocks - (0 if if_unused else sum(g.pool.num_used for g in self.groups))
+    def num_available(self, groups: Any, assume_unused: bool = False) -> int:
+        return self.num_blocks - (0 if assume_unused else sum(g.pool.num_used for g in self.groups))
 
     def grow(self, pool: BlockPool, needed: int) -> None:
         if needed > self.num_available(self.groups):

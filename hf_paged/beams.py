@@ -152,14 +152,14 @@ class BeamDecoding(Decoding):
 
     def result(self, cache: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
         """Returns the output of transformers' loop; `cache` is the cache in the output."""
-        max_length = max(self.lengths)
-        sequences = self.select_returned(self.sequences)[:, :max_length]
+        longest_length = max(self.lengths)
+        sequences = self.select_returned(self.sequences)[:, :longest_length]
         if not self.config.return_dict_in_generate:
             return sequences
         sequences_scores = None
         if self.config.output_scores:
             sequences_scores = self.select_returned(self.beam_scores)
-        num_new = max_length - self.prompt_length
+        num_new = longest_length - self.prompt_length
         beam_indices = self.select_returned(self.beam_indices)[:, :num_new]
         return GenerateBeamDecoderOnlyOutput(
             sequences=sequences,

@@ -75,16 +75,15 @@ class BlockStorage:
 
     def reserve(self, reservation: Reservation, can_drop: bool) -> None:
         """Sets the sizes of layers that are allocated or grown from now on. With `can_drop`, which
-        is allowed only while no block is used or cached, drops layers that are too small for this
-        reservation if it is larger than the last."""
+        is allowed only while no block is used or cached, drops layers, released or not, that are
+        too small for this reservation if it is larger than the last."""
         previous, self._reservation = self._reservation, reservation
         num_blocks = reservation.num_blocks[self.spec]
         if can_drop and (previous is None or previous.num_blocks.get(self.spec, 0) < num_blocks):
-            self.layers = {
-                index: layer
-                for index, layer in self.layers.items()
-                if layer.num_blocks >= num_blocks
-            }
+            self.layers, self.released = (
+                {index: layer for index, layer in layers.items() if layer.num_blocks >= num_blocks}
+                for layers in (self.layers, self.released)
+            )
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
         """Returns how many blocks of `block_bytes` bytes to reserve for a layer."""
@@ -162,8 +161,10 @@ class BlockStorage:
         num_reserved = self._num_reserved(block_bytes, keys.device)
         min_blocks = self.pool.num_blocks
         num_blocks = num_expected = max(min_blocks, num_reserved)
+        # A released layer need not have all reserved blocks: their number depends on the memory that
+        # is free at the moment, and recorded steps need the layer's addresses.
         layer = self.released.pop(index, None)
-        if layer is not None and (layer.num_blocks < num_blocks or not layer.fits(keys, values)):
+        if layer is not None and (layer.num_blocks < min_blocks or not layer.fits(keys, values)):
             layer = None  # frees its addresses
         while layer is None:
             try:

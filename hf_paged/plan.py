@@ -24,9 +24,8 @@ class StepPlan:
     num_logits: Sequence[int]
     # number of leading rows that compute one token, or their last token and a draft
     num_decodes: int
-    has_drafts: bool = False
-    has_inputs: bool = False  # rows may have inputs besides token ids
-    has_chunks: bool = False  # there are rows after the decodes
+    has_drafts: bool
+    has_inputs: bool  # rows may have inputs besides token ids
     admitted: Collection[Any] = ()  # requests that begin to run in this step
     preempted: Collection[Any] = ()  # requests that lost their blocks to this step
 
@@ -46,14 +45,12 @@ class StepPlan:
             starts.append(start)
             counts.append(count)
             num_logits.append(1 + num_draft_tokens if has_logits else 0)
-        num_decodes = _count_decodes(counts, num_logits)
         return cls(
             sequences,
             starts,
             counts,
             num_logits,
-            num_decodes=num_decodes,
-            has_chunks=num_decodes < len(sequences),
+            num_decodes=_count_decodes(counts, num_logits),
             has_drafts=any(sequence.draft for sequence in sequences),
             has_inputs=any(sequence.request.inputs is not None for sequence in sequences),
         )
@@ -66,20 +63,23 @@ class StepPlan:
     def num_tokens(self) -> int:
         return sum(self.counts)
 
+    @property
+    def has_chunks(self) -> bool:
+        """Whether there are rows after the decodes."""
+        return self.num_decodes < len(self.sequences)
+
     def select(self, rows: Sequence[int]) -> StepPlan:
         """Returns the plan of these rows alone, in this order, in which decodes must come first.
         It has no admitted or preempted requests."""
         counts = [self.counts[row] for row in rows]
         num_logits = [self.num_logits[row] for row in rows]
-        num_decodes = _count_decodes(counts, num_logits)
         sequences = [self.sequences[row] for row in rows]
         return StepPlan(
             sequences,
             [self.starts[row] for row in rows],
             counts,
             num_logits,
-            num_decodes=num_decodes,
-            has_chunks=num_decodes < len(rows),
+            num_decodes=_count_decodes(counts, num_logits),
             has_drafts=self.has_drafts and any(sequence.draft for sequence in sequences),
             has_inputs=self.has_inputs,
         )

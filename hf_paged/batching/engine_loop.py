@@ -12,7 +12,6 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..cache.memory import PagedMemory, autocast_dtype
-from ..cache.paged_cache import PagedCache
 from ..config import PagedConfig
 from ..model.capability import Capability
 from ..model.forwards import compute_device
@@ -82,7 +81,7 @@ class EngineLoop:
         layout = choose() if self.leader is None else self.leader.choose_layout(choose)
         device = compute_device(model)
         loop_key = (
-            _layers(probe_cache),
+            probe_cache.layer_kinds,
             layout,
             model.dtype,
             device,
@@ -129,7 +128,7 @@ class EngineLoop:
         if _config_repr(self.model) == self._loop_config_repr:
             return  # the usual case, which needs no cache to compare layers
         loop_layers = self._loop_key[0]
-        layers = _layers(empty_cache(self.model, self.memory))
+        layers = empty_cache(self.model, self.memory).layer_kinds
         if layers != loop_layers:
             new_names, old_names = (
                 [(kind.__name__, window) for kind, window in kinds]
@@ -266,7 +265,3 @@ class EngineLoop:
 
 def _config_repr(model: PreTrainedModel) -> str:
     return repr(vars(model.config.get_text_config(decoder=True)))
-
-
-def _layers(cache: PagedCache) -> tuple[tuple[type, int | None], ...]:
-    return tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers)

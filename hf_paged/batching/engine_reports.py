@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from .. import rooms
 from ..cache.memory import PagedMemory
+from ..cache.memory_stats import BlockStats
 from ..config import PagedConfig
 from ..interrupts import guarded
 from ..model.registry import Route
@@ -43,8 +44,7 @@ class EngineReports:
         with core.lock:
             core.settle()
             memory = self.memory.stats()
-            fields = EngineStats.__annotations__
-            memory_fields = {name: value for name, value in vars(memory).items() if name in fields}
+            block_stats = {name: getattr(memory, name) for name in BlockStats.__annotations__}
             counts = core.counts()
             num_running = 0
             num_waiting = 0
@@ -63,7 +63,7 @@ class EngineReports:
                 first_token_seconds=core.totals.first_token_seconds,
                 output_token_seconds=core.totals.output_token_seconds,
                 route=core.route,
-                **memory_fields,
+                **block_stats,
                 **dict[str, Any](counts),
             )
 
@@ -78,11 +78,9 @@ class EngineReports:
         """Returns the states of all blocks of self-attention, by the attention window of their
         layer group (`None`: full attention). A state is 0 for a free block, -1 for a cached block,
         and otherwise the number of sequences that hold the block."""
-        core = self._core
-        with core.lock, self.memory.lock:
-            groups = [] if core.loop is None else core.loop.blocks.groups
-            self_groups = [group for group in groups if group.spec.kind == "self"]
-            return {group.spec.window: group.pool.holder_counts() for group in self_groups}
+        with self._core.lock:
+            groups = self.memory.block_map().items()
+            return {window: counts for (kind, window), counts in groups if kind == "self"}
 
     @guarded
     def check_integrity(self) -> None:

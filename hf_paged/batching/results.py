@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cache.block_sizes import Choice
+from ..cache.memory_stats import BlockStats
 from ..model.registry import Route
 
 
@@ -196,8 +196,8 @@ class RequestTotals:
             )
 
 
-@dataclass(frozen=True)
-class EngineStats:
+@dataclass(frozen=True, kw_only=True)
+class EngineStats(BlockStats):
     """The current state of a `PagedEngine`, and counters since the engine was made.
 
     Args:
@@ -239,12 +239,6 @@ class EngineStats:
     """
 
     num_blocks: int | None
-    used_blocks: int
-    shared_blocks: int
-    cached_blocks: int
-    peak_blocks: int
-    used_bytes: int
-    peak_bytes: int
     waste_percent: float
     num_running: int
     num_waiting: int
@@ -257,23 +251,16 @@ class EngineStats:
     num_steps: int = 0
     num_captured_steps: int = 0
     seconds: float = 0.0
-    tokens_per_second: float = 0.0
-    first_token_seconds: Histogram = FIRST_TOKEN_SECONDS
-    output_token_seconds: Histogram = OUTPUT_TOKEN_SECONDS
+    tokens_per_second: float
+    first_token_seconds: Histogram
+    output_token_seconds: Histogram
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_adapter_hits: int = 0
     num_adapter_loads: int = 0
     num_adapter_evictions: int = 0
-    route: Route | None = None
-    kv_dtype: str | None = None
-    budget_bytes: int | None = None
-    tier_host_bytes: int = 0
-    tier_disk_bytes: int = 0
-    tier_kept_blocks: int = 0
-    tier_restored_blocks: int = 0
-    block_sizes: dict[str, Choice] = field(default_factory=dict)
+    route: Route | None
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> Any:

@@ -120,10 +120,6 @@ class BlockManager:
         self._release(allocated_ids or [])
         return allocated_ids is not None
 
-    def sequences(self) -> list[SequenceBlocks]:
-        """Returns the live sequences."""
-        return [*self.live]
-
     def tables(self, index: int, *others: Iterable[SequenceBlocks]) -> Iterator[BlockTable]:
         """Yields the group's tables of all live sequences, and of `others`."""
         # copied, since garbage collection may remove sequences during the iteration

@@ -362,7 +362,7 @@ class GroupMemory:
         references to them (and the group's weak reference to `memory`)."""
         for manager in memory.managers.values():
             if self in manager.groups:
-                live = manager.sequences()  # first, since garbage collection may abandon some now
+                live = [*manager.live]  # first: garbage collection may abandon some of them now
                 abandoned = [
                     rows for rows, _ in list(memory.abandoned) if rows[0].manager is manager
                 ]

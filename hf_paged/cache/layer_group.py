@@ -26,10 +26,6 @@ class LayerGroup:
     def __init__(self, rows: CacheRows, spec: GroupSpec) -> None:
         self.num_layers = 0
         self.record_past = False  # whether tokens outside the window are kept until the next `crop`
-        self._attach(rows, spec)
-        self.clear()
-
-    def _attach(self, rows: CacheRows, spec: GroupSpec) -> None:
         self.rows = rows
         self.spec = spec
         self.index = rows.specs.index(spec)
@@ -38,6 +34,7 @@ class LayerGroup:
         rows.groups[spec] = self
         # step of the current packed forward, during which the cache holds no rows
         self.packed_step: StepMetadata | None = None
+        self.clear()
 
     def clear(self, expected_paddings: tuple[tuple[int, ...], int] | None = None) -> None:
         """Called when all tables are empty: sets the length to 0. `expected_paddings`: the paddings
@@ -72,10 +69,7 @@ class LayerGroup:
         return {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        rows = state.pop("rows")
-        spec = state.pop("spec")
-        self._attach(rows, spec)
-        self.clear()
+        self.__init__(state.pop("rows"), state.pop("spec"))  # type: ignore[misc]
         self.__dict__.update(state)
 
     def num_new_tables(self, context_len: int) -> int | None:

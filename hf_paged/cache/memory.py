@@ -434,7 +434,7 @@ class PagedMemory:
         with self.lock:
             return stats_of(self)
 
-    def block_map(self) -> dict[Hashable, list[int]]:
+    def block_map(self) -> dict[tuple[str, int | None], list[int]]:
         """Returns, by the label of each layer group, how many tables hold each block: 0 for a free
         block, -1 for a cached one."""
         with self.lock:

@@ -26,8 +26,27 @@ class TierCounts(NamedTuple):
     num_restored: int = 0
 
 
+@dataclass(frozen=True)
+class BlockStats:
+    """The statistics of blocks that [`MemoryStats`] and `EngineStats` have in common."""
+
+    used_blocks: int = 0
+    peak_blocks: int = 0
+    used_bytes: int = 0
+    peak_bytes: int = 0
+    cached_blocks: int = 0
+    shared_blocks: int = 0
+    kv_dtype: str | None = None
+    budget_bytes: int | None = None
+    tier_host_bytes: int = 0
+    tier_disk_bytes: int = 0
+    tier_kept_blocks: int = 0
+    tier_restored_blocks: int = 0
+    block_sizes: dict[str, Choice] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, repr=False)
-class MemoryStats:
+class MemoryStats(BlockStats):
     """
     Memory statistics. Peaks and `copied_blocks` count from the memory's creation or last reset.
 
@@ -59,24 +78,11 @@ class MemoryStats:
     """
 
     block_size: int = 0
-    used_blocks: int = 0
-    peak_blocks: int = 0
-    used_bytes: int = 0
-    peak_bytes: int = 0
     call_bytes: int = 0
     plain_bytes: int = 0
     held_bytes: int = 0
     waste: float = 0.0
     copied_blocks: int = 0
-    cached_blocks: int = 0
-    shared_blocks: int = 0
-    kv_dtype: str | None = None
-    budget_bytes: int | None = None
-    tier_host_bytes: int = 0
-    tier_disk_bytes: int = 0
-    tier_kept_blocks: int = 0
-    tier_restored_blocks: int = 0
-    block_sizes: dict[str, Choice] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return rooms.render("stats_text", self) or f"MemoryStats({vars(self)})"

@@ -7,7 +7,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -200,6 +200,11 @@ class PagedCache(DynamicCache):
         return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
 
     @property
+    def layer_kinds(self) -> tuple[tuple[type, int | None], ...]:
+        """The type and the window of each layer."""
+        return tuple((type(layer), getattr(layer, "sliding_window", None)) for layer in self.layers)
+
+    @property
     def is_empty(self) -> bool:
         """Whether no layer group of the cache holds tokens."""
         return not any(group.length for group in self.groups.values())
@@ -364,10 +369,3 @@ class PagedCache(DynamicCache):
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pool, tables and refcounts agree."""
         self.memory.check_integrity()
-
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
-        for layer in self.layers:
-            keys = getattr(layer, "keys", None)
-            values = getattr(layer, "values", None)
-            window = getattr(layer, "_sliding_window_tensor", None)
-            yield keys, values, window

@@ -15,7 +15,7 @@ from .handles import Handles
 from .layer_group import LayerGroup
 from .memory import PagedMemory
 from .sequence_blocks import SequenceBlocks
-from .swap import HostBlocks, HostLayer, host_rows, number_blocks, put_back
+from .swap import copy_out, host_rows, number_blocks, put_back
 
 
 class CacheRows:
@@ -152,8 +152,8 @@ class CacheRows:
     @guarded
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle. `groups` has, for each layer group, the tables as `(block numbers,
-        blocks dropped, tokens)` by row, and copies of their blocks as `KVBlocks` by layer. Blocks
-        are numbered from 0 in each group, in the order of the copies."""
+        blocks dropped, tokens)` by row, and copies of their blocks on the host. Blocks are
+        numbered from 0 in each group, in the order of the copies."""
         state = {name: getattr(self, name) for name in self._INIT_ARGUMENTS}
         state["groups"] = []
         with self.memory.changing():
@@ -164,11 +164,7 @@ class CacheRows:
                     (host_rows(table, block_numbers), table.num_dropped, table.num_tokens)
                     for table in tables
                 ]
-                contents = {}
-                if block_numbers:
-                    layers = group.storage.layers.items()
-                    contents = {index: layer.select(list(block_numbers)) for index, layer in layers}
-                state["groups"].append((rows, contents))
+                state["groups"].append((rows, copy_out(group, list(block_numbers))))
         return state
 
     @guarded
@@ -184,10 +180,7 @@ class CacheRows:
                 numbers = (number for block_numbers, _, _ in rows for number in block_numbers)
                 last_number = max(numbers, default=-1)
                 new_ids = group.take(last_number + 1)
-                host = HostBlocks()
-                for index, content in contents.items():
-                    host[index] = HostLayer(content, content.keys.device)
-                put_back(group, host, dict(enumerate(new_ids)))
+                put_back(group, contents, dict(enumerate(new_ids)))
                 for sequence, (block_numbers, num_dropped, num_tokens) in zip(self.sequences, rows):
                     block_ids = [new_ids[number] for number in block_numbers]
                     sequence.tables[group_index].attach(block_ids, num_dropped, num_tokens)

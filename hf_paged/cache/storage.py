@@ -161,8 +161,8 @@ class BlockStorage:
         num_reserved = self._num_reserved(block_bytes, keys.device)
         min_blocks = self.pool.num_blocks
         num_blocks = num_expected = max(min_blocks, num_reserved)
-        # A released layer need not have all reserved blocks: their number depends on the memory that
-        # is free at the moment, and recorded steps need the layer's addresses.
+        # a released layer need not have all reserved blocks, whose number changes with the memory
+        # that is free: recorded steps need its addresses
         layer = self.released.pop(index, None)
         if layer is not None and (layer.num_blocks < min_blocks or not layer.fits(keys, values)):
             layer = None  # frees its addresses

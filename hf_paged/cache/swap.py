@@ -71,7 +71,7 @@ def put_back(group: GroupMemory, host: HostBlocks, block_ids: dict[int, int]) ->
 
 
 def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
-    ids = torch.tensor(block_ids, device=tensor.device)
+    ids = torch.tensor(block_ids, dtype=torch.long, device=tensor.device)
     blocks = tensor.index_select(0, ids)
     if tensor.is_cpu:
         return blocks

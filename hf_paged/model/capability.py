@@ -204,8 +204,7 @@ def _verdict_key(
     cache: PagedCache,
     code_key: Hashable,
 ) -> Hashable:
-    layers = [(type(layer), getattr(layer, "sliding_window", None)) for layer in cache.layers]
-    return check, kind, tuple(layers), code_key
+    return check, kind, cache.layer_kinds, code_key
 
 
 def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import os
+import re
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -106,7 +107,7 @@ _lock = forks.rlock()
 # Weak keys instead of attributes, so that copies and checkpoints of a model leave its pool out.
 _memories = weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PagedMemory]]()
 _routes = weakref.WeakKeyDictionary[PreTrainedModel, Route]()
-_warned = weakref.WeakKeyDictionary[PreTrainedModel, set[str]]()
+_warned = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 if hasattr(os, "register_at_fork"):
     # a child process starts without pools: other threads may have been changing them at the fork
     os.register_at_fork(after_in_child=lambda: _memories.clear())
@@ -211,12 +212,14 @@ def note_route(model: PreTrainedModel, route: Route) -> None:
         warn_once(model, f"runs slower than it could: {reason}")
 
 
-def warn_once(model: PreTrainedModel, message: str) -> None:
-    """Logs a WARNING that begins with the model's class, once per model and message."""
+def warn_once(model: nn.Module, message: str) -> None:
+    """Logs a WARNING that begins with the model's class, once per model and message. Messages that
+    differ only in numbers, such as that of free bytes, count as one."""
+    key = re.sub(r"[\d.,]+", "", message)
     with _lock:
         messages = _warned.setdefault(model, set())
-        is_new = message not in messages
-        messages.add(message)
+        is_new = key not in messages
+        messages.add(key)
     if is_new:
         logger.warning("%s %s", type(model).__name__, message)
 

@@ -3,19 +3,15 @@ changed. The room `fingerprints` reads the model."""
 
 from __future__ import annotations
 
-import logging
 import os
-import re
-import weakref
 from typing import Protocol
 
 from torch import Tensor, nn
 
 from ..rooms import FingerprintsRoom, room_if_installed
 from ..topics import Topic
+from .registry import warn_once
 from .writes import notes_of
-
-logger = logging.getLogger(__name__)
 
 
 class ModelState(Protocol):
@@ -57,11 +53,6 @@ class ModelState(Protocol):
         may still be equal (`is_like`)."""
 
 
-# By model, the reasons for which a warning has been logged. Numbers are removed from them, since
-# some, such as the number of free bytes, differ each time.
-_warned = weakref.WeakKeyDictionary[nn.Module, set[str]]()
-
-
 def carries_state(model: nn.Module) -> bool:
     """Whether forwards of the model read values that earlier forwards wrote into it, so a prefix's
     keys and values depend on those forwards. If so, logs a warning, once per model and reason."""
@@ -78,15 +69,7 @@ def carries_state(model: nn.Module) -> bool:
 
 def warn_uncached(model: nn.Module, reason: object) -> None:
     """Warns, once per model and reason, that the model's prefixes are not cached."""
-    reasons = _warned.setdefault(model, set())
-    key = re.sub(r"[\d.,]+", "", str(reason))
-    if key not in reasons:
-        reasons.add(key)
-        logger.warning(
-            Topic.PREFIX_CACHE("prefix caching is off for this %s: %s"),
-            type(model).__name__,
-            reason,
-        )
+    warn_once(model, Topic.PREFIX_CACHE(f"runs without prefix caching: {reason}"))
 
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:

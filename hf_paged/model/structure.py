@@ -4,7 +4,7 @@ config. It runs no forwards: `checks` does."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -69,11 +69,6 @@ class Structure:
         return missing_names
 
     @lazy_property
-    def keeps_states(self) -> bool:
-        """Whether modules keep states outside any cache."""
-        return any(compat.attribute(module, "_setup_cache") for module in self.modules)
-
-    @lazy_property
     def have_latents(self) -> bool:
         return have_latents(self.modules)
 
@@ -84,6 +79,11 @@ class Structure:
     @lazy_property
     def hook_reasons(self) -> list[str]:
         return list(hook_reasons(self.model, self.modules))
+
+
+def keep_states(modules: Iterable[nn.Module]) -> bool:
+    """Whether `modules` keep states outside any cache."""
+    return any(compat.attribute(module, "_setup_cache") for module in modules)
 
 
 def structural_reason(model: PreTrainedModel, cache: PagedCache) -> str | None:
@@ -139,7 +139,7 @@ def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iter
     method = overridden(model, compat.SAMPLE)
     if method is not None:
         yield Topic.MODEL_CODE(f"it overrides `{method}`")
-    if structure.keeps_states:
+    if keep_states(structure.modules):
         # a check's forwards would change these states
         yield Topic.CACHE("it keeps states in its modules, outside any cache")
     if "prepare_inputs_for_generation" in vars(model):

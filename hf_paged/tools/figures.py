@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..batching.results import EngineStats
-    from ..cache.memory_stats import MemoryStats
+    from ..cache.memory_stats import BlockStats, MemoryStats
 
 
 def memory_figures(stats: MemoryStats) -> dict[str, str]:
@@ -25,7 +24,7 @@ def memory_figures(stats: MemoryStats) -> dict[str, str]:
     return figures | common_figures(stats) | pool_figures
 
 
-def common_figures(stats: MemoryStats | EngineStats, limit_text: str = "") -> dict[str, str]:
+def common_figures(stats: BlockStats, limit_text: str = "") -> dict[str, str]:
     """Returns the figures that a memory and an engine share. `limit_text` is appended to the block
     counts."""
     figures = {

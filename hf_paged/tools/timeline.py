@@ -78,8 +78,8 @@ class Timeline(RequestListener):
         self._set_activity(request, activity)
 
     def record_step(self, plan: StepPlan) -> None:
-        if plan.admitted or self._prefilling or plan.has_chunks:
-            chunks = plan.sequences[plan.num_decodes :]
+        chunks = plan.sequences[plan.num_decodes :]
+        if plan.admitted or self._prefilling or chunks:
             chunked_requests = {sequence.request for sequence in chunks}
             counts = dict(zip(plan.sequences, plan.counts))
             for request in self._prefilling | chunked_requests | set(plan.admitted):

@@ -591,7 +591,7 @@ OUTSIDE = {
     "the span opens": "loop.executor.open",
     "drafts": "loop.propose",
     "attention is switched": "loop.executor.attention",
-    "the schedule": "loop.scheduler._schedule",
+    "the schedule": "loop.scheduler._continue_running",
     "running rows get tokens": "loop.scheduler._continue_running",
     "a request is admitted": "loop.scheduler.preemption.admit",
     "blocks are taken": "loop.blocks.take",

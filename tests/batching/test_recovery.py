@@ -93,7 +93,7 @@ def test_an_engine_goes_on_after_a_recovery_that_failed(
     is_before: bool,
 ) -> None:
     for change in [
-        (Scheduler, "_schedule"),
+        (Scheduler, "_continue_running"),
         (BlockTable, "append"),
         (SequenceBlocks, "fork"),
         (Ledger, "_finish"),

@@ -82,7 +82,7 @@ def test_what_cannot_be_read_is_not_kept_and_said_once(
         record.getMessage() for record in caplog.records if "prefix caching" in record.getMessage()
     ]
     assert told == [
-        "prefix caching is off for this LlamaForCausalLM: changes to it cannot be detected (a"
+        "LlamaForCausalLM runs without prefix caching: changes to it cannot be detected (a"
         " tensor of type Sealed, which has no `__tensor_flatten__`)"
         " [troubleshooting.md#prefix-cache]"
     ]
@@ -100,7 +100,7 @@ def test_each_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
                 state.warn_uncached(model, ValueError(reason))
         state.warn_uncached(models.build("llama"), "a hook")
     told = [record.getMessage() for record in caplog.records]
-    assert [message.split("LlamaForCausalLM: ")[1].split(" [")[0] for message in told] == [
+    assert [message.split("caching: ")[1].split(" [")[0] for message in told] == [
         "a hook",
         "out of memory: 3.5 MiB free",
         "a hook",

@@ -254,7 +254,7 @@ def test_the_thread_survives_what_a_step_raises(
     loop = manager.engine._core.loop
     owners = {
         "a token is appended": (loop.ledger, "append"),
-        "the schedule": (loop.scheduler, "_schedule"),
+        "the schedule": (loop.scheduler, "_continue_running"),
         "the whole step": (manager.engine, "step"),
     }
     with monkeypatch.context() as patch:

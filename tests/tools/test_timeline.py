@@ -28,9 +28,7 @@ def make_request(name: str = "r", num_tokens: int = 8) -> Request:
 def step(timeline: Timeline, chunks: Any = (), admitted: Any = ()) -> None:
     """A step of these chunks."""
     plan = StepPlan.of(chunks)
-    timeline.record_step(
-        dataclasses.replace(plan, num_decodes=0, has_chunks=bool(chunks), admitted=admitted)
-    )
+    timeline.record_step(dataclasses.replace(plan, num_decodes=0, admitted=admitted))
     for sequence, count in chunks:
         sequence.num_computed_tokens += count
 

@@ -92,7 +92,6 @@ class Scheduled:
             counts,
             num_logits,
             num_decodes=len(self.decodes) + len(self.drafted),
-            has_chunks=bool(self.chunks),
             has_drafts=bool(self.drafted),
             has_inputs=bool([row for row in sequences if row.request.inputs is not None]),
             admitted=self.admitted,

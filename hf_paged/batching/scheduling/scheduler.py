@@ -69,35 +69,7 @@ class Scheduler:
         models hold the blocks that the first request needs, and `NeverFitsError` if none of these
         holds any. After any other exception the caller must call `recover`."""
         self._is_committed = False
-        self._scheduled = Scheduled()
-        self._schedule(self._scheduled)
-        plan = self._scheduled.plan()
-        logger.debug("step %d computes %s", self.timeline.num_steps, plan)
-        self.timeline.record_step(plan)
-        return plan
-
-    def commit(self, plan: StepPlan) -> None:
-        """Advances the rows of the plan, since their K and V are now in blocks. Skips rows that
-        have ended since `schedule`, which have no blocks."""
-        self._is_committed = True
-        self.blocks.index.end_step()
-        for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
-            if sequence.blocks is NO_BLOCKS:
-                continue
-            if sequence.draft:  # draft tokens count only once they are accepted
-                count = 1
-            sequence.num_computed_tokens = start + count
-        if not plan.has_chunks:
-            return
-        for sequence in plan.sequences[plan.num_decodes :]:
-            if sequence.request.inputs is not None:
-                # only now has the model's own forward filled the blocks of the prompt
-                sequence.register(sequence.num_computed_tokens)
-            # frees blocks that are outside the windows of all tokens after the chunk
-            if self.blocks.has_windows:
-                sequence.blocks.trim()
-
-    def _schedule(self, scheduled: Scheduled) -> None:
+        scheduled = self._scheduled = Scheduled()
         self.blocks.index.begin_step()
         self.queue.allowed = self.queue.suspects.first() if self.queue.suspects else None
         if self.preemption.awaited_prefixes:
@@ -114,6 +86,29 @@ class Scheduler:
             self._admit()
         if self.queue.waiting and not scheduled:
             self._admit_past_row_limit()
+        plan = scheduled.plan()
+        logger.debug("step %d computes %s", self.timeline.num_steps, plan)
+        self.timeline.record_step(plan)
+        return plan
+
+    def commit(self, plan: StepPlan) -> None:
+        """Advances the rows of the plan, since their K and V are now in blocks. Skips rows that
+        have ended since `schedule`, which have no blocks."""
+        self._is_committed = True
+        self.blocks.index.end_step()
+        for sequence, start, count in zip(plan.sequences, plan.starts, plan.counts):
+            if sequence.blocks is NO_BLOCKS:
+                continue
+            if sequence.draft:  # draft tokens count only once they are accepted
+                count = 1
+            sequence.num_computed_tokens = start + count
+        for sequence in plan.sequences[plan.num_decodes :]:
+            if sequence.request.inputs is not None:
+                # only now has the model's own forward filled the blocks of the prompt
+                sequence.register(sequence.num_computed_tokens)
+            # frees blocks that are outside the windows of all tokens after the chunk
+            if self.blocks.has_windows:
+                sequence.blocks.trim()
 
     def _admit_past_row_limit(self) -> None:
         """Called if nothing is scheduled although requests wait: running requests are idle in this

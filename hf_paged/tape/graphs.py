@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import forks
 from ..attention.switch import model_attention
 from ..batching.execution.inputs import Bounds, PackedTokens
 from ..batching.scheduling.scheduler import Scheduler
@@ -254,7 +255,8 @@ class StepGraphs:
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> Any:
         """As `Recorder.rectangles`. Needs the room `rectangles`, which calls this method."""
-        from .rectangles import RectangleReplays
+        with forks.imports:
+            from .rectangles import RectangleReplays
 
         return RectangleReplays(model, cache, self)
 

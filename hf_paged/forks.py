@@ -4,7 +4,6 @@ half changed."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -22,6 +21,10 @@ logger = logging.getLogger(__name__)
 _locks = weakref.WeakSet[Any]()
 _child_listeners = weakref.WeakSet[Any]()
 _fork_listeners = weakref.WeakSet[Any]()
+
+imports = threading.RLock()
+"""Held while a call imports a module. A fork waits for it, since the child would find a module that
+another thread has begun to import half made."""
 
 
 def lock() -> threading.Lock:
@@ -83,7 +86,18 @@ def _notify(name: str) -> None:
             logger.exception(Topic.MEMORY(f"`{name}` failed: {consequence}"))
 
 
+def _before_fork() -> None:
+    imports.acquire()
+    _notify("before_fork")
+
+
+def _after_in_parent() -> None:
+    imports.release()
+    _notify("after_in_parent")
+
+
 def _after_fork() -> None:
+    imports.release()
     freed = set()
     for lock in list(_locks):
         if lock.acquire(blocking=False):  # it was free, or this thread holds it
@@ -102,7 +116,7 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=functools.partial(_notify, "before_fork"),
-        after_in_parent=functools.partial(_notify, "after_in_parent"),
+        before=_before_fork,
+        after_in_parent=_after_in_parent,
         after_in_child=_after_fork,
     )

@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
+from . import forks
+
 if TYPE_CHECKING:  # types of the core alone
     from torch import Tensor, nn
     from transformers import PreTrainedModel
@@ -81,7 +83,8 @@ def room(name: str, option: str) -> Any:
     protocol below, if it has one. `option`: the feature that needs the room, as users write it, for
     the error message. Raises [`RoomMissingError`] if the room is not installed."""
     require(name, option)
-    return importlib.import_module(f"{__package__}.{name}")
+    with forks.imports:
+        return importlib.import_module(f"{__package__}.{name}")
 
 
 def require(name: str, option: str) -> None:

@@ -130,6 +130,16 @@ def attempt(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
             pass  # this thread does not hold it
 
 
+def take_over(lock: threading.RLock, owner_id: int) -> bool:
+    """Returns whether this thread holds a reentrant lock that the thread `owner_id` has acquired.
+    If that thread has ended, takes the lock over, without waiting."""
+    is_owned: bool = lock._is_owned()  # type: ignore[attr-defined]
+    if is_owned or owner_id in sys._current_frames():
+        return is_owned
+    lock._release_save()  # type: ignore[attr-defined]
+    return lock.acquire(blocking=False)
+
+
 _step_locks = weakref.WeakKeyDictionary[nn.Module, threading.RLock]()
 
 

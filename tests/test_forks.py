@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_paged import forks
+from hf_paged import forks, rooms
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 
@@ -137,6 +139,28 @@ def test_a_property_that_another_thread_computes_is_computed_in_the_child() -> N
     waits.end.set()
     thread.join(60)
     assert vars(waits)["value"] == 3
+
+
+def test_a_fork_waits_for_a_room_that_another_thread_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, imported = threading.Event(), list[str]()
+
+    def import_module(name: str) -> None:
+        begun.set()
+        time.sleep(0.3)
+        imported.append(name)
+
+    monkeypatch.setattr(rooms, "is_installed", lambda name: True)
+    monkeypatch.setattr(rooms, "importlib", types.SimpleNamespace(import_module=import_module))
+    thread = threading.Thread(target=rooms.room.__wrapped__, args=("tools", "a picture"))
+    thread.start()
+    assert begun.wait(60)
+    assert holds_in_child(lambda: bool(imported) and not forks.imports._is_owned())
+    thread.join(60)
+    with forks.imports:  # by this thread: it does not wait for itself
+        assert holds_in_child(forks.imports._is_owned)
+    assert not forks.imports._is_owned()
 
 
 def test_no_cached_property() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import operator
 import sys
+import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -19,7 +20,7 @@ from .. import forks
 from ..config import PagedConfig
 from ..interrupts import is_interrupt, restoring
 from ..seams import Processes, StorageFactory
-from ..threads import attempt
+from ..threads import attempt, take_over
 from ..topics import Topic
 from . import budget
 from .block_manager import BlockManager
@@ -159,7 +160,9 @@ class PagedMemory:
     @restoring
     def changing(self) -> Iterator[None]:
         """A context for a change of tables: holds the lock, and recovers after an exception that
-        may have left the change half done. Validate arguments before you enter this context."""
+        may have left the change half done. Validate arguments before you enter this context. If
+        garbage collection ends the context in another thread, it does not wait for the lock."""
+        owner_id = threading.get_ident()
         with self.lock:
             if self.is_recovery_due:
                 self.recover()
@@ -168,7 +171,9 @@ class PagedMemory:
             except OutOfBlocksError:  # raised with nothing changed
                 raise
             except BaseException:
-                self.recover()
+                self.is_recovery_due = True
+                if take_over(self.lock, owner_id):
+                    self.recover()
                 raise
 
     def recover(self) -> None:

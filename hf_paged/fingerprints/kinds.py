@@ -82,3 +82,12 @@ UNDESCRIBED_MODULES = (
     "transformers.modeling_utils.",
     "transformers.utils.",
 )
+
+
+def check_strided(tensor: Tensor) -> None:
+    """Raises `ValueError` for a plain tensor whose elements do not lie in its memory."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
+    if not is_strided:
+        raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}")
+    if tensor.is_conj() or tensor.is_neg():  # views whose elements are computed when read
+        raise ValueError("a lazily conjugated or negated tensor")

@@ -57,6 +57,7 @@ from .kinds import (
     SCALAR_TYPES,
     UNDESCRIBED_MODULES,
     UNDETECTABLE_TYPES,
+    check_strided,
 )
 
 _MAX_DEPTH = 8  # of nested containers and functions: some hold themselves
@@ -77,6 +78,7 @@ class Reading:
         self.undetectable: str | None = None
         self.tensors = list[Tensor]()  # distinct tensors; `structure` has their indices
         self._all_tensors = list[Tensor]()  # includes those that share memory and form with others
+        self.overwritten = list[Tensor]()  # tensors whose content no forward reads
         self._objects = list[Any]()  # modules, configs, user classes and plain objects
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
@@ -112,7 +114,8 @@ class Reading:
         self._iterated = list[Iterable[Any]]()
         self._globals = list[tuple[dict[str, Any], str]]()  # namespaces and the names read there
         self._arrays = list[Any]()
-        self._write_only = notes_of(model).write_only
+        self._notes = notes_of(model)
+        self._overwritten_ids = self._notes.overwritten_ids()
         self._number_of(model)
         descriptions = [self._value(hooks) for hooks in _GLOBAL_HOOKS]
         num_described = 0
@@ -184,7 +187,7 @@ class Reading:
         return descriptions
 
     def _module(self, module: nn.Module) -> list[Any]:
-        write_only = self._write_only.get(module, {})
+        write_only = self._notes.write_only.get(module, {})
         descriptions: list[Any] = []
         for name, value in vars(module).items():
             if name in IGNORED:
@@ -484,13 +487,12 @@ class Reading:
             parts = [(name, self._value(getattr(tensor, name))) for name in names]
             shape = tuple(tensor.shape)
             return kind.__qualname__, dtype, shape, parts, self._value(context)
-        is_plain = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
-        if not is_plain:
-            raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}")
-        if tensor.is_conj() or tensor.is_neg():  # views whose elements are computed when read
-            raise ValueError("a lazily conjugated or negated tensor")
-        self._all_tensors.append(tensor)
+        check_strided(tensor)
         form = dtype, tuple(tensor.shape), tensor.stride(), tensor.get_device()
+        if id(tensor) in self._overwritten_ids:
+            self.overwritten.append(tensor)
+            return "overwritten", form
+        self._all_tensors.append(tensor)
         count = len(self.tensors)
         number = self._tensor_numbers.setdefault((tensor.data_ptr(), form), count)
         if number == count:

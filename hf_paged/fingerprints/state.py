@@ -92,8 +92,8 @@ class StateReading(Reading):
     def addresses(self) -> tuple[bytes, list[int]]:
         """Returns 32 bytes as `fingerprint` does, but without the tensors' content, and with every
         module's mode and the scalars in containers and objects that any closure holds; and the
-        addresses of `tensors`."""
-        pointers = [tensor.data_ptr() for tensor in self.tensors]
+        addresses of `tensors` and of `overwritten`."""
+        pointers = [tensor.data_ptr() for tensor in (*self.tensors, *self.overwritten)]
         return self._digest([self._modes, self._closure_scalars]), pointers
 
     def is_like(self, other: Any) -> bool:
@@ -110,13 +110,13 @@ class StateReading(Reading):
     def hold(self) -> None:
         """Takes the reference of `is_in_place`. The reference keeps the tensors alive."""
         self._parts = self._read_parts()
-        self._layouts = _layouts(self._all_tensors)
+        self._layouts = self._read_layouts()
         self._is_unverified, self._is_in_place = False, True
 
     def keep_memory(self) -> None:
         """Keeps the tensors' memory alive for recorded steps, since until the next
         `mark_unverified`, `is_in_place` returns its last result without reading the tensors."""
-        self._memory = [x.untyped_storage() for x in self._all_tensors]
+        self._memory = [x.untyped_storage() for x in (*self._all_tensors, *self.overwritten)]
 
     def mark_unverified(self) -> None:
         """Called after code has run that may have changed the model."""
@@ -130,7 +130,7 @@ class StateReading(Reading):
             self._is_unverified = False
             parts = self._read_parts()
             has_parts = _pointers(parts) == _pointers(self._parts)
-            self._is_in_place = has_parts and _layouts(self._all_tensors) == self._layouts
+            self._is_in_place = has_parts and self._read_layouts() == self._layouts
         return self._is_in_place
 
     def accept(self) -> None:
@@ -177,6 +177,16 @@ class StateReading(Reading):
             parts += [part for name, part in table.items() if name not in write_only]
         return tuple(parts)
 
+    def _read_layouts(self) -> list[Any]:
+        """The tensors' addresses, dtypes, sizes and strides."""
+        tensors = [*self._all_tensors, *self.overwritten]
+        return [
+            *map(Tensor.data_ptr, tensors),
+            *map(_dtype_of, tensors),
+            *map(Tensor.size, tensors),
+            *map(Tensor.stride, tensors),
+        ]
+
     def _read_values(self) -> _StateValues | None:
         """Returns the values, their addresses and the content of arrays; `None` if they cannot be
         read, for instance because another thread changes a container meanwhile."""
@@ -201,16 +211,6 @@ class StateReading(Reading):
     def _digest(self, content: list[Any]) -> bytes:
         state = self.structure + marshal.dumps(content, MARSHAL_VERSION)
         return hashlib.blake2b(state, digest_size=32).digest()
-
-
-def _layouts(tensors: list[Tensor]) -> list[Any]:
-    """The tensors' addresses, dtypes, sizes and strides."""
-    return [
-        *map(Tensor.data_ptr, tensors),
-        *map(_dtype_of, tensors),
-        *map(Tensor.size, tensors),
-        *map(Tensor.stride, tensors),
-    ]
 
 
 def _pointers(values: tuple[Any, ...]) -> bytes:

@@ -59,21 +59,10 @@ _is_paged_by_default = False  # whether calls that name no cache use a paged cac
 
 def _generate(generate: Invocation) -> Any:
     model = generate.model
-    kwargs = generate.kwargs
     implementation = generate.option("cache_implementation")
-    is_requested = implementation in PAGED_IMPLEMENTATIONS
-    if is_requested:
-        _check_arguments(generate)
-        cache_config = PagedConfig.coerce(generate.option("cache_config"))
-        if kwargs.get("cache_config") is not None:
-            kwargs["cache_config"] = cache_config.to_dict()
-        if kwargs.get("cache_implementation") == "paged":
-            # transformers would serve "paged" with its continuous batching, before any preparation
-            kwargs["cache_implementation"] = NAME
-        streamer = kwargs.get("streamer")
-        if isinstance(streamer, (list, tuple)):
-            kwargs["streamer"] = RowStreamers(streamer, kwargs.get("attention_mask"))
-    elif isinstance(implementation, str):
+    if implementation in PAGED_IMPLEMENTATIONS:
+        return _generate_paged(generate)
+    if isinstance(implementation, str):
         close_matches = difflib.get_close_matches(
             implementation.lower(), PAGED_IMPLEMENTATIONS, n=1
         )
@@ -95,14 +84,30 @@ def _generate(generate: Invocation) -> Any:
                 ' cache_implementation="paged", or leave `cache_config` out'
             ),
         )
-    prepared_call.set(None)
-    _wrap_overrides(type(model))
-    run = _run_untraced if is_requested or _is_paged_by_default else _run
-    return run(generate, is_requested)
+    run = _run_untraced if _is_paged_by_default else _run
+    return run(generate, False)
+
+
+@torch.compiler.disable  # for compiled functions that call `generate`
+def _generate_paged(generate: Invocation) -> Any:
+    _check_arguments(generate)
+    kwargs = generate.kwargs
+    cache_config = PagedConfig.coerce(generate.option("cache_config"))
+    if kwargs.get("cache_config") is not None:
+        kwargs["cache_config"] = cache_config.to_dict()
+    if kwargs.get("cache_implementation") == "paged":
+        # transformers would serve "paged" with its continuous batching, before any preparation
+        kwargs["cache_implementation"] = NAME
+    streamer = kwargs.get("streamer")
+    if isinstance(streamer, (list, tuple)):
+        kwargs["streamer"] = RowStreamers(streamer, kwargs.get("attention_mask"))
+    return _run(generate, True)
 
 
 @guarded
 def _run(generate: Invocation, is_requested: bool) -> Any:
+    prepared_call.set(None)
+    _wrap_overrides(type(generate.model))
     call = Call(generate.model, callable(generate.kwargs.get("custom_generate")))
     if is_requested:
         call.reason = f"{type(generate.model).__name__} prepares its cache itself"
@@ -111,7 +116,7 @@ def _run(generate: Invocation, is_requested: bool) -> Any:
         return generate.run()
 
 
-_run_untraced = torch.compiler.disable(_run)  # for compiled functions that call `generate`
+_run_untraced = torch.compiler.disable(_run)
 
 
 def _check_arguments(generate: Invocation) -> None:

@@ -173,7 +173,8 @@ def judge_writes(trial: Trial) -> None:
     by_engine = set[WriteKey]()
     for write in trial.writes:
         key = id(write.table), write.name
-        last_writes[key] = write
+        is_in_place = write.is_in_place and last_writes.get(key, write).is_in_place
+        last_writes[key] = write._replace(is_in_place=is_in_place)
         if write.by_engine:
             by_engine.add(key)
     if not last_writes:

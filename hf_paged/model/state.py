@@ -22,11 +22,14 @@ class ModelState(Protocol):
     """Message about a value that user code reads and whose changes cannot be detected, if any."""
 
     tensors: list[Tensor]
-    """The distinct tensors of the model."""
+    """The distinct tensors of the model whose content its forward reads."""
+
+    overwritten: list[Tensor]
+    """Tensors of the model whose content each forward overwrites in place and none reads."""
 
     def addresses(self) -> tuple[bytes, list[int]]:
         """Returns 32 bytes that depend on the whole state except for the tensors' content, and the
-        addresses of `tensors`."""
+        addresses of `tensors` and of `overwritten`."""
 
     def is_like(self, other: ModelState) -> bool:
         """Whether both states describe equal models."""

@@ -34,6 +34,7 @@ class Write(NamedTuple):
     before: Any
     after: Any  # a copy
     by_engine: bool  # whether one of the engine's forwards wrote it, not a plain forward
+    is_in_place: bool  # whether it is a tensor that stayed the same object
 
 
 Modes = tuple[bool, ...]  # whether each of a model's modules is in training mode
@@ -50,6 +51,16 @@ class Notes:
         # by module, the attributes that each forward overwrites and none reads, so they are not
         # part of the model's state; `ModelState` reads the values in this dict instead
         self.write_only = weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]()
+        # by module, such attributes whose tensor each forward overwrites in place: of the tensor,
+        # only the content is not part of the model's state
+        self.overwritten = weakref.WeakKeyDictionary[nn.Module, set[str]]()
+
+    def overwritten_ids(self) -> set[int]:
+        """The ids of the tensors that are now the values of the attributes in `overwritten`."""
+        ids = set[int]()
+        for module, names in self.overwritten.items():
+            ids.update(id(getattr(module, name, None)) for name in names)
+        return ids
 
 
 _NO_NOTES = Notes()
@@ -72,6 +83,9 @@ def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
     notes = _notes.setdefault(model, {}).setdefault(_modes(model), Notes())
     if is_read:
         notes.carried = f"{type(write.module).__name__}.{write.name}"
+        return
+    if write.is_in_place:
+        notes.overwritten.setdefault(write.module, set()).add(write.name)
         return
     stand_in = "written"
     if write.before is ABSENT or type(write.before) in SCALARS:
@@ -197,7 +211,9 @@ class Snapshot:
                     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
                     is_written = not changed_ids.isdisjoint(map(id, parts))
                 if is_written and name not in SKIPPED:
-                    yield Write(module, table, name, before, copy_value(after), by_engine)
+                    is_in_place = isinstance(after, Tensor) and not is_new
+                    copied = copy_value(after)
+                    yield Write(module, table, name, before, copied, by_engine, is_in_place)
 
 
 def restore_attributes(table: dict[str, Any], before: dict[str, Any]) -> None:

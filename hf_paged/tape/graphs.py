@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .. import forks
 from ..attention.switch import model_attention
 from ..batching.execution.inputs import Bounds, PackedTokens
 from ..batching.scheduling.scheduler import Scheduler
@@ -146,8 +147,9 @@ class StepGraphs:
         self._untracked_reason = state.undetectable
         if addresses != self._addresses:
             self._drop_readers(addresses)
-            storages = [tensor.untyped_storage().data_ptr() for tensor in state.tensors]
-            self._addresses, self._storages = addresses, storages
+            tensors = (*state.tensors, *state.overwritten)
+            self._storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+            self._addresses = addresses
         if signature != self._signature:
             self._misses.restart(self._graphs.values())
             self.clear()
@@ -253,7 +255,8 @@ class StepGraphs:
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> Any:
         """As `Recorder.rectangles`. Needs the room `rectangles`, which calls this method."""
-        from .rectangles import RectangleReplays
+        with forks.imports:
+            from .rectangles import RectangleReplays
 
         return RectangleReplays(model, cache, self)
 
@@ -386,21 +389,18 @@ class StepGraphs:
         prepare = functools.partial(inputs.copy_in, self._states)
         context = self._context
         recorded_context = None
-        storages = {*self._storages}
+        buffers = storage_addresses([inputs.token_ids, *inputs.state_buffers])
+        storages = buffers.union(self._storages)
         if context is not None:
             recorded_context = context.record(inputs.ranges, key.num_tokens, key.num_chunks > 0)
             storages |= storage_addresses(context.tensors)
-        storages |= storage_addresses(inputs.state_buffers)
         outputs: list[Tensor] = []
         run = functools.partial(_run_forward, weakref.ref(self), inputs, outputs, recorded_context)
         # without autocast's cache, so that replays convert the weights: a graph must not read the
         # cached copies, which are freed when autocast ends
         dtype = autocast_dtype(self._device)
         uncached = torch.autocast(
-            self._device.type,
-            dtype,
-            enabled=dtype is not None,
-            cache_enabled=False,
+            self._device.type, dtype, enabled=dtype is not None, cache_enabled=False
         )
         model = self._model()
         with self.in_order():

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import forks
 from ..batching.execution.buckets import power_of_two
 from ..batching.execution.inputs import Bounds, PackedTokens, write_changed_rows
 from ..cache.free_memory import discard
@@ -242,7 +243,8 @@ class StaticInputs:
                 self.arguments["position_ids"] = axes if key.num_axes > 1 else axes[0]
             self.states: Any = None  # the `StaticStates`, if there are any
             if layers:
-                from .static_states import StaticStates
+                with forks.imports:
+                    from .static_states import StaticStates
 
                 tables = zip(key.widths, memories)
                 num_columns = max(

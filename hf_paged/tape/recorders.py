@@ -21,7 +21,7 @@ from ..cache.free_memory import discard
 from ..interrupts import restoring
 from ..kernels import forced_backend, uses_triton
 from ..model.trial import first_line, significant_difference
-from ..model.writes import Snapshot
+from ..model.writes import Snapshot, Write, notes_of
 from ..seams import RecordedContext
 from ..step import NotCapturable
 from ..switches import NOTHING, Switches, Switching
@@ -55,7 +55,7 @@ class Tapes:
 
         def is_persistent(tensor: Tensor) -> bool:
             outlives_tape = tensor.untyped_storage().data_ptr() in persistent_storages
-            if not outlives_tape and tensor.is_floating_point() and tensor.numel():
+            if not outlives_tape and tensor.numel():
                 raise NotCapturable(
                     "its forward reads numbers that no recorded operation computed, perhaps because"
                     " another thread computed them"
@@ -173,12 +173,22 @@ def exclusive_recording(device: torch.device) -> Iterator[bool]:
 
 @restoring
 def undoing_writes(model: nn.Module) -> Iterator[None]:
-    """A context that undoes writes into the model when it ends, as far as a [`Snapshot`] can."""
+    """A context for a recording: when it ends, it undoes writes into the model, as far as a
+    [`Snapshot`] can. Raises [`NotCapturable`] for writes of Python code that replays would miss:
+    to anything but the content of a tensor, unless it only replaces a tensor that no forward reads
+    (and that no operation has read, since `Tapes` refuses that)."""
     snapshot = Snapshot(model)
+    writes: list[Write] = []
     try:
         yield
     finally:
-        snapshot.restore(by_engine=True, writes=[])
+        snapshot.restore(by_engine=True, writes=writes)
+    write_only = notes_of(model).write_only
+    for write in writes:
+        is_unread = write.name in write_only.get(write.module, ())
+        if not write.is_in_place and not (is_unread and isinstance(write.after, Tensor)):
+            attribute = f"{type(write.module).__name__}.{write.name}"
+            raise NotCapturable(f"its forward writes `{attribute}`, which replays would not")
 
 
 @functools.cache

@@ -7,6 +7,7 @@ import copy
 import functools
 import gc
 import sys
+import threading
 import weakref
 from collections import deque
 from typing import Any
@@ -338,6 +339,22 @@ def test_a_call_of_another_dtype_leaves_a_held_cache_alone() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model.generate(tokens(1, 5), **options)
     assert torch.equal(held.layers[0].keys.clone(), before)
+
+
+def test_a_change_that_garbage_collection_ends_waits_for_no_lock() -> None:
+    memory, contexts = PagedCache().memory, list[Any]()
+
+    def change() -> None:
+        contexts.append(memory.changing())
+        contexts[0].__enter__()
+
+    for target in (change, contexts.clear):  # the first thread ends within the context
+        thread = threading.Thread(target=target, daemon=True)
+        thread.start()
+        thread.join(30)
+        assert not thread.is_alive()
+    assert memory.lock.acquire(blocking=False) and not memory.is_recovery_due
+    memory.lock.release()
 
 
 class Collecting(deque[Any]):

@@ -83,16 +83,26 @@ def test_a_look_sees_other_parts_of_a_tensor_subclass(change: Callable[[Any], An
     assert not state.is_in_place() and not state.is_same()
 
 
-def test_what_a_forward_wrote_is_accepted_unless_it_replaced_a_tensor(small: Any) -> None:
-    """... that a forward reads."""
-    write = Write(small, vars(small), "plain", small.plain, small.plain, by_engine=True)
+@pytest.mark.parametrize("is_in_place", [False, True])
+def test_what_a_forward_wrote_is_accepted_unless_it_replaced_a_tensor(
+    small: Any, is_in_place: bool
+) -> None:
+    """... that a forward reads, or overwrites in place."""
+    hidden = small.hidden
+    write = Write(small, small._buffers, "hidden", hidden, hidden, True, is_in_place)
     note_write(small, write, is_read=False)
     state = watched(small)
+    hidden.add_(1)
+    state.accept()
+    assert state.is_same()
     small.scale = 2.0
     assert not state.is_same()
     state.accept()
     assert state.is_same()
-    small.plain = small.plain.clone()
+    small.hidden = hidden.clone()
+    state.accept()
+    assert state.is_same() is state.is_in_place() is not is_in_place
+    small.hidden = hidden
     state.accept()
     assert state.is_same()
     small.kept = small.kept.clone()

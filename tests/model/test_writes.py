@@ -120,6 +120,28 @@ class Running(Wrapped):
         return self.inner(hidden) * (1 + 1e-6 * self.count)
 
 
+class Calls(Wrapped):
+    """Counts its calls; few of them depend on the count, and none of the checks'."""
+
+    calls = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(hidden) * (1 + (self.calls % 50 == 0))
+
+
+class Last(Wrapped):
+    """Replaces a tensor, of which few values change the next call."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.last = torch.zeros(1, dtype=torch.int64)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        last, self.last = self.last, hidden[:1, -1].argmax(-1)
+        return self.inner(hidden) * (1 + (last == 27))
+
+
 class Lazy(Wrapped):
     """Makes a table in the first forward."""
 
@@ -189,15 +211,22 @@ def test_containers_that_cannot_be_iterated(make: Callable[[nn.Module], Wrapped]
 
 
 @pytest.mark.slow
-def test_the_recording_of_a_step_leaves_the_model_as_it_was() -> None:
-    model, module = with_layer(Normed)
+@pytest.mark.parametrize("make", [Normed, Calls, Last])
+def test_the_recording_of_a_step_leaves_the_model_as_it_was(
+    make: Callable[[nn.Module], Wrapped],
+) -> None:
+    """... and replays write what the forward writes, or there are none."""
+    model, module = with_layer(make)
     plain = copy.deepcopy(model)
-    options = {**INPUTS, "do_sample": False, "max_new_tokens": 120}
+    options: dict[str, Any] = {name: tensor[:1] for name, tensor in INPUTS.items()}
+    options |= {"do_sample": False, "max_new_tokens": 120}
     assert torch.equal(model.generate(**options, **models.PAGED), plain.generate(**options))
     route = hf_paged.last_route(model)
     assert route is not None
-    assert route.num_captured_steps > 100 or not is_installed("tape")
-    for name, buffer in plain.model.layers[0].mlp.named_buffers():
+    assert (route.num_captured_steps > 100) is (make is Normed and is_installed("tape"))
+    its = plain.model.layers[0].mlp
+    assert getattr(module, "calls", 0) == getattr(its, "calls", 0)
+    for name, buffer in its.named_buffers():
         torch.testing.assert_close(module.get_buffer(name), buffer)
 
 

@@ -212,10 +212,10 @@ def note_route(model: PreTrainedModel, route: Route) -> None:
         warn_once(model, f"runs slower than it could: {reason}")
 
 
-def warn_once(model: nn.Module, message: str) -> None:
-    """Logs a WARNING that begins with the model's class, once per model and message. Messages that
-    differ only in numbers, such as that of free bytes, count as one."""
-    key = re.sub(r"[\d.,]+", "", message)
+def warn_once(model: nn.Module, message: str, counts_numbers: bool = True) -> None:
+    """Logs a WARNING that begins with the model's class, once per model and message. Without
+    `counts_numbers`, messages that differ only in numbers, such as bytes, are the same."""
+    key = message if counts_numbers else re.sub(r"[\d.,]+", "", message)
     with _lock:
         messages = _warned.setdefault(model, set())
         is_new = key not in messages

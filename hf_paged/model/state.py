@@ -71,8 +71,10 @@ def carries_state(model: nn.Module) -> bool:
 
 
 def warn_uncached(model: nn.Module, reason: object) -> None:
-    """Warns, once per model and reason, that the model's prefixes are not cached."""
-    warn_once(model, Topic.PREFIX_CACHE(f"runs without prefix caching: {reason}"))
+    """Warns, once per model and reason, that the model's prefixes are not cached. Reasons may name
+    sizes that differ each time."""
+    message = Topic.PREFIX_CACHE(f"runs without prefix caching: {reason}")
+    warn_once(model, message, counts_numbers=False)
 
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:

@@ -66,11 +66,12 @@ def suggest(names: Iterable[str], valid: Iterable[str]) -> str:
 def _check_names(
     owner: str,
     names: Iterable[Any],
-    valid: Iterable[str],
+    cls: type,
     error_class: type[Exception] = ValueError,
 ) -> None:
-    """Raises an `error_class` that names the options of `owner` that are not `valid`, if any."""
-    valid = list(valid)
+    """Raises an `error_class` that names the options of `owner` that are no fields of `cls`, if
+    any."""
+    valid = list(cls.__annotations__)
     unknown = sorted(str(name) for name in names if name not in valid)
     if not unknown:
         return
@@ -97,7 +98,7 @@ def _from_dict(cls: type[T], name: str, value: Any, allowed: str) -> T:
     keys, and for a value of another type: `allowed` then says what the argument accepts."""
     if not isinstance(value, Mapping):
         raise ValueError(f"`{name}` is {shown(value)}: it must be {allowed}")
-    _check_names(f"`{name}`", value, cls.__annotations__)
+    _check_names(f"`{name}`", value, cls)
     return cls(**value)
 
 
@@ -107,7 +108,7 @@ def _refusing_unknown_options(cls: type[T]) -> type[T]:
 
     @functools.wraps(init)
     def checked(self: T, *args: Any, **options: Any) -> None:
-        _check_names(f"`{cls.__name__}`", options, cls.__annotations__, TypeError)
+        _check_names(f"`{cls.__name__}`", options, cls, TypeError)
         init(self, *args, **options)
 
     cls.__init__ = checked  # type: ignore[assignment, method-assign]
@@ -134,7 +135,7 @@ def _with_environment_defaults(cls: type) -> type:
             f"{CONFIG_VARIABLE} is {text!r}: it must be a JSON object, such as"
             ' {"num_blocks": 4096}'
         )
-    _check_names(CONFIG_VARIABLE, defaults, cls.__annotations__)
+    _check_names(CONFIG_VARIABLE, defaults, cls)
     with _naming_variable():
         for name, value in defaults.items():
             if name in _NESTED_TYPES:

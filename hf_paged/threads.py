@@ -64,14 +64,10 @@ def try_start(thread: threading.Thread) -> Exception | None:
     return None
 
 
-def start(
-    run: Callable[[], object],
-    name: str,
-    daemon: bool = True,
-    on_error: Callable[[BaseException], None] | None = None,
-) -> threading.Thread | None:
-    """Makes and starts a thread; returns `None` if `try_start` returns an error."""
-    thread = make(run, name, daemon, on_error)
+def start(run: Callable[[], object], name: str, **options: Any) -> threading.Thread | None:
+    """Makes and starts a thread, with the options of `make`; returns `None` if `try_start` returns
+    an error."""
+    thread = make(run, name, **options)
     return thread if try_start(thread) is None else None
 
 

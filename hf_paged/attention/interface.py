@@ -39,7 +39,7 @@ Features = tuple[float, float | None, Tensor | None, Tensor | None]
 
 def register() -> None:
     """Registers `attn_implementation="hf_paged"` with transformers."""
-    switch.keep_registered()
+    switch.unregister_when_unused(None)
     _register()
 
 

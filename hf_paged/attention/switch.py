@@ -54,11 +54,9 @@ class _SwitchedName(str):
         return str, (self.original,)
 
 
-@functools.cache
-def _switched_name(original: str) -> _SwitchedName:
-    """Returns the same object for the same name, since checks for changes of a model compare the
-    attributes of its config by identity."""
-    return _SwitchedName(original)
+# returns the same object for the same name, since checks for changes of a model compare the
+# attributes of its config by identity
+_switched_name = functools.cache(_SwitchedName)
 
 
 _register: Callable[[], None] | None = None
@@ -89,15 +87,9 @@ def _unregister_unused() -> None:
 _switches: Switches[PreTrainedConfig] = Switches(_switching, _unregister_unused)
 
 
-def keep_registered() -> None:
-    """Undoes `unregister_when_unused`."""
-    global _register
-    _register = None
-
-
-def unregister_when_unused(register: Callable[[], None]) -> None:
+def unregister_when_unused(register: Callable[[], None] | None) -> None:
     """Makes transformers forget our functions once no call in progress uses them; a call that
-    switches to them again first calls `register`."""
+    switches to them again first calls `register`. `None`: keeps them registered again."""
     global _register
     _register = register
     if not _switches.entries:

@@ -161,9 +161,7 @@ def batch_invariant_error(model: PreTrainedModel, reason: str) -> ValueError:
     )
 
 
-def find_recorder(
-    model: PreTrainedModel, cache: PagedCache, capture: bool = True
-) -> Recorder | None:
+def find_recorder(model: PreTrainedModel, cache: PagedCache, capture: bool) -> Recorder | None:
     """Returns the recorder of the model's steps; `None` if `capture` is `False`, if the room `tape`
     or `fingerprints` is not installed, or if the steps cannot be recorded."""
     # communication between the processes of a sharded model cannot be recorded

@@ -6,11 +6,10 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 from ..topics import Topic, TopicError
 
-BlockSelector: TypeAlias = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
+BlockSelector = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
 """Selects free ids, removes them from the dict of free ids, and returns them. Arguments: the free
 ids, the pool's size in blocks, the number of ids to select, and the ids already in the table that
 gets the selected ones: ids that follow the last of these are preferred."""

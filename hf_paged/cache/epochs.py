@@ -31,8 +31,9 @@ class Epochs:
         self.period_start = 0
 
     def drop_before_period(self) -> int:
-        """Marks blocks from before this period as outdated, since the model has changed. Returns
-        the period's first epoch; 0 if blocks of all epochs are verified, so that none is marked."""
+        """Marks blocks from before this period as outdated, since the model has changed: sequences
+        that have such blocks register no more. Returns the period's first epoch; 0 if blocks of all
+        epochs are verified, so that none is marked."""
         self.first_valid = max(self.first_valid, self.period_start)
         return self.period_start
 

@@ -49,8 +49,10 @@ class LazyTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
-            _refuse_writes(func, args, kwargs)
+        if func._schema.is_mutable and func not in _CHANGE_NO_VALUES:
+            for tensor in written_tensors(func, args, kwargs):
+                if isinstance(tensor, LazyTensor):
+                    tensor.refuse_write()
         if args and isinstance(args[0], LazyTensor):
             result = args[0].symbolic(func, args, kwargs)
             if result is not NotImplemented:
@@ -425,12 +427,3 @@ def _lazy_tensors(arguments: Iterable[Any]) -> Iterator[LazyTensor]:
             yield from _lazy_tensors(value)
         elif isinstance(value, dict):
             yield from _lazy_tensors(value.values())
-
-
-def _refuse_writes(func: Any, args: Any, kwargs: Any) -> None:
-    """Calls `refuse_write` of the lazy tensors that an operation writes to."""
-    if func in _CHANGE_NO_VALUES:
-        return
-    for tensor in written_tensors(func, args, kwargs):
-        if isinstance(tensor, LazyTensor):
-            tensor.refuse_write()

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from .store import Store, choose_store
 # Host tensors of at least this many bytes get separate mappings, as in glibc's allocator.
 MIN_RESERVED_BYTES = 32 << 20
 
-KVFormat: TypeAlias = tuple[int, int, torch.dtype]
+KVFormat = tuple[int, int, torch.dtype]
 """Heads, head dim and dtype of a token's keys or values."""
 
 
@@ -161,12 +161,6 @@ class KVBlocks:
         `keys` and `values`."""
         (tile,) = self.tiles
         return KVBlocks(self.data, tile, tile, self.dtypes)
-
-    @property
-    def plain_token_bytes(self) -> int:
-        """Bytes of a token's keys and values in the model's dtypes, as in transformers' own
-        cache."""
-        return sum(heads * dim * dtype.itemsize for heads, dim, dtype in self.formats)
 
     @classmethod
     def allocate(

@@ -196,11 +196,6 @@ class PagedLayer(cache_utils.DynamicLayer):
         """The layer's keys and values in blocks; `None` until it is allocated."""
         return self.group.group_memory.storage.layers.get(self.index)
 
-    @property
-    def _is_in_graph(self) -> bool:
-        """Whether gradients are enabled and reach cached keys and values."""
-        return self.graph_states is not None and torch.is_grad_enabled()
-
     def _select_in_graph(self, function: Callable[[Tensor], Tensor]) -> None:
         """Applies a selection to `graph_states`."""
         if self.graph_states is not None:
@@ -220,7 +215,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             device = blocks.keys.device
             view = self.group.view(self.num_positions, device)
             step = view.on(device)
-            if self._is_in_graph:
+            if self.graph_states is not None and torch.is_grad_enabled():
                 return self.graph_states.visible(step, blocks)[is_value]
             rows = self.group.rows
             # borrowed rows belong to an engine, whose forwards do not write to keys and values
@@ -259,7 +254,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         if window is not None:
             # the window of the next query includes the query itself
             num_stored = min(length, window - 1)
-        return num_rows * num_stored * blocks.plain_token_bytes
+        token_bytes = sum(heads * dim * dtype.itemsize for heads, dim, dtype in blocks.formats)
+        return num_rows * num_stored * token_bytes
 
     def get_seq_length(self) -> int:
         """Returns the number of logical positions so far, including padding."""

@@ -7,7 +7,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ..kernels.cpp import blocks as cpp_blocks
 from ..kernels.triton import DTYPES
 from ..kernels.triton.launch import LaunchFailedError
 
-Store: TypeAlias = Callable[..., None]
+Store = Callable[..., None]
 """Called with keys, values, slots and, optionally, the `store_signature`, as `choose_store`
 describes."""
 

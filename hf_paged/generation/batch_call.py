@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Hashable
 from typing import Any
 
@@ -136,8 +135,7 @@ class BatchCall(Candidate):
                 with claim:
                     return call_loop.run(generation, keeps_prefixes, replays, finish)
             finally:
-                rows = generation.parts or [generation]
-                drafts = sum((row.draft_counts for row in rows), Counter[str]())
+                drafts = generation.draft_counts
                 call.route_fields.update(
                     num_captured_steps=loop.executor.runner.num_captured_steps,
                     num_draft_tokens=drafts["num_draft_tokens"],

@@ -87,7 +87,12 @@ class Candidate:
         elif is_invariant:
             yield reason
         else:
-            yield from self._reasons_against_rectangles(reason)
+            try:
+                rectangles = find_rectangles()
+            except rooms.RoomMissingError as error:
+                yield f"{reason}; {Topic.ROOMS(str(error))}"
+            else:
+                yield from rectangles.reasons_against_call(self, reason)
         if self.adapter_names is not None:
             num_rows = len(self.paddings)
             is_packed = self.layout.unsupported_reason is None
@@ -191,15 +196,6 @@ class Candidate:
             )
         else:
             yield reason
-
-    def _reasons_against_rectangles(self, reason: str) -> Iterator[str]:
-        """As `RectanglesRoom.reasons_against_call`. Without the room, yields that it is missing."""
-        try:
-            rectangles = find_rectangles()
-        except rooms.RoomMissingError as error:
-            yield f"{reason}; {Topic.ROOMS(str(error))}"
-        else:
-            yield from rectangles.reasons_against_call(self, reason)
 
     def _reasons_against_prompts(self) -> Iterator[str]:
         """Yields the reasons why the prompts are not plain rows of tokens, padded only on the left.

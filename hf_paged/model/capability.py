@@ -70,11 +70,10 @@ class Capability:
         self.cache = cache
         self._make_runner = make_runner
         self._caller_verdicts = verdicts
-        # the model's structure and its `_code_key`, kept while the model stays as it is: reading
+        # the model's structure and its `_code_key`, kept by an object that serves one call: reading
         # them takes a millisecond
         self._structure: Structure | None = None
         self._code_key: Hashable = None
-        self._keeps_structure = verdicts is None
 
     def choose_layout(self) -> Layout:
         """Returns the best layout in which each sequence gets the results that it gets alone. If
@@ -82,19 +81,13 @@ class Capability:
         reason against packed forwards."""
         model = self.model
         with step_lock(model):  # steps of other threads may add hooks for adapters to the model
-            keeps_structure, self._keeps_structure = self._keeps_structure, True
-            try:
-                verdict = self.verdict(packed_check, "packed")
-                if isinstance(verdict, Layout):
-                    return verdict
-                rectangles: RectanglesRoom | None = room_if_installed("rectangles")
-                if rectangles is None:
-                    return Layout(verdict)
-                return rectangles.choose_layout(self, verdict)
-            finally:
-                self._keeps_structure = keeps_structure
-                if not keeps_structure:
-                    self._structure = None
+            verdict = self.verdict(packed_check, "packed")
+            if isinstance(verdict, Layout):
+                return verdict
+            rectangles: RectanglesRoom | None = room_if_installed("rectangles")
+            if rectangles is None:
+                return Layout(verdict)
+            return rectangles.choose_layout(self, verdict)
 
     def reason_against_invariance(self) -> str | None:
         """Why a model that runs packed cannot be served with `batch_invariant`; `None` if it can.
@@ -132,7 +125,7 @@ class Capability:
         model = self.model
         cache = self.cache
         processes = processes_of(model)
-        if self._structure is None or not self._keeps_structure:
+        if self._structure is None or self._caller_verdicts is not None:
             self._structure, self._code_key = Structure(model), None
         structure = self._structure
         reason = next(reasons_against(structure, cache, layout), None)

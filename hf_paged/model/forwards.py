@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-_NO_HOOKS: list[Any] = []
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
 # Libraries whose hooks treat all tokens alike: they move or cast inputs, set `requires_grad` on
 # them, or compute weights.
@@ -40,13 +39,13 @@ def is_idle_hook(hook: Callable[..., Any]) -> bool:
 
 def hooks_of(module: nn.Module) -> list[Any]:
     """A module's forward pre-hooks, then its forward hooks, then the hooks that accelerate wraps
-    around its forward. Callers must not change the list."""
+    around its forward."""
     attributes = vars(module)
     hook = attributes.get("_hf_hook")
     wrapping_hooks = () if hook is None else getattr(hook, "hooks", (hook,))
     if not (wrapping_hooks or attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]):
         # the usual case
-        return _NO_HOOKS
+        return []
     return [
         *attributes["_forward_pre_hooks"].values(),
         *attributes["_forward_hooks"].values(),

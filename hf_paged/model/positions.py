@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .own_loop import first_inputs
 from .trial import ForwardFailedError, Trial, sample_tokens
-from .values import addresses_of, tensors_of_model
+from .values import addresses_of
 
 _aten = torch.ops.aten
 # numbers of prompt tokens and of decode steps in the forwards whose reads are observed
@@ -38,7 +38,10 @@ class PositionReads(TorchDispatchMode):
         super().__init__()
         self.position = position
         self.tables = set[PositionTable]()
-        self._addresses = addresses_of(tensors_of_model(model))
+        values = (value for module in model.modules() for value in vars(module).values())
+        attributes = [value for value in values if isinstance(value, Tensor)]
+        # of the model's own tensors
+        self._addresses = addresses_of([*model.parameters(), *model.buffers(), *attributes])
 
     def __torch_dispatch__(
         self,

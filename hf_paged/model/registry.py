@@ -63,7 +63,7 @@ class Route:
 
     road: str
     reason: str
-    in_place: bool = False
+    in_place: bool
     latent: bool = False
     prefills_shared: bool = False
     num_captured_steps: int = 0

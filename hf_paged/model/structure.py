@@ -69,10 +69,6 @@ class Structure:
         return missing_names
 
     @lazy_property
-    def have_latents(self) -> bool:
-        return have_latents(self.modules)
-
-    @lazy_property
     def foreign_attention(self) -> str | None:
         return foreign_attention(self.modules)
 
@@ -84,12 +80,6 @@ class Structure:
 def keep_states(modules: Iterable[nn.Module]) -> bool:
     """Whether `modules` keep states outside any cache."""
     return any(compat.attribute(module, "_setup_cache") for module in modules)
-
-
-def structural_reason(model: PreTrainedModel, cache: PagedCache) -> str | None:
-    """The first reason in the model's current structure against packed forwards; `None` if there is
-    none."""
-    return next(reasons_against(Structure(model), cache, "packed"), None)
 
 
 def reasons_against(structure: Structure, cache: PagedCache, layout: str) -> Iterator[str]:
@@ -147,7 +137,7 @@ def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iter
     config = model.config.get_text_config(decoder=True)
     is_configured = compat.attention_of(config) == NAME
     must_switch = is_packed and not has_own_attention and not is_configured
-    needed_rooms = {"latent": structure.have_latents, "own_attention": has_own_attention}
+    needed_rooms = {"latent": have_latents(structure.modules), "own_attention": has_own_attention}
     for name, is_needed in needed_rooms.items():
         message = rooms.missing(name, "its attention") if is_packed and is_needed else None
         if message:

@@ -74,13 +74,6 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
         yield from plain_tensors(getattr(tensor, name))
 
 
-def tensors_of_model(model: nn.Module) -> list[Tensor]:
-    """The parameters and buffers of a model, and tensors in other attributes of its modules."""
-    values = (value for module in model.modules() for value in vars(module).values())
-    attributes = (value for value in values if isinstance(value, Tensor))
-    return [*model.parameters(), *model.buffers(), *attributes]
-
-
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
     """The addresses of the storages of the strided tensors."""
     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))

@@ -141,7 +141,7 @@ class WeightsGuard:
                     " fingerprinted",
                     type(self._model).__name__,
                 )
-            self._blocks.forget_before_period()
+            self._blocks.index.remove_before(self._epochs.drop_before_period())
             if self._blocks.tier is not None:
                 self._blocks.tier.discard()
             self._memory.fingerprint = None

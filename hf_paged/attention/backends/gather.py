@@ -42,7 +42,7 @@ def _attend_rows(call: AttentionCall) -> Tensor:
     step = call.step
     if call.fresh is not None and call.is_plain and step.is_first_prefill:
         query, key, value = (_by_row(states, step) for states in (call.query, *call.fresh))
-        return _sdpa(call, query, key, value, query.dtype, is_causal=True).flatten(0, 1)
+        return _sdpa(call, query, key, value, query.dtype, None, is_causal=True).flatten(0, 1)
     blocks = call.blocks
     kv_heads = blocks.values.shape[1]
     placed_rows = None
@@ -98,8 +98,8 @@ def _sdpa(
     key: Tensor,
     value: Tensor,
     dtype: torch.dtype,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
+    mask: Tensor | None,
+    is_causal: bool,
 ) -> Tensor:
     """Computes attention of queries `[rows, heads, queries, dim]` in `dtype` by PyTorch's SDPA,
     with the scale of `call`: `[rows, queries, heads, value_dim]` in the queries' dtype."""

@@ -83,7 +83,7 @@ class SampledBatch:
 
 def sample_step(
     ready: Sequence[tuple[Decoding, LogitRows]],
-    fetch: Fetch | None = None,
+    fetch: Fetch | None,
 ) -> list[Result]:
     """Takes one step of each decoding, which has a row of logits for each of its open rows, or `n +
     1` rows of logits if it has a draft of `n` tokens. A decoding with a draft accepts the leading

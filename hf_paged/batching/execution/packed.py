@@ -24,7 +24,7 @@ from ...model.forwards import compute_device
 from ...model.own_loop import padding_mask
 from ...model.rope import find_length_rope
 from ...model.state import ModelState
-from ...model.structure import structural_reason
+from ...model.structure import Structure, reasons_against
 from ...plan import StepPlan
 from ...rooms import OwnAttentionRoom, TapeRoom, room
 from ...seams import ForwardContext, Processes, Recorder
@@ -94,7 +94,7 @@ class PackedRunner(Runner):
         still holds the forward's steps."""
         self.store_hidden = store
 
-    def unpack(self, reason: str | None = None) -> str | None:
+    def unpack(self, reason: str | None) -> str | None:
         leads_processes = self._processes is not None and self._processes.leads
         must_pack = self._fixed_order_room is not None or leads_processes
         if must_pack or not self.is_packed:
@@ -103,7 +103,7 @@ class PackedRunner(Runner):
             note_unpackable(self.model, self.cache, reason)
         else:
             # not recorded, since the next choice of a layout finds the same structure
-            reason = structural_reason(self.model, self.cache)
+            reason = next(reasons_against(Structure(self.model), self.cache, "packed"), None)
         self.is_packed = reason is None
         return reason
 

@@ -163,7 +163,8 @@ def prompts_of(
     as padding, and only in rows that also have ones."""
     ids, inputs = unexpanded
     inputs = {
-        name: map_tensors(_without_graph, value)
+        # without their graph, so that they can be deep-copied and keep no other tensors alive
+        name: map_tensors(lambda x: x.detach() if x.requires_grad else x, value)
         for name, value in {**model_kwargs, **inputs}.items()
         if name not in compat.CACHE_NAMES
     }
@@ -176,12 +177,6 @@ def prompts_of(
     return prompts
 
 
-def _without_graph(tensor: Tensor) -> Tensor:
-    """Returns the tensor without its autograd graph, so that it can be deep-copied and does not
-    keep other tensors alive."""
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
 def copy_nested_dicts(value: Any) -> Any:
     """Copies a dict and the dicts in it, but not their tensors, since `generate` repeats the rows
     of a dict's tensors by replacing its entries. Returns any other value unchanged."""
@@ -189,6 +184,5 @@ def copy_nested_dicts(value: Any) -> Any:
         return value
     copied_dict = copy.copy(value)
     for name, part in value.items():
-        if isinstance(part, dict):
-            copied_dict[name] = copy_nested_dicts(part)
+        copied_dict[name] = copy_nested_dicts(part)
     return copied_dict

@@ -83,7 +83,7 @@ class Runner:
     def pack(self) -> None:
         """Called when work on the model begins: reverts `unpack`."""
 
-    def unpack(self, reason: str | None = None) -> str | None:
+    def unpack(self, reason: str | None) -> str | None:
         """Stops packing rows. `reason`: why a packed step raised [`NotPackable`]; without a reason,
         stops only if the model's current structure rules out packed forwards. Returns the reason;
         `None` if the call changed nothing."""

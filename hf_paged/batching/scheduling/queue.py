@@ -77,7 +77,7 @@ class RequestQueue:
     preemption: Preemption
     timeline: RequestListener  # told when requests wait
     # released by requests whose adapters take memory of the pool (`Request.adapter_bytes`)
-    adapters: OnDemand[Adapters] = field(default_factory=OnDemand)
+    adapters: OnDemand[Adapters]
     suspects: Suspects = field(default_factory=Suspects)
     # the requests that this step may compute: the first group of suspects; `None` for all
     allowed: Set[Request] | None = None

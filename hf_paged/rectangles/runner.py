@@ -77,6 +77,10 @@ class RectangleRunner(Runner):
         self._empty_cache = cache
         self._supports_cache = compat.supports_dynamic_cache(model)
         self._has_state_layers = bool(state_layers(cache))
+        # of prompts of token ids alone, by the check of rows side by side (`Layout.layers`)
+        used_layers = {layer.layer_index for layer in layout.layers}
+        all_layers = {layer.index for layer in cache.paged_layers}
+        self._unused_layers = frozenset(all_layers - used_layers if used_layers else ())
         self.supports_drafts = layout.reason_against_drafts is None
         self._rectangle_recorder: Any = None  # as `Recorder.rectangles` returns it
         is_on_host = compute_device(model).type == "cpu"  # elsewhere, reading masks is slow
@@ -111,7 +115,6 @@ class RectangleRunner(Runner):
             if _is_first_step(plan, indices[0]):
                 rectangle = self._make_rectangle(part)
                 logits = self._forward(rectangle, is_first=True)
-                self.states.unused_layers = rectangle.unused_layers
             else:
                 logits = self._continue(part)
             parts.append((indices, logits))
@@ -138,10 +141,11 @@ class RectangleRunner(Runner):
             return is_first, 0 if is_any_length else count, bool(sequence.draft)
         if is_first or not self._supports_cache:  # the row runs alone, with a separate cache
             return index
+        holder, _ = self.states.find(_state_slot(sequence.blocks))
         if prompts is None or prompts.join_key is None:
-            holder, _ = self.states.find(_state_slot(sequence.blocks))
             return holder
-        return prompts.join_key, prompts.join_key.needs_equal_lengths and start
+        length = prompts.join_key.needs_equal_lengths and start
+        return prompts.join_key, length, holder.unused_layers
 
     def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
         sources = []
@@ -342,7 +346,7 @@ class RectangleRunner(Runner):
             ids,
             cache,
             inputs,
-            unused_layers=self.states.unused_layers,
+            unused_layers=self._unused_layers,
         )
         rectangle.borrow(width - max(plan.counts))
         return rectangle

@@ -57,9 +57,6 @@ class StateStorage:
         self.layers: dict[int, Any] = {}
         self.released: dict[int, Any] = {}
         self.pool = pool
-        # `Rectangle.unused_layers` of the last prompts of token ids alone: prompts that begin after
-        # cached tokens have the same unused layers
-        self.unused_layers: frozenset[int] = frozenset()
         # by slot: a function that returns the holder (`None` once it is gone), and the row
         self._rows: dict[int, tuple[Callable[[], Any], int]] = {}
 

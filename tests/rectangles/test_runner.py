@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
 
-from hf_paged import PagedConfig, PagedEngine
+from hf_paged import PagedCache, PagedConfig, PagedEngine
 from hf_paged.rectangles.states import StateSpec
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
@@ -19,6 +20,7 @@ from tests.support.engine_helpers import (
     Asked,
     assert_drained,
     assert_served_as_lone,
+    lone_run,
     run_all,
 )
 from tests.support.forwards import build, forwards, fresh, prompts
@@ -178,13 +180,20 @@ def test_layers_that_only_another_call_has_used_stay_empty() -> None:
         assert_paged_is_plain(model, inputs["text"], options)
 
 
-def test_layers_that_cached_tokens_have_not_used_stay_empty() -> None:
-    """The image's keys and values are in blocks that the text's block tables also name."""
+def with_open_gates() -> Any:
+    """A model some of whose layers attend to an image alone, and are used without one, too, if they
+    hold keys."""
     model = fresh("MllamaForCausalLM")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("attn_gate"):
                 parameter.fill_(1.0)
+    return model
+
+
+def test_layers_that_cached_tokens_have_not_used_stay_empty() -> None:
+    """The image's keys and values are in blocks that the text's block tables also name."""
+    model = with_open_gates()
     generator = torch.Generator().manual_seed(0)
     image = 3 * torch.randn(4, 45, model.config.hidden_size, generator=generator)
     options = {"max_new_tokens": 16, "min_new_tokens": 16}
@@ -195,3 +204,20 @@ def test_layers_that_cached_tokens_have_not_used_stay_empty() -> None:
         inputs = {"input_ids": torch.tensor([text[:length]])}
         for num_beams in (1, 3):
             assert_paged_is_plain(model, inputs, {**options, "num_beams": num_beams})
+
+
+def test_layers_that_loaded_tokens_have_not_used_stay_empty(tmp_path: Path) -> None:
+    """... although no prompt of token ids has begun in this engine."""
+    model, [text] = with_open_gates(), prompts(48)
+    options = {"do_sample": False, "max_new_tokens": 12, "min_new_tokens": 12}
+    expected = lone_run(model, text, options)
+    with PagedEngine(model) as engine:
+        engine.save_prefix(text[:32], tmp_path / "prefix")
+    with PagedEngine(model) as engine:
+        engine.load_prefix(tmp_path / "prefix")
+        (layer,) = engine._core.memory.layers()  # the other has blocks after an image
+        width = model.config.hidden_size // model.config.num_attention_heads
+        keys = torch.ones(1, model.config.num_key_value_heads, 1, width)
+        engine._core.memory.groups[layer.spec].storage.make(1, keys, keys)
+        (result,) = engine.generate([text], options)
+        assert [list(result.token_ids)] == expected and engine.stats().num_prefix_hit_tokens == 32

@@ -1,8 +1,5 @@
 """The figures of README and docs, by one run of one revision.
 
-    python -m benchmarks.all [--minutes 60] [--out FOLDER] [--only whole,rollouts] [--quick]
-                             [--peers openvino vllm ...]
-
 Calls are timed in bfloat16, some of them once more in float32; on a processor without instructions
 for bfloat16 it is the other way round, since plain `generate` is not at its best there. Each stage
 is one of the other benchmarks in a process of its own, most telling first, with a share

@@ -1,8 +1,4 @@
-"""
-The paged backends against contiguous K/V and against other installed kernels.
-
-    python -m benchmarks.attention --device cpu [--phase decode] [--only REGEX] [--quick]
-                                   [--json PATH]
+"""The paged backends against contiguous K/V and against other installed kernels.
 
 Decode, chunks (queries over a cached context) and prefill, a layer. As in a model, each call reads
 the K/V of the next layer, so no processor cache holds them. "contiguous sdpa" is SDPA over
@@ -146,7 +142,6 @@ BENCHMARK = runner.Benchmark(
     quick={"turns": 2, "seconds": 0.002},
     is_wrong=runner.fails(CONTIGUOUS, "ours"),
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

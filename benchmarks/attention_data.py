@@ -36,20 +36,13 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 @dataclass(frozen=True)
 class Case:
-    """
-    One batch.
-
-    Args:
-        phase (`str`): "decode" (one query per row), "chunk" (queries over a cached context) or
-            "prefill" (no context).
-        seq_lens (`tuple[int, ...]`): Tokens of each row, including the queries.
-        query_len (`int`): Queries of each row.
-    """
+    """One batch."""
 
     name: str
+    # "decode" (one query per row), "chunk" (queries over a cached context), "prefill" (no context)
     phase: str
-    seq_lens: tuple[int, ...]
-    query_len: int = 1
+    seq_lens: tuple[int, ...]  # tokens of each row, including the queries
+    query_len: int = 1  # queries of each row
 
     @property
     def longest(self) -> int:
@@ -247,14 +240,9 @@ def random_calls(
     block_size: int = 16,
     layers: int = 1,
 ) -> list[AttentionCall]:
-    """
-    A call of each layer over random K/V in blocks in random order.
-
-    Args:
-        dim (`int`): Of `HEADS`. With one K/V head the values are the first elements of the keys, as
-            with latents.
-        load (`tuple`): Rows, queries and tokens of each row.
-    """
+    """A call of each layer over random K/V in blocks in random order. `dim`: a key of `HEADS`; with
+    one K/V head, the values are the first elements of the keys, as with latents. `load`: the rows,
+    and the queries and tokens of each."""
     num_heads, kv_heads, key_dim, value_dim = HEADS[dim]
     rows, query_len, seq_len = load
     per_row = -(-seq_len // block_size)

@@ -1,5 +1,4 @@
-"""
-Contenders of `benchmarks.attention`: the paged backends, and what they are timed beside.
+"""Contenders of `benchmarks.attention`: the paged backends, and what they are timed beside.
 
 Each is a function that prepares: from the tensors of a setting it makes a function of the layer
 with output `(batch, query_len, heads, head_dim)`, or raises `NotAvailable` with the reason. Work
@@ -86,8 +85,7 @@ def quantized(blocks: KVBlocks, kv_dtype: str = "int8") -> KVBlocks:
 def contiguous(data: Data) -> Attention:
     """The ideal without paging: SDPA over padded `[batch, kv_heads, longest, head_dim]`, the
     fastest of four variants: query heads of a group packed along the queries, one head per group at
-    a time, `enable_gqa`, and repeated keys.
-    """
+    a time, `enable_gqa`, and repeated keys."""
     case, shape = data.setting.case, data.setting.shape
     batch, group = len(case.seq_lens), shape.heads // shape.kv_heads
     # [batch, kv_heads, group, query_len, head_dim]

@@ -17,15 +17,10 @@ CPU_MATRIX, CUDA_MATRIX = 2048, 8192  # rows and columns
 
 @dataclass(frozen=True)
 class Ceilings:
-    """
-    Args:
-        bandwidth (`float`): Bytes per second: the better of reading (a sum) and copying (bytes read
-            plus written).
-        flops (`dict[str, float]`): Operations per second of a square matrix product, by dtype
-            ("bfloat16", "float32").
-    """
+    """The measured peaks."""
 
-    bandwidth: float
+    bandwidth: float  # bytes per second, of the fastest reader
+    # operations per second of a square matrix product, by dtype ("bfloat16", "float32")
     flops: dict[str, float]
 
     def __str__(self) -> str:

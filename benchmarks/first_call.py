@@ -3,8 +3,6 @@ of that is spent on checking the model, on loading or compiling the C++ kernels 
 decode steps, and what the third call takes. A first paged call should take at most 1.5 times
 plain's time and 1 s more.
 
-    python -m benchmarks.first_call [--dtype bfloat16] [--turns 5] [--quick] [--json PATH]
-
 4 prompts of 64 tokens. One paged process finds the kernels compiled, as in the wheel, which
 contains them, or after an earlier call on the machine; another does not. Medians of processes,
 compiling of one. `last_route(model).setup_seconds` lists the parts.
@@ -93,7 +91,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"model": "llama-100m", "new_tokens": 64, "warm_ups": 0},
     quick={"model": "llama-tiny", "turns": 1, "new_tokens": 8},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

@@ -4,10 +4,6 @@ transformers' continuous batching. All are compared with plain `generate` at its
 W9's callers are threads, its plain one calls them one after another, and engines get its prompts at
 once.
 
-    python -m benchmarks.generate --device cpu [--model llama-100m] [--dtype float32]
-                                  [--only W1,waste] [--minutes 16]
-                                  [--peers openvino vllm llamacpp] [--quick] [--json PATH]
-
 A target is met where the 95% interval of the ratio reaches it, or, with fewer than 5 turns, the
 median; W6 may be 3% slower. "Equal" is the share of positions with plain generate's token: after
 the first near tie that bfloat16 decides the other way, the texts differ, so that tokens are also
@@ -364,7 +360,6 @@ BENCHMARK = runner.Benchmark(
         row.get("equal", 1.0) < 1 for row in data["rows"] if row["case"].endswith(EXACT)
     ),
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

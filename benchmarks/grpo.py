@@ -4,8 +4,6 @@ same weights; medians, 95% intervals. A step has 1 or 4 prompts of up to 64 toke
 generations of 48 tokens each. The target for the rollouts is 2.2 times the speed of plain ones, by
 `generate_batch` at most 1.2 times their time.
 
-    python -m benchmarks.grpo [--turns 8] [--quick] [--json PATH]
-
 Needs TRL: `pip install -c constraints.txt -e ".[integrations]"`.
 """
 
@@ -154,7 +152,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"model": "llama-24m", "new_tokens": 48, "length": 64},
     quick={"model": "llama-tiny", "turns": 1, "new_tokens": 6, "length": 12},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

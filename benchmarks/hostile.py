@@ -1,8 +1,4 @@
-"""
-The longest gap between two tokens of a stream while other clients of the server do their worst.
-
-    python -m benchmarks.hostile [--turns 20] [--seconds 6] [--model llama-24m] [--only NAME]
-                                 [--json PATH]
+"""The longest gap between two tokens of a stream while other clients of the server do their worst.
 
 Starts `transformers serve` on the engine (extra `serve` and `transformers[serving]`), with a folder
 of prefix tiers whose files cannot be read or written (EIO) from the first turn on. In each turn
@@ -237,7 +233,7 @@ def slow(data: runner.Data) -> int:
     return sum(seconds > MOST_SECONDS for seconds in row["seconds"])
 
 
-main = runner.Benchmark(
+BENCHMARK = runner.Benchmark(
     __doc__,
     cases,
     notes=lambda rows: [f"gaps above {MOST_SECONDS} s beside others: {slow({'rows': rows})}"],
@@ -250,10 +246,10 @@ main = runner.Benchmark(
     fixed={"warm_ups": 0},
     quick={"turns": 1, "seconds": 2.0, "model": "llama-tiny"},
     is_wrong=lambda data: slow(data) > MOST_SLOW * len(data["rows"][-1]["seconds"]),
-).main
+)
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(sys.argv[2:])
     else:
-        raise SystemExit(main())
+        raise SystemExit(BENCHMARK.main())

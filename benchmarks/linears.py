@@ -1,8 +1,6 @@
 """The linear layers of one decode step, one after the other as in a model: PyTorch's `F.linear`
 and the C++ kernel that reads the weights in place, in turns, for 1 to 512 rows.
 
-    python -m benchmarks.linears [--models llama-100m ...] [--dtype float32] [--quick] [--json PATH]
-
 Medians of 15 turns, 95% intervals. The floor is the bytes of the weights over the best
 streaming-read bandwidth of the same run. Targets: 1.4 up to 64 rows with AMX, 1.05 up to 32
 without. Above 256 rows with AMX, or 64 without, steps leave products to PyTorch; where PyTorch has
@@ -78,7 +76,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"rows": [1 << power for power in range(10)], "turns": 15, "num_bytes": CPU_BYTES},
     quick={"models": ["llama-tiny"], "rows": (1, 5), "turns": 1, "num_bytes": 1 << 26},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

@@ -1,8 +1,6 @@
 """LoRA adapters: rows with different adapters in one forward, against one forward per adapter, and
 against all rows with one adapter.
 
-    python -m benchmarks.lora [--turns 9] [--quick] [--json PATH]
-
 Greedy rows of random text over adapters of random weights, on all linear layers of the decoder, in
 float32 on the CPU: as the engine runs them; with one forward per adapter and step, as older
 versions did; from folders, where the pool has room for half of the adapters; all rows with one
@@ -41,18 +39,12 @@ ONE, BASE = "one adapter", "base"
 
 
 class Contender(NamedTuple):
-    """
-    Rows of an engine, each with its adapter.
-
-    Args:
-        mixes (`bool`): Whether one forward has rows of several adapters.
-        is_compared (`bool`): Whether its rows have the adapters of the first contender's.
-    """
+    """Rows of an engine, each with its adapter."""
 
     engine: hf_paged.PagedEngine
     adapters: list[str]
-    mixes: bool = True
-    is_compared: bool = True
+    mixes: bool = True  # whether one forward has rows of several adapters
+    is_compared: bool = True  # whether its rows have the adapters of the first contender's
 
     def generate(self, prompts: list[list[int]], new_tokens: int) -> runner.Turn:
         options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None}
@@ -139,7 +131,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"model": "llama-100m", "warm_ups": 2, "new_tokens": 64},
     quick={"model": "llama-tiny", "turns": 1, "warm_ups": 1, "new_tokens": 8},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

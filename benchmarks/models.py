@@ -14,25 +14,18 @@ FIRST_WORD = 3  # ids below are special
 
 @dataclass(frozen=True)
 class Shape:
-    """
-    The sizes of a decoder.
-
-    Args:
-        family (`str`): Its `model_type` in transformers.
-        head_dim (`int`): Of queries, keys and values.
-        tied (`bool`): Whether the LM head is the embedding.
-    """
+    """The sizes of a decoder."""
 
     name: str
-    family: str
+    family: str  # its `model_type` in transformers
     hidden: int
     layers: int
     heads: int
     kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries, keys and values
     intermediate: int
     vocab: int
-    tied: bool = True
+    tied: bool = True  # whether the LM head is the embedding
 
     @property
     def never(self) -> int:
@@ -82,8 +75,7 @@ def build(shape: Shape, device: str = "cpu", dtype: torch.dtype = torch.float32)
     """A model with random weights, made on `device` in `dtype`. Weights are drawn so that
     activations keep their scale, attention is peaked and logits have a standard deviation of about
     3: greedy text does not fall into a loop. The embedding is small beside the layers' outputs;
-    otherwise a tied model would repeat its last token.
-    """
+    otherwise a tied model would repeat its last token."""
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(shape.config(), dtype=dtype)
     generator = torch.Generator(device).manual_seed(0)

@@ -1,7 +1,4 @@
-"""
-One model over several processes.
-
-    python -m benchmarks.parallel [--turns 3] [--quick] [--json PATH]
+"""One model over several processes.
 
 `PagedEngine` on a model in one process with all cores, and sharded over two CPU processes
 (`tp_plan="auto"`, torchrun, gloo) that share the cores: seconds for the same prompts, bytes of K/V
@@ -94,10 +91,9 @@ BENCHMARK = runner.Benchmark(
     fixed={"model": "llama-100m", "prompts": 32, "new_tokens": 64, "warm_ups": 0},
     quick={"model": "llama-tiny", "turns": 1, "prompts": 4, "new_tokens": 8},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
         child(sys.argv[2], *map(int, sys.argv[3:]))
     else:
-        raise SystemExit(main())
+        raise SystemExit(BENCHMARK.main())

@@ -1,8 +1,6 @@
 """Renders the figures of README.md, docs and benchmarks/README.md from the committed JSON files,
 between their marks.
 
-    python -m benchmarks.readme [--check | --pictures | --fresh]
-
 With `--pictures` it draws README's picture again, from the same files. No figure in the text
 is written by hand: `tests/test_truth.py` renders it again and compares. It fails if files of
 `benchmarks.all` are of several revisions or machines, or of a quick run; with `--fresh`, which

@@ -45,15 +45,9 @@ def failed(error: Exception) -> str:
 def markdown(
     rows: Iterable[Row], columns: Mapping[str, str] | None = None, right: Collection[str] = ()
 ) -> str:
-    """
-    A Markdown table; columns of numbers are right-aligned.
-
-    Args:
-        rows (`Iterable[Mapping]`): A missing key is an empty cell.
-        columns (`Mapping[str, str]`, *optional*): Keys with their titles; `None`: all keys of the
-            rows, in order of first appearance.
-        right (`Collection[str]`): Keys of texts that are right-aligned, too.
-    """
+    """A Markdown table, in which a missing key is an empty cell and columns of numbers are
+    right-aligned. `columns`: keys with their titles; by default all keys of the rows, in order of
+    first appearance. `right`: keys of texts that are also right-aligned."""
     rows = list(rows)
     keys = {key: key.replace("_", " ") for row in rows for key in row}
     titles = keys if columns is None else columns

@@ -1,5 +1,4 @@
-"""
-Lower bound for the time of a step or a whole call, from measured ceilings.
+"""Lower bound for the time of a step or a whole call, from measured ceilings.
 
 A step of `B` rows reads the weights (`W` bytes) once or computes `2 P B` operations, whichever
 takes longer, then reads each row's K/V: `max(W / BW, 2 P B / FLOPS) + sum(L) kv / BW`. Attention
@@ -19,18 +18,12 @@ from benchmarks.models import Shape
 
 @dataclass(frozen=True)
 class Cost:
-    """
-    Args:
-        shape ([`Shape`]): Shape whose K/V are counted.
-        body (`int`): Parameters that every token is multiplied with.
-        head (`int`): Parameters that a token is multiplied with for its logits.
-        itemsize (`int`): Bytes of a parameter and of an element of K/V.
-    """
+    """The parameters and the K/V that a step reads."""
 
-    shape: Shape
-    body: int
-    head: int
-    itemsize: int
+    shape: Shape  # whose K/V are counted
+    body: int  # parameters that every token is multiplied with
+    head: int  # parameters that a token is multiplied with for its logits
+    itemsize: int  # bytes of a parameter and of an element of K/V
 
     @classmethod
     def of(cls, model: Any, shape: Shape) -> Cost:
@@ -52,15 +45,10 @@ def call_seconds(
     rows_per_prompt: int = 1,
     shared: int = 0,
 ) -> float:
-    """
-    Seconds of a whole call: computes all prompts in one step, then decodes all open rows together.
-
-    Args:
-        flops (`float`): Operations per second in the model's dtype.
-        prompts, new_tokens (`Sequence[int]`): Of each prompt.
-        rows_per_prompt (`int`): Samples or beams.
-        shared (`int`): Length of the common prefix of all prompts, computed once.
-    """
+    """Seconds of a whole call, which computes all prompts in one step, then decodes all open rows
+    together. `flops`: operations per second in the model's dtype. `prompts`, `new_tokens`: lengths,
+    by prompt. `rows_per_prompt`: samples or beams. `shared`: length of the common prefix of all
+    prompts, computed once."""
     reading = (cost.body + cost.head) * cost.itemsize / ceilings.bandwidth  # the weights
 
     def step(tokens: int, lengths: Sequence[int], rows: int) -> float:

@@ -57,13 +57,8 @@ QUICK = flag("small: only shows that it runs")
 def parser_of(
     about: str | None, options: Mapping[str, Data], **keywords: Any
 ) -> argparse.ArgumentParser:
-    """
-    A parser.
-
-    Args:
-        about (`str`): The module's docstring, which is its help.
-        options (`Mapping[str, dict]`): Keywords of `add_argument` for each option.
-    """
+    """A parser. `about`: the module's docstring, which is its help. `options`: keywords of
+    `add_argument` for each option."""
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=about, formatter_class=layout, **keywords)
     for flag, keywords in options.items():
@@ -92,57 +87,39 @@ def writable(parser: argparse.ArgumentParser, flag: str, folder: Path) -> None:
 
 
 class Turn(NamedTuple):
-    """
-    One turn of an arm.
+    """One turn of an arm."""
 
-    Args:
-        seconds (`float`): What is compared; 0 where no time is.
-        tokens: Compared with those of the case's first arm in the same turn; `None`: not compared.
-        figures (`dict`): Further columns: the median over the turns of a number, the last text.
-    """
-
-    seconds: float
-    tokens: Any = None
-    figures: Mapping[str, Any] = {}
+    seconds: float  # what is compared; 0 where no time is
+    tokens: Any = (
+        None  # compared with those of the case's first arm in the same turn, unless `None`
+    )
+    figures: Mapping[str, Any] = {}  # further columns: the median of a number, the last text
 
 
 Arm = Callable[[int], "Turn | float | str"]
 
 
 class Case(NamedTuple):
-    """
-    Arms that take turns on the same inputs.
-
-    Args:
-        arms (`dict[str, Callable]`): By system, a function of the turn's number, which is below 0
-            in warm-up turns; it returns a [`Turn`], the seconds, or why the system does not run.
-        over (`dict[str, dict]`): By the system that the others are compared with, the least that
-            its time over another's should be. Systems whose names end in ", batch SIZE" are one,
-            of which the fastest counts.
-        turns (`int`, *optional*): Instead of the benchmark's.
-        figures (`dict`): Further columns, the same for all arms.
-        limits (`dict[str, float]`): By a figure's name, the most that it should be.
-        once (`Collection[str]`): Arms that run a single turn.
-        settings (`Sequence[Sequence[str]]`): Arms that are one system at several settings: after a
-            turn of all, only the fastest of them goes on.
-        first (`int`): Number of the first turn.
-        fewest (`int`, *optional*): After so many turns none begins that may end after the moment
-            `until` of `time.perf_counter`; `None`: all turns run.
-        end (`float`): A moment after which no turn but the first may end: of the whole run.
-    """
+    """Arms that take turns on the same inputs."""
 
     name: str
+    # by system, a function of the turn's number, which is below 0 in warm-up turns; it returns a
+    # `Turn`, the seconds, or why the system does not run
     arms: Mapping[str, Arm]
+    # by the system that the others are compared with, the least that its time over another's should
+    # be; systems whose names end in ", batch SIZE" are one, of which the fastest counts
     over: Mapping[str, Mapping[str, float | None]] = {}
-    turns: int | None = None
-    figures: Mapping[str, Any] = {}
-    limits: Mapping[str, float] = {}
-    once: Collection[str] = ()
+    turns: int | None = None  # instead of the benchmark's
+    figures: Mapping[str, Any] = {}  # further columns, the same for all arms
+    limits: Mapping[str, float] = {}  # by a figure's name, the most that it should be
+    once: Collection[str] = ()  # arms that run a single turn
+    # arms that are one system at several settings: after a turn of all, only the fastest goes on
     settings: Sequence[Sequence[str]] = ()
-    first: int = 0
+    first: int = 0  # number of the first turn
+    # after so many turns, none begins that may end after `until`; `None`: all turns run
     fewest: int | None = None
-    until: float = math.inf
-    end: float = math.inf
+    until: float = math.inf  # a moment of `time.perf_counter`
+    end: float = math.inf  # the end of the whole run, after which no turn but the first may end
 
 
 def guarded(work: Arm) -> Arm:
@@ -272,55 +249,35 @@ def share_of(expected: Any, actual: Any) -> float:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """
-    A benchmark as a command.
+    """A benchmark as a command. An option on the command line comes before `quick` and `fixed`, in
+    which `processes` run one after the other (with 0, the turns are this process's) and `warm_ups`
+    turns come first."""
 
-    Args:
-        about (`str`): Help of the command.
-        cases (`Callable`, *optional*): From the options, the cases, one after the other; what
-            follows a `yield` runs when its turns are over. All of it runs in each process.
-        again (`Callable`, *optional*): From the options, those of a second process, which runs some
-            of the cases once more; `None`: there is none.
-        measure (`Callable`, *optional*): Instead of `cases`: from the options and what writes the
-            JSON file early, the entries of that file, `rows` among them.
-        show (`Callable`, *optional*): Instead of the table of the rows: from the content of JSON
-            files, those of several processes that ran one revision, the paragraphs to print.
-        title (`str`): Of its section in the documentation.
-        results (`Sequence`): Committed JSON files that the section shows, by their names; those of
-            one table together.
-        said (`Callable`, *optional*): From the options, a line about the sizes.
-        notes (`Callable`, *optional*): From the rows, paragraphs below the table.
-        options (`dict[str, dict]`): Options besides those below, and their `add_argument` keywords.
-        fixed, quick (`dict`): Settings that are no options, and all that `--quick` changes; an
-            option on the command line comes before both. `processes` run one after the other; with
-            0 the turns are this process's. `warm_ups` turns come first.
-        turns (`int`, *optional*): Default of `--turns`; `None`: no such option.
-        only (`str`): Help of `--only`; empty: no such option.
-        known (`Iterable[str]`): Names that `--only` takes, by commas; empty: it takes any text.
-        is_exact (`bool`): Whether the command fails where tokens differ.
-        is_wrong (`Callable`, *optional*): Whether the entries fail another check: the exit status
-            is then 1.
-        keeps (`bool`): Whether the JSON file keeps the cases of earlier runs that this one has not.
-    """
-
-    about: str
+    about: str  # help of the command
+    # from the options, the cases, one after the other; what follows a `yield` runs when its turns
+    # are over; all of it runs in each process
     cases: Callable[[argparse.Namespace], Iterable[Case]] | None = None
+    # from the options, those of a second process, which runs some of the cases once more
     again: Callable[[argparse.Namespace], argparse.Namespace | None] | None = None
+    # instead of `cases`: from the options and what writes the JSON file early, its entries
     measure: Callable[[argparse.Namespace, Callable[[Data], Any]], Data] | None = None
+    # instead of the table of the rows: from the content of JSON files, those of several processes
+    # that ran one revision, the paragraphs to print
     show: Callable[[Sequence[Data]], Iterable[str]] | None = None
-    title: str = ""
+    title: str = ""  # of its section in the documentation
+    # names of committed JSON files that the section shows, those of one table together
     results: Sequence[Sequence[str]] = ()
-    said: Callable[[argparse.Namespace], str] | None = None
-    notes: Callable[[Sequence[Data]], Iterable[str]] | None = None
-    options: Mapping[str, Data] = field(default_factory=dict)
-    fixed: Data = field(default_factory=dict)
-    quick: Data = field(default_factory=dict)
-    turns: int | None = None
-    only: str = ""
-    known: Iterable[str] = ()
-    is_exact: bool = False
-    is_wrong: Callable[[Data], bool] | None = None
-    keeps: bool = False
+    said: Callable[[argparse.Namespace], str] | None = None  # from the options, a line on the sizes
+    notes: Callable[[Sequence[Data]], Iterable[str]] | None = None  # paragraphs below the table
+    options: Mapping[str, Data] = field(default_factory=dict)  # more, with `add_argument` keywords
+    fixed: Data = field(default_factory=dict)  # settings that are no options
+    quick: Data = field(default_factory=dict)  # all that `--quick` changes
+    turns: int | None = None  # default of `--turns`; `None`: no such option
+    only: str = ""  # help of `--only`; empty: no such option
+    known: Iterable[str] = ()  # names that `--only` takes, by commas; empty: it takes any text
+    is_exact: bool = False  # whether the command fails where tokens differ
+    is_wrong: Callable[[Data], bool] | None = None  # whether the entries fail another check
+    keeps: bool = False  # whether the JSON file keeps the cases of earlier runs that this one lacks
 
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         options = dict(self.options)
@@ -361,9 +318,7 @@ class Benchmark:
     def section(self) -> str:
         """The documentation of the committed results: what the docstring says of the benchmark, and
         what the command prints."""
-        paragraphs = self.about.strip().split("\n\n")
-        said = [report.flow(one) for one in paragraphs if not one.startswith("    ")]
-        parts = [f"**{self.title}**: {' '.join(said)}"]
+        parts = [f"**{self.title}**: {report.flow(self.about)}"]
         for names in self.results:
             names = [name for name in names if report.exists(name)]
             if not names:

@@ -2,9 +2,6 @@
 `cache_implementation="paged"` and `PagedEngine` on the same prompts, in turns, in two processes,
 one after the other.
 
-    python -m benchmarks.side_by_side [--only REGEX] [--turns 8] [--processes 2] [--quick]
-                                      [--json PATH]
-
 All rows get 16 new tokens, those of encoder-decoders with 4 beams, too. "tiny" has 4 layers, "100M"
 about 100 million parameters, "full" the sizes of the checkpoint that the name tells. In float32.
 Medians over turns, and 95% intervals of plain's time over ours. A target is met where the interval
@@ -326,7 +323,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"sizes": (True, False), "new_tokens": 16},
     quick={"sizes": (True,), "turns": 1, "processes": 0, "new_tokens": 2},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

@@ -1,8 +1,6 @@
 """Speculation: `PagedEngine` with drafts by n-grams against the same engine without, in turns, on a
 model that the benchmark trains first.
 
-    python -m benchmarks.speculation [--only W7,W8] [--turns 15] [--quick] [--json PATH]
-
 W7 and W8: 32 rows and 1 row that copy the text of their prompt and replace some words. In float32
 on the CPU, greedy, with new prompts in every turn, from texts that the training did not have; 95%
 intervals. A target is met where the interval reaches it. The seconds of a turn are also told by
@@ -139,7 +137,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"warm_ups": 10, "steps": trained.STEPS, "rows": 32},
     quick={"turns": 1, "warm_ups": 1, "steps": 2, "rows": 3},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

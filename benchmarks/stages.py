@@ -28,44 +28,28 @@ NO_TIME, NOT_ENDED = "no time was left", "the run ended before it"
 
 
 class Stage(NamedTuple):
-    """
-    Args:
-        minutes (`float`): Of a run of `Options.of` minutes; 0: all that is left.
-        command (`str`): Module of this package, and its arguments.
-        full (`str`): Arguments of a run that is not quick.
-        file (`str`): Name of the JSON file.
-        peers (`Sequence[str]`): Engines for processors that run beside us.
-        title (`str`): What it shows.
-        variables (`dict[str, str]`): Of its environment.
-    """
+    """A benchmark that runs in a process of its own."""
 
     name: str
-    minutes: float
-    command: str
-    full: str = ""
-    file: str = ""
-    peers: Sequence[str] = ()
-    title: str = ""
-    variables: Mapping[str, str] = {}
+    minutes: float  # of a run of `Options.of` minutes; 0: all that is left
+    command: str  # module of this package, and its arguments
+    full: str = ""  # arguments of a run that is not quick
+    file: str = ""  # name of the JSON file
+    peers: Sequence[str] = ()  # engines for processors that run beside us
+    title: str = ""  # what it shows
+    variables: Mapping[str, str] = {}  # of its environment
 
 
 @dataclass(frozen=True)
 class Options:
-    """
-    Args:
-        minutes, of (`float`): Length of the run, and of the run that stages' minutes are part of.
-        out (`Path`): Folder of the files.
-        quick (`bool`): Whether the stages are small and only show that they run.
-        peers (`Sequence[str]`): Of the stages' peers, those that run.
-        arguments (`Sequence[str]`): Of every stage.
-    """
+    """How to run stages."""
 
-    minutes: float
-    of: float
-    out: Path
-    quick: bool = False
-    peers: Sequence[str] = ()
-    arguments: Sequence[str] = ()
+    minutes: float  # length of the run
+    of: float  # length of the run that stages' minutes are part of
+    out: Path  # folder of the files
+    quick: bool = False  # whether the stages are small and only show that they run
+    peers: Sequence[str] = ()  # the stages' peers that run
+    arguments: Sequence[str] = ()  # of every stage
 
     def command(self, stage: Stage, minutes: float) -> list[str]:
         module, *arguments = shlex.split(stage.command)

@@ -48,14 +48,10 @@ class NotAvailable(Exception):
 
 
 class Answer(NamedTuple):
-    """
-    Args:
-        rows (`list[list[int]]`): New tokens of every row.
-        times (`list[list[float]]`): `time.perf_counter` of each token; empty where unknown.
-    """
+    """What a system returns for a batch."""
 
-    rows: list[list[int]]
-    times: list[list[float]]
+    rows: list[list[int]]  # new tokens of every row
+    times: list[list[float]]  # `time.perf_counter` of each token; empty where unknown
 
 
 def joined(answers: Iterable[Answer]) -> Answer:
@@ -95,14 +91,9 @@ class StopsAt(StoppingCriteria):
 
 
 class System(ABC):
-    """
-    One way to generate.
+    """One way to generate."""
 
-    Args:
-        is_peer (`bool`): Whether it is several times slower than the others and gets fewer turns.
-    """
-
-    is_peer = False
+    is_peer = False  # whether it is several times slower than the others and gets fewer turns
 
     @abstractmethod
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
@@ -118,16 +109,10 @@ class System(ABC):
 
 @dataclass(frozen=True)
 class Generate(System):
-    """
-    `model.generate`.
+    """`model.generate`."""
 
-    Args:
-        batch_size (`int`): Prompts per call; 0: all.
-        cache (`str`, *optional*): `cache_implementation`.
-    """
-
-    batch_size: int = 0
-    cache: str | None = None
+    batch_size: int = 0  # prompts per call; 0: all
+    cache: str | None = None  # `cache_implementation`
     cache_config: hf_paged.PagedConfig | None = KEPT
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
@@ -237,14 +222,9 @@ class Engine(System):
 
 @dataclass
 class SmallPool(Engine):
-    """
-    An engine with a third of the peak blocks of another engine's last turn.
+    """An engine with a third of the peak blocks of another engine's last turn."""
 
-    Args:
-        of ([`Engine`]): The other engine.
-    """
-
-    of: Engine | None = None
+    of: Engine | None = None  # the other engine
 
     def __call__(self, model: Any, shape: Shape, workload: Workload, batch: Batch) -> Answer:
         if self.engine is None:

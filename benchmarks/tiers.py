@@ -1,8 +1,5 @@
-"""
-Prefixes loaded from disk (`prefix_tiers`), against computing them again, in float32; 95% intervals.
-A target is met where the interval reaches it.
-
-    python -m benchmarks.tiers [--model qwen2.5-0.5b] [--turns 5] [--only prefix|W3] [--json PATH]
+"""Prefixes loaded from disk (`prefix_tiers`), against computing them again, in float32; 95%
+intervals. A target is met where the interval reaches it.
 
 First case: time to first token in a new process, in turns for a prompt whose blocks another process
 has left in the folder and for a new prompt of the same length. Second case: workload W3 a second
@@ -151,7 +148,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"tokens": 2001, "scale": (1.0, 1.0)},
     quick={"model": "llama-tiny", "tokens": 201, "turns": 1, "scale": (0.5, 0.25)},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

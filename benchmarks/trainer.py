@@ -2,8 +2,6 @@
 its evaluation set, and so on: the weights differ in each evaluation. Plain and paged runs begin
 with the same weights; medians, 95% intervals. Target: at most plain's time.
 
-    python -m benchmarks.trainer [--turns 5] [--quick] [--json PATH]
-
 3 evaluations of 32 prompts of 33 to 64 tokens in batches of 16, 32 new tokens each, greedy, in
 float32. Timed are the prediction steps, `generate` and the loss; beside them the whole training.
 """
@@ -109,7 +107,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"is_tiny": False, "count": 32, "new_tokens": 32},
     quick={"is_tiny": True, "turns": 1, "count": 4, "new_tokens": 4},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

@@ -31,12 +31,31 @@ from hf_paged.kernels.triton import configs
 from hf_paged.kernels.triton.configs import LaunchConfig
 
 LOADS = {
-    "decode": {"batch": (64, 1, 4096), "long": (1, 1, 32768)},
-    "prefill": {"prompt": (1, 8192, 8192), "chunks": (4, 512, 4096)},
-    "short": {"speculated": (32, 8, 2048), "tails": (8, 16, 8192)},
+    "decode": [{"batch": (64, 1, 4096), "long": (1, 1, 32768)}],
+    "prefill": [
+        {"prompt": (1, 8192, 8192), "chunks": (4, 512, 4096)},
+        {"speculated": (32, 8, 2048), "tails": (8, 16, 8192)},
+    ],
 }
-"""Rows, queries and tokens per row of the timed problems; the geometric mean of the times
-decides."""
+"""By kernel, rows, queries and tokens per row of the timed problems of each entry; the geometric
+mean of the times decides."""
+DEFAULTS = {"decode": configs.default_decode_config, "prefill": configs.default_prefill_config}
+TILES = (16, 32, 64, 128)
+GRIDS = {
+    "decode": {
+        "tile": TILES,
+        "num_warps": (2, 4, 8),
+        "num_stages": (2, 3, 4, 5),
+        "programs_per_sm": (1, 2, 3, 4, 6),
+    },
+    "prefill": {
+        "block_m": TILES,
+        "tile": TILES,
+        "num_warps": (4, 8),
+        "num_stages": (1, 2, 3, 4),
+    },
+}
+"""By kernel, the launch parameters to try."""
 
 
 def launch(kind: str, call: AttentionCall, config: LaunchConfig | None = None) -> torch.Tensor:
@@ -48,17 +67,10 @@ def launch(kind: str, call: AttentionCall, config: LaunchConfig | None = None) -
     return kernels[kind](*inputs, scale=call.scale, config=config)
 
 
-def decode_candidates(default: LaunchConfig) -> list[LaunchConfig]:
+def candidates(kind: str, default: LaunchConfig) -> list[LaunchConfig]:
     """The default first, then the alternatives."""
-    grid = itertools.product((16, 32, 64, 128), (2, 4, 8), (2, 3, 4, 5), (1, 2, 3, 4, 6))
-    others = (LaunchConfig(tile, default.block_m, *sizes) for tile, *sizes in grid)
-    return list(dict.fromkeys([default, *others]))
-
-
-def prefill_candidates(default: LaunchConfig) -> list[LaunchConfig]:
-    """The default first, then the alternatives."""
-    grid = itertools.product((16, 32, 64, 128), (16, 32, 64, 128), (4, 8), (1, 2, 3, 4))
-    others = (LaunchConfig(tile, rows, *sizes) for rows, tile, *sizes in grid)
+    sizes = itertools.product(*GRIDS[kind].values())
+    others = (dataclasses.replace(default, **dict(zip(GRIDS[kind], values))) for values in sizes)
     return list(dict.fromkeys([default, *others]))
 
 
@@ -73,35 +85,19 @@ class Task(NamedTuple):
     kind: str
 
 
-def decode_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
-    """Entries that decodes of these heads look up."""
-    heads, kv_heads, key_dim, value_dim = HEADS[dim]
-    group = heads // kv_heads
-    options = decode_candidates(
-        configs.default_decode_config(key_dim, value_dim, dtype, group, chip)
-    )
-    key = configs.entry_name("decode", key_dim, value_dim, dtype, group)
-    return [Task(key, dim, dtype, LOADS["decode"], options, "decode")]
-
-
-def prefill_tasks(dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
-    """Entries that long chunks look up, and chunks that fill less than a tile."""
+def tasks_of(kind: str, dim: int, dtype: torch.dtype, chip: str) -> list[Task]:
+    """Entries that these heads look up: of decodes, or of long chunks and of chunks that fill less
+    than a tile."""
     heads, kv_heads, key_dim, value_dim = HEADS[dim]
     tasks: dict[str, Task] = {}
-    for name in ("prefill", "short"):
-        loads = LOADS[name]
+    for loads in LOADS[kind]:
         rows = heads // kv_heads * max(queries for _, queries, _ in loads.values())
-        key = configs.entry_name("prefill", key_dim, value_dim, dtype, min(rows, 128))
+        key = configs.entry_name(kind, key_dim, value_dim, dtype, min(rows, 128))
         if key not in tasks:
             # else enough query heads share a K/V head for short chunks to fill tiles, too
-            options = prefill_candidates(
-                configs.default_prefill_config(key_dim, value_dim, dtype, rows, chip)
-            )
-            tasks[key] = Task(key, dim, dtype, loads, options, "prefill")
+            options = candidates(kind, DEFAULTS[kind](key_dim, value_dim, dtype, rows, chip))
+            tasks[key] = Task(key, dim, dtype, loads, options, kind)
     return list(tasks.values())
-
-
-TASKS = decode_tasks, prefill_tasks
 
 
 def arms_of(task: Task, device: torch.device) -> dict[str, runner.Arm]:
@@ -160,8 +156,8 @@ def measure(args: argparse.Namespace, keep: Any) -> runner.Data:
         )
     device, rows = torch.device("cuda", torch.cuda.current_device()), list[runner.Data]()
     chip = configs.chip_name(device)
-    for tasks, dim, name in itertools.product(TASKS, args.dims, args.dtypes):
-        for task in tasks(dim, getattr(torch, name), chip):
+    for kind, dim, name in itertools.product(LOADS, args.dims, args.dtypes):
+        for task in tasks_of(kind, dim, getattr(torch, name), chip):
             task = task._replace(options=task.options[: args.most])
             best, figures = fastest(task.key, arms_of(task, device))
             (config,) = (one for one in task.options if str(one) == best)
@@ -188,7 +184,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"most": None, "seconds": 240.0},
     quick={"most": 2},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

@@ -1,9 +1,6 @@
-"""
-Decode steps of whole models with custom attention code, on the same states: over a `PagedCache`
+"""Decode steps of whole models with custom attention code, on the same states: over a `PagedCache`
 with blocks, one with contiguous rows in virtual memory (`storage="virtual"`), and transformers'
 `DynamicCache`.
-
-    python -m benchmarks.virtual [--only REGEX] [--turns 15] [--quick] [--json PATH]
 
 The models are as wide as models of 100 million parameters and more. Contenders take turns; each
 ratio is the median over turns, with its 95% interval. A target is met where the interval reaches
@@ -89,7 +86,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"size": (8, 512, 16), "shape": (12, 768, 12)},
     quick={"size": (2, 64, 4), "shape": (2, 64, 4), "turns": 2},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

@@ -32,31 +32,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class Workload:
-    """
-    Args:
-        prompt_lengths, new_tokens: Drawn for each prompt with the given generator; the same in
-            every repeat.
-        prefix (`int`): Length of the common prefix of all prompts.
-        options (`dict`): Options of `generate`.
-        target (`float`, *optional*): Least ratio of plain's time to ours; from the issue.
-        batch_sizes (`tuple[int, ...]`): Batch sizes of plain `generate`; the fastest counts.
-        repeats, fewest (`int`): Most and fewest turns of each system, as the run's time allows.
-        processes (`int`): Number of processes; each takes this number of turns.
-        in_threads (`bool`): Whether callers come one by one, each prompt from a thread of its own.
-    """
+    """Prompts and their new tokens; each prompt draws its lengths, the same in every repeat."""
 
     name: str
     num_prompts: int
     prompt_lengths: tuple[int, int]
     new_tokens: tuple[int, int]
-    prefix: int = 0
-    options: dict[str, Any] = field(default_factory=lambda: GREEDY)
-    target: float | None = None
-    batch_sizes: tuple[int, ...] = ()
-    repeats: int = 5
-    fewest: int = 2
-    processes: int = 1
-    in_threads: bool = False
+    prefix: int = 0  # length of the common prefix of all prompts
+    options: dict[str, Any] = field(default_factory=lambda: GREEDY)  # of `generate`
+    target: float | None = None  # least ratio of plain's time to ours; from the issue
+    batch_sizes: tuple[int, ...] = ()  # of plain `generate`; the fastest counts
+    repeats: int = 5  # most turns of each system, as the run's time allows
+    fewest: int = 2  # and fewest turns
+    processes: int = 1  # each takes this number of turns
+    in_threads: bool = False  # whether each prompt comes from a thread of its own
 
     @property
     def title(self) -> str:
@@ -146,8 +135,7 @@ def batch_of(trace: Trace, scale: float, vocab: int) -> Batch:
 
 def contiguous_bytes(shape: Shape, workload: Workload, batch: Batch, itemsize: int) -> int:
     """Bytes of plain `generate`'s `DynamicCache` with all prompts in one batch: every row as wide
-    as the widest prompt plus the longest answer. The last token's K/V are never computed.
-    """
+    as the widest prompt plus the longest answer. The last token's K/V are never computed."""
     rows = len(batch.prompts) * max(workload.rows_per_prompt, workload.num_beams)
     width = max(map(len, batch.prompts)) + max(batch.new_tokens) - 1
     return rows * shape.kv_bytes(width, itemsize)

@@ -1,7 +1,4 @@
-"""
-The first minutes on a GPU: whether everything works, and how fast.
-
-    python -m benchmarks.gpu_day [--minutes 9] [--out FOLDER] [--only a,c] [--device cuda|fake]
+"""The first minutes on a GPU: whether everything works, and how fast.
 
 Stages, each in a process with a limit: a runs the kernels' tests; b compares tokens with plain
 `generate`; c, d and e measure attention and the whole calls of two models; f runs `pytest -m gpu`.

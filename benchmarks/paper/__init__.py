@@ -11,13 +11,8 @@ VATTENTION = "vAttention, arXiv 2405.04437"
 
 
 def published(figure: str, source: str, why: str = "") -> dict[str, Any]:
-    """
-    Columns of a row with a published figure.
-
-    Args:
-        source (`str`): The paper, and the section or figure that was read.
-        why (`str`): Reason why ours differs.
-    """
+    """Columns of a row with a published figure. `source`: the paper, and the section or figure that
+    was read. `why`: the reason why ours differs."""
     return {"published": figure, "published in": source, "what differs": why}
 
 

@@ -5,8 +5,6 @@ medians with the least and the greatest over several seeds. The spread is that o
 logarithms, a constant that the paper does not give. Preemption and spikes are timed in turns of two
 processes, with 95% intervals. Earlier results of spikes have mechanisms that are no longer there.
 
-    python -m benchmarks.paper [--only waste,spikes] [--turns 8] [--quick] [--json PATH]
-
 What a case has in common with the paper's is in its docstring, `benchmarks/paper/`.
 """
 
@@ -41,7 +39,6 @@ BENCHMARK = runner.Benchmark(
     fixed={"requests": 10_000, "seeds": 5},
     quick={"requests": 400, "seeds": 1, "turns": 1, "processes": 0},
 )
-main = BENCHMARK.main
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(BENCHMARK.main())

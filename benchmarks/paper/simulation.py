@@ -131,8 +131,7 @@ def batch_size(args: argparse.Namespace) -> Iterator[runner.Case]:
 
 def grow(manager: BlockManager, count: int, prompt: int, output: int) -> tuple[int, int, int]:
     """Grows `count` samples of one prompt token by token. Returns the blocks named in their tables
-    and the blocks in use, each summed over the steps, and the peak in use.
-    """
+    and the blocks in use, each summed over the steps, and the peak in use."""
     pool = manager.groups[0].pool
     first = manager.new()
     if not first.append(prompt):

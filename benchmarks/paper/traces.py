@@ -18,8 +18,7 @@ SIGMAS = (0.5, SIGMA, 1.5)
 @dataclass(frozen=True)
 class Lengths:
     """Prompt and output lengths of a data set: log-normal, with the long tail of the paper's
-    histograms; the means are the paper's, which does not give the spread.
-    """
+    histograms; the means are the paper's, which does not give the spread."""
 
     name: str
     mean_in: float
@@ -33,12 +32,7 @@ Trace = list[tuple[int, int]]
 
 
 def make_trace(lengths: Lengths, count: int, seed: int = 0, sigma: float = SIGMA) -> Trace:
-    """
-    The lengths of `count` requests.
-
-    Args:
-        sigma (`float`): The spread of the lengths' logarithms.
-    """
+    """The lengths of `count` requests; `sigma`: the spread of their logarithms."""
     draw, trace = random.Random(seed), Trace()
     for _ in range(count):
         prompt = _length(draw, lengths.mean_in, LONGEST - 1, sigma)

@@ -28,16 +28,11 @@ _ROOT = _HERE.parents[1]
 
 
 class Engine(NamedTuple):
-    """
-    Args:
-        title (`str`): Name in the tables.
-        worker (`str`): Function of `worker.py`.
-        settings (`dict`): What the worker is told beside the workload and the weights' dtype.
-    """
+    """An engine that runs in a separate process."""
 
-    title: str
-    worker: str
-    settings: dict[str, Any] = {}
+    title: str  # name in the tables
+    worker: str  # function of `worker.py`
+    settings: dict[str, Any] = {}  # for the worker, besides the workload and the weights' dtype
 
 
 ENGINES = {
@@ -129,14 +124,8 @@ def preloaded(folder: Path) -> list[str]:
 
 
 class Peer(System):
-    """
-    An engine that loads the model from files.
-
-    Args:
-        name (`str`): One of `ENGINES`.
-        int8 (`bool`): Whether the engine uses its own 8-bit weights; only OpenVINO makes them from
-            these files.
-    """
+    """One of `ENGINES`, which loads the model from files. `int8`: whether the engine uses its own
+    8-bit weights; only OpenVINO makes them from these files."""
 
     def __init__(self, name: str, int8: bool = False) -> None:
         self.name, self.int8, self.settings = name, int8, ""

@@ -21,20 +21,13 @@ TITLE_OF = {name: f"{name} ({workload.title})" for name, workload in ALL.items()
 
 
 class Beside(NamedTuple):
-    """
-    One workload: ours beside plain `generate` and the fastest other engine.
-
-    Args:
-        speed, over_engine: Plain's time, and that engine's, over ours; `None`: it did not run.
-        share (`float`): Our peak bytes of K/V over plain's.
-        engine (`str`): Its name.
-    """
+    """One workload: ours beside plain `generate` and the fastest other engine."""
 
     name: str
-    speed: paired.Estimate
-    share: float
-    engine: str = ""
-    over_engine: paired.Estimate | None = None
+    speed: paired.Estimate  # plain's time over ours
+    share: float  # our peak bytes of K/V over plain's
+    engine: str = ""  # name of the fastest other engine; empty if none ran
+    over_engine: paired.Estimate | None = None  # its time over ours
 
 
 def beside(rows: list[Data]) -> Iterator[Beside]:
@@ -100,17 +93,10 @@ def headline() -> str:
 
 def in_other_dtype() -> str:
     """The sentence on the same calls in the dtype that the six rows are not in."""
-    name = FILES["other_dtype"]
-    if not report.exists(name):
-        return ""
-    data = report.result(name)
-    pairs = [
-        [tables.base_of(data["rows"], workload, system) for system in ("plain", "ours")]
-        for workload in WORKLOADS
-    ]
-    speeds = [tables.ratio_of(plain, ours) for plain, ours in pairs if plain and ours]
+    speeds = [one.speed for one in beside(rows_of("other_dtype")) if one.name in WORKLOADS]
     if not speeds:
         return ""
+    data = report.result(FILES["other_dtype"])
     dtype, facts = dtype_of(data), data["facts"]
     without = dtype == "bfloat16" and facts["bf16"] == "no instructions"
     why = ", for which this processor has no instructions" if without else ""
@@ -136,15 +122,19 @@ def losses(workloads: Iterable[Beside]) -> str:
     return f"{said} No other engine was measured in {', '.join(alone)}." if alone else said
 
 
-def ratios(name: str, base: str, system: str) -> dict[str, paired.Estimate]:
-    """By case, the base's time over the system's, of a stage; empty if it has not run."""
-    if not report.exists(FILES[name]):
-        return {}
-    data = report.result(FILES[name])
-    runs = data.get("runs", [data])
+def rows_of(stage: str) -> list[Data]:
+    """The rows of a stage; none if it has not run."""
+    if not report.exists(FILES[stage]):
+        return []
+    data = report.result(FILES[stage])
+    return [row for run in data.get("runs", [data]) for row in run["rows"]]
+
+
+def ratios(stage: str, base: str, system: str) -> dict[str, paired.Estimate]:
+    """By case, the base's time over the system's, of a stage."""
     return {
         row["case"]: ratio
-        for row, other, ratio, _ in tables.comparisons([row for run in runs for row in run["rows"]])
+        for row, other, ratio, _ in tables.comparisons(rows_of(stage))
         if other == base and row["system"].startswith(system)
     }
 

@@ -29,25 +29,15 @@ TINY, ADAPTERS = ".*, tiny, .*", "32 rows over 8 adapters"
 
 
 class Target(NamedTuple):
-    """
-    The most that our time should be of another system's.
+    """The most that our time should be of another system's."""
 
-    Args:
-        stage (`str`): Of `benchmarks.all`.
-        cases (`str`): Regular expression for the whole name of a case.
-        most (`float`): Our time over the other's.
-        lever (`str`): What would move it most.
-        ours, other (`str`): Systems of the rows; [`BEST`]: of other engines the fastest.
-        title (`str`): Of the cases; empty: the workload's.
-    """
-
-    stage: str
-    cases: str
-    most: float
-    lever: str
-    ours: str = "ours"
-    other: str = BEST
-    title: str = ""
+    stage: str  # of `benchmarks.all`
+    cases: str  # regular expression for the whole name of a case
+    most: float  # our time over the other's
+    lever: str  # what would move it most
+    ours: str = "ours"  # a system of the rows
+    other: str = BEST  # the system that it is compared with
+    title: str = ""  # of the cases; empty: the workload's
 
 
 TARGETS = (
@@ -91,20 +81,13 @@ class Measured(NamedTuple):
 
 def measured(target: Target) -> Iterator[Measured]:
     """Yields what the committed file has of a target."""
-    name = overview.FILES[target.stage]
-    for row in report.result(name)["rows"] if report.exists(name) else ():
+    systems = TITLES.values() if target.other == BEST else [target.other]
+    rows = overview.rows_of(target.stage)
+    for row in rows:
         is_meant = row["system"] == target.ours and re.fullmatch(target.cases, row["case"])
-        if not (is_meant and row["seconds"]):
-            continue
-        rows, case = report.result(name)["rows"], row["case"]
-        is_best = target.other == BEST
-        other = (
-            overview.fastest(rows, case, TITLES.values())
-            if is_best
-            else tables.base_of(rows, case, target.other)
-        )
-        if other is not None:
-            yield Measured(1 / tables.ratio_of(other, row).value, case, other["system"])
+        if is_meant and row["seconds"] and (other := overview.fastest(rows, row["case"], systems)):
+            share = 1 / tables.ratio_of(other, row).value
+            yield Measured(share, row["case"], other["system"])
 
 
 def missed() -> str:

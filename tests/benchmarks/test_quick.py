@@ -57,7 +57,7 @@ def test_quick(name, tmp_path, capsys):
         pytest.importorskip({"grpo": "trl", "lora": "peft"}[name])
     module, path = importlib.import_module(f"benchmarks.{name}"), tmp_path / "found.json"
     try:
-        status = module.main(["--quick", *ARGUMENTS.get(name, ()), "--json", str(path)])
+        status = module.BENCHMARK.main(["--quick", *ARGUMENTS.get(name, ()), "--json", str(path)])
     finally:
         if name == "grpo":  # it installs more
             hf_paged.uninstall()

@@ -79,7 +79,7 @@ def test_wide_heads_take_smaller_tiles_on_chips_with_less_shared_memory() -> Non
 
 def test_tune_leaves_out_what_is_wrong_or_does_not_fit() -> None:
     default = LaunchConfig(tile=64)
-    options = list(tune.decode_candidates(default))
+    options = list(tune.candidates("decode", default))
     assert options[0] == default and len(set(options)) == len(options)
     wrong, too_large, best = map(str, options[1:4])
 
@@ -117,7 +117,7 @@ def test_tune_knows_the_entries_that_prefill_looks_up(monkeypatch: pytest.Monkey
     asked: list[str] = []
     monkeypatch.setattr(configs, "_load_table", lambda chip: dict.fromkeys(asked, found))
     for dim, (heads, kv_heads, *dims) in tune.HEADS.items():
-        asked[:] = [task.key for task in tune.prefill_tasks(dim, dtype, "none")]
+        asked[:] = [task.key for task in tune.tasks_of("prefill", dim, dtype, "none")]
         assert len(asked) == len(set(asked)) >= 1
         for rows in (4096, 8 * heads // kv_heads, 16 * heads // kv_heads):
             is_known = configs.entry_name("prefill", *dims, dtype, min(rows, 128)) in asked

@@ -95,7 +95,8 @@ class EngineCore(EngineLoop):
         the errors of `PagedEngine.add_request`."""
         # without the lock, so that other threads can take steps meanwhile: tokenizing a prompt and
         # compiling a grammar may take long
-        prompt, inputs = split_inputs(prompt, options.inputs)
+        has_encoder = self.model.config.is_encoder_decoder
+        prompt, inputs = split_inputs(prompt, options.inputs, has_encoder)
         ids: list[int] = []
         if prompt is not None or inputs is None:
             ids = prompt_ids(prompt, tokenizer)

@@ -9,6 +9,7 @@ import reprlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
@@ -23,11 +24,14 @@ from .arguments import quoted
 Prompt = Any
 
 
-def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | None]:
+def split_inputs(
+    prompt: Prompt, inputs: Any, has_encoder: bool = False
+) -> tuple[Prompt, dict[str, Any] | None]:
     """Separates a prompt from its model inputs besides token ids: `inputs` and, if `prompt` is the
     output of a processor, its entries that `inputs` lacks. Returns the prompt and the inputs,
-    either of which may be `None`. Raises `ValueError` for invalid names, padding, and inputs of
-    several prompts."""
+    either of which may be `None`. `has_encoder`: whether the ids are an encoder's, whose mask may
+    hide tokens. Raises `ValueError` for invalid names, other padding, and inputs of several
+    prompts."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ValueError(
             f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs besides token ids"
@@ -39,18 +43,12 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
         prompt = prompt.get("input_ids")
         mask = model_inputs.get("attention_mask")
         if prompt is not None and mask is not None:
-            are_tensors = isinstance(mask, Tensor) and isinstance(prompt, Tensor)
-            if are_tensors and mask.shape != prompt.shape:
-                raise ValueError(
-                    f"`attention_mask` has the shape {tuple(mask.shape)} and `input_ids`"
-                    f" {tuple(prompt.shape)}: pass both as the processor returned them"
-                )
-            if not isinstance(mask, Tensor) or not bool(mask.all()):
-                raise ValueError(
-                    "the attention mask is not a tensor of ones: pass a prompt with images or audio"
-                    " as tensors, without padding"
-                )
-            del model_inputs["attention_mask"]
+            model_inputs["attention_mask"] = _row_mask(mask, prompt, has_encoder)
+    elif isinstance(prompt, Mapping) and (has_encoder or model_inputs):
+        has_mask = prompt.get("attention_mask") is not None
+        prompt = prompt_ids(prompt, None)  # without padding
+        if has_mask and prompt:
+            model_inputs.setdefault("attention_mask", torch.ones(1, len(prompt), dtype=torch.long))
     disallowed_names = {"input_ids", *compat.CACHE_NAMES, *vars(GenerationConfig())}
     disallowed_inputs = sorted(map(str, disallowed_names & model_inputs.keys()))
     if disallowed_inputs:
@@ -63,6 +61,24 @@ def split_inputs(prompt: Prompt, inputs: Any) -> tuple[Prompt, dict[str, Any] | 
         raise ValueError(f"a request takes one prompt, but {mismatch}")
     # copied, since the caller may write to the tensors before the request runs
     return prompt, map_tensors(Tensor.clone, model_inputs) or None
+
+
+def _row_mask(mask: Any, ids: Any, has_encoder: bool) -> Tensor:
+    """Returns the attention mask of a prompt with further inputs, `(1, length)`. It stays an input
+    even if it hides nothing, since without one a model may choose another: one that hides pad
+    tokens inside the prompt, or that knows only the tokens, but not the patches of an image."""
+    are_tensors = isinstance(mask, Tensor) and isinstance(ids, Tensor)
+    if are_tensors and mask.shape != ids.shape:
+        raise ValueError(
+            f"`attention_mask` has the shape {tuple(mask.shape)} and `input_ids`"
+            f" {tuple(ids.shape)}: pass both as the processor returned them"
+        )
+    if not isinstance(mask, Tensor) or not (has_encoder or bool(mask.all())):
+        raise ValueError(
+            "the attention mask is not a tensor of ones: pass a prompt with images or audio as"
+            " tensors, without padding"
+        )
+    return mask[None] if mask.dim() == 1 else mask
 
 
 def has_inputs(prompt: Mapping[str, Any]) -> bool:
@@ -207,7 +223,10 @@ def split_prompts(
             )
         prompts = [prompts]
     elif isinstance(prompts, Mapping):
+        has_mask = prompts.get("attention_mask") is not None
         prompts, is_single = _mapping_ids(prompts)
+        if has_mask:
+            prompts = [{"input_ids": [x], "attention_mask": [[1] * len(x)]} for x in prompts]
     if is_single:
         raise ValueError(
             f"{reprlib.repr(prompts)} is one prompt: pass a list of prompts, or call `add_request`"

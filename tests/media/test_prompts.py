@@ -751,6 +751,30 @@ def test_hooks_that_change_and_masks_with_holes_are_seen() -> None:
             engine.add_request(ids, inputs={"pixel_values": pixels, "attention_mask": hole})
 
 
+@pytest.mark.parametrize("name", [LLAVA, "UdopForConditionalGeneration"])
+def test_a_mask_reaches_the_model_as_given(name: str) -> None:
+    """Without a mask of ones, Llava's prompts would hide pad tokens, and UDOP's encoder would hide
+    a picture; an encoder's mask may also hide tokens."""
+    model = model_of(name)
+    has_encoder = model.config.is_encoder_decoder
+    batch = pictures(name)
+    calls = [{key: x[row : row + 1] for key, x in batch.items()} for row in range(2)]
+    if not has_encoder:
+        calls = rows_of(name)
+        calls[0]["input_ids"][0, -2] = 7
+    mask = calls[0]["attention_mask"]
+    assert mask.all() and not (has_encoder and calls[1]["attention_mask"].all())
+    options = {**GREEDY, "min_new_tokens": 8, "pad_token_id": 7}
+    expected = [model.generate(**call, **options)[0].tolist() for call in calls]
+    ids = {"input_ids": calls[0]["input_ids"][0].tolist(), "attention_mask": mask[0].tolist()}
+    others = {key: x for key, x in calls[0].items() if key not in ids}
+    with PagedEngine(model, SMALL) as engine:
+        engine.add_request(ids, options, inputs=others, request_id="tokenized")
+        results = [run_all(engine)["tokenized"], *engine.generate(calls, options)]
+    for result, plain in zip(results, [expected[0], *expected], strict=True):
+        assert result.token_ids == plain[-GREEDY["max_new_tokens"] :]
+
+
 # -- text before a picture -------------------------------------------------------------------------
 
 

@@ -267,6 +267,23 @@ def test_inputs_that_have_a_graph(name: str) -> None:
     assert given[0]["inputs_embeds"].requires_grad
 
 
+def test_an_encoder_gets_the_mask_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, masks = copy.deepcopy(build(T5)), list[Any]()
+    encode = model.encoder.forward
+
+    def watched(*args: Any, attention_mask: Any = None, **inputs: Any) -> Any:
+        masks.append(None if attention_mask is None else attention_mask.tolist())
+        return encode(*args, attention_mask=attention_mask, **inputs)
+
+    ids = torch.tensor([[5, 6, 0], [5, 6, 7]])
+    options = {"max_new_tokens": 2, **GREEDY}
+    with PagedEngine(model, SMALL) as engine:
+        monkeypatch.setattr(model.encoder, "forward", watched)
+        engine.generate({"input_ids": ids, "attention_mask": (ids > 0).long()}, options)
+        engine.generate(ids, options)
+    assert masks == [[[1, 1]], [[1, 1, 1]], None, None]
+
+
 def test_a_request_whose_encoder_fails_after_new_weights_fails_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

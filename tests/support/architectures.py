@@ -237,7 +237,6 @@ def _route(model: PreTrainedModel) -> Any:
 
 def _check_requests(model: PreTrainedModel, rows: list[dict[str, Any]]) -> ModeResult:
     """Compares rows, added to an engine before its first step, with each row alone."""
-    rows = [{name: x for name, x in row.items() if name != "attention_mask"} for row in rows]
     options = MODES["greedy"]
     try:
         outputs = [_tokens(_generate(model, row, "greedy", paged=False)) for row in rows]

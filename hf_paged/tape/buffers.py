@@ -160,12 +160,13 @@ class Arena:
         return self._addresses[ref.buffer_id] + ref.offset
 
     def tensor(self, ref: TensorRef) -> Tensor:
-        """Returns a tensor over the memory of `ref`. The tensor does not keep that memory alive:
-        the arena, or the owner of memory outside it, must outlive the tensor."""
+        """Returns a tensor over the memory of `ref`. The tensor keeps the arena's memory alive, but
+        the owner of memory outside the arena must outlive the tensor."""
         if 0 in ref.sizes:
             return torch.empty(ref.sizes, dtype=ref.dtype, device="cpu")
         array_type = ctypes.c_char * ref.span_bytes
-        memory = array_type.from_address(self.address(ref))
+        memory: Any = array_type.from_address(self.address(ref))
+        memory.owner = self._memory
         with torch.inference_mode(False):
             elements = torch.frombuffer(memory, dtype=ref.dtype)
             return elements.as_strided(ref.sizes, ref.strides)

@@ -1,18 +1,23 @@
-"""The entries of a tape, except row operations: calls of C++ kernels, matrix products and PyTorch's
-operations. Packs the arguments of the entries that run in C++. `tape.py` runs the entries."""
+"""The entries of a tape, except row operations: calls of C++ kernels, matrix products, PyTorch's
+operations and calls of modules. Packs the arguments of the entries that run in C++. `tape.py` runs
+the entries."""
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Hashable
+import weakref
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..kernels.cpp import linear
 from ..kernels.cpp.build import best_path
 from .buffers import AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
+from .live import LiveRefused, LiveValue
 from .rows import RowOps
 
 
@@ -115,7 +120,60 @@ class TorchOp:
     writes: set[int]
 
 
-Entry = RowOps | KernelEntry | Linear | TorchOp
+@dataclass(eq=False)
+class ModuleCall:
+    """A call of a live module (`live.py`), with [`TensorRef`]s in place of tensors."""
+
+    module: weakref.ref[nn.Module]
+    arguments: Any  # positional and keyword arguments
+    # its result, or the items of the tuple or list that it returns: where to copy each tensor, a
+    # `LiveValue` for each other value, or `None`
+    results: list[Any]
+    result_type: type  # tuple, list or `Tensor`
+    reads: set[int]  # ids of buffers
+    writes: set[int]
+
+    def bind(
+        self, tensor_of: Callable[[TensorRef], Tensor], values: dict[int, Any]
+    ) -> Callable[[], None]:
+        """Returns a function that calls the module on the tape's memory. `values`: those that live
+        modules of the tape return in a replay, by `id` of what stands for them."""
+        arguments = tree_map_only(TensorRef, tensor_of, self.arguments)
+        leaves, spec = tree_flatten(arguments)
+        targets = tree_map_only(TensorRef, tensor_of, self.results)
+
+        def run() -> None:
+            current = [values[id(leaf)] if type(leaf) is LiveValue else leaf for leaf in leaves]
+            args, kwargs = tree_unflatten(current, spec)
+            module = self.module()
+            assert module is not None
+            with torch.no_grad():
+                result = module(*args, **kwargs)
+                is_sequence = self.result_type is not Tensor
+                items = result if is_sequence else [result]
+                if type(result) is not self.result_type or len(items) != len(targets):
+                    raise LiveRefused(type(module), "returns results of different types")
+                for target, item in zip(targets, items):
+                    if type(target) is LiveValue:
+                        values[id(target)] = item
+                    elif not _is_alike(target, item):
+                        raise LiveRefused(type(module), "returns tensors of different sizes")
+                    elif target is not None:
+                        target.copy_(item)
+
+        return run
+
+
+def _is_alike(target: Tensor | None, result: Any) -> bool:
+    """Whether a live module's result can be copied to `target` as it is."""
+    if target is None:
+        return result is None
+    if not isinstance(result, Tensor) or result.shape != target.shape:
+        return False
+    return result.dtype is target.dtype and result.device == target.device
+
+
+Entry = RowOps | KernelEntry | Linear | TorchOp | ModuleCall
 
 
 def lifetimes(entries: list[Entry]) -> dict[int, tuple[int, int]]:

@@ -46,6 +46,10 @@ class GraphKey(NamedTuple):
     # autocast dtype, training mode, batch invariance, kind of step, torch's options
     options: Hashable = None
 
+    def without_unused_rows(self, num_decodes: int) -> GraphKey:
+        """Returns the key of a graph that serves only steps of exactly this many decodes."""
+        return self._replace(num_decodes=num_decodes, options=(self.options, num_decodes))
+
     @property
     def num_rows(self) -> int:
         """All rows. With chunks, these include one more row, for the padding tokens."""

@@ -26,7 +26,6 @@ from ..cache.memory import PagedMemory, autocast_dtype
 from ..cache.paged_cache import PagedCache
 from ..interrupts import is_interrupt
 from ..kernels import BACKEND_VARIABLE
-from ..kernels.cpp.build import batch_invariant
 from ..model.state import ModelState
 from ..seams import ForwardContext, RecordedContext
 from ..step import KeysReadError
@@ -36,6 +35,7 @@ from .checks import Checks
 from .graph_keys import MAX_CHUNK_TOKENS, MAX_GRAPHS, GraphKey, Prefixes, key_of, limit_below
 from .inputs import StaticInputs, StaticOutputs
 from .length import LengthRange
+from .live import LiveModules, LiveRefused
 from .misses import MIN_REPLAYS, Misses
 from .recorders import (
     GraphBackend,
@@ -46,11 +46,12 @@ from .recorders import (
     note_unrecorded,
     reason_of,
     storage_addresses,
+    uncached_autocast,
     undoing_writes,
 )
 from .run_ahead import GraphRunAhead
 from .shared_prefixes import SharedPrefixes
-from .torch_options import must_run_eagerly, torch_options
+from .torch_options import reason_against_replays, step_options, torch_options
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +116,7 @@ class StepGraphs:
         self._blocks: list[weakref.ref[KVBlocks]] = []  # the blocks whose addresses the graphs use
         self._shared_prefixes = SharedPrefixes(self._model, groups)
         self._misses = Misses()
+        self._live = LiveModules()
         # after failures, the largest sizes still recorded, by what they count: "decodes", "chunk
         # tokens" or "prefixes", whose limit is always 0
         self._limits: dict[str, int] = {}
@@ -153,6 +155,7 @@ class StepGraphs:
             self.clear()
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
             self.checks.clear()
+            self._live.clear()
             self.reads_keys = False
             self.lengths = LengthRange()
         if reads_keys and not self.reads_keys:
@@ -214,7 +217,13 @@ class StepGraphs:
         if reason is not None:
             note_unrecorded(reason)
             return None
-        if not self._is_recordable(tokens, context) or must_run_eagerly(self._untracked_reason):
+        if not self._is_recordable(tokens, context):
+            return None
+        reason = reason_against_replays(self._untracked_reason) or self._live.reason_against(
+            context
+        )
+        if reason is not None:
+            note_unrecorded(reason)
             return None
         # the lock keeps other threads from moving blocks until the replay is launched
         with self._lock:
@@ -287,18 +296,9 @@ class StepGraphs:
         variant, num_ranges = None, 0
         if self._context is not None:
             variant, num_ranges = self._context.variant, self._context.num_ranges
-        options = (
-            autocast_dtype(self._device),
-            getattr(self._model(), "training", False),
-            batch_invariant.get(),
-            kind,
-            torch.get_default_dtype(),
-            torch.get_num_threads(),
-            torch._C._get_deterministic_algorithms(),
-            torch._C._get_fp32_precision_getter("cuda", "matmul"),
-            torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
-        )
-        return key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
+        options = kind, step_options(self._device, self._model())
+        key = key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
+        return key.without_unused_rows(tokens.num_decodes) if self._live.classes else key
 
     def _find_or_record(
         self,
@@ -323,8 +323,9 @@ class StepGraphs:
         tokens: PackedTokens,
         prefixes: Prefixes,
         token_ids: Tensor | None,
-    ) -> Tensor:
-        """Replays the graph of `key` for a step; returns a copy of the step's logits."""
+    ) -> Tensor | None:
+        """Replays the graph of `key` for a step; returns a copy of the step's logits. If a live
+        module returns other kinds of results, drops the graph and returns `None`."""
         recorded = self._graphs[key] = self._graphs.pop(key)  # now the last used
         recorded.num_replays += 1
         if recorded.num_replays == MIN_REPLAYS:
@@ -335,7 +336,12 @@ class StepGraphs:
                 target = recorded.inputs.token_ids[0, : len(token_ids)]
                 target.copy_(token_ids)
             recorded.inputs.move_in(self._states)
-            recorded.graph.replay()
+            try:
+                recorded.replay()
+            except LiveRefused as error:
+                self._live.learn(error)
+                self._graphs.pop(key, None)
+                return None
             recorded.inputs.grow(self._states)
             return recorded.logits[: len(tokens.last)].clone()  # the next replay overwrites them
 
@@ -362,6 +368,8 @@ class StepGraphs:
                     self.reads_keys = True
                     self.clear()  # graphs are recorded again, with smaller block tables
                     return None
+                if not self._backend.on_device and self._live.learn(error):
+                    return None  # the next step tries again
                 logger.debug("capturing %s failed", key, exc_info=True)
                 self._handle_failure(key, error, reason_of(error, handled))
                 return None
@@ -393,25 +401,16 @@ class StepGraphs:
         storages |= storage_addresses(inputs.state_buffers)
         outputs: list[Tensor] = []
         run = functools.partial(_run_forward, weakref.ref(self), inputs, outputs, recorded_context)
-        # without autocast's cache, so that replays convert the weights: a graph must not read the
-        # cached copies, which are freed when autocast ends
-        dtype = autocast_dtype(self._device)
-        uncached = torch.autocast(
-            self._device.type,
-            dtype,
-            enabled=dtype is not None,
-            cache_enabled=False,
-        )
         model = self._model()
         with self.in_order():
             inputs.fill(tokens, prefixes, self._ranges(recorded_context, tokens))
-            with uncached, undoing_writes(model):
+            with uncached_autocast(self._device), undoing_writes(model), self._live.calling():
                 graph = self._backend.capture(run, storages, prepare)
                 if not self._backend.on_device:
                     # a tape runs other kernels than the modules do
                     num_rows = max(1, len(tokens.last))
                     results = [outputs[0], *inputs.state_buffers]
-                    dtypes = {dtype, getattr(model, "dtype", None)}
+                    dtypes = {autocast_dtype(self._device), getattr(model, "dtype", None)}
                     check_replay(graph.replay, [x[:num_rows] for x in results], dtypes, prepare)
         return RecordedStep(inputs, outputs[0], graph, recorded_context)
 

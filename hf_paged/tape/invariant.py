@@ -23,7 +23,7 @@ from ..interrupts import restoring
 from ..kernels.cpp.build import batch_invariant, kernel, observer
 from ..step import NotCapturable, NotPackable
 from .buffers import TensorRef
-from .entries import KernelEntry, Linear, TorchOp, check_kernel
+from .entries import KernelEntry, Linear, ModuleCall, TorchOp, check_kernel
 from .exact import is_batch_invariant
 from .lower import Lowering
 from .products import RowProducts
@@ -222,7 +222,7 @@ def _create_program(
         entries = lowering.run([operation])
     except NotCapturable as error:
         raise NotInvariant(str(error)) from None
-    kernels = [entry for entry in entries if not isinstance(entry, TorchOp)]
+    kernels = [entry for entry in entries if not isinstance(entry, (TorchOp, ModuleCall))]
     # `batch_invariant` is set, so the lowering refuses operations that neither PyTorch nor a kernel
     # computes batch-invariantly
     assert entries and len(kernels) == len(entries)

@@ -5,6 +5,7 @@ keeps the remaining operations as calls of PyTorch. `passes.py` makes changes ac
 from __future__ import annotations
 
 import struct
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,11 @@ from ..kernels.cpp.linear import max_rows
 from ..step import NotCapturable
 from .buffers import DTYPE_NUMBERS, FLOAT_DTYPE_NUMBERS, Buffers, buffer_ids_of
 from .codes import CodedWeights
-from .entries import Entry, KernelEntry, Linear, LinearPiece, TorchOp
+from .entries import Entry, KernelEntry, Linear, LinearPiece, ModuleCall, TorchOp
 from .exact import is_along_last_axis, is_batch_invariant, is_view_in_place
+from .live import LiveRefused
 from .passes import simplify
-from .record import KernelCall, Operation, Recorded, tensors_in
+from .record import ContentReadError, KernelCall, LiveCall, Operation, Recorded, tensors_in
 from .rows import RowOps, TensorLayout, layout, shape_of
 
 _PICK = struct.Struct("3Q5q")  # struct PickCall
@@ -82,6 +84,8 @@ class Lowering:
         for operation in operations:
             if isinstance(operation, KernelCall):
                 self._add_kernel(operation)
+            elif isinstance(operation, LiveCall):
+                self._add_module(operation)
             else:
                 self._add_operation(operation)
         return simplify(self.entries, self.buffers)
@@ -384,6 +388,31 @@ class Lowering:
         writes = buffer_ids_of(outputs.values())
         self.entries.append(KernelEntry(call.name, call.packed, inputs | outputs, reads, writes))
 
+    def _add_module(self, call: LiveCall) -> None:
+        if batch_invariant.get():
+            raise ContentReadError(type(call.module).__name__)
+        try:
+            are_persistent = all(map(self.is_persistent, call.reads))
+        except NotCapturable:
+            are_persistent = False
+        if not are_persistent:
+            raise LiveRefused(
+                type(call.module), "reads a tensor that is neither its argument nor the model's"
+            )
+        arguments = call.args, call.kwargs
+        for tensor in tensors_in(call.result):
+            self.buffers.add(tensor)
+        inputs = [*tensors_in(arguments), *call.reads]
+        self._retain(inputs)
+        is_sequence = isinstance(call.result, (tuple, list))
+        results = self._refs([*call.result] if is_sequence else [call.result])
+        reads = buffer_ids_of(self._refs(inputs))
+        writes = buffer_ids_of(results)
+        module = weakref.ref(call.module)
+        references = self._refs(arguments)
+        result_type = type(call.result)
+        self.entries.append(ModuleCall(module, references, results, result_type, reads, writes))
+
     def _refs(self, x: Any) -> Any:
         """Replaces the tensors in `x` by `TensorRef`s."""
         return tree_map_only(Tensor, self.buffers.ref, x)
@@ -435,6 +464,8 @@ def _written_addresses(operations: list[Recorded]) -> Iterator[int]:
         tensors: Iterable[Tensor] = ()
         if isinstance(operation, KernelCall):
             tensors = operation.writes.values()
+        elif isinstance(operation, LiveCall):
+            tensors = ()  # all its results are new
         elif not is_view_in_place(operation.function):
             tensors = written_tensors(operation.function, operation.args, operation.kwargs)
         yield from map(_storage_address, tensors)

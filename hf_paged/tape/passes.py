@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from ..kernels.cpp.linear import MAX_PIECES
 from .buffers import Buffers
-from .entries import Entry, Linear, TorchOp
+from .entries import Entry, Linear, ModuleCall, TorchOp
 from .rows import RowOps
 
 _MAX_DISTANCE = 5  # maximum distance, in entries, of two lists of row operations that are merged
@@ -140,6 +140,6 @@ def _elide_last_copy(entries: list[Entry], buffers: Buffers) -> None:
     if not has_same_layout or source.is_narrow or not is_whole or len(users) != 1:
         return
     (producer,) = users
-    if buffer_id not in producer.reads and not isinstance(producer, TorchOp):
+    if buffer_id not in producer.reads and not isinstance(producer, (TorchOp, ModuleCall)):
         buffers.fixed_addresses[buffer_id] = target.ref.offset
         entries.pop()

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from contextvars import ContextVar
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -53,6 +54,14 @@ function, a copy of its source if that is on the host (otherwise `None`), and th
 an operation that runs again, since only the size of its result is constant."""
 
 
+class ContentReadError(NotCapturable):
+    """In a step that is being recorded, Python or an operation reads the content of a tensor, on
+    which the operations that follow may depend."""
+
+    def __init__(self, reader: object) -> None:
+        super().__init__(f"its forward reads the content of a tensor ({reader})")
+
+
 def tensors_in(x: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
 
@@ -83,13 +92,12 @@ class CaptureGuard(TorchDispatchMode):
         kwargs = kwargs or {}
         if not isinstance(func, OpOverload):
             return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
-            raise NotCapturable(f"its forward draws random numbers ({func})")
+        refuse_draws(func, args, kwargs)
         has_constant_result = self._has_constant_result(func, args, kwargs)
         reads_on_host = _reads_on_host(func, args)
         runs_again = not has_constant_result
         if reads_on_host and runs_again and not self._selects_equally(func, args):
-            raise NotCapturable(f"its forward reads the content of a tensor ({func})")
+            raise ContentReadError(func)
         source = _source_of_transfer(func, args, kwargs)
         if source is not None and not self.is_constant(source):
             raise NotCapturable(f"its forward copies between host and device ({func})")
@@ -108,7 +116,7 @@ class CaptureGuard(TorchDispatchMode):
         if not has_constant_result:
             self._remove_constants(func, written_tensors(func, args, kwargs))
         elif not func.name().startswith(_CREATES_OUTPUTS):
-            for storage in _storages(tensors_in(result)):
+            for storage in storages_of(tensors_in(result)):
                 self._constants[storage._cdata] = storage
         return result
 
@@ -133,7 +141,7 @@ class CaptureGuard(TorchDispatchMode):
     def _remove_constants(self, func: Any, tensors: Iterable[Tensor]) -> None:
         """Removes `tensors`, to which `func` wrote, from the constants. Raises [`NotCapturable`] if
         the model's code shares the memory of one of them."""
-        for storage in _storages(tensors):
+        for storage in storages_of(tensors):
             self._constants.pop(storage._cdata, None)
             if storage._cdata in self._shared:
                 raise NotCapturable(
@@ -141,7 +149,7 @@ class CaptureGuard(TorchDispatchMode):
                 )
 
     def is_constant(self, tensor: Tensor) -> bool:
-        storage = next(_storages([tensor]), None)
+        storage = next(storages_of([tensor]), None)
         return storage is not None and storage._cdata in self._constants
 
     def allows_read(self, tensor: Tensor, shares_memory: bool) -> bool:
@@ -230,7 +238,13 @@ def _refuse_tensor_lists(func: Any, data: Any) -> None:
     """Raises [`NotCapturable`] if a tensor is created from a list with tensors, since their content
     is read without an operation that dispatch modes see."""
     if not isinstance(data, Tensor) and tensors_in(data):
-        raise NotCapturable(f"its forward reads the content of a tensor ({func.__name__})")
+        raise ContentReadError(func.__name__)
+
+
+def refuse_draws(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises [`NotCapturable`] if an operation draws random numbers."""
+    if torch.Tag.nondeterministic_seeded in func.tags and _draws(func, args, kwargs):
+        raise NotCapturable(f"its forward draws random numbers ({func})")
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
@@ -280,7 +294,7 @@ def _are_equal(a: Tensor, b: Any) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def _storages(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
+def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
     """Yields the storages of tensors; skips tensor subclasses without a storage."""
     for tensor in tensors:
         with contextlib.suppress(NotImplementedError, RuntimeError):
@@ -322,12 +336,12 @@ class ReadGuard(TorchFunctionMode):
         args: Any = (),
         kwargs: Any = None,
     ) -> Any:
+        if isinstance(self._guard, OperationRecorder) and self._guard.live_check is not None:
+            return func(*args, **(kwargs or {}))
         shares_memory = func in _MEMORY_SHARING
         if shares_memory or func in _CONTENT_READING:
             if self._guard is None or not self._guard.allows_read(args[0], shares_memory):
-                raise NotCapturable(
-                    f"its forward reads the content of a tensor (Tensor.{func.__name__})"
-                )
+                raise ContentReadError(f"Tensor.{func.__name__}")
         if func in _FROM_PYTHON:
             _refuse_tensor_lists(func, _data_of(func, args, kwargs or {}))
         columns = running.get()
@@ -371,16 +385,41 @@ class KernelCall(NamedTuple):
     writes: dict[int, Tensor]
 
 
-Recorded = Operation | KernelCall
+class LiveCall(NamedTuple):
+    """A call of a module whose operations are not recorded: each replay calls the module."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any  # a tensor, or a tuple or list of tensors, `None` and `LiveValue`s
+    reads: list[Tensor]  # older tensors that it read, other than its arguments
 
 
-class _OperationRecorder(CaptureGuard):
+Recorded = Operation | KernelCall | LiveCall
+
+
+class LiveCheck(Protocol):
+    """Runs the operations of a live module (`live.py`) if a replay may repeat them."""
+
+    def __call__(self, func: Any, args: Any, kwargs: Any) -> Any: ...
+
+    def refuse(self, action: str) -> NoReturn:
+        """Raises an error: the module must not be live, since it does this."""
+
+
+class OperationRecorder(CaptureGuard):
     """A [`CaptureGuard`] that also appends this thread's operations to `operations`."""
 
-    def __init__(self, operations: list[Recorded]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._operations = operations
+        self.operations: list[Recorded] = []
         self.columns = UnmaskedColumns()
+        self.live_check: LiveCheck | None = None  # of the live module that is running
+        # by `id`: the values that live modules returned, with what stands for them
+        self.live_values: dict[int, tuple[Any, Any]] = {}
+        # by address of the storage object: storages that live modules have computed but not
+        # returned, so that no other code may read them
+        self.unreturned: dict[int, tuple[torch.UntypedStorage, LiveCheck]] = {}
 
     def __torch_dispatch__(
         self,
@@ -390,6 +429,10 @@ class _OperationRecorder(CaptureGuard):
         kwargs: Any = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if self.live_check is not None:
+            with self:
+                result = decompose(func, args, kwargs)
+            return self.live_check(func, args, kwargs) if result is NotImplemented else result
         if any(isinstance(leaf, LazyTensor) for leaf in tree_leaves((args, kwargs))):
             if args and isinstance(args[0], LazyTensor):
                 result = args[0].symbolic(func, args, kwargs)
@@ -404,6 +447,7 @@ class _OperationRecorder(CaptureGuard):
         if func is aten._softmax.default:
             with self:
                 args = self.columns.hide(*args)
+        self._refuse_unreturned(tensors_in((args, kwargs)))
         result = super().__torch_dispatch__(func, types, args, kwargs)
         self.columns.follow(func, args, kwargs, result)
         if func.name() in _LAZY_VIEWS:
@@ -411,18 +455,28 @@ class _OperationRecorder(CaptureGuard):
         if tensors_in(result):  # otherwise, it may be a number read from a constant
             # aliases keep their shapes when later operations change the tensors' shapes in place
             aliases = tree_map_only(Tensor, aten.alias.default, (args, kwargs, result))
-            self._operations.append(Operation(func, *aliases))
+            self.operations.append(Operation(func, *aliases))
         elif func._schema.is_mutable:
             raise NotCapturable(f"its forward calls an operation that returns no tensor ({func})")
         return result
+
+    def _refuse_unreturned(self, tensors: Iterable[Tensor]) -> None:
+        for storage in storages_of(tensors if self.unreturned else ()):
+            if storage._cdata in self.unreturned:
+                self.unreturned[storage._cdata][1].refuse("keeps a tensor that other code reads")
+
+
+current_recorder: ContextVar[OperationRecorder | None] = ContextVar("recorder", default=None)
+"""The recorder of this thread's recording."""
 
 
 @restoring
 def recording() -> Iterator[list[Recorded]]:
     """A context that records this thread's operations in the list that it yields. Raises
     [`NotCapturable`] at an operation that cannot be replayed."""
-    operations: list[Recorded] = []
-    recorder = _OperationRecorder(operations)
+    recorder = OperationRecorder()
+    operations = recorder.operations
+    recorder_token = current_recorder.set(recorder)
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
     columns_token = running.set(recorder.columns)
     num_before = num_modes()
@@ -437,4 +491,5 @@ def recording() -> Iterator[list[Recorded]]:
         masking_utils.is_tracing = is_tracing
         running.reset(columns_token)
         observer.reset(token)
+        current_recorder.reset(recorder_token)
         end_modes(num_before)  # a mode that an interrupt left active would refuse later operations

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .. import forks
 from ..attention.backends import cpp, unsupported_reasons
 from ..cache.free_memory import discard
+from ..cache.memory import autocast_dtype
 from ..interrupts import restoring
 from ..kernels import forced_backend, uses_triton
 from ..model.trial import first_line, significant_difference
@@ -28,6 +29,7 @@ from ..switches import NOTHING, Switches, Switching
 from ..topics import Topic
 from .cuda_graphs import CudaGraphs, RecordedGraph
 from .inputs import StaticInputs
+from .live import LiveRefused
 from .tape import Tape
 
 
@@ -81,6 +83,19 @@ class RecordedStep:
     graph: Graph
     context: RecordedContext | None
     num_replays: int = 0
+
+    def replay(self) -> None:
+        """Replays the graph. Restores the states if a live module returns other kinds of results
+        than in the recording (`LiveRefused`), so that the step can run without a replay."""
+        has_modules = isinstance(self.graph, Tape) and self.graph.calls_modules
+        states = self.inputs.state_buffers if has_modules else []
+        copies = [state.clone() for state in states]
+        try:
+            self.graph.replay()
+        except LiveRefused:
+            for state, copy in zip(states, copies):
+                state.copy_(copy)
+            raise
 
     def may_read(self, storages: set[int]) -> bool:
         """Whether the step may read or write one of the storages at these addresses. (What a CUDA
@@ -169,6 +184,13 @@ def exclusive_recording(device: torch.device) -> Iterator[bool]:
     finally:
         if is_exclusive:
             _capture_lock(device).release()
+
+
+def uncached_autocast(device: torch.device) -> torch.autocast:
+    """A context with the running autocast, but without its cache, so that replays convert the
+    weights: a graph must not read the cached copies, which are freed when autocast ends."""
+    dtype = autocast_dtype(device)
+    return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 @restoring

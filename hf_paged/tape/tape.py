@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..kernels.cpp.build import address_of, kernel
 from .buffers import Arena, Buffers, PackedCall, TensorRef
-from .entries import Entry, TorchOp, check_kernel, lifetimes
+from .entries import Entry, ModuleCall, TorchOp, check_kernel, lifetimes
 from .lower import Lowering
 from .record import recording
 
@@ -46,13 +46,20 @@ class Tape:
         self._store = functools.partial(store_bytes, self._retained)
         self._failed_index = ctypes.c_int64()  # index, within its call, of the kernel that failed
         self.kernel_names: list[str] = []  # of the C++ entries, in order
+        self.calls_modules = False
+        # values that live modules returned in the last replay, by `id` of the `LiveValue`
+        self._live_values: dict[int, Any] = {}
         self._runs: list[Callable[[], None]] = []
         calls: list[PackedCall] = []
         for entry in entries:
-            if isinstance(entry, TorchOp):
+            if isinstance(entry, (TorchOp, ModuleCall)):
                 self._add_kernels(calls)
                 calls = []
-                self._runs.append(self._bind(entry))
+                if isinstance(entry, TorchOp):
+                    self._runs.append(self._bind(entry))
+                else:
+                    self.calls_modules = True
+                    self._runs.append(entry.bind(self._arena.tensor, self._live_values))
             else:
                 calls.append(entry.pack(self._arena.address, self._store))
         self._add_kernels(calls)

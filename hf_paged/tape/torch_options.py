@@ -6,9 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._device import DeviceContext
 
-from .recorders import note_unrecorded
+from ..cache.memory import autocast_dtype
+from ..kernels.cpp.build import batch_invariant
 
 # Global options of torch that decide which kernels a forward launches: attributes of `torch`, and
 # functions that return an option. The settings per backend and operation reflect the options that
@@ -40,6 +42,21 @@ def torch_options() -> tuple[Any, ...]:
     return tuple(map(_option, _OPTIONS))
 
 
+def step_options(device: torch.device, model: nn.Module | None) -> tuple[Any, ...]:
+    """Returns the values of those options that may differ between the steps of a call, and the mode
+    of the model."""
+    return (
+        getattr(model, "training", False),
+        autocast_dtype(device),
+        batch_invariant.get(),
+        torch.get_default_dtype(),
+        torch.get_num_threads(),
+        torch._C._get_deterministic_algorithms(),
+        torch._C._get_fp32_precision_getter("cuda", "matmul"),
+        torch._C._get_fp32_precision_getter("mkldnn", "matmul"),
+    )
+
+
 def _option(name: str) -> Any:
     value: Any = torch
     for part in name.split("."):
@@ -65,15 +82,9 @@ def active_mode() -> str | None:
     return None
 
 
-def must_run_eagerly(untracked_reason: str | None) -> bool:
-    """Whether a step must run eagerly, since a replay would bypass an active mode or might miss
-    changes of the model; then notes the reason. `untracked_reason`: why a replay might miss
+def reason_against_replays(untracked_reason: str | None) -> str | None:
+    """Returns why a step must run eagerly: since a replay would bypass an active mode or might miss
+    changes of the model; `None` if it may be a replay. `untracked_reason`: why a replay might miss
     changes; `None` if it cannot."""
     mode = active_mode()
-    reason = untracked_reason
-    if mode is not None:
-        reason = f"a replay would bypass the active `{mode}`"
-    if reason is None:
-        return False
-    note_unrecorded(reason)
-    return True
+    return untracked_reason if mode is None else f"a replay would bypass the active `{mode}`"

@@ -78,6 +78,10 @@ class UnmaskedColumns:
         if axis is not None and all(last is lasts[0] for last in lasts):
             self._put(result, _Columns(axis, lasts[0]))
 
+    def has_unmasked(self, tensor: Tensor) -> bool:
+        """Whether the memory of a plain tensor has columns that no mask has hidden."""
+        return tensor.untyped_storage()._cdata in self._columns
+
     def sizes(self, func: Any, tensor: Tensor, args: Any, kwargs: Any) -> Any:
         """Returns the result of one of `SIZE_FUNCTIONS`, with a `KeyLength` for columns."""
         columns = self._find(tensor)

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..step import NotCapturable
+from .record import ContentReadError
 
 _LIBRARY = torch.library.Library("hf_paged", "FRAGMENT")
 _LIBRARY.define("topk_stored(Tensor scores, int k, Tensor length) -> (Tensor, Tensor)")
@@ -57,13 +58,13 @@ class Columns(Tensor):
         if func is Tensor.__getitem__ and source._selects_last(args[1]):
             return source.tensor.index_select(source._axis, source.length.view(1))
         if _writes(func, kwargs) and not isinstance(args[0], Columns):
-            raise NotCapturable("its forward stores tensors that it computes from indexer keys")
+            raise ContentReadError("a copy of tensors that it computes from indexer keys")
         args, kwargs = tree_map_only(Columns, operator.attrgetter("tensor"), (args, kwargs))
         return tree_map_only(Tensor, source._derive, func(*args, **kwargs))
 
     def _derive(self, tensor: Tensor) -> Columns:
         if self.num_columns not in tensor.shape:
-            raise NotCapturable("its forward sums over the columns of indexer keys")
+            raise ContentReadError("other columns of indexer keys than those of each step")
         return Columns(tensor, self.length, self.num_columns)
 
     @property
@@ -86,8 +87,36 @@ class Columns(Tensor):
         scores = self.tensor
         is_last = dim % scores.dim() == scores.dim() - 1
         if not (is_last and largest and sorted and scores.shape[-1] == self.num_columns):
-            raise NotCapturable("its forward chooses other columns than those of the best scores")
+            raise ContentReadError("a choice of other columns than those of the best scores")
         return torch.return_types.topk(torch.ops.hf_paged.topk_stored(scores, k, self.length))
+
+
+class LiveColumns(NamedTuple):
+    """`Columns` as an argument of a live module, which gets those that are stored alone."""
+
+    tensor: Tensor
+    length: Tensor
+    axis: int
+
+    @classmethod
+    def of(cls, columns: Columns) -> LiveColumns:
+        return cls(columns.tensor, columns.length, columns._axis)
+
+    def stored(self) -> Tensor:
+        return self.tensor.narrow(self.axis, 0, int(self.length) + 1)
+
+
+def with_stored(arguments: Any) -> Any:
+    """Replaces `LiveColumns` in the arguments of a live module by their stored columns."""
+    return tree_map(_stored, arguments, is_leaf=_is_live)
+
+
+def _is_live(value: Any) -> bool:
+    return type(value) is LiveColumns
+
+
+def _stored(leaf: Any) -> Any:
+    return leaf.stored() if _is_live(leaf) else leaf
 
 
 class StoredColumns(Columns):

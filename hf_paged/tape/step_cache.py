@@ -5,6 +5,7 @@ tensor on the device. Its blocks are those of the model's empty cache."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -31,7 +32,7 @@ from ..rectangles.states import (
 )
 from ..step import KeysReadError, NotCapturable, StepMetadata
 from . import unmasked
-from .columns import Columns, StoredColumns
+from .columns import Columns, LiveColumns, StoredColumns
 from .length import Length
 
 
@@ -56,7 +57,7 @@ class StepLayer(CacheLayerMixin):
         self.is_sliding = is_sliding
         self._reads_keys = reads_keys
         self.is_initialized = blocks is not None
-        self._is_updated = False
+        self.is_updated = False  # whether the new token is stored
 
     @property
     def blocks(self) -> KVBlocks:
@@ -95,7 +96,7 @@ class StepLayer(CacheLayerMixin):
             raise NotCapturable("its forward stores a different number of tokens than it receives")
         signature = store_signature(key_states, value_states)
         self.blocks.store(signature, key_states, value_states, self.step.slots)
-        self._is_updated = True
+        self.is_updated = True
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -106,7 +107,7 @@ class StepLayer(CacheLayerMixin):
         stored."""
         if self._blocks is None:
             return 0
-        return self.length + 1 if self._is_updated else self.length
+        return self.length + 1 if self.is_updated else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """Returns the number of keys (the capacity) and the position of the first key: a tensor if
@@ -164,7 +165,7 @@ class IndexedStepLayer(StepLayer):
             raise NotCapturable("its indexer keys are not one for each of the cache's tokens")
         copy_state_attributes(self, source)
 
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+    def update_indexer(self, indexer_key_states: Tensor) -> Columns:
         """Stores indexer keys `(n, 1, dim)` in column `length`; returns those of all columns,
         `(n, capacity, dim)`. The forward's masks hide columns that are not stored. Raises
         `NotCapturable` for other numbers of rows or tokens."""
@@ -177,6 +178,47 @@ class IndexedStepLayer(StepLayer):
         assert isinstance(length, Length) and self.step.columns is not None
         buffer.index_copy_(1, length.tensor.view(1), indexer_key_states)
         return Columns(buffer[:, : len(self.step.columns)], length.tensor)
+
+
+class LiveLayer:
+    """A [`StepLayer`] as a live module of the step gets it."""
+
+    def __init__(self, layer: StepLayer) -> None:
+        self._layer = layer
+        self._num_new = int(layer.is_updated)
+
+    @property
+    def keys(self) -> Tensor:
+        """A handle `(n, heads, get_seq_length(), dim)`."""
+        step = dataclasses.replace(self._layer.step, columns=range(self.get_seq_length()))
+        return PagedTensor(step, self._layer.blocks, False)
+
+    def get_seq_length(self) -> int:
+        length = self._layer.length
+        return int(length.tensor if isinstance(length, Length) else length) + self._num_new
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """As `IndexedStepLayer.update_indexer`, but returns the columns that are stored alone."""
+        assert isinstance(self._layer, IndexedStepLayer)
+        return LiveColumns.of(self._layer.update_indexer(indexer_key_states)).stored()
+
+
+class StepCache(Cache):
+    """The cache of a recorded step."""
+
+    def live(self) -> Cache:
+        """Returns the cache that a live module of the step gets. Its lengths are numbers, and its
+        indexer keys ordinary tensors."""
+        layers = [LiveLayer(x) if isinstance(x, StepLayer) else x for x in self.layers]
+        live: Any = Cache(layers=layers)
+        return live
+
+    @property
+    def live_tensors(self) -> list[Tensor]:
+        """The tensors that a live module may read and write through the cache."""
+        layers = [layer for layer in self.layers if isinstance(layer, IndexedStepLayer)]
+        lengths = [layer.length.tensor for layer in layers if isinstance(layer.length, Length)]
+        return [*state_tensors(layers), *lengths]
 
 
 def step_cache(
@@ -240,7 +282,7 @@ def _cache_of_one_kind(
         elif not isinstance(layer, EMPTY_LAYERS):
             raise NotCapturable(f"its cache has an unsupported layer, {type(layer).__name__}")
         layers.append(layer)
-    return Cache(layers=layers)
+    return StepCache(layers=layers)
 
 
 def store_states(cache: Any, states: Sequence[Tensor]) -> None:

@@ -38,6 +38,13 @@ class StaticStates:
         self._resident_layers: list[weakref.ref[Any]] = []
         self._resident_states: list[Tensor] = []
 
+    @property
+    def overwritten_buffers(self) -> list[Tensor]:
+        """The buffers whose content a replay overwrites. It writes a column of the others that no
+        row has stored."""
+        pairs = zip(self.buffers, self._are_growing)
+        return [buffer for buffer, is_growing in pairs if not is_growing]
+
     def copy_in(self, layers: Sequence[Any]) -> None:
         """Copies the states of these layers to the first rows of the buffers. No layers may hold
         views of the buffers (`move_in`)."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.step import NotCapturable
-from hf_paged.tape.columns import Columns, StoredColumns
+from hf_paged.tape.columns import Columns, LiveColumns, StoredColumns, with_stored
 
 CAPACITY = 64
 
@@ -64,6 +64,16 @@ def test_the_new_column_is_appended_in_the_buffer_and_selected_as_the_last() -> 
         torch.cat([positions, new, new], dim=-1)
     with pytest.raises(NotCapturable):
         torch.cat([positions, new.float()], dim=-1)
+
+
+def test_live_modules_get_the_stored_columns_alone() -> None:
+    columns = Columns(torch.randn(2, CAPACITY, 4), torch.tensor(9))
+    scores = columns.transpose(1, 2) * 2
+    argument = {"keys": LiveColumns.of(columns), "scores": [LiveColumns.of(scores), 1]}
+    expected = columns.tensor[:, :10]
+    found = with_stored(argument)
+    assert torch.equal(found["keys"], expected) and found["scores"][1] == 1
+    assert torch.equal(found["scores"][0], 2 * expected.transpose(1, 2))
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_keys_grow_in_the_buffers_until_other_rows_use_them() -> None:
         expected = replay(static, first, value)
         assert torch.equal(first.indexer_keys, expected)
         assert first.indexer_keys.data_ptr() == static.buffers[0].data_ptr()
+    assert static.overwritten_buffers == []
     expected_second = replay(static, second, 3.0)
     assert torch.equal(second.indexer_keys, expected_second)
     assert torch.equal(first.indexer_keys, expected)

@@ -193,12 +193,21 @@ _STATE_ATTRIBUTES = (
     "has_previous_state",
     "conv_kernel_size",
 )
-_INDEXER_KEYS = "indexer_keys"  # (rows, length, dim): a step appends a column
+# of indexers, to which a step appends a column: keys (rows, length, dim), and positions
+# (axes, rows, length), which the functions below take and return as (rows, length, axes)
+_INDEXER_KEYS, _INDEXER_POSITIONS = "indexer_keys", "indexer_position_ids"
+_GROWING = (_INDEXER_KEYS, _INDEXER_POSITIONS)
 
 
 def state_tensors(layers: Sequence[Any]) -> list[Tensor]:
-    """Returns the state tensors `(rows, ...)` of these layers, indexer keys included, in order."""
-    return [states[key] for layer in layers for states, key in _states_of(layer)]
+    """Returns the state tensors `(rows, ...)` of these layers, in order, including the keys and
+    positions of indexers."""
+    tensors = []
+    for layer in layers:
+        for states, key in _states_of(layer):
+            state = states[key]
+            tensors.append(state.permute(1, 2, 0) if key == _INDEXER_POSITIONS else state)
+    return tensors
 
 
 def set_state_tensors(layers: Sequence[Any], tensors: Iterable[Tensor]) -> None:
@@ -206,26 +215,31 @@ def set_state_tensors(layers: Sequence[Any], tensors: Iterable[Tensor]) -> None:
     new_states = iter(tensors)
     for layer in layers:
         for states, key in _states_of(layer):
-            states[key] = next(new_states)
+            state = next(new_states)
+            states[key] = state.permute(2, 0, 1) if key == _INDEXER_POSITIONS else state
+
+
+def is_same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two state tensors of one layer are views of the same elements."""
+    return a is b or (a.data_ptr(), a.shape) == (b.data_ptr(), b.shape)
 
 
 def growing_states(layers: Sequence[Any]) -> list[bool]:
     """Returns for each of the `state_tensors` of these layers whether it has a column for each
     token, `(rows, length, ...)`."""
-    return [key == _INDEXER_KEYS for layer in layers for _, key in _states_of(layer)]
+    return [key in _GROWING for layer in layers for _, key in _states_of(layer)]
 
 
 def state_specs(layers: Sequence[Any], column: int) -> Hashable:
     """Returns the shape of a row and the dtype of each of the `state_tensors` of these layers. Of
-    indexer keys `(rows, length, dim)`, the number of columns counts from `column`, so that it is
-    the same in each step."""
+    those `(rows, length, ...)` with a column for each token, the number of columns counts from
+    `column`, so that it is the same in each step."""
     specs = []
-    for layer in layers:
-        for states, key in _states_of(layer):
-            _, *sizes = states[key].shape
-            if key == _INDEXER_KEYS:
-                sizes[0] -= column
-            specs.append((*sizes, states[key].dtype))
+    for state, is_growing in zip(state_tensors(layers), growing_states(layers)):
+        _, *sizes = state.shape
+        if is_growing:
+            sizes[0] -= column
+        specs.append((*sizes, state.dtype))
     return tuple(specs)
 
 
@@ -238,8 +252,9 @@ def _states_of(layer: Any) -> list[tuple[dict[Any, Tensor], Any]]:
         for index, state in states.items():
             if state is not None:
                 entries.append((states, index))
-    if attributes.get(_INDEXER_KEYS) is not None:
-        entries.append((attributes, _INDEXER_KEYS))
+    for name in _GROWING:
+        if attributes.get(name) is not None:
+            entries.append((attributes, name))
     return entries
 
 
@@ -249,7 +264,7 @@ def copy_state_attributes(layer: Any, source: Any) -> None:
     for name in (*_STATES, *_STATE_ATTRIBUTES):
         if hasattr(source, name):
             setattr(layer, name, dict(getattr(source, name)))
-    for name in ("number_of_states", "record_past", "dtype", "device", _INDEXER_KEYS):
+    for name in ("number_of_states", "record_past", "dtype", "device", *_GROWING):
         if hasattr(source, name):
             setattr(layer, name, getattr(source, name))
 

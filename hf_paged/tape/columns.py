@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from ..step import NotCapturable
+from .record import ContentReadError
 
 _LIBRARY = torch.library.Library("hf_paged", "FRAGMENT")
 _LIBRARY.define("topk_stored(Tensor scores, int k, Tensor length) -> (Tensor, Tensor)")
@@ -51,18 +52,34 @@ class Columns(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
-        source = next(leaf for leaf in leaves if isinstance(leaf, cls))
+        source = next(leaf for leaf in leaves if isinstance(leaf, Columns))
         if func in (torch.topk, Tensor.topk) and args and args[0] is source:
             return source._topk(*args[1:], **kwargs)
-        if _writes(func, kwargs) and not isinstance(args[0], cls):
-            raise NotCapturable("its forward stores tensors that it computes from indexer keys")
-        args, kwargs = tree_map_only(cls, operator.attrgetter("tensor"), (args, kwargs))
+        if func is Tensor.__getitem__ and source._selects_last(args[1]):
+            return source.tensor.index_select(source._axis, source.length.view(1))
+        if _writes(func, kwargs) and not isinstance(args[0], Columns):
+            raise ContentReadError("a copy of tensors that it computes from indexer keys")
+        args, kwargs = tree_map_only(Columns, operator.attrgetter("tensor"), (args, kwargs))
         return tree_map_only(Tensor, source._derive, func(*args, **kwargs))
 
     def _derive(self, tensor: Tensor) -> Columns:
         if self.num_columns not in tensor.shape:
-            raise NotCapturable("its forward sums over the columns of indexer keys")
+            raise ContentReadError("other columns of indexer keys than those of each step")
         return Columns(tensor, self.length, self.num_columns)
+
+    @property
+    def _axis(self) -> int:
+        """The axis of columns."""
+        return [*self.tensor.shape].index(self.num_columns)
+
+    def _selects_last(self, index: Any) -> bool:
+        """Whether an index selects the last of the columns that the replay has stored, with all
+        indices on the other axes."""
+        items = index if isinstance(index, tuple) else (index,)
+        full, last = slice(None), slice(-1, None)
+        is_slice = all(type(item) is slice for item in items)
+        expected = [last if axis == self._axis else full for axis in range(len(items))]
+        return is_slice and self._axis < len(items) and [*items] == expected
 
     def _topk(
         self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
@@ -70,8 +87,58 @@ class Columns(Tensor):
         scores = self.tensor
         is_last = dim % scores.dim() == scores.dim() - 1
         if not (is_last and largest and sorted and scores.shape[-1] == self.num_columns):
-            raise NotCapturable("its forward chooses other columns than those of the best scores")
+            raise ContentReadError("a choice of other columns than those of the best scores")
         return torch.return_types.topk(torch.ops.hf_paged.topk_stored(scores, k, self.length))
+
+
+class LiveColumns(NamedTuple):
+    """`Columns` as an argument of a live module, which gets those that are stored alone."""
+
+    tensor: Tensor
+    length: Tensor
+    axis: int
+
+    @classmethod
+    def of(cls, columns: Columns) -> LiveColumns:
+        return cls(columns.tensor, columns.length, columns._axis)
+
+    def stored(self) -> Tensor:
+        return self.tensor.narrow(self.axis, 0, int(self.length) + 1)
+
+
+def with_stored(arguments: Any) -> Any:
+    """Replaces `LiveColumns` in the arguments of a live module by their stored columns."""
+    return tree_map(_stored, arguments, is_leaf=_is_live)
+
+
+def _is_live(value: Any) -> bool:
+    return type(value) is LiveColumns
+
+
+def _stored(leaf: Any) -> Any:
+    return leaf.stored() if _is_live(leaf) else leaf
+
+
+class StoredColumns(Columns):
+    """As `Columns`, of the columns that earlier steps have stored, in a buffer that also has a
+    column for the new token. Concatenation with that column writes it to the buffer."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat and not isinstance(args[0], Tensor) and type(args[0][0]) is cls:
+            dim = args[1:] or ((kwargs or {}).get("dim", 0),)
+            return args[0][0]._append(*args[0][1:], dim=dim[0])
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _append(self, *others: Tensor, dim: int = 0) -> Columns:
+        sizes = [*self.tensor.shape]
+        sizes[self._axis] = 1
+        forms = [([*x.shape], x.dtype) for x in others]
+        if dim % len(sizes) != self._axis or forms != [(sizes, self.tensor.dtype)]:
+            raise NotCapturable("its forward stores other positions than that of the new token")
+        (column,) = others
+        self.tensor.index_copy_(self._axis, self.length.view(1), column)
+        return Columns(self.tensor, self.length, self.num_columns)
 
 
 def _writes(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:

@@ -6,6 +6,7 @@ calls them in replays."""
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Iterator
 from types import TracebackType
 from typing import Any, NoReturn
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from ..cache.handles import written_tensors
+from ..cache.handles import LazyTensor, written_tensors
 from ..cache.memory import autocast_dtype
 from ..interrupts import num_modes, restoring
 from ..kernels.cpp.build import observer
@@ -24,6 +25,7 @@ from ..model.values import SCALARS
 from ..model.writes import Snapshot, Write
 from ..seams import ForwardContext
 from ..step import NotCapturable
+from .columns import Columns, LiveColumns, with_stored
 from .record import (
     ContentReadError,
     LiveCall,
@@ -33,6 +35,7 @@ from .record import (
     storages_of,
     tensors_in,
 )
+from .step_cache import StepCache
 from .torch_options import torch_options
 from .unmasked import running
 
@@ -110,10 +113,16 @@ class LiveModules:
         classes = frozenset(self.classes)
         call, set_attribute = nn.Module._call_impl, nn.Module.__setattr__
         surroundings = _surroundings()
+        thread = threading.get_ident()
 
         def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             recorder = current_recorder.get()
-            if recorder is None or recorder.live_check is not None or type(module) not in classes:
+            is_nested = recorder is not None and recorder.live_check is not None
+            is_other_thread = threading.get_ident() != thread
+            if type(module) not in classes or is_nested or is_other_thread:
+                return call(module, *args, **kwargs)
+            if recorder is None:  # the run before the recording
+                args, kwargs = with_stored(tree_map(_live_leaf, (args, kwargs)))
                 return call(module, *args, **kwargs)
             if _surroundings(num_recorder_modes=1) != surroundings:
                 raise LiveRefused(type(module), "runs in a context, which replays do not enter")
@@ -153,8 +162,22 @@ def _calls_in(traceback: TracebackType | None) -> Iterator[tuple[nn.Module, Any]
 
 def _is_argument(leaf: Any) -> bool:
     """Whether a live module may get an argument: one that is a plain tensor, a constant or what
-    another live module returned, and so neither a cache nor an object with other tensors."""
-    return _is_plain(leaf) or type(leaf) in _CONSTANTS or type(leaf) is LiveValue
+    another live module returned, or that `_live_leaf` replaces, and no other cache or object with
+    tensors."""
+    kind = type(leaf)
+    if _is_plain(leaf) or kind in _CONSTANTS:
+        return True
+    return kind in (LiveValue, Columns, StepCache) or issubclass(kind, LazyTensor)
+
+
+def _live_leaf(leaf: Any) -> Any:
+    """Returns what a live module gets in place of an argument of the recorded forward. `leaf` may
+    be a `LiveValue`, whose class must not be read."""
+    if issubclass(type(leaf), LazyTensor):
+        return leaf.read()
+    if type(leaf) is Columns:
+        return LiveColumns.of(leaf)
+    return leaf.live() if type(leaf) is StepCache else leaf
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -165,13 +188,18 @@ def _call_live(
     recorder: OperationRecorder, call: Any, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
     """Calls a module without recording its operations, and appends the call to the recorder's."""
-    leaves, spec = tree_flatten((args, kwargs))
+    leaves = tree_leaves((args, kwargs))
     if not all(map(_is_argument, leaves)):
         raise LiveRefused(type(module), "gets arguments other than tensors and constants")
-    arguments = [leaf for leaf in leaves if _is_plain(leaf)]
-    check = _Check(type(module), arguments)
+    caches = [leaf for leaf in leaves if type(leaf) is StepCache]
+    states = [tensor for cache in caches for tensor in cache.live_tensors]
+    args, kwargs = tree_map(_live_leaf, (args, kwargs))
+    arguments = [leaf for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)]
+    check = _Check(type(module), arguments, states)
     if any(map(recorder.columns.has_unmasked, arguments)):
         check.refuse("gets keys without a mask of those that are stored")
+    with _disable_current_modes():
+        leaves, spec = tree_flatten(with_stored((args, kwargs)))
     values = [
         recorder.live_values[id(leaf)][1] if type(leaf) is LiveValue else leaf for leaf in leaves
     ]
@@ -196,7 +224,8 @@ def _call_live(
     if writes or not is_same:
         check.refuse("changes its attributes or its arguments")
     result = _as_results(recorder, check, result)
-    recorder.operations.append(LiveCall(module, args, kwargs, result, [*check.reads.values()]))
+    reads = [*check.reads.values()]
+    recorder.operations.append(LiveCall(module, args, kwargs, result, reads, states))
     return result
 
 
@@ -223,10 +252,15 @@ class _Check:
     it computes and, as the lowering checks, tensors that outlive the recording, and write only to
     what it computes."""
 
-    def __init__(self, kind: type[nn.Module], arguments: list[Tensor]) -> None:
+    def __init__(
+        self, kind: type[nn.Module], arguments: list[Tensor], states: list[Tensor]
+    ) -> None:
+        """`states`: those of the step's cache, which it may write to."""
         self.kind = kind
+        self._states = {storage._cdata: storage for storage in storages_of(states)}
         # by address of the storage object, as the other dicts
         self._arguments = {storage._cdata: storage for storage in storages_of(arguments)}
+        self._arguments |= self._states
         self.computed = dict[int, torch.UntypedStorage]()
         self.reads = dict[int, Tensor]()
 
@@ -252,7 +286,8 @@ class _Check:
             elif address not in self.computed and address not in self._arguments:
                 self.reads.setdefault(address, tensor)
         for tensor in written_tensors(func, args, kwargs):
-            if tensor.untyped_storage()._cdata not in self.computed:
+            address = tensor.untyped_storage()._cdata
+            if address not in self.computed and address not in self._states:
                 self.refuse("writes to a tensor that it has not computed")
         result = func(*args, **kwargs)
         for storage in storages_of(tensors_in(result)):

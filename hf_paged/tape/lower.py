@@ -402,12 +402,12 @@ class Lowering:
         arguments = call.args, call.kwargs
         for tensor in tensors_in(call.result):
             self.buffers.add(tensor)
-        inputs = [*tensors_in(arguments), *call.reads]
+        inputs = [*tensors_in(arguments), *call.reads, *call.states]
         self._retain(inputs)
         is_sequence = isinstance(call.result, (tuple, list))
         results = self._refs([*call.result] if is_sequence else [call.result])
         reads = buffer_ids_of(self._refs(inputs))
-        writes = buffer_ids_of(results)
+        writes = buffer_ids_of([*results, *self._refs(call.states)])
         module = weakref.ref(call.module)
         references = self._refs(arguments)
         result_type = type(call.result)
@@ -465,7 +465,7 @@ def _written_addresses(operations: list[Recorded]) -> Iterator[int]:
         if isinstance(operation, KernelCall):
             tensors = operation.writes.values()
         elif isinstance(operation, LiveCall):
-            tensors = ()  # all its results are new
+            tensors = operation.states
         elif not is_view_in_place(operation.function):
             tensors = written_tensors(operation.function, operation.args, operation.kwargs)
         yield from map(_storage_address, tensors)

@@ -393,6 +393,7 @@ class LiveCall(NamedTuple):
     kwargs: dict[str, Any]
     result: Any  # a tensor, or a tuple or list of tensors, `None` and `LiveValue`s
     reads: list[Tensor]  # older tensors that it read, other than its arguments
+    states: list[Tensor]  # of the step's cache, which it may have written to
 
 
 Recorded = Operation | KernelCall | LiveCall

@@ -3,7 +3,6 @@ caller chooses the rows."""
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +11,18 @@ import torch
 from torch import Tensor
 
 from ..cache.free_memory import discard
-from ..rectangles.states import growing_states, set_state_tensors, state_tensors
+from ..rectangles.states import (
+    growing_states,
+    is_same_memory,
+    set_state_tensors,
+    state_tensors,
+)
 
 
 class StaticStates:
     """Buffers for the states of up to `num_rows` rows, with the shapes and dtypes of the states of
-    `layers`; for indexer keys, with `num_columns` columns, of which those after a row's tokens are
-    zeros. The states of a step's rows stay in the buffers until other rows need the buffers, so
+    `layers`; for those of indexers, with `num_columns` columns, of which those after a row's tokens
+    are zeros. The states of a step's rows stay in the buffers until other rows need the buffers, so
     that the next step of the same rows copies nothing."""
 
     def __init__(self, layers: Sequence[Any], num_rows: int, num_columns: int = 0) -> None:
@@ -34,6 +38,13 @@ class StaticStates:
         self._resident_layers: list[weakref.ref[Any]] = []
         self._resident_states: list[Tensor] = []
 
+    @property
+    def overwritten_buffers(self) -> list[Tensor]:
+        """The buffers whose content a replay overwrites. It writes a column of the others that no
+        row has stored."""
+        pairs = zip(self.buffers, self._are_growing)
+        return [buffer for buffer, is_growing in pairs if not is_growing]
+
     def copy_in(self, layers: Sequence[Any]) -> None:
         """Copies the states of these layers to the first rows of the buffers. No layers may hold
         views of the buffers (`move_in`)."""
@@ -44,7 +55,7 @@ class StaticStates:
         hold views of these rows instead. Does nothing if they hold these views already."""
         states = state_tensors(layers)
         if len(states) == len(self._resident_states) and all(
-            map(operator.is_, states, self._resident_states)
+            map(is_same_memory, states, self._resident_states)
         ):
             return
         self._move_out()
@@ -54,7 +65,7 @@ class StaticStates:
 
     def grow(self, layers: Sequence[Any]) -> None:
         """After a replay for these layers, which hold views of the buffers: adds the column that
-        the replay wrote to the views of indexer keys."""
+        the replay wrote to the views of indexers' states."""
         if any(self._are_growing):
             for index, view in enumerate(self._resident_states):
                 if self._are_growing[index]:
@@ -85,11 +96,14 @@ class StaticStates:
 
     def _move_out(self) -> None:
         """Replaces the views that resident layers hold by copies."""
-        resident_ids = {id(state) for state in self._resident_states}
+        storages = {buffer.untyped_storage().data_ptr() for buffer in self.buffers}
         for ref in self._resident_layers:
             layer = ref()
             if layer is not None:
                 states = state_tensors([layer])
-                copies = [state.clone() if id(state) in resident_ids else state for state in states]
+                copies = [
+                    state.clone() if state.untyped_storage().data_ptr() in storages else state
+                    for state in states
+                ]
                 set_state_tensors([layer], copies)
         self._resident_layers = []

@@ -5,6 +5,7 @@ tensor on the device. Its blocks are those of the model's empty cache."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -25,12 +26,13 @@ from ..kernels.cpp.blocks import store_signature
 from ..rectangles.states import (
     copy_state_attributes,
     dense_layers,
+    is_same_memory,
     set_state_tensors,
     state_tensors,
 )
 from ..step import KeysReadError, NotCapturable, StepMetadata
 from . import unmasked
-from .columns import Columns
+from .columns import Columns, LiveColumns, StoredColumns
 from .length import Length
 
 
@@ -55,6 +57,7 @@ class StepLayer(CacheLayerMixin):
         self.is_sliding = is_sliding
         self._reads_keys = reads_keys
         self.is_initialized = blocks is not None
+        self.is_updated = False  # whether the new token is stored
 
     @property
     def blocks(self) -> KVBlocks:
@@ -93,14 +96,18 @@ class StepLayer(CacheLayerMixin):
             raise NotCapturable("its forward stores a different number of tokens than it receives")
         signature = store_signature(key_states, value_states)
         self.blocks.store(signature, key_states, value_states, self.step.slots)
+        self.is_updated = True
         return self.keys, self.values
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Does nothing: the blocks exist already."""
 
     def get_seq_length(self) -> Any:
-        """Returns `length`, or 0 if nothing has been stored."""
-        return 0 if self._blocks is None else self.length
+        """Returns `length`, after `update` with the new position, or 0 if nothing has been
+        stored."""
+        if self._blocks is None:
+            return 0
+        return self.length + 1 if self.is_updated else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
         """Returns the number of keys (the capacity) and the position of the first key: a tensor if
@@ -129,19 +136,36 @@ class IndexedStepLayer(StepLayer):
     # (n, at least capacity, dim), with zeros in the columns after `length`; `None` if the running
     # step's layer has none
     indexer_keys: Tensor | None = None
-    indexer_position_ids = None  # as in every layer that `take` accepts
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """The positions `(axes, n, capacity)` of all columns; `None` as for `indexer_keys`. The
+        forward appends that of the new token."""
+        positions, length = self.__dict__.get("indexer_position_ids"), self.length
+        if positions is None:
+            return None
+        if not self._reads_keys:  # then the masks do not
+            raise KeysReadError("the model's own code reads positions of indexer keys")
+        assert isinstance(length, Length) and self.step.columns is not None
+        num_columns = len(self.step.columns)
+        return StoredColumns(positions[..., :num_columns], length.tensor, num_columns)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        if isinstance(positions, Columns):  # that of the new token is in the buffer
+            return
+        self.__dict__["indexer_position_ids"] = positions
 
     def take(self, source: Any) -> None:
-        """Takes the indexer keys of the running step's layer. Raises `NotCapturable` if these do
-        not count the cache's tokens, or have positions of their own."""
-        keys, length = source.indexer_keys, self.length
+        """Takes the indexer keys, and perhaps their positions, of the running step's layer. Raises
+        `NotCapturable` if these do not count the cache's tokens."""
+        length = self.length
         assert isinstance(length, Length)
-        has_positions = source.indexer_position_ids is not None
-        if has_positions or (keys is not None and keys.shape[1] != length.recorded_value):
+        if any(state.shape[1] != length.recorded_value for state in state_tensors([source])):
             raise NotCapturable("its indexer keys are not one for each of the cache's tokens")
         copy_state_attributes(self, source)
 
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+    def update_indexer(self, indexer_key_states: Tensor) -> Columns:
         """Stores indexer keys `(n, 1, dim)` in column `length`; returns those of all columns,
         `(n, capacity, dim)`. The forward's masks hide columns that are not stored. Raises
         `NotCapturable` for other numbers of rows or tokens."""
@@ -154,6 +178,47 @@ class IndexedStepLayer(StepLayer):
         assert isinstance(length, Length) and self.step.columns is not None
         buffer.index_copy_(1, length.tensor.view(1), indexer_key_states)
         return Columns(buffer[:, : len(self.step.columns)], length.tensor)
+
+
+class LiveLayer:
+    """A [`StepLayer`] as a live module of the step gets it."""
+
+    def __init__(self, layer: StepLayer) -> None:
+        self._layer = layer
+        self._num_new = int(layer.is_updated)
+
+    @property
+    def keys(self) -> Tensor:
+        """A handle `(n, heads, get_seq_length(), dim)`."""
+        step = dataclasses.replace(self._layer.step, columns=range(self.get_seq_length()))
+        return PagedTensor(step, self._layer.blocks, False)
+
+    def get_seq_length(self) -> int:
+        length = self._layer.length
+        return int(length.tensor if isinstance(length, Length) else length) + self._num_new
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """As `IndexedStepLayer.update_indexer`, but returns the columns that are stored alone."""
+        assert isinstance(self._layer, IndexedStepLayer)
+        return LiveColumns.of(self._layer.update_indexer(indexer_key_states)).stored()
+
+
+class StepCache(Cache):
+    """The cache of a recorded step."""
+
+    def live(self) -> Cache:
+        """Returns the cache that a live module of the step gets. Its lengths are numbers, and its
+        indexer keys ordinary tensors."""
+        layers = [LiveLayer(x) if isinstance(x, StepLayer) else x for x in self.layers]
+        live: Any = Cache(layers=layers)
+        return live
+
+    @property
+    def live_tensors(self) -> list[Tensor]:
+        """The tensors that a live module may read and write through the cache."""
+        layers = [layer for layer in self.layers if isinstance(layer, IndexedStepLayer)]
+        lengths = [layer.length.tensor for layer in layers if isinstance(layer.length, Length)]
+        return [*state_tensors(layers), *lengths]
 
 
 def step_cache(
@@ -217,11 +282,11 @@ def _cache_of_one_kind(
         elif not isinstance(layer, EMPTY_LAYERS):
             raise NotCapturable(f"its cache has an unsupported layer, {type(layer).__name__}")
         layers.append(layer)
-    return Cache(layers=layers)
+    return StepCache(layers=layers)
 
 
 def store_states(cache: Any, states: Sequence[Tensor]) -> None:
     """Copies into `states` those states of `cache` that the forward replaced by new tensors."""
     for state, current in zip(states, state_tensors(dense_layers(cache)), strict=True):
-        if current is not state:
+        if not is_same_memory(current, state):
             state.copy_(current)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.step import NotCapturable
-from hf_paged.tape.columns import Columns
+from hf_paged.tape.columns import Columns, LiveColumns, StoredColumns, with_stored
 
 CAPACITY = 64
 
@@ -49,6 +49,33 @@ def test_scores_computed_from_keys_are_columns_too() -> None:
     assert int(scores.topk(2).indices.max()) < 10
 
 
+def test_the_new_column_is_appended_in_the_buffer_and_selected_as_the_last() -> None:
+    buffer = torch.zeros(3, 2, CAPACITY, dtype=torch.long)
+    positions = StoredColumns(buffer, torch.tensor(9), CAPACITY)
+    new = torch.arange(6).view(3, 2, 1)
+    appended = torch.cat([positions, new], dim=-1)
+    assert type(appended) is Columns
+    assert torch.equal(buffer[..., 9:10], new) and not buffer[..., 10:].any()
+    angles = appended.float().transpose(1, 2)
+    for selected in (angles[:, -1:], angles[:, -1:, :]):
+        assert type(selected) is Tensor
+        assert torch.equal(selected, new.float().transpose(1, 2))
+    with pytest.raises(NotCapturable):
+        torch.cat([positions, new, new], dim=-1)
+    with pytest.raises(NotCapturable):
+        torch.cat([positions, new.float()], dim=-1)
+
+
+def test_live_modules_get_the_stored_columns_alone() -> None:
+    columns = Columns(torch.randn(2, CAPACITY, 4), torch.tensor(9))
+    scores = columns.transpose(1, 2) * 2
+    argument = {"keys": LiveColumns.of(columns), "scores": [LiveColumns.of(scores), 1]}
+    expected = columns.tensor[:, :10]
+    found = with_stored(argument)
+    assert torch.equal(found["keys"], expected) and found["scores"][1] == 1
+    assert torch.equal(found["scores"][0], 2 * expected.transpose(1, 2))
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -58,6 +85,7 @@ def test_scores_computed_from_keys_are_columns_too() -> None:
         lambda columns: columns.topk(2, largest=False),
         lambda columns: columns.topk(1, dim=0),
         lambda columns: torch.cat([columns, columns], dim=-1),
+        lambda columns: columns[..., -2:],
     ],
 )
 def test_other_uses_are_refused(use: Callable[[Tensor], object]) -> None:

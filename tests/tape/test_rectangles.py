@@ -675,6 +675,24 @@ def test_replays_choose_among_equal_scores_as_plain_does(name: str) -> None:
         assert_recorded(model, 60)
 
 
+@pytest.mark.slow_cases(but=["*-greedy", "Qwen4ExpForCausalLM-beams"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Glm5NextForConditionalGeneration",  # drops pools of keys that are not full
+        "Qwen4ExpForCausalLM",  # groups the keys that a mask shows, with their positions
+        "Qwen4ExpForConditionalGeneration",  # the positions of images have several axes
+    ],
+)
+@pytest.mark.skipif(models.BEFORE_5_24, reason="this transformers lacks the classes")
+def test_indexers_that_read_content_are_live(name: str, mode: str) -> None:
+    for seed in range(2):  # more tokens than the first graph's tables
+        assert_as_plain(build(name), inputs_of(name, seed), **MODES[mode], **exactly(90))
+    assert_recorded(build(name), 80)
+    assert_as_plain(build(name), inputs_of(name, 3), **MODES[mode], **exactly(4))
+
+
 class WindowLogits(InklingRelativeLogits):
     """Counts keys from the window's first."""
 

@@ -52,7 +52,8 @@ _verdicts = weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]]()
 @dataclasses.dataclass
 class _Failure:
     """The reason of a check that failed, perhaps for a temporary cause. A check takes as long as
-    several forwards, so only the calls 1, 2, 4, 8, ... of those that need it run it again."""
+    several forwards, so of the `generate` calls that need it, only the calls 1, 2, 4, 8, ... run it
+    again; the others take the model's own loop."""
 
     reason: str
     num_calls: int = 1  # until the next check
@@ -155,7 +156,9 @@ class Capability:
             verdicts = _verdicts.setdefault(model, {})
             verdict = verdicts.get(key)
             failure = verdict if isinstance(verdict, _Failure) else None
-            is_due = key not in verdicts if failure is None else failure.is_due()
+            is_due = key not in verdicts
+            if failure is not None:  # an engine would refuse other requests for this reason
+                is_due = self._caller_verdicts is not None or failure.is_due()
             state = _PENDING if is_due else _DONE
         if processes is not None:
             # modules may differ between processes, but all processes must run the check, or none

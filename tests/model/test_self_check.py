@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -161,12 +162,14 @@ def test_a_check_that_fails_runs_in_fewer_and_fewer_calls() -> None:
         trials.append(trial)
         raise ForwardFailedError("no disk")
 
-    counts = []
-    for _ in range(9):
-        capability = Capability(model, cache_for(model), make_runner)
-        assert "no disk" in capability.verdict(check, "packed")
-        counts.append(len(trials))
-    assert counts == [1, 2, 2, 3, 3, 3, 3, 4, 4]
+    def counts(verdicts: dict[Any, Any] | None) -> Iterator[int]:
+        for _ in range(9):
+            capability = Capability(model, cache_for(model), make_runner, verdicts)
+            assert "no disk" in capability.verdict(check, "packed")
+            yield len(trials)
+
+    assert [*counts(None)] == [1, 2, 2, 3, 3, 3, 3, 4, 4]
+    assert [*counts({})] == [*range(5, 14)]  # an engine would refuse requests that can run
 
 
 def with_cell(value: Any) -> Any:

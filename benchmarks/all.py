@@ -1,13 +1,10 @@
-"""The figures of README and docs, by one run of one revision.
-
-Calls are timed in bfloat16, some of them once more in float32; on a processor without instructions
-for bfloat16 it is the other way round, since plain `generate` is not at its best there. Each stage
-is one of the other benchmarks in a process of its own, most telling first, with a share
-of the minutes that its turns are planned with. Its file takes the place of the one in the folder,
-`benchmarks/results` (with `--quick` a new one), which `python -m benchmarks.readme` renders;
-`all.json` lists the stages, their seconds, and why one failed; with `--only`, it keeps the other
-stages of the same revision.
-"""
+"""The figures of README and docs, by one run of one revision. Calls are timed in bfloat16, some of
+them once more in float32; on a processor without instructions for bfloat16 it is the other way
+round, since plain `generate` is not at its best there. Each stage is one of the other benchmarks in
+a process of its own, most telling first, with a share of the minutes that its turns are planned
+with. Its file takes the place of the one in the folder, `benchmarks/results` (with `--quick` a new
+one), which `python -m benchmarks.readme` renders; `all.json` lists the stages, their seconds, and
+why one failed; with `--only`, it keeps the other stages of the same revision."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
-"""The paged backends against contiguous K/V and against other installed kernels.
-
-Decode, chunks (queries over a cached context) and prefill, a layer. As in a model, each call reads
-the K/V of the next layer, so no processor cache holds them. "contiguous sdpa" is SDPA over
-contiguous keys and values at its best, the ideal without paging. Each contender's output is
-compared with the reference before timing; contenders take turns. "ours: int8" attends to the same
-K/V stored as int8. On a GPU each contender's calls are captured in a graph where possible and timed
-by events. A peer that is missing, does not apply or fails is listed with the reason.
-"""
+"""The paged backends against contiguous K/V and against other installed kernels. Decode, chunks
+(queries over a cached context) and prefill, a layer. As in a model, each call reads the K/V of the
+next layer, so no processor cache holds them. "contiguous sdpa" is SDPA over contiguous keys and
+values at its best, the ideal without paging. Each contender's output is compared with the reference
+before timing; contenders take turns. "ours: int8" attends to the same K/V stored as int8. On a GPU
+each contender's calls are captured in a graph where possible and timed by events. A peer that is
+missing, does not apply or fails is listed with the reason."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from benchmarks import runner
 from benchmarks.attention_data import Data
-from benchmarks.ceilings import synchronize
+from benchmarks.ceilings import seconds_of
 from benchmarks.systems import NotAvailable
 from hf_paged import kernels
 from hf_paged.attention import backends
@@ -123,11 +122,8 @@ def contiguous(data: Data) -> Attention:
 
 
 def _seconds(function: Attention, data: Data) -> float:
-    def call(layer: int) -> None:
-        function(layer)
-        synchronize(data.query.device)
-
-    return min(runner.seconds_of(functools.partial(call, layer)) for layer in (0, 1, 0, 1))
+    calls = (functools.partial(function, layer) for layer in (0, 1, 0, 1))
+    return min(seconds_of(call, data.query.device) for call in calls)
 
 
 def transformers_sdpa(data: Data) -> Attention:

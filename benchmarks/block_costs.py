@@ -1,10 +1,8 @@
 """Attention time per context token, by block size: `python -m benchmarks.tune --block-sizes`.
-
 Compares every size with `attention/backends/reference.py` first. Then all sizes take turns, each on
 its own steps, over layers that share the step as a model's do, on K/V that no processor cache
 holds; preparing a step is part of the time. The medians go to
-`hf_paged/kernels/tables/<machine>.json`, which `block_size="auto"` reads; commit it.
-"""
+`hf_paged/kernels/tables/<machine>.json`, which `block_size="auto"` reads; commit it."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ import torch
 from benchmarks import attention_data, runner
 from benchmarks.attention_data import random_calls
 from benchmarks.attention_peers import quantized
-from benchmarks.ceilings import synchronize
+from benchmarks.ceilings import seconds_of
 from benchmarks.machine import facts
 from hf_paged.attention import backends
 from hf_paged.attention.backends import reference
@@ -77,12 +75,8 @@ def check(calls: list[AttentionCall], backend: Any, stored: str) -> None:
 
 def time_of(calls: list[AttentionCall], backend: Any) -> float:
     """Nanoseconds per context token and layer."""
-
-    def work() -> None:
-        run(calls, backend)
-        synchronize(calls[0].query.device)
-
-    return 1e9 * runner.seconds_of(work) / (sum(calls[0].step.seq_lens) * len(calls))
+    seconds = seconds_of(lambda: run(calls, backend), calls[0].query.device)
+    return 1e9 * seconds / (sum(calls[0].step.seq_lens) * len(calls))
 
 
 def measure(device: str, seconds: float, quick: bool = False) -> dict[str, dict[str, float]]:

@@ -1,14 +1,16 @@
 """Peak bandwidth and compute of this machine, measured in the same run as the figures compared with
-them."""
+them, and the lower bound that they give for the time of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from benchmarks import runner
+from benchmarks.models import Shape
 from hf_paged.kernels import cpp
 
 CPU_BYTES, CUDA_BYTES = 1 << 29, 1 << 32  # of the array that is read, much larger than any cache
@@ -36,12 +38,16 @@ def synchronize(device: str | torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _best_seconds(function: Callable[[], object], device: str, repeats: int) -> float:
-    def work() -> None:
-        function()
-        synchronize(device)
+def seconds_of(work: Callable[[], object], device: str | torch.device) -> float:
+    """Seconds that a call takes, until the device has finished."""
+    start = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - start
 
-    return min(runner.seconds_of(work) for _ in range(repeats + 1))
+
+def _best_seconds(work: Callable[[], object], device: str, repeats: int) -> float:
+    return min(seconds_of(work, device) for _ in range(repeats + 1))
 
 
 def bandwidth(device: str, num_bytes: int, repeats: int = 5) -> float:
@@ -79,3 +85,59 @@ def measure(device: str, quick: bool = False) -> Ceilings:
     }
     rates["bfloat16"] = max(rates.values())  # bfloat16 products can also be computed in float32
     return Ceilings(bandwidth(device, num_bytes), rates)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The parameters and the K/V that a step reads."""
+
+    shape: Shape  # whose K/V are counted
+    body: int  # parameters that every token is multiplied with
+    head: int  # parameters that a token is multiplied with for its logits
+    itemsize: int  # bytes of a parameter and of an element of K/V
+
+    @classmethod
+    def of(cls, model: Any, shape: Shape) -> Cost:
+        """Cost of a model. The input embedding is a lookup and counts only if it is also the LM
+        head."""
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        # tied weights count once
+        total = sum(parameter.numel() for parameter in model.parameters())
+        apart = head.numel() if embedding is head else head.numel() + embedding.numel()
+        return cls(shape, total - apart, head.numel(), head.element_size())
+
+
+def call_seconds(
+    cost: Cost,
+    ceilings: Ceilings,
+    flops: float,
+    prompts: Sequence[int],
+    new_tokens: Sequence[int],
+    rows_per_prompt: int = 1,
+    shared: int = 0,
+) -> float:
+    """Returns a lower bound for the seconds of a whole call, which computes all prompts in one
+    step, then decodes all open rows together.
+
+    A step of `B` rows reads the weights (`W` bytes) once or computes `2 P B` operations, whichever
+    takes longer, then reads each row's K/V: `max(W / BW, 2 P B / FLOPS) + sum(L) kv / BW`.
+    Attention FLOPs and everything that is not a matrix product are left out, so a real step takes
+    longer. K/V count once per row that reads them: rows that share blocks may beat this bound by
+    reading them once. `flops`: operations per second in the model's dtype. `prompts`, `new_tokens`:
+    lengths, by prompt. `rows_per_prompt`: samples or beams. `shared`: length of the common prefix
+    of all prompts, computed once.
+    """
+    reading = (cost.body + cost.head) * cost.itemsize / ceilings.bandwidth  # the weights
+
+    def step(tokens: int, lengths: Sequence[int], rows: int) -> float:
+        computing = 2 * (cost.body * tokens + cost.head * rows) / flops
+        kv = sum(cost.shape.kv_bytes(length, cost.itemsize) for length in lengths)
+        return max(reading, computing) + kv / ceilings.bandwidth
+
+    computed = sum(prompts) - shared * (len(prompts) - 1)
+    seconds = step(computed, (), len(prompts) * rows_per_prompt)
+    for done in range(1, max(new_tokens)):
+        pairs = zip(prompts, new_tokens)
+        lengths = [p + done for p, new in pairs if done < new for _ in range(rows_per_prompt)]
+        seconds += step(len(lengths), lengths, len(lengths))
+    return seconds

@@ -1,12 +1,9 @@
 """A notebook's first `generate` call, plain and paged, each in a new process: what it takes, what
 of that is spent on checking the model, on loading or compiling the C++ kernels and on recording
 decode steps, and what the third call takes. A first paged call should take at most 1.5 times
-plain's time and 1 s more.
-
-4 prompts of 64 tokens. One paged process finds the kernels compiled, as in the wheel, which
-contains them, or after an earlier call on the machine; another does not. Medians of processes,
-compiling of one. `last_route(model).setup_seconds` lists the parts.
-"""
+plain's time and 1 s more. 4 prompts of 64 tokens. One paged process finds the kernels compiled, as
+in the wheel, which contains them, or after an earlier call on the machine; another does not.
+Medians of processes, compiling of one. `last_route(model).setup_seconds` lists the parts."""
 
 from __future__ import annotations
 
@@ -52,23 +49,18 @@ def measure(system: str, name: str, dtype: str, new_tokens: int) -> runner.Turn:
     return runner.Turn(seconds[0], figures=figures | {"third call, s": seconds[2]})
 
 
-def compiling(*arguments: Any) -> runner.Turn:
-    """`measure` of a paged call in a new process, with an empty folder for kernels."""
-    with tempfile.TemporaryDirectory() as folder:
-        with unittest.mock.patch.dict(os.environ, {"HF_PAGED_CACHE_DIR": folder}):
-            (turn,) = runner.in_processes(1, measure, "paged", *arguments)
-    return turn
-
-
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
-    def anew(turn: int, system: str) -> runner.Turn:
+    settings = args.model, args.dtype, args.new_tokens
+
+    def in_process(turn: int, system: str) -> runner.Turn:
         (found,) = runner.in_processes(1, measure, system, *settings)
         return found
 
-    settings = args.model, args.dtype, args.new_tokens
-    arms = runner.each(anew, ("plain", "paged"))
+    arms = runner.each(in_process, ("plain", "paged"))
     yield runner.Case("first call", arms, {"plain": {}})
-    yield runner.Case("compiling", {"paged": lambda turn: compiling(*settings)}, turns=1)
+    with tempfile.TemporaryDirectory() as folder:  # without kernels
+        with unittest.mock.patch.dict(os.environ, {"HF_PAGED_CACHE_DIR": folder}):
+            yield runner.Case("compiling", {"paged": arms["paged"]}, turns=1)
 
 
 def limit(rows: Sequence[runner.Data]) -> Iterator[str]:

@@ -4,10 +4,9 @@ transformers' continuous batching. All are compared with plain `generate` at its
 W9's callers are threads, its plain one calls them one after another, and engines get its prompts at
 once.
 
-A target is met where the 95% interval of the ratio reaches it, or, with fewer than 5 turns, the
-median; W6 may be 3% slower. "Equal" is the share of positions with plain generate's token: after
-the first near tie that bfloat16 decides the other way, the texts differ, so that tokens are also
-compared on a tiny model in float32. Latencies are medians, over the turns, of each turn's
+W6 may be 3% slower than plain. "Equal" is the share of positions with plain generate's token:
+after the first near tie that bfloat16 decides the other way, the texts differ, so that tokens are
+also compared on a tiny model in float32. Latencies are medians, over the turns, of each turn's
 percentiles; beams have none, since their tokens are decided at the end. The roofline reads the
 weights once a step and computes products at the best measured rate.
 
@@ -28,10 +27,10 @@ import torch
 
 import hf_paged
 from benchmarks import ceilings, report, runner, tables
+from benchmarks.ceilings import Cost, call_seconds
 from benchmarks.models import SHAPES, Shape, build
 from benchmarks.paper.traces import SHAREGPT, make_trace
 from benchmarks.peers import ENGINES, TITLES, Peer
-from benchmarks.roofline import Cost, call_seconds
 from benchmarks.runner import Case, Data, Turn, flag, option
 from benchmarks.systems import (
     KEPT,

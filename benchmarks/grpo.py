@@ -1,11 +1,8 @@
 """Reinforcement learning with TRL's `GRPOTrainer` and a random model in float32: rollouts of 4
 steps, plain, paged and by transformers' name `generate_batch` on our engine, in 8 turns, from the
-same weights; medians, 95% intervals. A step has 1 or 4 prompts of up to 64 tokens, with 8
-generations of 48 tokens each. The target for the rollouts is 2.2 times the speed of plain ones, by
-`generate_batch` at most 1.2 times their time.
-
-Needs TRL: `pip install -c constraints.txt -e ".[integrations]"`.
-"""
+same weights. A step has 1 or 4 prompts of up to 64 tokens, with 8 generations of 48 tokens each.
+Paged rollouts should be 2.2 times as fast as plain ones; `generate_batch` may take 1.2 times as
+long as paged ones. Needs TRL: `pip install -c constraints.txt -e ".[integrations]"`."""
 
 from __future__ import annotations
 

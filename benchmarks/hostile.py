@@ -1,10 +1,8 @@
 """The longest gap between two tokens of a stream while other clients of the server do their worst.
-
 Starts `transformers serve` on the engine (extra `serve` and `transformers[serving]`), with a folder
 of prefix tiers whose files cannot be read or written (EIO) from the first turn on. In each turn
 four clients stream, alone, or while one client for each entry of `ATTACKS` sends requests one after
-another. A turn's figure is the longest time between two events of a stream.
-"""
+another. A turn's figure is the longest time between two events of a stream."""
 
 from __future__ import annotations
 
@@ -30,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import runner
-from benchmarks.peers.worker import die_with_parent, free_port, wait_until_up
+from benchmarks.peers.worker import free_port, start, wait_until_up
 
 STREAMS = 4
 ALONE, BESIDE = "streams alone", "beside hostile requests"
@@ -106,7 +104,6 @@ def serve(arguments: list[str]) -> None:
 def save_model(folder: Path, name: str) -> None:
     """Saves a model with random weights, and a tokenizer of characters whose other tokens only the
     model writes."""
-
     from benchmarks.models import SHAPES, build
     from tests.ecosystem.served_app import TEMPLATE, characters
 
@@ -131,18 +128,18 @@ class Server(NamedTuple):
 @contextlib.contextmanager
 def served(folder: Path) -> Iterator[Server]:
     """The model in a folder, served within the context."""
-    port = str(free_port())
+    port = free_port()
     command = [sys.executable, "-m", "hf_paged", "run", "--engine"]
     command += ["--set", f"num_blocks={NUM_BLOCKS}"]
     command += ["--set", f"prefix_tiers={str(folder / TIER)!r}"]
-    command += [__file__, "--serve", "serve", str(folder), "--device", "cpu"]
+    command += [__file__, "--serve", "serve", folder, "--device", "cpu"]
     command += ["--host", "127.0.0.1", "--port", port]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     switches = {EIO: str(folder / EIO), "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     with (folder / "log.txt").open("w") as log:
-        told: dict[str, Any] = {"stdout": log, "stderr": subprocess.STDOUT}
-        told |= {"cwd": ROOT, "env": {**os.environ, **switches}}
-        process = subprocess.Popen(command, preexec_fn=die_with_parent, **told)
+        process = start(
+            command, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **switches}
+        )
     try:
         address = f"http://127.0.0.1:{port}"
         try:

@@ -1,19 +1,14 @@
 """LoRA adapters: rows with different adapters in one forward, against one forward per adapter, and
-against all rows with one adapter.
-
-Greedy rows of random text over adapters of random weights, on all linear layers of the decoder, in
-float32 on the CPU: as the engine runs them; with one forward per adapter and step, as older
-versions did; from folders, where the pool has room for half of the adapters; all rows with one
-adapter; all without. All take the same turns, after warm-up turns; 95% intervals. A target is met
-where the interval reaches it.
-"""
+against all rows with one adapter. Greedy rows of random text over adapters of random weights, on
+all linear layers of the decoder, in float32 on the CPU: as the engine runs them; with one forward
+per adapter and step, as older versions did; from folders, where the pool has room for half of the
+adapters; all rows with one adapter; all without. All take the same turns, after warm-up turns."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import itertools
-import random
 import tempfile
 import unittest.mock
 from collections.abc import Iterator
@@ -26,13 +21,13 @@ import hf_paged
 from benchmarks import runner
 from benchmarks.models import SHAPES, build
 from benchmarks.systems import served
-from benchmarks.workloads import texts
+from benchmarks.workloads import Workload
 from hf_paged.adapters.loop_adapters import LoopAdapters
 
 FASTER, OF_ONE = 3.0, 0.7
 """Targets: throughput over that of one forward per adapter, and over that of a single adapter."""
 ROWS, ADAPTERS, RANK = 32, 8, 16
-LONGEST = 32  # prompt, in tokens
+PROMPTS = Workload("lora", ROWS, (8, 32), (0, 0))
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MIXED, APART, FOLDERS = "together", "one adapter a forward", "folders, room for half"
 ONE, BASE = "one adapter", "base"
@@ -79,12 +74,6 @@ def adapted(model: Any) -> Any:
     return found.eval()
 
 
-def prompts(turn: int, vocab: int) -> list[list[int]]:
-    words = random.Random(f"lora {turn}")
-    lengths = [words.randrange(LONGEST // 4, LONGEST + 1) for _ in range(ROWS)]
-    return texts(words, lengths, vocab)
-
-
 def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     shape, new = SHAPES[args.model], args.new_tokens
     model, bare = (build(shape) for _ in range(2))
@@ -92,7 +81,7 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
     names = [f"a{row % ADAPTERS}" for row in range(ROWS)]
 
     def work(turn: int, contender: Contender) -> runner.Turn:
-        return contender.generate(prompts(turn, shape.vocab), new)
+        return contender.generate(PROMPTS.batch(turn, shape.vocab).prompts, new)
 
     config = hf_paged.PagedConfig(prefix_caching=False)
     with tempfile.TemporaryDirectory() as path:
@@ -101,7 +90,8 @@ def cases(args: argparse.Namespace) -> Iterator[runner.Case]:
         block = int(config.block_size)
         weights = sum(one.nbytes for name, one in model.named_parameters() if ".a0." in name)
         own = -(-weights // shape.kv_bytes(block, 4))  # blocks that one adapter takes of the budget
-        needed = sum(-(-(len(text) + new) // block) for text in prompts(0, shape.vocab))
+        prompts = PROMPTS.batch(0, shape.vocab).prompts
+        needed = sum(-(-(len(prompt) + new) // block) for prompt in prompts)
         blocks = own * (ADAPTERS // 2) + needed
         small = hf_paged.PagedConfig(prefix_caching=False, num_blocks=blocks)
         one, none = ["a0"] * ROWS, ["__base__"] * ROWS

@@ -1,16 +1,13 @@
-"""One model over several processes.
-
-`PagedEngine` on a model in one process with all cores, and sharded over two CPU processes
-(`tp_plan="auto"`, torchrun, gloo) that share the cores: seconds for the same prompts, bytes of K/V
-per process; each turn has new processes and follows a warm-up. No GPU has run it.
-"""
+"""One model over several processes. `PagedEngine` on a model in one process with all cores, and
+sharded over two CPU processes (`tp_plan="auto"`, torchrun, gloo) that share the cores: seconds for
+the same prompts, bytes of K/V per process; each turn has new processes and follows a warm-up. No
+GPU has run it."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -25,7 +22,7 @@ import hf_paged
 from benchmarks import runner
 from benchmarks.models import SHAPES, build
 from benchmarks.systems import served
-from benchmarks.workloads import texts
+from benchmarks.workloads import Workload
 
 
 def serve(model: Any, vocab: int, count: int, new: int, turn: int) -> dict[str, Any]:
@@ -33,9 +30,8 @@ def serve(model: Any, vocab: int, count: int, new: int, turn: int) -> dict[str, 
     options = {"max_new_tokens": new, "do_sample": False}
     with hf_paged.PagedEngine(model, hf_paged.PagedConfig(prefix_caching=False)) as engine:
         for number in (-2, turn):
-            words = random.Random(f"parallel {number}")
-            prompts = texts(words, (words.randrange(32, 256) for _ in range(count)), vocab)
-            seconds, results = served(engine, prompts, options)
+            batch = Workload("parallel", count, (32, 255), (0, 0)).batch(number, vocab)
+            seconds, results = served(engine, batch.prompts, options)
         tokens = [result.token_ids for result in results]
         return {"seconds": seconds, "tokens": tokens, "kv_bytes": engine.stats().peak_bytes}
 

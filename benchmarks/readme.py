@@ -1,11 +1,9 @@
 """Renders the figures of README.md, docs and benchmarks/README.md from the committed JSON files,
-between their marks.
-
-With `--pictures` it draws README's picture again, from the same files. No figure in the text
-is written by hand: `tests/test_truth.py` renders it again and compares. It fails if files of
-`benchmarks.all` are of several revisions or machines, or of a quick run; with `--fresh`, which
-writes nothing either, also if they are older than the code that they measure, as `.ci/release` asks.
-"""
+between their marks. With `--pictures` it draws README's picture again, from the same files. No
+figure in the text is written by hand: `tests/test_truth.py` renders it again and compares. It fails
+if files of `benchmarks.all` are of several revisions or machines, or of a quick run; with
+`--fresh`, which writes nothing either, also if they are older than the code that they measure, as
+`.ci/release` asks."""
 
 from __future__ import annotations
 
@@ -217,7 +215,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     try:
         if arguments.pictures:
-            return draw()
+            with report.reading("the picture"):
+                pictures.draw(result(WHOLE), report.RESULTS / WHOLE)
+            return 0
         with report.reading("revisions"):
             reasons = revisions.stale() if arguments.fresh else revisions.mixed()
         status = rendered(arguments.check or arguments.fresh)
@@ -226,13 +226,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     print(*reasons, sep="\n", end="\n" if reasons else "")
     return int(bool(status or reasons))
-
-
-def draw() -> int:
-    """Draws README's picture."""
-    with report.reading("the picture"):
-        pictures.draw(result(WHOLE), report.RESULTS / WHOLE)
-    return 0
 
 
 def rendered(check: bool) -> int:

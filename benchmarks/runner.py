@@ -1,9 +1,6 @@
 """The runner of the benchmarks: command line, arms that take turns, processes, statistics, tables,
-JSON files.
-
-A benchmark is a function of its options that yields cases: arms that take turns on the same inputs,
-and what they are compared with. The rest is the same for all.
-"""
+JSON files. A benchmark is a function of its options that yields cases: arms that take turns on the
+same inputs, and what they are compared with. The rest is the same for all."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """16 rows of models beyond plain decoders: plain `generate` on the padded batch,
 `cache_implementation="paged"` and `PagedEngine` on the same prompts, in turns, in two processes,
-one after the other.
-
-All rows get 16 new tokens, those of encoder-decoders with 4 beams, too. "tiny" has 4 layers, "100M"
-about 100 million parameters, "full" the sizes of the checkpoint that the name tells. In float32.
-Medians over turns, and 95% intervals of plain's time over ours. A target is met where the interval
-reaches it.
-"""
+one after the other. All rows get 16 new tokens, those of encoder-decoders with 4 beams, too. "tiny"
+has 4 layers, "100M" about 100 million parameters, "full" the sizes of the checkpoint that the name
+tells. In float32."""
 
 from __future__ import annotations
 

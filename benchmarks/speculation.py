@@ -1,12 +1,9 @@
 """Speculation: `PagedEngine` with drafts by n-grams against the same engine without, in turns, on a
-model that the benchmark trains first.
-
-W7 and W8: 32 rows and 1 row that copy the text of their prompt and replace some words. In float32
-on the CPU, greedy, with new prompts in every turn, from texts that the training did not have; 95%
-intervals. A target is met where the interval reaches it. The seconds of a turn are also told by
-stage. A step that verifies drafts computes more tokens than one without, and takes proportionally
-longer where arithmetic is the bottleneck.
-"""
+model that the benchmark trains first. W7 and W8: 32 rows and 1 row that copy the text of their
+prompt and replace some words. In float32 on the CPU, greedy, with new prompts in every turn, from
+texts that the training did not have. The seconds of a turn are also shown by stage. A step that
+verifies drafts computes more tokens than one without, and takes proportionally longer where
+arithmetic is the bottleneck."""
 
 from __future__ import annotations
 

@@ -32,8 +32,6 @@ from benchmarks.workloads import Batch, Workload, contiguous_bytes, left_padded
 KEPT = hf_paged.PagedConfig(idle_release_seconds=None)
 """Pools and recorded steps stay between turns, as a peer's process does: the turns of other systems
 take longer than the minute after which an idle pool is freed."""
-
-
 PAGE_SIZE = (
     "page_size"
     if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters

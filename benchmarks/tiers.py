@@ -1,11 +1,7 @@
-"""Prefixes loaded from disk (`prefix_tiers`), against computing them again, in float32; 95%
-intervals. A target is met where the interval reaches it.
-
-First case: time to first token in a new process, in turns for a prompt whose blocks another process
-has left in the folder and for a new prompt of the same length. Second case: workload W3 a second
-time, in a pool of a quarter of the blocks that it needs: evicted blocks are loaded from disk, or
-computed.
-"""
+"""Prefixes loaded from disk (`prefix_tiers`), against computing them again, in float32. First case:
+time to first token in a new process, in turns for a prompt whose blocks another process has left in
+the folder and for a new prompt of the same length. Second case: workload W3 a second time, in a
+pool of a quarter of the blocks that it needs: evicted blocks are loaded from disk, or computed."""
 
 from __future__ import annotations
 

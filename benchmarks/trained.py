@@ -58,12 +58,8 @@ def train(steps: int) -> Any:
     return model
 
 
-def load(folder: Path) -> Any:
-    """Loads the trained model, in float32 and eval mode."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-
 def editor(folder: Path, steps: int = STEPS) -> Any:
-    """Trains a model to edit texts of random words; it is as loaded from its files."""
+    """Trains a model to edit texts of random words, saves it, and returns it as loaded from its
+    files."""
     train(steps).save_pretrained(folder)
-    return load(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

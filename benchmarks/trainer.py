@@ -1,10 +1,8 @@
 """`Seq2SeqTrainer` with `predict_with_generate` takes a step of the optimizer, then generates for
 its evaluation set, and so on: the weights differ in each evaluation. Plain and paged runs begin
-with the same weights; medians, 95% intervals. Target: at most plain's time.
-
-3 evaluations of 32 prompts of 33 to 64 tokens in batches of 16, 32 new tokens each, greedy, in
-float32. Timed are the prediction steps, `generate` and the loss; beside them the whole training.
-"""
+with the same weights. Target: at most plain's time. 3 evaluations of 32 prompts of 33 to 64 tokens
+in batches of 16, 32 new tokens each, greedy, in float32. Timed are the prediction steps, `generate`
+and the loss; beside them the whole training."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
 """Launch parameters of the Triton kernels for this machine's GPU: `python -m benchmarks.tune`.
-
 Compares every candidate with `attention/backends/reference.py`, then times it in a CUDA graph on
 K/V that no cache holds. The winners go to `hf_paged/kernels/triton/configs/<chip>.json`, which the
 kernels read; commit it. `--block-sizes` measures the cost of each block size instead, on the CPU,
-too (`benchmarks.block_costs`).
-"""
+too (`benchmarks.block_costs`)."""
 
 from __future__ import annotations
 

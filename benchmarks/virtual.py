@@ -1,11 +1,7 @@
 """Decode steps of whole models with custom attention code, on the same states: over a `PagedCache`
 with blocks, one with contiguous rows in virtual memory (`storage="virtual"`), and transformers'
-`DynamicCache`.
-
-The models are as wide as models of 100 million parameters and more. Contenders take turns; each
-ratio is the median over turns, with its 95% interval. A target is met where the interval reaches
-it. Attention alone, mapping and page sizes are among the papers' tables (`benchmarks.paper`).
-"""
+`DynamicCache`. The models are as wide as models of 100 million parameters and more. Attention
+alone, mapping and page sizes are among the papers' tables (`benchmarks.paper`)."""
 
 from __future__ import annotations
 

@@ -68,7 +68,6 @@ class Workload:
     def batch(self, repeat: int, vocab: int) -> Batch:
         """New words in every repeat, so that prefix caches miss; the lengths stay."""
         lengths, words = random.Random(self.name), random.Random(f"{self.name} {repeat}")
-
         (prefix,) = texts(words, [self.prefix], vocab)
         sizes = [lengths.randint(*self.prompt_lengths) for _ in range(self.num_prompts)]
         prompts = [prefix + text for text in texts(words, sizes, vocab)]

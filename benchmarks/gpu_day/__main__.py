@@ -1,11 +1,8 @@
-"""The first minutes on a GPU: whether everything works, and how fast.
-
-Stages, each in a process with a limit: a runs the kernels' tests; b compares tokens with plain
-`generate`; c, d and e measure attention and the whole calls of two models; f runs `pytest -m gpu`.
-A stage writes its rows while it runs, and the tables of all come last. Needs neither a network nor
-`.git`. With `--device fake` the same code runs on small sizes on the CPU; it shows that it runs,
-and its figures say nothing.
-"""
+"""The first minutes on a GPU: whether everything works, and how fast. Stages, each in a process
+with a limit: a runs the kernels' tests; b compares tokens with plain `generate`; c, d and e measure
+attention and the whole calls of two models; f runs `pytest -m gpu`. A stage writes its rows while
+it runs, and the tables of all come last. Needs neither a network nor `.git`. With `--device fake`
+the same code runs on small sizes on the CPU; it shows that it runs, and its figures say nothing."""
 
 from __future__ import annotations
 

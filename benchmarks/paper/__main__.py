@@ -3,10 +3,8 @@ PagedAttention (arXiv 2309.06180) and vAttention (arXiv 2405.04437). Waste, batc
 are simulated with the engine's own scheduler and block manager, so that the machine hardly matters:
 medians with the least and the greatest over several seeds. The spread is that of the lengths'
 logarithms, a constant that the paper does not give. Preemption and spikes are timed in turns of two
-processes, with 95% intervals. Earlier results of spikes have mechanisms that are no longer there.
-
-What a case has in common with the paper's is in its docstring, `benchmarks/paper/`.
-"""
+processes. Earlier results of spikes have mechanisms that are no longer there. What a case has in
+common with the paper's is in its docstring, `benchmarks/paper/`."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -14,7 +13,7 @@ from benchmarks import runner
 from benchmarks.models import SHAPES, build
 from benchmarks.paper import PAGED_ATTENTION, published
 from benchmarks.systems import served
-from benchmarks.workloads import GREEDY, texts
+from benchmarks.workloads import GREEDY, Workload
 from hf_paged.config import MIN_BLOCK_SIZE
 
 BLOCKS = {8: "swap slower", 16: "comparable", 64: "comparable"}
@@ -34,8 +33,8 @@ def preempted(args: argparse.Namespace) -> Iterator[runner.Case]:
     requests with short contexts.
     """
     shape, slots, new_tokens = (QUICK, 128, 32) if args.quick else (SHAPE, 384, 128)
-    model, draw = build(shape), random.Random(3)
-    prompts = texts(random.Random(0), [draw.randrange(16, 49) for _ in range(8)], shape.vocab)
+    model = build(shape)
+    prompts = Workload("preempted", 8, (16, 48), (0, 0)).batch(0, shape.vocab).prompts
     options = {**GREEDY, "max_new_tokens": new_tokens}
 
     def work(turn: int, method: str, *, block: int) -> runner.Turn:

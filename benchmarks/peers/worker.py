@@ -32,9 +32,10 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def start(command: list[Any]) -> subprocess.Popen[bytes]:
-    """A server that ends with this process; what it prints goes to stderr."""
-    return subprocess.Popen([*map(str, command)], stdout=2, preexec_fn=die_with_parent)
+def start(command: list[Any], **options: Any) -> subprocess.Popen[bytes]:
+    """A server that ends with this process; by default, what it prints goes to stderr."""
+    options = {"stdout": 2, "preexec_fn": die_with_parent, **options}
+    return subprocess.Popen([*map(str, command)], **options)
 
 
 def first_accepted(make: Callable[[str], Any], choices: list[str]) -> tuple[str, Any]:

@@ -6,7 +6,7 @@ import collections
 from collections.abc import Iterable, Mapping
 
 from benchmarks.report import Row as Data
-from benchmarks.report import revision_of
+from benchmarks.report import markdown, revision_of
 
 MEDIA = ("image", "video", "audio")
 
@@ -22,7 +22,7 @@ def overview(rows: list[Data]) -> str:
     header = ["family", "classes", "served by plain `generate`", "equal", "on the engine"]
     header += ["blocks read in place", "of them MLA latents", "given images, video or sound"]
     header += ["on the engine with these", "on the engine with text alone"]
-    lines = [header, ["---"] * len(header)]
+    lines = list[Data]()
     for family in [*dict.fromkeys(row["family"] for row in rows), "all"]:
         members = [row for row in rows if family in (row["family"], "all")]
         served = [row for row in members if row["modes"]]
@@ -35,8 +35,8 @@ def overview(rows: list[Data]) -> str:
             *(len(given), sum(row["road"] == "engine" for row in given)),
             sum(mode["road"] == "engine" for mode in alone),
         ]
-        lines.append([family, *map(str, counts)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        lines.append(dict(zip(header, [family, *counts])))
+    return markdown(lines)
 
 
 def class_lists(rows: list[Data]) -> str:

@@ -349,10 +349,8 @@ class Scheduler:
                 if sequence.num_to_compute:
                     limit = self._chunk_limit()
                     self._schedule_tokens(request, sequence, limit, may_preempt=False)
-            if (
-                self._scheduled.num_tokens == num_tokens_before
-            ):  # nothing fits: tokens or blocks ran out
-                # blocks that it shares may be computed only in this step
+            if self._scheduled.num_tokens == num_tokens_before:
+                # tokens or blocks ran out; blocks that it shares may be computed only in this step
                 self._requeue(request, may_swap=was_swapped)
                 return
             self._scheduled.admitted.append(request)

@@ -7,8 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks import ceilings, side_by_side
+from benchmarks.ceilings import Cost, call_seconds
 from benchmarks.models import SHAPES, Shape, build
-from benchmarks.roofline import Cost, call_seconds
 from benchmarks.systems import latencies
 
 SHAPE = Shape("by hand", "llama", 8, 2, 2, 1, 4, 16, 32)

@@ -232,23 +232,17 @@ def interrupt_of(error: BaseException) -> BaseException | None:
     """Returns the interrupt, a `KeyboardInterrupt` or an error of a signal handler, that `error` is
     or that a library has caught and replaced by `error`; `None` if there is none. Only for
     libraries that replace every error: other code that raises an error of its own in place of an
-    interrupt has dealt with that."""
-    for earlier in _with_replaced(error):
-        if isinstance(earlier, KeyboardInterrupt) or _is_from_handler(earlier):
-            return earlier
-    return None
-
-
-def _with_replaced(error: BaseException) -> list[BaseException]:
-    """Returns an error, and the errors that it has replaced: its causes and contexts, except those
-    that a running frame has caught, since the error was raised later, in that frame's handler."""
+    interrupt has dealt with that. Errors that a running frame has caught do not count, since
+    `error` was raised later, in that frame's handler."""
     running_ids = set[int]()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         running_ids.add(id(frame))
         frame = frame.f_back
     errors, known_ids = [error], {id(error)}
-    for later in errors:  # which grows
+    for later in errors:  # which grows by the causes and contexts
+        if isinstance(later, KeyboardInterrupt) or _is_from_handler(later):
+            return later
         for earlier in (later.__cause__, later.__context__):
             trace = None if earlier is None else earlier.__traceback__
             if earlier is None or trace is None or id(earlier) in known_ids:
@@ -256,7 +250,7 @@ def _with_replaced(error: BaseException) -> list[BaseException]:
             if id(trace.tb_frame) not in running_ids:
                 errors.append(earlier)
                 known_ids.add(id(earlier))
-    return errors
+    return None
 
 
 def _is_from_handler(error: BaseException) -> bool:

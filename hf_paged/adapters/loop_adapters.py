@@ -4,6 +4,7 @@ forward. The scheduler decides which requests run."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -287,7 +288,8 @@ class LoopAdapters:
         if isinstance(adapter, str):
             return adapter
         if previous is not None and previous.state == adapter.state:
-            adapter.key = previous.key  # steps recorded with the previous object stay valid
+            # steps recorded with the previous object stay valid
+            adapter = dataclasses.replace(adapter, key=previous.key)
         self._model_adapters[name] = adapter
         self._checked_names.add(name)
         return adapter

@@ -31,6 +31,11 @@ class _ResidentAdapter:
         table = self.sequence.tables[group_index]
         table.append(len(block_ids) * table.block_size, block_ids)
 
+    def admit(self) -> bool:
+        """Called when a request with it is admitted; returns whether one was before."""
+        was_admitted, self.was_admitted = self.was_admitted, True
+        return was_admitted
+
     def release(self) -> None:
         """Releases its blocks, which are cached from now on."""
         self.sequence.free()
@@ -101,10 +106,8 @@ class AdapterPages:
     def record_admission(self, adapter: Hashable, is_first: bool = True) -> None:
         """Records that a request which has pinned the adapter was admitted. A request's first
         admission is a hit if the adapter is still resident from an earlier admission."""
-        resident = self._adapters[adapter]
-        if is_first and resident.was_admitted:
-            self.num_hits += 1
-        resident.was_admitted = True
+        was_admitted = self._adapters[adapter].admit()
+        self.num_hits += is_first and was_admitted
 
     def unpin(self, adapter: Hashable, holder: Any) -> None:
         """Ends the use of the adapter by `holder`; does nothing if `holder` has not pinned it. The

@@ -77,6 +77,16 @@ def option_for_drafts(config: Any, assistant: Any) -> str | None:
     return next((name for name, value in options.items() if value is not None), None)
 
 
+def num_requested_tokens(generation_config: Any) -> int:
+    """Returns the `max_new_tokens` of a request's config or dict of options; 1 if the option is
+    missing or not an int."""
+    options = generation_config
+    if isinstance(options, GenerationConfig):
+        options = vars(options)
+    max_new_tokens = options.get("max_new_tokens") if isinstance(options, Mapping) else None
+    return max_new_tokens if isinstance(max_new_tokens, int) else 1
+
+
 def as_whole(name: str, value: Any, low: int, high: int, before: str = "", after: str = "") -> int:
     """Returns `value` as an int. Raises `ValueError` unless it is a whole number from `low` to
     `high`. The message calls the value `name`, and puts `before` and `after` around the range."""

@@ -30,7 +30,7 @@ from ..model.wrappers import adapters_room_for
 from ..rooms import room
 from ..seams import EngineParts, Grammars
 from ..timing import setup_seconds
-from .arguments import RequestOptions, as_list, checked_options
+from .arguments import RequestOptions, as_list, checked_options, num_requested_tokens
 from .engine_loop import EngineLoop
 from .execution.executor import StableSpan
 from .generation import Generation, RequestState
@@ -101,6 +101,8 @@ class EngineCore(EngineLoop):
         if prompt is not None or inputs is None:
             ids = prompt_ids(prompt, tokenizer)
         options = dataclasses.replace(options, inputs=inputs)
+        if inputs is None:
+            self.check_length(ids, options.request_id, num_requested_tokens(generation_config))
         if (options.schema, options.regex, options.grammar) != (None, None, None):
             constraint = self.grammars.processor(options, tokenizer, self.model)
             processors = as_list("logits_processor", options.logits_processor)
@@ -174,17 +176,18 @@ class EngineCore(EngineLoop):
             request_id = self.make_id()
         return dataclasses.replace(options, request_id=request_id)
 
-    def check_length(self, ids: list[int], request_id: Hashable) -> None:
+    def check_length(self, ids: list[int], request_id: Hashable, num_new_tokens: int = 1) -> None:
         """Raises, as `add` does, `IndexError` if a prompt of token ids is longer than the model's
-        table of positions, and `OutOfBlocksError` if the prompt and a new token can never fit into
-        the memory. Does not wait for a forward in progress. Checks nothing if no request is
-        unfinished, or if the model has an encoder."""
+        table of positions, and `OutOfBlocksError` if the prompt and `num_new_tokens` new tokens can
+        never fit into the memory. Does not wait for a forward in progress. Checks nothing if no
+        request is unfinished, or if the model has an encoder."""
         loop = self.loop
         if loop is None or not self.requests or self.model.config.is_encoder_decoder:
             return
         if request_id is None:
             request_id = "request"
-        request = Request(request_id, [Sequence(ids)], len(ids) + 1)
+        max_length = len(ids) + max(1, num_new_tokens)
+        request = Request(request_id, [Sequence(ids)], max_length)
         request.limit_positions(self.layout.max_positions)
         with loop.memory.lock:
             loop.scheduler.preemption.check_fits(request)

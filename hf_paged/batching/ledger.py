@@ -56,7 +56,7 @@ class Ledger:
         for request, rows in self.rows.items():
             for (generation, _), sequence in zip(rows, request.sequences):
                 generation.drop_logits()
-                sequence.logits_length = sequence.num_tokens if generation.is_sampling else 0
+                sequence.note_logits(generation.is_sampling)
         self.scheduler.recover(self.rows)
         self.rows = {
             request: rows for request, rows in self.rows.items() if not request.is_finished

@@ -78,6 +78,10 @@ class Sequence:
         self.num_computed_tokens = self.blocks.match(keys, self.request.namespace, min_tokens)
         return self.num_computed_tokens
 
+    def note_logits(self, has_logits: bool) -> None:
+        """Called when the request is preempted: notes whether the row has its logits."""
+        self.logits_length = self.num_tokens if has_logits else 0
+
     def register_last(self) -> None:
         """Called before the blocks are freed or swapped out: registers the full blocks. Takes
         no snapshot at a stop, since no later step would copy the state."""
@@ -309,8 +313,7 @@ class Request:
         forward before their next tokens."""
         self.num_preemptions += 1
         for sequence in self.open_sequences:
-            if not sequence.num_to_compute:
-                sequence.logits_length = sequence.num_tokens
+            sequence.note_logits(not sequence.num_to_compute)
 
     def grows_alone(self) -> bool:
         """Called if the request is preempted while it runs alone: notes its total length, and

@@ -126,6 +126,14 @@ class Claim(Holder):
         num_blocks = sum(claim.num_blocks for claim in [*earlier_claims, self])
         return num_blocks <= total
 
+    def wait(self, total: Callable[[], int]) -> None:
+        """Waits until the claim `fits` into `total()` blocks, or until no call of another thread
+        progresses."""
+        shortage = Shortage(self.memory)
+        while not self.fits(total()) and shortage.wait():
+            pass
+        self.is_waiting = False
+
 
 def claims_on(memory: Any) -> list[Claim]:
     """Returns the claims on a memory, in the order in which they were made."""
@@ -153,10 +161,7 @@ def claims_waiting(memory: Any) -> Iterator[None]:
 @restoring
 def claiming(memory: Any, num_blocks: int, total: Callable[[], int]) -> Iterator[None]:
     """A context for a call that cannot be preempted and holds up to `num_blocks` of `total()`
-    blocks. First waits until its claim `fits`, or until no call of another thread progresses."""
+    blocks. First calls `Claim.wait`."""
     with holding(Claim(memory, num_blocks)) as claim:
-        shortage = Shortage(memory)
-        while not claim.fits(total()) and shortage.wait():
-            pass
-        claim.is_waiting = False
+        claim.wait(total)
         yield

@@ -19,7 +19,6 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedConfig
 
 from ..compiled import replaced_forward
-from ..model.forwards import is_idle_hook
 from ..model.values import (
     ABSENT,
     BOOKKEEPING,
@@ -215,7 +214,9 @@ class Reading:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             self._owners.append(hooks)
             for hook in hooks.values():
-                if not is_idle_hook(hook):
+                # transformers leaves such hooks on a module after a call with
+                # `output_hidden_states`; in other calls, they do nothing
+                if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
                     descriptions.append(self._value(hook))
         return descriptions
 

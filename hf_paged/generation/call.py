@@ -208,6 +208,17 @@ class Call:
         if is_first and self.is_running:
             self._switch()
 
+    def use_memory(self, memory: PagedMemory) -> PagedMemory:
+        """Makes `memory`, the model's, that of the call; returns it."""
+        self.memory = memory
+        if self.is_running:
+            memory.begin_call(self)
+        return memory
+
+    def lack_cache(self, reason: str, remedy: str) -> None:
+        """Notes why the call lacks the paged cache that it requested, and how it could get one."""
+        self.reason, self.remedy = reason, remedy
+
     def claim_blocks(self, arguments: dict[str, Any]) -> None:
         """Claims blocks for all rows of a decoding loop with these arguments, in the caches that
         the call built, until the call ends. First waits, as long as other calls progress, until the

@@ -262,6 +262,11 @@ class Candidate:
                 return Topic.INPUTS("the position ids are not 0, 1, 2, ... in each row")
         return None
 
+    def serve_together(self, prompts: Prompts, layout: Layout) -> None:
+        """Makes the engine serve the rows of these prompts in a layout that is not packed."""
+        self.prompts, self.layout = prompts, layout
+        self.paddings = [padding for padding in prompts.paddings for _ in range(self.call.repeats)]
+
     def find_prompts(self) -> Prompts | None:
         """Returns `Prompts` with each prompt once; `None` if the call did not see the prompts
         before the model expanded them to rows."""

@@ -110,8 +110,8 @@ def _run(generate: Invocation, is_requested: bool) -> Any:
     _wrap_overrides(type(generate.model))
     call = Call(generate.model, callable(generate.kwargs.get("custom_generate")))
     if is_requested:
-        call.reason = f"{type(generate.model).__name__} prepares its cache itself"
-        call.remedy = "Use a model that generates as transformers does"
+        reason = f"{type(generate.model).__name__} prepares its cache itself"
+        call.lack_cache(reason, "Use a model that generates as transformers does")
     with call.running():
         return generate.run()
 
@@ -218,7 +218,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
             if is_passed and generation_config.cache_config:
                 check_options(model, caches, generation_config.cache_config)
         elif config is not None:
-            call.reason, call.remedy = _reason_and_remedy(model, is_passed, arguments)
+            call.lack_cache(*_reason_and_remedy(model, is_passed, arguments))
         if not call.built_caches:
             starting_calls.discard(call)
         if config is not None and config.batch_invariant and not call.built_caches:
@@ -252,9 +252,7 @@ def _page_caches(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> 
     if call.is_running:
         call.stack.enter_context(reserving(model))
     lengths = [length] * num_rows if length else []
-    memory = call.memory = memory_for(model, config, lengths)
-    if call.is_running:
-        memory.begin_call(call)
+    memory = call.use_memory(memory_for(model, config, lengths))
 
     def to_paged(cache: Any, kind: str) -> Any:
         if type(cache) is not DynamicCache:

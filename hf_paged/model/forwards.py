@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -29,12 +29,6 @@ def tensors_of_module(module: nn.Module) -> list[torch.Tensor]:
     """The parameters and buffers of a module, without those of its submodules."""
     tensors = (*module._parameters.values(), *module._buffers.values())
     return [tensor for tensor in tensors if tensor is not None]
-
-
-def is_idle_hook(hook: Callable[..., Any]) -> bool:
-    """Whether this is a hook that transformers leaves on a module after a call with
-    `output_hidden_states`. It does nothing in other calls."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 def hooks_of(module: nn.Module) -> list[Any]:

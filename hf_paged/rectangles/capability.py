@@ -110,13 +110,13 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
         rows_reason = reason_against_rows(capability, prompts)
     if rows_reason:
         yield rows_reason if rows_reason in reason else f"{reason}, and {rows_reason}"
-    call.prompts = with_join_keys(prompts, join_requirements(capability, prompts))
-    call.layout = dataclasses.replace(
+    layout = dataclasses.replace(
         TOGETHER,
         unsupported_reason=reason,
         max_positions=max_positions(capability, prompts),
     )
-    call.paddings = [padding for padding in prompts.paddings for _ in range(repeats)]
+    prompts = with_join_keys(prompts, join_requirements(capability, prompts))
+    call.serve_together(prompts, layout)
 
 
 def prepare(

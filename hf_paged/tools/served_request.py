@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,6 +78,17 @@ class ServedRequest:
         """Arguments of `PagedEngine.add_request` that come from the fields and headers."""
         cache_salt = current_client.get().cache_salt
         return {**self.fields.options, **({} if cache_salt is None else {"cache_salt": cache_salt})}
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """A context in which a model is loaded: errors are the server's fault until it is."""
+        self.errors_are_internal = True
+        yield
+        self.errors_are_internal = False  # the rest of the request, not yet read, may be invalid
+
+    def prepare(self, tokenizer: Any, generation_options: dict[str, Any]) -> None:
+        """Called before the engine gets the request."""
+        self.tokenizer, self.generation_options = tokenizer, generation_options
 
     def mark_added(self) -> None:
         """Called once the engine has the request: its input is accepted."""

@@ -150,7 +150,6 @@ class EngineGenerateManager(utils.CBGenerateManager):
         assert self.manager is not None  # created by `init_cb`
         request = current_request()
         tokenizer = getattr(processor, "tokenizer", processor)
-        request.tokenizer = tokenizer
         self.manager.engine.tokenizer = tokenizer
         defaults = self.manager.generation_config
         num_choices = request.fields.num_choices
@@ -161,11 +160,12 @@ class EngineGenerateManager(utils.CBGenerateManager):
             and name not in SKIPPED_OPTIONS
             and value not in (None, getattr(defaults, name, None))
         }
-        request.generation_options = {
+        generation_options = {
             **overrides,
             **request.fields.generation_options,
             "num_return_sequences": num_choices,
         }
+        request.prepare(tokenizer, generation_options)
         check_extremes(request.generation_options)
         set_max_new_tokens(model, gen_config, len(inputs["input_ids"]))
         biases = request.generation_options.get("sequence_bias")
@@ -461,15 +461,13 @@ def _load(load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     request = request_or_none.get()
     if request is None:  # the app loads a model when it starts
         return load(*args, **kwargs)
-    request.errors_are_internal = True
-    try:
-        model_and_processor = load(*args, **kwargs)
-    except OSError as error:
-        if error.errno is None:  # transformers' error for a model that does not exist
-            raise RefusedError(str(error)) from error
-        raise
-    request.errors_are_internal = False  # the rest of the request, not yet read, may be invalid
-    return model_and_processor
+    with request.loading():
+        try:
+            return load(*args, **kwargs)
+        except OSError as error:
+            if error.errno is None:  # transformers' error for a model that does not exist
+                raise RefusedError(str(error)) from error
+            raise
 
 
 def set_seed(seed: int) -> None:

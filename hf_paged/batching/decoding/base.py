@@ -200,6 +200,13 @@ class Draft:
         self.tokens = tokens
         self.position = 0  # index in `tokens` of the token that is chosen next
 
+    def advance(self, tokens: list[int]) -> bool:
+        """Moves to the next position if the `tokens` chosen at this one equal the draft's; returns
+        whether they do."""
+        is_equal = tokens == self.tokens[self.position : self.position + 1]
+        self.position += is_equal
+        return is_equal
+
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
         """Draws the next token, `(1,)`, given its `(1, vocab)` probabilities after logits
         processors."""

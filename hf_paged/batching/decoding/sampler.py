@@ -147,14 +147,11 @@ def _with_earlier(previous: Result | None, result: Result) -> Result:
 
 def _advance_draft(decoding: Decoding, result: Result) -> bool:
     """If the row continues and its new token equals the draft's, so that the logits after this
-    token are valid, advances `draft.position` and returns `True`."""
+    token are valid, advances the draft and returns `True`."""
     draft = decoding.draft
     if draft is None or not isinstance(result, SampledTokens) or decoding.is_done:
         return False
-    if result.tokens != draft.tokens[draft.position : draft.position + 1]:
-        return False
-    draft.position += 1
-    return True
+    return draft.advance(result.tokens)
 
 
 def _next_logits(rows: LogitRows, decoding: Decoding) -> LogitRows:

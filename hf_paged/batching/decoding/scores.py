@@ -183,6 +183,10 @@ class BatchableProcessors:
         self.penalized: Tensor | None = None
         self.row = 0
 
+    def share(self, penalized: Tensor, row: int) -> None:
+        """Makes `row` of `penalized` that of this decoding."""
+        self.penalized, self.row = penalized, row
+
     @classmethod
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
         """Makes the batchable processors of a row with `(1, length)` ids. Returns `None` if the
@@ -212,8 +216,7 @@ def _penalized_tokens(
         ]
         penalized = torch.stack(penalized_rows)
         for row, member in enumerate(members):
-            member.penalized = penalized
-            member.row = row
+            member.share(penalized, row)
     new_entries = [
         (row, token)
         for row in member_rows
@@ -224,7 +227,7 @@ def _penalized_tokens(
         rows_of_tokens, tokens = numbers_on(device, list(zip(*new_entries)))
         penalized[rows_of_tokens, tokens] = True
     for member in members:
-        member.pending_tokens = []
+        member.pending_tokens.clear()
     return penalized[: len(members)]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from hf_paged import PagedCache, PagedConfig, PagedEngine
+from hf_paged import PagedConfig, PagedEngine
 from hf_paged.rectangles.states import StateSpec
 from tests.support import models
 from tests.support.architecture_configs import tiny_model

@@ -36,6 +36,7 @@ from tests.support.checks import (
     generate_both,
     model_state,
 )
+from tests.support.engine_helpers import lone_run
 
 NEW_TOKENS = 12
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": NEW_TOKENS}
@@ -548,9 +549,18 @@ def test_whisper_past_its_table_of_positions() -> None:
 @pytest.mark.slow
 def test_a_table_of_positions_that_plain_forwards_make_longer() -> None:
     model, ids = tables.build("xglm"), models.token_ids(1, 20, seed=2)
-    with hf_paged.PagedEngine(model) as engine:
-        (result,) = engine.generate([ids[0].tolist()], {"do_sample": False, "max_new_tokens": 20})
-        assert isinstance(result.error, IndexError) and "table of positions" in str(result.error)
+    text = ids[0].tolist()
+    with hf_paged.PagedEngine(tables.build("xglm")) as engine:
+        engine.add_request(text[:9], {**GREEDY, "max_new_tokens": 12}, request_id="before")
+        engine.step()
+        for prompt, count in ((text + text, 40), (text, 20), (text, 70)):
+            options = {**GREEDY, "max_new_tokens": count}
+            (result,) = engine.generate([prompt], options)
+            assert [result.token_ids] == lone_run(tables.build("xglm"), prompt, options)
+            assert engine.route is not None and engine.route.road == "engine"
+        before = next(output.result for output in engine.step() if output.result is not None)
+        options = {**GREEDY, "max_new_tokens": 12}
+        assert [before.token_ids] == lone_run(tables.build("xglm"), text[:9], options)
     for count in (tables.NUM + 1 - 20, 40):
         options = {**GREEDY, "max_new_tokens": count, "attention_mask": torch.ones_like(ids)}
         found = model.generate(ids, **options, **models.PAGED)

@@ -188,7 +188,8 @@ class EngineCore(EngineLoop):
             request_id = "request"
         max_length = len(ids) + max(1, num_new_tokens)
         request = Request(request_id, [Sequence(ids)], max_length)
-        request.limit_positions(self.layout.max_positions)
+        if not self.layout.can_grow_unpacked:
+            request.limit_positions(self.layout.max_positions)
         with loop.memory.lock:
             loop.scheduler.preemption.check_fits(request)
 

@@ -4,6 +4,7 @@ requests before they enter the loop. `engine_core.py` keeps the list of requests
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from ..config import PagedConfig
 from ..model.capability import Capability
 from ..model.forwards import compute_device
 from ..model.layout import Layout
+from ..model.positions import grow_positions
 from ..model.registry import Route, block_sizes, note_route, route_of
 from ..rooms import SpeculationRoom, room, room_if_installed
 from ..seams import EngineParts, Leader
@@ -203,6 +205,7 @@ class EngineLoop:
         reason = self.layout.unsupported_reason
         reason_against_drafts = self.layout.reason_against_drafts
         if state.request.inputs is None:
+            self._grow_positions(state.request.max_num_tokens - 1)
             state.request.limit_positions(self.layout.max_positions)
         else:
             self._prepare_inputs(state)
@@ -213,6 +216,20 @@ class EngineLoop:
                 " compute the logits with a forward of the model"
             )
         self._choose_speculation(state, reason_against_drafts)
+
+    def _grow_positions(self, num_positions: int) -> None:
+        """Makes the model's table of positions longer if it has fewer, and if plain forwards make
+        it longer (they do not compute the last token of a sequence)."""
+        layout, max_positions = self.layout, self.layout.max_positions
+        is_short = max_positions is not None and num_positions > max_positions
+        if not (is_short and layout.can_grow_unpacked) or self.leader is not None:
+            return
+        grow_positions(self.model, num_positions)
+        probe_cache = empty_cache(self.model, PagedMemory(self.config))
+        grown = choose_layout(self.model, probe_cache, self.config.batch_invariant)
+        # a model that cannot run in the loop's layout now is noticed in the next step
+        if dataclasses.replace(grown, max_positions=max_positions) == layout:
+            self.layout = grown
 
     def _prepare_inputs(self, state: RequestState) -> None:
         """Prepares a prompt with inputs besides token ids. Raises as `prepare`."""

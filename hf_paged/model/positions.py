@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
+from ..interrupts import is_interrupt
+from ..threads import step_lock
 from .own_loop import first_inputs
 from .trial import ForwardFailedError, Trial, sample_tokens
 from .values import addresses_of
@@ -148,6 +151,19 @@ def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: Positi
         can_grow = True
     del trial.writes[num_writes:]  # forwards with the whole table do not replace it
     return can_grow
+
+
+def grow_positions(model: PreTrainedModel, length: int) -> None:
+    """Runs a plain forward of `length` tokens, which replaces those tables that are too short for
+    it and that forwards replace. Does nothing if the forward fails."""
+    ids = sample_tokens(model)[:1, [0] * length]
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    try:
+        with step_lock(model), torch.no_grad():
+            model.base_model(**inputs)  # without the logits of all tokens
+    except Exception as error:  # the tables stay as they are
+        if is_interrupt(error):
+            raise
 
 
 def _find_tables(

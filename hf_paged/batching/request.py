@@ -3,7 +3,6 @@ Python: no tensors, no policy."""
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Collection, Hashable, Iterable
 from collections.abc import Sequence as Items
@@ -407,17 +406,30 @@ class Request:
         """Makes each unfinished sequence `i` a fork of sequence `parents[i]`, unless `i` is its own
         parent, and appends `tokens[i]`. Frees the blocks of replaced sequences. Copies no K or
         V."""
-        previous = [copy.copy(sequence) for sequence in self.sequences]
-        replaced_rows = [
-            row
+        sequences = self.sequences
+        replaced = {
+            row: parent
             for row, parent in enumerate(parents)
-            if row != parent and not previous[row].is_finished
-        ]
-        for row in replaced_rows:
-            self.sequences[row].fork_from(previous[parents[row]])
-        for row in replaced_rows:
-            previous[row].blocks.free()
-        for sequence, token in zip(self.sequences, tokens):
+            if row != parent and not sequences[row].is_finished
+        }
+        # one child of a replaced parent takes over the parent's blocks, and the others fork them: a
+        # block that one row holds can be written to without a copy
+        heirs = {parent: row for row, parent in replaced.items() if parent in replaced}
+        forks = []
+        for row, parent_row in replaced.items():
+            parent = sequences[parent_row]
+            is_heir = heirs.get(parent_row) == row
+            blocks = parent.blocks if is_heir else parent.blocks.fork()
+            tokens_of_parent = list(parent.token_ids)
+            counts = parent.num_computed_tokens, parent.logits_length
+            forks.append((sequences[row], blocks, tokens_of_parent, parent.swapped, counts))
+        unused_blocks = [sequences[row].blocks for row in replaced if row not in heirs]
+        for sequence, blocks, token_ids, swapped, counts in forks:
+            sequence.blocks, sequence.token_ids, sequence.swapped = blocks, token_ids, swapped
+            sequence.num_computed_tokens, sequence.logits_length = counts
+        for blocks in unused_blocks:
+            blocks.free()
+        for sequence, token in zip(sequences, tokens):
             if not sequence.is_finished:
                 sequence.token_ids.append(token)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .block_pool import BlockTable
@@ -91,10 +91,11 @@ class SequenceBlocks(_WithWeakRefs):
             if allocated_ids is None and not self._unregister_state():
                 return False
         for table, copies, new_ids in zip(tables, manager.copies, allocated_ids):
-            unused_ids = new_ids[table.num_needed_blocks(end - table.num_tokens) :]
-            if unused_ids:  # `take` dropped this sequence's snapshot, so its slot needs no copy
-                table.pool.release(unused_ids)
-                new_ids = new_ids[: -len(unused_ids)]
+            if new_ids:
+                unused_ids = new_ids[table.num_needed_blocks(end - table.num_tokens) :]
+                if unused_ids:  # `take` dropped this sequence's snapshot, so its slot needs no copy
+                    table.pool.release(unused_ids)
+                    new_ids = new_ids[: -len(unused_ids)]
             copy = table.append(end - table.num_tokens, new_ids)
             if copy is not None:
                 source, target = copy
@@ -156,7 +157,9 @@ class SequenceBlocks(_WithWeakRefs):
             return self
         tables = tuple(table.fork() for table in self.tables)
         self.limit_capacity(tables[0].num_tokens)  # both now share the tail
-        child = replace(self, tables=tables, stops=())
+        child = SequenceBlocks(
+            tables, self.epoch, self.node, self.num_registered, self.capacity, manager=self.manager
+        )
         self.manager.live[child] = None
         return child
 

@@ -53,7 +53,8 @@ class Rectangle:
     constant_names: set[str] = dataclasses.field(default_factory=set)
     # indices of the layers whose keys and values the rows' first forward has not stored
     unused_layers: frozenset[int] = frozenset()
-    # the range of encoder columns that each row attends to; `None` unless a forward has shown it
+    # the range of encoder columns that each row attends to; `None` unless a forward, or a mask that
+    # the model's own code reads, has shown it
     encoder_columns: list[tuple[int, int]] | None = None
     # each row's index before any `select`
     original_rows: list[int] = dataclasses.field(default_factory=list)

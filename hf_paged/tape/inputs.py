@@ -78,7 +78,7 @@ class _Tables:
     def __init__(self, num_rows: int, width: int, new_array: NewArray) -> None:
         self.width = width
         self.seq_lens = new_array("i", num_rows)
-        self.starts = new_array("i", num_rows)  # stays 0: only windows hide leading tokens
+        self.starts = new_array("i", num_rows)
         self._block_ids = new_array("i", num_rows * width)
         self._written: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
 
@@ -101,6 +101,7 @@ class _GroupInputs(_Tables):
         self.block_size = memory.block_size
         self.slots = new_array("q", key.num_tokens)
         self.origins = new_array("i", key.num_rows)
+        self.written_starts: Sequence[int] = ()  # those of the last step; missing ones are 0
         self.cascade_inputs: _CascadeInputs | None = None
         if key.prefixes and key.prefixes[group][0]:
             num_prefixes, width = key.prefixes[group]
@@ -302,6 +303,9 @@ class StaticInputs:
             inputs.slots.write_padded(group.slots, num_decodes, shift, -1)
             inputs.seq_lens.write_padded(group.seq_lens, num_decodes, shift)
             inputs.origins.write_padded(group.origins, num_decodes, shift)
+            if group.starts != inputs.written_starts:
+                inputs.starts.write_padded([*group.starts], num_decodes, shift)
+                inputs.written_starts = group.starts
             inputs.write(group.tables[:num_decodes])
             if key.num_chunks:
                 inputs.write(group.tables[num_decodes:], key.num_decodes)

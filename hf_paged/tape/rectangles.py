@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Hashable, Iterable, Sequence
+import operator
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,20 +16,22 @@ from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import ModelOutput
 
 from .. import compat
-from ..attention.masks import unpadded_columns
+from ..attention.masks import mask_observer, unpadded_columns
 from ..batching.execution.inputs import GroupTokens, PackedTokens
 from ..cache.paged_cache import PagedCache
-from ..interrupts import is_interrupt
+from ..interrupts import is_interrupt, setting
 from ..model.own_loop import cache_parts, next_inputs
 from ..model.state import ModelState
 from ..rectangles.states import dense_layers, state_specs, state_tensors
 from ..seams import ForwardContext
 from ..step import NotCapturable, StepMetadata
+from ..switches import NOTHING
+from . import encoders
 from .columns import Columns
+from .encoders import encoder_lengths
 from .graph_keys import MIN_TABLE_TOKENS
 from .length import Length
 from .recorders import note_unrecorded
@@ -77,6 +81,7 @@ class RectangleReplays:
         self._reason_against_replays: str | None = None
         # about the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}
+        self._reads_mask = False  # as `encoders.reads_mask`
         # names of inputs that the encoder takes, too
         self._encoder_parameters = set[str]()
         self._width = self._num_axes = 0
@@ -84,7 +89,7 @@ class RectangleReplays:
         self._num_past_windows = 0  # layer groups whose windows hide the first position
         self._constants: Hashable = None
         self._token_types: dict[str, int] = {}
-        self._row_masking: list[tuple[bool, bool]] = []
+        self._row_masking: list[tuple[bool, bool, bool]] = []
         self._input_names: tuple[Hashable, ...] = ()  # of the rectangle's `row_inputs`
         self._tensor_names: Hashable = None  # of these, and of all inputs that are tensors
         self._unused_layers: frozenset[int] = frozenset()
@@ -130,8 +135,7 @@ class RectangleReplays:
         self._width = rectangle.width
         self._is_padded = any(rectangle.paddings)
         self._num_axes = len(tokens.axes or ())
-        visible_lengths = tokens.groups[-1].seq_lens if self._cross_groups else ()
-        self._row_masking = _masking_of_rows(rectangle, visible_lengths)
+        self._row_masking = _masking_of_rows(rectangle, tokens.groups)
         self._unused_layers = rectangle.unused_layers
         self._prepared = without_encoder_inputs(prepared, self._encoder_parameters)
         self._constants = constants_of(self._prepared), tuple(self._token_types.items())
@@ -226,9 +230,13 @@ class RectangleReplays:
         column = rectangle.width - 1  # of the new tokens
         if self._cross_groups and any(rectangle.paddings):
             return "rows with an encoder are padded"  # a position bias would need the padding
-        visible_lengths = self._visible_encoder_lengths(rectangle, prepared)
-        if visible_lengths is None:
-            return "its rows do not attend to the first of their encoder tokens"
+        encoder_ranges: list[tuple[int, int]] | None = []
+        if self._cross_groups:
+            reads_keys = self._recorder.reads_keys
+            self._reads_mask = encoders.reads_mask(rectangle, prepared, reads_keys)
+            encoder_ranges = encoders.visible_ranges(rectangle, prepared, self._reads_mask)
+        if encoder_ranges is None:
+            return "its rows do not attend to consecutive encoder tokens"
         reason = self._reason_against_inputs(prepared, rectangle)
         if reason is not None:
             return reason
@@ -258,44 +266,17 @@ class RectangleReplays:
             ]
             seq_lens = [index + 1 for index in indices]
             groups.append(GroupTokens(slots, block_ids, seq_lens, origins))
+        starts = [start for start, _ in encoder_ranges]
+        ends = [end for _, end in encoder_ranges]
         for number in range(len(self._cross_groups)):
             block_ids = [blocks.tables[number].block_ids for blocks in rectangle.encoded]
-            groups.append(GroupTokens([-1] * num_rows, block_ids, visible_lengths, [0] * num_rows))
+            groups.append(GroupTokens([-1] * num_rows, block_ids, ends, [0] * num_rows, starts))
         token_ids = rectangle.token_ids[:, -1].tolist()
         last = list(range(num_rows))
         positions = [column] * num_rows
         query_start = [*last, num_rows]
         axes = position_axes(prepared, num_rows, column)
         return PackedTokens(token_ids, positions, last, query_start, num_rows, groups, [], axes)
-
-    def _visible_encoder_lengths(
-        self, rectangle: Rectangle, prepared: dict[str, Any]
-    ) -> list[int] | None:
-        """Returns the number of leading encoder tokens to which each row attends; `None` if a row
-        attends to other tokens or to none. Empty without an encoder."""
-        if not self._cross_groups:
-            return []
-        lengths = [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
-        width = max(lengths)
-        columns: Iterable[tuple[int, int]] | None = rectangle.encoder_columns
-        if columns is None:  # the model's own code attends to the encoder
-            mask = prepared.get("attention_mask")
-            if mask is None or bool((mask == 1).all()):
-                return lengths
-            if mask.shape != (len(lengths), width):  # its columns are not the encoder's tokens
-                return None
-            is_binary = bool(((mask == 0) | (mask == 1)).all())
-            bounds = unpadded_columns(mask, len(lengths), width) if is_binary else None
-            if bounds is None:
-                return None
-            columns = zip(*bounds)
-        visible_lengths = []
-        for length, (first, end) in zip(lengths, columns):
-            origin = width - length
-            if first > origin or end <= origin:
-                return None
-            visible_lengths.append(end - origin)
-        return visible_lengths
 
     def _reason_against_inputs(self, prepared: dict[str, Any], rectangle: Rectangle) -> str | None:
         """Returns why the recorded forward, with its own inputs, may not compute the same as with
@@ -305,8 +286,8 @@ class RectangleReplays:
             return unsupported.format(self._mask_name)
         replaced = {self._ids_name, self._cache_name, "encoder_outputs"}
         replaced.update(self._token_types)
-        if self._cross_groups:
-            replaced.add("attention_mask")  # checked by `_visible_encoder_lengths`
+        if self._cross_groups and not self._reads_mask:
+            replaced.add(encoders.MASK)  # in place of it, `encoders.visible_ranges`
         by_row: dict[str, Tensor] = {}
         for name, value in prepared.items():
             if name in replaced or self._is_input_supported(name, value, rectangle):
@@ -378,7 +359,11 @@ class RectangleReplays:
             arguments[name] = input_tensors.get(name, arguments[name])
         if reads_keys:
             arguments |= self._masks(column_steps)
-        outputs = self._model(**arguments, return_dict=True)
+        observing: AbstractContextManager[None] = NOTHING
+        if self._reads_mask and not reads_keys:
+            observing = setting(mask_observer, encoders.refuse_masked_handles)
+        with observing:
+            outputs = self._model(**arguments, return_dict=True)
         store_states(cache_parts(cache)[0], states)
         logits: Tensor = outputs.logits[:, -1]
         if isinstance(logits, Columns):
@@ -416,9 +401,11 @@ class RectangleReplays:
             else:
                 arguments[name] = positions.view(num_rows, 1)
         if self._cross_groups:
-            arguments["attention_mask"] = None
-            arguments["encoder_outputs"] = self._placeholder_encoder_outputs(
-                num_rows, column_steps[-1]
+            columns = column_steps[-1].columns
+            assert columns is not None
+            arguments[encoders.MASK] = None
+            arguments["encoder_outputs"] = encoders.placeholder_outputs(
+                self._prepared["encoder_outputs"], num_rows, len(columns)
             )
         return arguments
 
@@ -430,20 +417,10 @@ class RectangleReplays:
         if self._mask_name in self._forward_parameters:
             self_steps = column_steps[:num_self_groups]
             unwindowed = [step for step in self_steps if step.window is None]
-            masks[self._mask_name] = _stored_columns((unwindowed or self_steps)[0])
-        if self._cross_groups:
-            masks["attention_mask"] = _stored_columns(column_steps[-1])
+            masks[self._mask_name] = encoders.visible_columns((unwindowed or self_steps)[0])
+        if self._cross_groups and not self._reads_mask:
+            masks[encoders.MASK] = encoders.visible_columns(column_steps[-1])
         return masks
-
-    def _placeholder_encoder_outputs(self, num_rows: int, step: StepMetadata) -> ModelOutput:
-        """Returns encoder outputs of the step's size with arbitrary content. No recorded operation
-        reads it, since the encoder's keys and values are stored."""
-        outputs = self._prepared["encoder_outputs"]
-        assert step.columns is not None
-        hidden = outputs[0]
-        placeholder = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
-        output_class = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
-        return output_class(last_hidden_state=placeholder)
 
 
 def _parameters(model: PreTrainedModel) -> set[str]:
@@ -475,22 +452,14 @@ def _is_equal(a: Any, b: Any) -> bool:
     return a is b or (isinstance(a, (bool, int, float, str)) and a == b)
 
 
-def _stored_columns(step: StepMetadata) -> Tensor:
-    """Returns a mask `(n, columns)` int64: 1 for columns that a row has stored, 0 for others."""
-    assert step.columns is not None and step.lengths is not None
-    lengths = step.lengths
-    assert lengths.origins is not None
-    columns = torch.arange(len(step.columns), device=lengths.origins.device)
-    positions = columns - lengths.origins[:, None]
-    return ((positions >= 0) & (positions < lengths.seq_lens[:, None])).long()
-
-
 def _masking_of_rows(
-    rectangle: Rectangle, visible_lengths: Sequence[int]
-) -> list[tuple[bool, bool]]:
-    """Returns for each row whether it has padding, and whether some of its encoder tokens are
-    hidden. `visible_lengths`: from `_visible_encoder_lengths`."""
-    hides_tokens = [False] * len(rectangle.paddings)
-    for row, visible_length in enumerate(visible_lengths):
-        hides_tokens[row] = visible_length < rectangle.encoded[row].tables[0].num_tokens
-    return [(padding > 0, hides) for padding, hides in zip(rectangle.paddings, hides_tokens)]
+    rectangle: Rectangle, groups: Sequence[GroupTokens]
+) -> list[tuple[bool, bool, bool]]:
+    """Returns for each row whether it has padding, and whether its first and its last encoder
+    tokens are hidden. `groups`: of the step; with an encoder, the last has the encoder's tokens."""
+    has_padding = [padding > 0 for padding in rectangle.paddings]
+    if not groups or not groups[-1].starts:
+        return [(is_padded, False, False) for is_padded in has_padding]
+    hides_first = [start > 0 for start in groups[-1].starts]
+    hides_last = [*map(operator.lt, groups[-1].seq_lens, encoder_lengths(rectangle))]
+    return list(zip(has_padding, hides_first, hides_last))

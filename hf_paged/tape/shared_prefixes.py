@@ -14,7 +14,7 @@ from ..batching.execution.inputs import PackedTokens
 from ..cache.group_memory import GroupMemory
 from ..cache.kv_blocks import KVBlocks
 from ..forks import lazy_property
-from ..kernels.triton.cascade import CascadeCosts, default_costs, plan_cascade
+from ..kernels.triton.cascade import CascadeCosts, SharedPrefix, default_costs, plan_cascade
 from .graph_keys import Prefixes
 
 _NO_SAVINGS = CascadeCosts(token_bytes=0, state_bytes=1, rows_per_read=1)
@@ -32,7 +32,7 @@ class SharedPrefixes:
         """Returns, for each layer group, the prefixes that are worth reading once for several
         decodes; empty if no group has any."""
         num_decodes = tokens.num_decodes
-        shared = []
+        shared: list[tuple[SharedPrefix, ...]] = []
         tables = [group.tables[:num_decodes] for group in tokens.groups]
         first_block_counts = (len({table[0] for table in group_tables}) for group_tables in tables)
         if all(count == num_decodes for count in first_block_counts):
@@ -40,6 +40,9 @@ class SharedPrefixes:
         for group, group_tables, costs, memory in zip(
             tokens.groups, tables, self.costs, self.groups
         ):
+            if any(group.starts):  # a cascade's queries see the whole prefix
+                shared.append(())
+                continue
             lengths = group.seq_lens[:num_decodes]
             window = memory.spec.window
             shared.append(plan_cascade(group_tables, lengths, memory.block_size, costs, window))

@@ -18,8 +18,10 @@ from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 from transformers.models.roformer.modeling_roformer import RoFormerSelfAttention
 
 from hf_paged import PagedConfig, PagedEngine, Route, check_integrity, last_route
+from hf_paged.attention.masks import MaskPattern, PagedMask
 from hf_paged.rectangles.states import state_tensors
-from hf_paged.tape import misses, rectangles, step_cache
+from hf_paged.step import KeysReadError
+from hf_paged.tape import encoders, misses, rectangles, step_cache
 from hf_paged.tape.static_states import StaticStates
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
@@ -165,19 +167,51 @@ def test_replays_give_the_tokens_of_plain(name: str, mode: str) -> None:
     assert_recorded(build(name), NUM_TOKENS - 1)
 
 
-@pytest.mark.parametrize("name", CLASSES[:2])
+@pytest.mark.slow_cases("T5*", "Mvp*")
+@pytest.mark.parametrize(
+    "name",
+    [
+        *CLASSES[:2],
+        "MvpForConditionalGeneration",  # its own code reads keys
+        "UdopForConditionalGeneration",  # the encoder's output is longer than the mask
+        "T5Gemma2ForConditionalGeneration",  # one attention to encoder and decoder
+    ],
+)
 def test_an_encoder_mask_hides_tokens_from_replays_too(name: str) -> None:
     """The first calls have no padding."""
     model, inputs = build(name), inputs_of(name)
-    inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
+    mask = inputs["attention_mask"] = torch.ones_like(inputs["attention_mask"])
     assert_as_plain(model, inputs, times=2)
-    for width in (3, 7):
-        inputs["attention_mask"][1, width:] = 0
-        assert_as_plain(model, inputs)
-    assert_recorded(model, NUM_TOKENS - 1)
-    inputs["attention_mask"][0, 2] = 0  # a hole, which no range of blocks shows
+    for first, end in ((0, 7), (0, 3), (2, 9), (9, 11)):
+        if "pixel_values" in inputs and end < mask.shape[1]:
+            end = mask.shape[1]  # tokens of a picture follow
+        mask[1] = 0
+        mask[1, first:end] = 1
+        assert_as_plain(model, inputs, times=2)
+        assert_recorded(model, NUM_TOKENS - 1)
+    mask[0, 2] = 0  # a hole, which no range of blocks shows
     assert_as_plain(model, inputs)
     assert route_of(model).num_captured_steps == 0
+
+
+def test_a_mask_of_the_samples_of_a_sound_is_an_input() -> None:
+    """The model's own code computes which frames it hides."""
+    name = "SpeechT5ForSpeechToText"
+    model, inputs = build(name), inputs_of(name)
+    for num_samples in (4000, 4000, 2000, 700):
+        inputs["attention_mask"][1] = torch.arange(4000) < num_samples
+        assert_as_plain(model, inputs)
+    assert_recorded(model, NUM_TOKENS - 2)
+
+
+def test_handles_are_not_read_with_a_mask_that_is_an_input() -> None:
+    """Attention by block tables would ignore it."""
+    arguments = {"batch_size": 1, "q_length": 1, "kv_length": 4}
+    for is_causal, mask in ((False, torch.ones(1, 4)), (True, torch.ones(1, 4)), (False, None)):
+        symbolic = PagedMask({**arguments, "attention_mask": mask}, "sdpa", MaskPattern(is_causal))
+        is_refused = not is_causal and mask is not None
+        with pytest.raises(KeysReadError) if is_refused else contextlib.nullcontext():
+            encoders.refuse_masked_handles(symbolic)
 
 
 @pytest.mark.slow_cases("Lfm2*", "FalconH1*", "Zaya*")

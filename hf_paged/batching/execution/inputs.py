@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ class GroupTokens(NamedTuple):
     tables: list[list[int]]  # block ids, by row
     seq_lens: list[int]  # tokens in each row's table, including this step's
     origins: list[int]  # position in the sequence of the first token in each row's table
+    # first visible position in each row's table; empty if only a window hides leading tokens
+    starts: Sequence[int] = ()
 
 
 class PackedTokens(NamedTuple):

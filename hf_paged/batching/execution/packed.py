@@ -286,7 +286,7 @@ class PackedRunner(Runner):
         inputs = to_device(rows, self.device)
         query_start = tuple(tokens.query_start)
         steps = []
-        for group_index, (_, tables, seq_lens, origins) in enumerate(tokens.groups):
+        for group_index, (_, tables, seq_lens, origins, _) in enumerate(tokens.groups):
             tables_on_host = self._table_rows[group_index].tensor(tables)
             step = StepMetadata(
                 to_device(tables_on_host, self.device),

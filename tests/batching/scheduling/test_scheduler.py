@@ -282,6 +282,24 @@ def test_rows_computed_anew_share_their_prompt_again() -> None:
     assert len({table[4] for table in tables}) == 3
 
 
+def test_beams_that_change_places_keep_their_blocks_writable() -> None:
+    """Of the beams with one parent, one takes over the blocks, and the others share them."""
+    scheduler = make()
+    beams = add(scheduler, "a", 6, num_rows=3)
+    step(scheduler)
+    beams.fork(3)
+    give(beams)
+    step(scheduler)  # the first token after the fork copies the shared tail
+    pool = scheduler.blocks.groups[0].pool
+    num_shared, tables = pool.num_shared, [x.blocks.tables[0] for x in beams.sequences]
+    beams.permute([1, 2, 0], [7, 8, 9])
+    assert [x.blocks.tables[0] for x in beams.sequences] == [tables[1], tables[2], tables[0]]
+    assert [x.token_ids[-2:] for x in beams.sequences] == [[2, 7], [3, 8], [1, 9]]
+    beams.permute([1, 0, 0], [7, 8, 9])
+    assert pool.num_shared == num_shared + 1
+    scheduler.blocks.check_integrity()
+
+
 def test_a_request_that_waits_for_another_gives_way_and_stays_away_until_it_has_a_token() -> None:
     scheduler = make(num_blocks=6, prefix_caching=False)
     a, b = add(scheduler, "a", 16, new_tokens=4), add(scheduler, "b", 16, new_tokens=4)

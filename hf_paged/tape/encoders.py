@@ -1,0 +1,98 @@
+"""The encoder tokens to which the rows of a rectangle's decode step attend. A recorded step reads
+them through block tables, so those of a row are consecutive; or it computes its own mask of the
+encoder's input mask, which it then reads as it reads states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
+from transformers.utils import ModelOutput
+
+from ..attention.masks import PagedMask, unpadded_columns
+from ..step import KeysReadError, StepMetadata
+
+if TYPE_CHECKING:
+    from ..rectangles.rectangle import Rectangle
+
+MASK = "attention_mask"  # of an encoder's input, as an argument of the model
+
+
+def encoder_lengths(rectangle: Rectangle) -> list[int]:
+    """Returns the number of each row's stored encoder tokens."""
+    return [blocks.tables[0].num_tokens for blocks in rectangle.encoded]
+
+
+def reads_mask(rectangle: Rectangle, inputs: Mapping[str, Any], reads_keys: bool) -> bool:
+    """Whether a recorded step gets the encoder's mask of its `inputs`, because no forward has shown
+    the `encoder_columns`, and the mask is not one of encoder tokens: the model's own code computes
+    that, of frames for instance. `reads_keys`: as in `StepGraphs`; without it, a mask that hides
+    nothing is not needed."""
+    mask = inputs.get(MASK)
+    if mask is None or rectangle.encoder_columns is not None or _is_of_tokens(mask, rectangle):
+        return False
+    return reads_keys or not bool((mask == 1).all())
+
+
+def _is_of_tokens(mask: Tensor, rectangle: Rectangle) -> bool:
+    return mask.shape == (len(rectangle.blocks), rectangle.encoder_width)
+
+
+def visible_ranges(
+    rectangle: Rectangle, inputs: Mapping[str, Any], is_mask_read: bool
+) -> list[tuple[int, int]] | None:
+    """Returns the range of stored encoder tokens to which each row attends, or `None` if a row's
+    are not consecutive or if it has none. `is_mask_read`: the result of `reads_mask`; then all
+    stored tokens. Sets the `encoder_columns` to those of a mask that stays the same."""
+    lengths = encoder_lengths(rectangle)
+    columns = rectangle.encoder_columns
+    if columns is None:  # the model's own code attends to the encoder
+        mask = inputs.get(MASK)
+        if mask is None or is_mask_read or not _is_of_tokens(mask, rectangle):
+            return [(0, length) for length in lengths]
+        is_binary = bool(((mask == 0) | (mask == 1)).all())
+        bounds = unpadded_columns(mask, *mask.shape) if is_binary else None
+        if bounds is None:
+            return None
+        columns = list(zip(*bounds))
+        if MASK in rectangle.constant_names:
+            rectangle.encoder_columns = columns
+    ranges = []
+    for length, (first, end) in zip(lengths, columns):
+        origin = rectangle.encoder_width - length
+        visible = range(max(0, first - origin), end - origin)
+        if not visible:
+            return None
+        ranges.append((visible.start, visible.stop))
+    return ranges
+
+
+def refuse_masked_handles(mask: PagedMask) -> None:
+    """A `mask_observer` of recorded steps that get an encoder's mask: attention by block tables
+    would ignore it. Raises `KeysReadError` for such a mask, so that keys are gathered."""
+    if not mask.pattern.causal and mask.arguments.get("attention_mask") is not None:
+        raise KeysReadError("an attention mask is computed from that of the encoder's input")
+
+
+def visible_columns(step: StepMetadata) -> Tensor:
+    """Returns a mask `(n, columns)` int64 of a recorded step: 1 for columns that a row has stored
+    and that it attends to, 0 for others."""
+    assert step.columns is not None and step.lengths is not None
+    lengths = step.lengths
+    assert lengths.origins is not None
+    columns = torch.arange(len(step.columns), device=lengths.origins.device)
+    positions = columns - lengths.origins[:, None]
+    are_visible = positions >= lengths.starts[:, None]
+    return (are_visible & (positions < lengths.seq_lens[:, None])).long()
+
+
+def placeholder_outputs(outputs: Any, num_rows: int, num_columns: int) -> ModelOutput:
+    """Returns encoder outputs of this size, and of the class of `outputs`, with arbitrary content.
+    No recorded operation reads it, since the encoder's keys and values are stored."""
+    hidden = outputs[0]
+    placeholder = hidden.new_empty(()).expand(num_rows, num_columns, hidden.shape[-1])
+    output_class = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
+    return output_class(last_hidden_state=placeholder)

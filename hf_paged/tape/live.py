@@ -158,7 +158,7 @@ def _is_argument(leaf: Any) -> bool:
 
 
 def _is_plain(leaf: Any) -> bool:
-    return type(leaf) in (Tensor, nn.Parameter) and leaf.is_cpu
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == "cpu"
 
 
 def _call_live(

@@ -181,7 +181,7 @@ def _live_leaf(leaf: Any) -> Any:
 
 
 def _is_plain(leaf: Any) -> bool:
-    return type(leaf) in (Tensor, nn.Parameter) and leaf.is_cpu
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.device.type == "cpu"
 
 
 def _call_live(

@@ -133,6 +133,8 @@ class PagedMask(LazyTensor):
     def resolve(self, implementation: str, **options: bool) -> Any:
         """Returns the mask that the mask interface of `implementation` makes from the same
         arguments and these options; `None` if that implementation needs no mask."""
+        if implementation == "eager" and not self.arguments.get("allow_is_bidirectional_skip"):
+            options = _NO_SKIP  # as it never skips a causal mask
         key = (implementation, *options.items())
         if key not in self._resolved:
             make_mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation]

@@ -30,22 +30,46 @@ def _topk_stored(scores: Tensor, k: int, length: Tensor) -> tuple[Tensor, Tensor
 _LIBRARY.impl("topk_stored", _topk_stored, "CPU")
 
 
+# functions whose results have the columns on the same axis, counted from the last
+_KEEPS_AXIS = frozenset(
+    {
+        *(Tensor.float, Tensor.to, Tensor.expand, Tensor.cos, Tensor.sin, torch.cos, torch.sin),
+        *(Tensor.mul, Tensor.add, Tensor.sub, Tensor.div, torch.mul, torch.add, torch.cat),
+    }
+)
+
+
 class Columns(Tensor):
-    """A tensor computed from indexer keys, with an axis of columns. Of the first result, with the
-    keys `(n, columns, dim)`, all others are made. Only a choice of columns, `topk`, returns
-    ordinary tensors. Raises `NotCapturable` for functions after which a replay might not see which
-    columns are stored."""
+    """A tensor computed from indexer keys or their positions, with an axis of columns. Of the first
+    result, with the keys `(n, columns, dim)`, all others are made. Only a choice of columns, `topk`
+    or that of the last, returns ordinary tensors. Raises `NotCapturable` for functions after which
+    a replay might not see which columns are stored."""
 
     tensor: Tensor  # this tensor as an ordinary one
     length: Tensor  # the number of columns stored by earlier steps, `()` int64
     num_columns: int
+    _known_axis: int | None  # of the columns; `None` if several axes have as many elements
 
     @staticmethod
-    def __new__(cls, tensor: Tensor, length: Tensor, num_columns: int | None = None) -> Columns:
+    def __new__(
+        cls,
+        tensor: Tensor,
+        length: Tensor,
+        num_columns: int | None = None,
+        axis: int | None = None,
+    ) -> Columns:
+        """`axis`: that of the columns; by default, that with `num_columns`. Both default to the
+        second axis."""
         self = Tensor._make_subclass(cls, tensor)
         self.tensor = tensor
         self.length = length
-        self.num_columns = tensor.shape[1] if num_columns is None else num_columns
+        sizes = [*tensor.shape]
+        if num_columns is None:
+            axis = 1 if axis is None else axis
+            num_columns = sizes[axis]
+        if axis is None and sizes.count(num_columns) == 1:
+            axis = sizes.index(num_columns)
+        self.num_columns, self._known_axis = num_columns, axis
         return self
 
     @classmethod
@@ -56,30 +80,45 @@ class Columns(Tensor):
         if func in (torch.topk, Tensor.topk) and args and args[0] is source:
             return source._topk(*args[1:], **kwargs)
         if func is Tensor.__getitem__ and source._selects_last(args[1]):
-            return source.tensor.index_select(source._axis, source.length.view(1))
+            return source.tensor.index_select(source.axis, source.length.view(1))
         if _writes(func, kwargs) and not isinstance(args[0], Columns):
             raise ContentReadError("a copy of tensors that it computes from indexer keys")
         args, kwargs = tree_map_only(Columns, operator.attrgetter("tensor"), (args, kwargs))
-        return tree_map_only(Tensor, source._derive, func(*args, **kwargs))
+        keeps_axis = func in _KEEPS_AXIS or (func is Tensor.__getitem__ and type(args[1]) is int)
+        derive = source._derive_along_axis if keeps_axis else source._derive
+        return tree_map_only(Tensor, derive, func(*args, **kwargs))
 
-    def _derive(self, tensor: Tensor) -> Columns:
+    def _derive(self, tensor: Tensor, axis: int | None = None) -> Columns:
         if self.num_columns not in tensor.shape:
             raise ContentReadError("other columns of indexer keys than those of each step")
-        return Columns(tensor, self.length, self.num_columns)
+        return Columns(tensor, self.length, self.num_columns, axis)
+
+    def _derive_along_axis(self, tensor: Tensor) -> Columns:
+        """As `_derive`, if the result has the columns on the same axis, counted from the last."""
+        if self._known_axis is None:
+            return self._derive(tensor)
+        axis = self._known_axis - self.tensor.dim() + tensor.dim()
+        if axis < 0 or tensor.shape[axis] != self.num_columns:
+            raise ContentReadError("other columns of indexer keys than those of each step")
+        return self._derive(tensor, axis)
 
     @property
-    def _axis(self) -> int:
-        """The axis of columns."""
-        return [*self.tensor.shape].index(self.num_columns)
+    def axis(self) -> int:
+        """The axis of columns. Raises `NotCapturable` if it is not known."""
+        if self._known_axis is None:
+            raise NotCapturable("the axis of its indexer keys' columns is not known")
+        return self._known_axis
 
     def _selects_last(self, index: Any) -> bool:
         """Whether an index selects the last of the columns that the replay has stored, with all
         indices on the other axes."""
         items = index if isinstance(index, tuple) else (index,)
         full, last = slice(None), slice(-1, None)
-        is_slice = all(type(item) is slice for item in items)
-        expected = [last if axis == self._axis else full for axis in range(len(items))]
-        return is_slice and self._axis < len(items) and [*items] == expected
+        are_slices = all(type(item) is slice for item in items)
+        if not are_slices or last not in items:
+            return False
+        expected = [last if axis == self.axis else full for axis in range(len(items))]
+        return [*items] == expected
 
     def _topk(
         self, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
@@ -100,7 +139,7 @@ class LiveColumns(NamedTuple):
 
     @classmethod
     def of(cls, columns: Columns) -> LiveColumns:
-        return cls(columns.tensor, columns.length, columns._axis)
+        return cls(columns.tensor, columns.length, columns.axis)
 
     def stored(self) -> Tensor:
         return self.tensor.narrow(self.axis, 0, int(self.length) + 1)
@@ -132,12 +171,12 @@ class StoredColumns(Columns):
 
     def _append(self, *others: Tensor, dim: int = 0) -> Columns:
         sizes = [*self.tensor.shape]
-        sizes[self._axis] = 1
+        sizes[self.axis] = 1
         forms = [([*x.shape], x.dtype) for x in others]
-        if dim % len(sizes) != self._axis or forms != [(sizes, self.tensor.dtype)]:
+        if dim % len(sizes) != self.axis or forms != [(sizes, self.tensor.dtype)]:
             raise NotCapturable("its forward stores other positions than that of the new token")
         (column,) = others
-        self.tensor.index_copy_(self._axis, self.length.view(1), column)
+        self.tensor.index_copy_(self.axis, self.length.view(1), column)
         return Columns(self.tensor, self.length, self.num_columns)
 
 

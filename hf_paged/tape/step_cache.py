@@ -147,8 +147,8 @@ class IndexedStepLayer(StepLayer):
         if not self._reads_keys:  # then the masks do not
             raise KeysReadError("the model's own code reads positions of indexer keys")
         assert isinstance(length, Length) and self.step.columns is not None
-        num_columns = len(self.step.columns)
-        return StoredColumns(positions[..., :num_columns], length.tensor, num_columns)
+        stored = positions[..., : len(self.step.columns)]
+        return StoredColumns(stored, length.tensor, axis=2)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:

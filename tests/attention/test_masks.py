@@ -119,6 +119,9 @@ def test_resolve_keeps_the_skips_of_each_implementation() -> None:
     assert free.resolve("sdpa") is None, "sdpa takes is_causal instead"
     assert free.resolve("eager") is not None
     assert free.dense().shape == (2, 1, 5, 5)
+    eager, _ = made(arguments(attention_mask=None, q_length=5, q_offset=0), "eager")
+    with_options = eager.resolve("eager", allow_is_causal_skip=False)
+    assert eager.resolve("eager") is with_options, "it never skips, and is made once"
     for skips in (False, True, False):  # it distinguishes the values of options
         mask = free.resolve("sdpa", allow_is_causal_skip=skips)
         assert (mask is None) == skips

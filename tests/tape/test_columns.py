@@ -51,7 +51,7 @@ def test_scores_computed_from_keys_are_columns_too() -> None:
 
 def test_the_new_column_is_appended_in_the_buffer_and_selected_as_the_last() -> None:
     buffer = torch.zeros(3, 2, CAPACITY, dtype=torch.long)
-    positions = StoredColumns(buffer, torch.tensor(9), CAPACITY)
+    positions = StoredColumns(buffer, torch.tensor(9), axis=2)
     new = torch.arange(6).view(3, 2, 1)
     appended = torch.cat([positions, new], dim=-1)
     assert type(appended) is Columns
@@ -74,6 +74,18 @@ def test_live_modules_get_the_stored_columns_alone() -> None:
     found = with_stored(argument)
     assert torch.equal(found["keys"], expected) and found["scores"][1] == 1
     assert torch.equal(found["scores"][0], 2 * expected.transpose(1, 2))
+
+
+def test_an_axis_of_other_numbers_may_have_as_many_elements() -> None:
+    positions = torch.arange(3 * 2 * CAPACITY).view(3, 2, CAPACITY)
+    columns = Columns(positions, torch.tensor(9), axis=2)
+    angles = (columns.expand(3, -1, -1)[..., None].float() * torch.rand(CAPACITY)).cos()[1]
+    wide = torch.cat([angles, angles], dim=-1)
+    for tensor in (angles, wide):
+        assert torch.equal(LiveColumns.of(tensor).stored(), tensor.tensor[:, :10])
+        assert torch.equal(tensor[:, -1:], tensor.tensor[:, 9:10])
+    with pytest.raises(NotCapturable, match="axis"):
+        LiveColumns.of(angles.transpose(1, 2))
 
 
 @pytest.mark.parametrize(

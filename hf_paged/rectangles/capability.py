@@ -29,9 +29,9 @@ def choose_layout(capability: Capability, reason: str) -> Layout:
     return dataclasses.replace(layout, unsupported_reason=reason)
 
 
-def reason_against_rows(capability: Capability, prompts: Any) -> str | None:
-    """Why rows of these `Prompts` cannot leave their batch, or fork, in the layout `TOGETHER`;
-    `None` if they can."""
+def check_rows(capability: Capability, prompts: Prompts) -> tuple[Prompts, str | None]:
+    """Returns the `Prompts` with their `encoder_use`, and why their rows cannot leave their batch,
+    or fork, in the layout `TOGETHER`; `None` if they can."""
     names = _input_names(prompts)
     kind = (
         tuple((name, str(type(prompts.model_kwargs[name]))) for name in names),
@@ -40,7 +40,10 @@ def reason_against_rows(capability: Capability, prompts: Any) -> str | None:
         prompts.length > 1,
         prompts.hides_tokens,
     )
-    return capability.verdict(rows_check, "together", prompts, kind)
+    verdict = capability.verdict(rows_check, "together", prompts, kind)
+    if isinstance(verdict, str):
+        return prompts, verdict
+    return dataclasses.replace(prompts, encoder_use=verdict), None
 
 
 def max_positions(capability: Capability, prompts: Any = None) -> int | None:
@@ -104,10 +107,10 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
         }
     )
     capability = call.capability
-    rows_reason = reason_against_rows(capability, prompts)
+    prompts, rows_reason = check_rows(capability, prompts)
     if rows_reason and any(prompts.paddings):  # the model may attend to padding
         prompts = dataclasses.replace(prompts, paddings=[0] * len(prompts.paddings))
-        rows_reason = reason_against_rows(capability, prompts)
+        prompts, rows_reason = check_rows(capability, prompts)
     if rows_reason:
         yield rows_reason if rows_reason in reason else f"{reason}, and {rows_reason}"
     call.prompts = with_join_keys(prompts, join_requirements(capability, prompts))
@@ -128,7 +131,7 @@ def prepare(
     model = capability.model
     if not model.config.is_encoder_decoder:
         state.encode_media(model)
-    reason = reason_against_rows(capability, prompts)
+    prompts, reason = check_rows(capability, prompts)
     if reason is not None:
         return layout, reason
     prompts = with_join_keys(prompts, join_requirements(capability, prompts))

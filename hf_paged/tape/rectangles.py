@@ -436,14 +436,20 @@ class RectangleReplays:
         return masks
 
     def _placeholder_encoder_outputs(self, num_rows: int, step: StepMetadata) -> ModelOutput:
-        """Returns encoder outputs of the step's size with arbitrary content. No recorded operation
-        reads it, since the encoder's keys and values are stored."""
+        """Returns encoder outputs with arbitrary content: of the step's size if the model's code
+        computes with all columns, otherwise of one column. No recorded operation reads it, since
+        the encoder's keys and values are stored."""
         outputs = self._prepared["encoder_outputs"]
+        if not isinstance(outputs, ModelOutput):
+            outputs = BaseModelOutput(last_hidden_state=outputs[0])
         assert step.columns is not None
-        hidden = outputs[0]
-        placeholder = hidden.new_empty(()).expand(num_rows, len(step.columns), hidden.shape[-1])
-        output_class = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
-        return output_class(last_hidden_state=placeholder)
+        num_columns = len(step.columns) if self._recorder.reads_keys else 1
+        placeholders = {
+            name: x.new_empty(num_rows, num_columns, x.shape[-1])
+            for name, x in outputs.items()
+            if isinstance(x, Tensor) and x.dim() == 3
+        }
+        return type(outputs)(**placeholders)
 
 
 def _parameters(model: PreTrainedModel) -> set[str]:

@@ -16,6 +16,7 @@ from ..model.structure import KV_LAYERS
 from ..topics import Topic
 from .checks import TOGETHER, join_check, positions_check, rows_check, side_by_side_check
 from .rectangle import with_join_keys
+from .states import state_layers
 
 
 def choose_layout(capability: Capability, reason: str) -> Layout:
@@ -81,8 +82,13 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
     cannot be packed. Rows that cannot run side by side with those of any call stay together, in
     their original batch: for them, sets the call's layout and paddings."""
     layout = call.layout
+    is_side_by_side = layout.unsupported_reason is not None and layout.is_side_by_side
+    if is_side_by_side and not (layout.layers or state_layers(call.cache)):
+        # the engine would save no memory, and its steps take longer than those of a lone call
+        yield f"{reason}, and {Topic.CACHE('its forwards store nothing in the cache')}"
+        return
     returns_cache = call.config.return_dict_in_generate
-    if reason == layout.unsupported_reason and layout.is_side_by_side and not returns_cache:
+    if reason == layout.unsupported_reason and is_side_by_side and not returns_cache:
         if layout.can_mix_lengths or not any(call.paddings):
             return
         reason = Topic.PADDING(f"padding changes the rows' results, and {reason}")

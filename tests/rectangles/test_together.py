@@ -141,15 +141,14 @@ def test_rows_leave_when_they_end(name: str, rows_of_forwards: list[int]) -> Non
     ("name", "why"),
     [
         ("RecurrentGemmaForCausalLM", "states in its modules"),
+        ("OpenAIGPTLMHeadModel", "its forwards store nothing in the cache"),
         (
             "SwitchTransformersForConditionalGeneration",
             "its experts have a capacity for the whole batch",
         ),
     ],
 )
-def test_rows_that_depend_on_one_another_stay_on_the_loop_of_transformers(
-    name: str, why: str
-) -> None:
+def test_rows_that_stay_on_the_loop_of_transformers(name: str, why: str) -> None:
     assert why in assert_plain(name, GREEDY, road="hf_loop").reason
 
 

@@ -1,16 +1,18 @@
-"""Finds the hooks and wrappers that libraries and user code add to modules' forwards, and the
-device on which these forwards compute."""
+"""Finds the hooks and wrappers that libraries and user code add to modules' forwards, the device on
+which these forwards compute, and the number of their input embeddings."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import sys
 import types
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 _SCALARS = {bool, int, float, str, types.NoneType, torch.dtype}
 # Libraries whose hooks treat all tokens alike: they move or cast inputs, set `requires_grad` on
@@ -102,3 +104,12 @@ def compute_device(model: Any) -> torch.device:
     hooks = (hook for module in model.modules() for hook in hooks_of(module))
     targets = (getattr(hook, "execution_device", None) for hook in hooks)
     return next((torch.device(target) for target in targets if target is not None), device)
+
+
+def num_embeddings(model: PreTrainedModel) -> int:
+    """Returns the number of rows of the input embedding (token ids must be smaller); `sys.maxsize`
+    if it is unknown."""
+    try:
+        return int(model.get_input_embeddings().weight.shape[0])
+    except (AttributeError, NotImplementedError):
+        return sys.maxsize

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from ..plan import StepPlan
 from ..switches import NOTHING
 from ..threads import step_lock
 from ..topics import Topic
-from .forwards import compute_device
+from .forwards import compute_device, num_embeddings
 from .layout import Layout
 from .own_loop import cache_parts, first_inputs, next_logits, tensors_of
 from .writes import Snapshot, Write
@@ -322,8 +323,10 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
         for name, value in attributes.items()
         if name.endswith("token_id") and isinstance(value, int)
     }
-    num_embeddings = model.get_input_embeddings().weight.shape[0]
-    num_candidates = min(num_embeddings, getattr(config, "vocab_size", num_embeddings), 4096)
+    vocab_size = min(num_embeddings(model), getattr(config, "vocab_size", sys.maxsize))
+    if vocab_size == sys.maxsize:
+        raise ForwardFailedError("the size of its vocabulary is unknown")
+    num_candidates = min(vocab_size, 4096)
     usable = [token for token in range(num_candidates) if token not in special]
     generator = torch.Generator().manual_seed(0)
     indices = torch.randint(len(usable), (3, LENGTH), generator=generator, device="cpu")

@@ -14,12 +14,11 @@ from transformers.generation.continuous_batching import RequestStatus
 from transformers.generation.continuous_batching.requests import GenerationOutput
 
 from ..attention.switch import NAME
-from ..batching.decoding.vocabulary import num_embeddings
 from ..batching.prompt_forms import prompt_ids
 from ..cache.block_pool import OutOfBlocksError
 from ..config import PagedConfig
 from ..interrupts import guarded
-from ..model.forwards import compute_device
+from ..model.forwards import compute_device, num_embeddings
 from .pending import make_output_ids
 from .serving_mode import serving_mode
 

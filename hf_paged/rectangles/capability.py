@@ -16,6 +16,7 @@ from ..model.structure import KV_LAYERS
 from ..topics import Topic
 from .checks import TOGETHER, join_check, positions_check, rows_check, side_by_side_check
 from .rectangle import with_join_keys
+from .states import state_layers
 
 
 def choose_layout(capability: Capability, reason: str) -> Layout:
@@ -29,9 +30,9 @@ def choose_layout(capability: Capability, reason: str) -> Layout:
     return dataclasses.replace(layout, unsupported_reason=reason)
 
 
-def reason_against_rows(capability: Capability, prompts: Any) -> str | None:
-    """Why rows of these `Prompts` cannot leave their batch, or fork, in the layout `TOGETHER`;
-    `None` if they can."""
+def check_rows(capability: Capability, prompts: Prompts) -> tuple[Prompts, str | None]:
+    """Returns the `Prompts` with their `encoder_use`, and why their rows cannot leave their batch,
+    or fork, in the layout `TOGETHER`; `None` if they can."""
     names = _input_names(prompts)
     kind = (
         tuple((name, str(type(prompts.model_kwargs[name]))) for name in names),
@@ -40,7 +41,10 @@ def reason_against_rows(capability: Capability, prompts: Any) -> str | None:
         prompts.length > 1,
         prompts.hides_tokens,
     )
-    return capability.verdict(rows_check, "together", prompts, kind)
+    verdict = capability.verdict(rows_check, "together", prompts, kind)
+    if isinstance(verdict, str):
+        return prompts, verdict
+    return dataclasses.replace(prompts, encoder_use=verdict), None
 
 
 def max_positions(capability: Capability, prompts: Any = None) -> int | None:
@@ -78,8 +82,13 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
     cannot be packed. Rows that cannot run side by side with other calls' rows stay together, in
     their original batch: for them, sets the call's layout and paddings."""
     layout = call.layout
+    is_side_by_side = layout.unsupported_reason is not None and layout.is_side_by_side
+    if is_side_by_side and not (layout.layers or state_layers(call.cache)):
+        # the engine would save no memory, and its steps take longer than those of a lone call
+        yield f"{reason}, and {Topic.CACHE('its forwards store nothing in the cache')}"
+        return
     returns_cache = call.config.return_dict_in_generate
-    if reason == layout.unsupported_reason and layout.is_side_by_side and not returns_cache:
+    if reason == layout.unsupported_reason and is_side_by_side and not returns_cache:
         if layout.can_mix_lengths or not any(call.paddings):
             return
         reason = Topic.PADDING(f"padding changes the rows' results, and {reason}")
@@ -104,10 +113,10 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
         }
     )
     capability = call.capability
-    rows_reason = reason_against_rows(capability, prompts)
+    prompts, rows_reason = check_rows(capability, prompts)
     if rows_reason and any(prompts.paddings):  # the model may attend to padding
         prompts = dataclasses.replace(prompts, paddings=[0] * len(prompts.paddings))
-        rows_reason = reason_against_rows(capability, prompts)
+        prompts, rows_reason = check_rows(capability, prompts)
     if rows_reason:
         yield rows_reason if rows_reason in reason else f"{reason}, and {rows_reason}"
     layout = dataclasses.replace(
@@ -128,7 +137,7 @@ def prepare(
     model = capability.model
     if not model.config.is_encoder_decoder:
         state.encode_media(model)
-    reason = reason_against_rows(capability, prompts)
+    prompts, reason = check_rows(capability, prompts)
     if reason is not None:
         return layout, reason
     prompts = with_join_keys(prompts, join_requirements(capability, prompts))

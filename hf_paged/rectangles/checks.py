@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.utils import ModelOutput
 
 from .. import compat
+from ..batching.execution.prompts import EncoderUse
 from ..model.layout import Layout
 from ..model.own_loop import first_row, map_tensors, next_logits, tensors_of
 from ..model.positions import num_positions
@@ -144,10 +146,10 @@ def _can_chunk(
     return False
 
 
-def rows_check(trial: Trial) -> str | None:
+def rows_check(trial: Trial) -> str | EncoderUse:
     """Compares rows of `Prompts`, some of which leave or fork, with their batch in the model's own
-    loop. Returns why rows cannot leave or fork; `None` if they can. Raises as `packed_check`
-    does."""
+    loop. Returns why rows cannot leave or fork or, if they can, how forwards use the encoder's
+    outputs. Raises as `packed_check` does."""
     model = trial.model
     memory = scratch_memory()
     prompts = copy.deepcopy(trial.prompts)
@@ -162,16 +164,11 @@ def rows_check(trial: Trial) -> str | None:
             batch_logits.append(logits)
             new_tokens = logits.argmax(-1, keepdim=True)
             ids = torch.cat([ids, new_tokens], dim=1)
-    if batch_cache.cross is not None:
-        num_attended = batch_cache.cross.get_seq_length()
-        if num_attended not in (0, prompts.num_encoder_tokens):
-            return Topic.ENCODER(
-                "its decoder attends to a different number of tokens than its encoder returns"
-            )
-    inputs_after = tensors_of(batch_prompts.model_kwargs)
-    inputs_before = tensors_of(prompts.model_kwargs)
-    if not all(map(values_are_equal, inputs_after, inputs_before)):
-        return Topic.MODEL_CODE("its forward writes to its inputs")
+    num_attended = 0 if batch_cache.cross is None else batch_cache.cross.get_seq_length()
+    use = _encoder_use(prompts, batch_prompts, num_attended)
+    if isinstance(use, str):
+        return use
+    prompts = dataclasses.replace(prompts, encoder_use=use)
     runner = PromptsRunner(trial, TOGETHER, memory)
     rows = runner.add_prompts(prompts, ids[:, -3:])
     order = sorted(range(len(rows)), key=prompts.paddings.__getitem__)
@@ -193,8 +190,33 @@ def rows_check(trial: Trial) -> str | None:
     second_logits = second[[least_padded, least_padded, most_padded]]
     expected_logits = torch.cat([first, second_logits, third[[least_padded]]])
     trial.dtypes.update(getattr(layer, "dtype", None) for layer in batch_cache.layers)
-    return trial.difference(
+    difference = trial.difference(
         expected_logits, computed_logits, condition=condition, reference="the whole batch"
+    )
+    return difference or use
+
+
+def _encoder_use(prompts: Any, prompts_after: Any, num_attended: int) -> EncoderUse | str:
+    """Returns how forwards that turned the inputs of `prompts` into those of `prompts_after` used
+    the encoder's outputs, of which the decoder stored keys and values of `num_attended` tokens per
+    row; or why rows cannot leave or fork after such forwards."""
+    written = set[str]()
+    for name, value in prompts.model_kwargs.items():
+        tensors_after = tensors_of(prompts_after.model_kwargs[name])
+        if not all(map(values_are_equal, tensors_after, tensors_of(value))):
+            written.add(name)
+    is_written = "encoder_outputs" in written
+    if written - {"encoder_outputs"}:
+        return Topic.MODEL_CODE("its forward writes to its inputs")
+    if num_attended in (0, prompts.num_encoder_tokens):
+        return EncoderUse(is_written=is_written)
+    outputs = prompts.model_kwargs["encoder_outputs"]
+    outputs = outputs.to_tuple() if isinstance(outputs, ModelOutput) else outputs
+    for index, x in enumerate(outputs):
+        if isinstance(x, Tensor) and x.dim() == 3 and x.shape[1] == num_attended:
+            return EncoderUse(index, is_written)
+    return Topic.ENCODER(
+        "its decoder attends to a different number of tokens than its encoder returns"
     )
 
 

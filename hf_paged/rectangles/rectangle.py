@@ -22,7 +22,14 @@ from ..batching.request import Sequence
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
 from ..forks import lazy_property
-from ..model.own_loop import cache_parts, next_inputs, padding_mask, select_rows, tensors_of
+from ..model.own_loop import (
+    cache_parts,
+    map_tensors,
+    next_inputs,
+    padding_mask,
+    select_rows,
+    tensors_of,
+)
 from ..model.registry import warn_once
 from ..plan import StepPlan
 from ..topics import Topic
@@ -316,6 +323,8 @@ def rectangle_of(
     creates its own), with the blocks of `sequences`, by row. Rows without a sequence have no
     blocks, and consist of padding alone."""
     inputs = dict(prompts.model_kwargs)
+    if prompts.encoder_use.is_written:
+        inputs["encoder_outputs"] = map_tensors(Tensor.clone, inputs["encoder_outputs"])
     no_blocks = no_encoder_blocks = NO_BLOCKS
     if cache is not None:
         inputs[compat.cache_name(model)] = cache

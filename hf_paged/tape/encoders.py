@@ -92,7 +92,11 @@ def visible_columns(step: StepMetadata) -> Tensor:
 def placeholder_outputs(outputs: Any, num_rows: int, num_columns: int) -> ModelOutput:
     """Returns encoder outputs of this size, and of the class of `outputs`, with arbitrary content.
     No recorded operation reads it, since the encoder's keys and values are stored."""
-    hidden = outputs[0]
-    placeholder = hidden.new_empty(()).expand(num_rows, num_columns, hidden.shape[-1])
-    output_class = type(outputs) if isinstance(outputs, ModelOutput) else BaseModelOutput
-    return output_class(last_hidden_state=placeholder)
+    if not isinstance(outputs, ModelOutput):
+        outputs = BaseModelOutput(last_hidden_state=outputs[0])
+    placeholders = {
+        name: x.new_empty(num_rows, num_columns, x.shape[-1])
+        for name, x in outputs.items()
+        if isinstance(x, Tensor) and x.dim() == 3
+    }
+    return type(outputs)(**placeholders)

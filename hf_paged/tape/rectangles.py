@@ -403,9 +403,10 @@ class RectangleReplays:
         if self._cross_groups:
             columns = column_steps[-1].columns
             assert columns is not None
+            has_all_columns = self._recorder.reads_keys or self._reads_mask
             arguments[encoders.MASK] = None
             arguments["encoder_outputs"] = encoders.placeholder_outputs(
-                self._prepared["encoder_outputs"], num_rows, len(columns)
+                self._prepared["encoder_outputs"], num_rows, len(columns) if has_all_columns else 1
             )
         return arguments
 

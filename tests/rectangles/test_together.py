@@ -27,7 +27,13 @@ from tests.support.forwards import build, prompts
 from tests.support.models import PAGED, UNRECORDED
 
 T5 = "T5ForConditionalGeneration"
-ENCODERS = [T5, "BartForConditionalGeneration", "WhisperForConditionalGeneration"]
+ENCODERS = [
+    T5,
+    "BartForConditionalGeneration",
+    "WhisperForConditionalGeneration",
+    "MoonshineStreamingForConditionalGeneration",  # writes to the encoder's outputs
+    "PPFormulaNetForConditionalGeneration",  # attends to the second of the encoder's outputs
+]
 # positions from the cache's length; indexer keys; padding that is attended to; conv states and
 # sliding windows; a forward that prepares its inputs itself
 DECODERS = [
@@ -131,21 +137,18 @@ def test_rows_leave_when_they_end(name: str, rows_of_forwards: list[int]) -> Non
     assert rows_of_forwards == left, "rows that ended were computed on"
 
 
-@pytest.mark.slow_cases("*-its forward writes to its inputs")
 @pytest.mark.parametrize(
     ("name", "why"),
     [
         ("RecurrentGemmaForCausalLM", "states in its modules"),
+        ("OpenAIGPTLMHeadModel", "its forwards store nothing in the cache"),
         (
             "SwitchTransformersForConditionalGeneration",
             "its experts have a capacity for the whole batch",
         ),
-        ("MoonshineStreamingForConditionalGeneration", "its forward writes to its inputs"),
     ],
 )
-def test_rows_that_depend_on_one_another_stay_on_the_loop_of_transformers(
-    name: str, why: str
-) -> None:
+def test_rows_that_stay_on_the_loop_of_transformers(name: str, why: str) -> None:
     assert why in assert_plain(name, GREEDY, road="hf_loop").reason
 
 
@@ -313,11 +316,9 @@ def test_a_request_whose_encoder_fails_after_new_weights_fails_alone(
     assert expected[0, 1:].tolist() == results[names[1]].token_ids
 
 
-@pytest.mark.slow_cases("*-writes to its inputs")
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("MoonshineStreamingForConditionalGeneration", "writes to its inputs"),
         ("T5GemmaForConditionalGeneration", "own"),
         ("RecurrentGemmaForCausalLM", "keeps states in its modules"),
     ],

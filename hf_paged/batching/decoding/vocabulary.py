@@ -11,19 +11,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ...model.forwards import num_embeddings
 from ..execution.prompts import uncommon_names
 
 # words in the config's names for tokens that stand for media, or that mark their start or end
 MEDIA_WORDS = "image video audio vision visual speech sound media patch frame".split()
-
-
-def num_embeddings(model: PreTrainedModel) -> int:
-    """Returns the number of rows of the input embedding (token ids must be smaller); `sys.maxsize`
-    if it is unknown."""
-    try:
-        return int(model.get_input_embeddings().weight.shape[0])
-    except (AttributeError, NotImplementedError):
-        return sys.maxsize
 
 
 def check_vocabulary(

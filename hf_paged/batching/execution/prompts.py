@@ -7,7 +7,7 @@ import copy
 from collections.abc import Hashable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,16 @@ class PromptsError(RowsError):
         return request.inputs is not None and request.inputs[0] is self.prompts
 
 
+class EncoderUse(NamedTuple):
+    """How a model's forwards use the outputs of its encoder."""
+
+    states: int = 0  # index of the output from which the decoder computes keys and values
+    is_written: bool = False  # whether forwards write to the outputs
+
+
+DEFAULT_ENCODER_USE = EncoderUse()
+
+
 @dataclass(eq=False)
 class Prompts:
     """The prompts of a call, one row per prompt even if several sequences continue it: the
@@ -62,6 +72,7 @@ class Prompts:
     join_key: Any = None
     # prompts with equal keys may share a forward; `None`: these prompts share none with others
     merge_key: Hashable | None = None
+    encoder_use: EncoderUse = DEFAULT_ENCODER_USE
 
     def __post_init__(self) -> None:
         self.position_ids = self.model_kwargs.get("position_ids")
@@ -82,7 +93,7 @@ class Prompts:
         outputs = self.model_kwargs.get("encoder_outputs")
         if outputs is None:
             return 0
-        return int(outputs[0].shape[1])
+        return int(outputs[self.encoder_use.states].shape[1])
 
     def position_shift(self, row: int, counts_padding: bool = False) -> int:
         """Returns how many more positions a row's prompt takes than it has tokens: its largest

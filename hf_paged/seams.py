@@ -45,8 +45,8 @@ if TYPE_CHECKING:  # types of the core alone
 
 class Drafter(Protocol):
     """Drafts the next tokens of a loop's rows; each row is a `Generation` of its own. Drafts do not
-    change a row's tokens unless `Draft.is_drawn`. `EngineParts.drafter` makes a drafter. For
-    another way to guess tokens, a `speculation.sources.Source` is enough."""
+    change a row's tokens unless `Draft.is_drawn`. Another way to guess tokens needs only a
+    `speculation.sources.Source`, and a branch in `Speculator.attach` that chooses it."""
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
         """Begins to draft for a row, before its request is queued. Returns whether the row's first

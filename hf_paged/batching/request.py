@@ -52,6 +52,12 @@ class Sequence:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def max_draft_tokens(self) -> int:
+        """How many draft tokens the next step may verify: it chooses one more token itself, and the
+        sequence may not exceed the request's maximum length, nor the model's positions."""
+        return max(0, self.request.max_num_tokens - self.num_tokens - 1)
+
+    @property
     def keys(self) -> list[Any]:
         """The keys of the sequence's tokens in the prefix index: token ids, or hashable values that
         represent other inputs."""
@@ -101,10 +107,10 @@ class Sequence:
         self.blocks.register(self.keys, num_tokens, self.request.namespace)
 
     def append_draft(self, limit: int) -> int:
-        """Shortens the draft to `limit` tokens, allocates slots for the last token and the draft,
-        and returns the draft's length. If too few blocks are free, drops the draft, since drafts
-        must not preempt requests. Without a draft, allocates nothing and returns 0."""
-        del self.draft[max(0, limit) :]
+        """Shortens the draft to `limit` and `max_draft_tokens`, allocates slots for the last token
+        and the draft, and returns the draft's length. If too few blocks are free, drops the draft,
+        since drafts must not preempt requests. Without a draft, allocates nothing and returns 0."""
+        del self.draft[max(0, min(limit, self.max_draft_tokens)) :]
         num_draft_tokens = len(self.draft)
         if num_draft_tokens:
             self.register(self.num_computed_tokens)

@@ -91,6 +91,7 @@ class RectangleRunner(Runner):
         self._state_holders: set[Any] = set()
 
     def begin(self, state: ModelState | None) -> None:
+        super().begin(state)
         if self._rectangle_recorder is not None:
             self._rectangle_recorder.begin(state)
 
@@ -199,7 +200,7 @@ class RectangleRunner(Runner):
     ) -> tuple[Tensor, Any]:
         """Runs the model's own forward with the arguments `prepared`, and advances the rectangle;
         returns logits as `_forward` does, and all outputs."""
-        self.num_forwards += 1
+        self._count_forward()
         observer = self._encoder_observer(rectangle)
         observer_context = NOTHING if observer is None else setting(attention_observer, observer)
         if num_logits > 1 and "logits_to_keep" in prepared:  # prepared for the last token alone

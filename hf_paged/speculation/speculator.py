@@ -310,8 +310,7 @@ class Speculator:
             if assistant is not None:
                 price = self.costs.price(num_rows, assistant.seconds_per_token)
                 max_tokens = assistant.max_draft_tokens(source, sequence)
-            num_remaining = sequence.request.max_num_tokens - sequence.num_tokens - 1
-            max_tokens = min(max_tokens, num_remaining)
+            max_tokens = min(max_tokens, sequence.max_draft_tokens)
             if max_tokens <= 0:
                 continue
             count = source.num_to_draft(price, max_tokens, self._step)

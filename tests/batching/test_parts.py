@@ -175,7 +175,8 @@ def test_a_toy_storage_keeps_float16_blocks_for_a_float32_model() -> None:
 
 
 class Toy(Drafter):
-    """Drafts what comes next in one of these texts, moved on by `error` in the vocabulary."""
+    """Drafts what comes next in one of these texts, moved on by `error` in the vocabulary, and then
+    more than a request may have."""
 
     def __init__(self, texts: list[list[int]], error: int) -> None:
         self.texts = texts
@@ -204,7 +205,7 @@ class Toy(Drafter):
     def draft(self, token_ids: list[int]) -> Draft | Exception:
         length = len(token_ids)
         (text,) = (text for text in self.texts if text[:length] == token_ids)
-        ahead = text[length:-1][:3]  # the step itself gives the last token
+        ahead = [*text[length:], 0, 0, 0][:3]
         return Draft([(token + self.error) % models.VOCAB_SIZE for token in ahead])
 
     def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
@@ -220,9 +221,11 @@ class Toy(Drafter):
         pass
 
 
+@pytest.mark.parametrize(("name", "width"), [("llama", 14), ("gpt2", 245)])
 @pytest.mark.parametrize("error", [0, 1])
-def test_a_toy_drafter_changes_steps_and_no_tokens(error: int) -> None:
-    model, texts = models.get("llama"), prompts(9, 14, 6)
+def test_a_toy_drafter_changes_steps_and_no_tokens(error: int, name: str, width: int) -> None:
+    """Also where a longer draft would exceed the model's table of positions."""
+    model, texts = models.get(name), prompts(9, width, 6)
     expected = [lone_run(model, text, GREEDY)[0] for text in texts]
     toy = Toy([a + b for a, b in zip(texts, expected)], error)
     with PagedEngine(model, CONFIG, parts=EngineParts(drafter=lambda *given: toy)) as engine:

@@ -626,6 +626,35 @@ class OwnUpdate(transformers.BertLMHeadModel):
         return prepared
 
 
+class LateWeight(transformers.BertLMHeadModel):
+    """Replaces a weight in one step, for which it prepares another constant."""
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        kwargs["attention_mask"] = attention_mask
+        prepared = super().prepare_inputs_for_generation(input_ids, **kwargs)
+        return {**prepared, "replaces": input_ids.shape[1] == 20}
+
+    def forward(self, *args: Any, replaces: bool = False, **kwargs: Any) -> Any:
+        if replaces:
+            head = self.cls.predictions.transform.dense
+            head.weight = torch.nn.Parameter(-head.weight.data)
+        return super().forward(*args, **kwargs)
+
+
+def test_a_forward_that_replaces_a_weight_ends_the_replays() -> None:
+    """Among replays, one step runs the model, since no recorded step has its constant."""
+    inputs = inputs_of("BertLMHeadModel")
+    expected, found = (
+        as_subclass(LateWeight, "BertLMHeadModel").generate(
+            **inputs, **GREEDY, **exactly(NUM_TOKENS), **options
+        )
+        for options in ({}, models.PAGED)
+    )
+    assert torch.equal(found, expected)
+
+
 def code_of_transformers(function: Any) -> Any:
     namespace = {**function.__globals__, "__name__": "transformers.models.bert.modeling_bert"}
     copied = types.FunctionType(function.__code__, namespace, closure=function.__closure__)

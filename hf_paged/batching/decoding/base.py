@@ -191,8 +191,8 @@ def stop_string_hits(
 class Draft:
     """A row's draft for one step. The step's forward computes the logits after the row's last token
     and after each draft token. Tokens are chosen from these logits as usual, one position after
-    another, up to the first token that differs from the draft. The scheduler may shorten
-    `tokens`."""
+    another, up to the first token that differs from the draft. The scheduler cuts `tokens` to
+    `Sequence.max_draft_tokens`, or to fewer."""
 
     is_drawn = False  # whether `sample` draws the tokens of a row with `do_sample`
 

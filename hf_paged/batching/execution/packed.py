@@ -108,8 +108,7 @@ class PackedRunner(Runner):
         return reason
 
     def begin(self, state: ModelState | None) -> None:
-        """Starts work on the model in this state; without a state, no step is replayed."""
-        self._state = state
+        super().begin(state)
         parameters = inspect.signature(self.model.forward).parameters
         self._takes_logits_to_keep = "logits_to_keep" in parameters
         self._takes_positions = "position_ids" in parameters
@@ -322,12 +321,6 @@ class PackedRunner(Runner):
         if self.rope is None:
             return NOTHING
         return self.rope.rotating(factors)
-
-    def _count_forward(self) -> None:
-        """Notes a forward of the model's own code, which may change the model's state."""
-        self.num_forwards += 1
-        if self._state is not None:
-            self._state.mark_unverified()
 
     def _forward(
         self,

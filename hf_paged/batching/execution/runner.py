@@ -52,13 +52,15 @@ class Runner:
     counters: ReadCounters  # how its forwards read keys and values
     # a context for the matrix products of forwards that are not replays (`Executor.attention`)
     product_context: AbstractContextManager[Any] = NOTHING
+    _state: ModelState | None = None  # as `begin` was last given it
 
     # makes the `Preemption` of the loop
     make_preemption: Callable[..., Preemption] = Preemption
 
     def begin(self, state: ModelState | None) -> None:
         """Starts work on the model in this state; `None`: its state is unknown, and no step is
-        replayed."""
+        replayed. Subclasses extend it."""
+        self._state = state
 
     def run(
         self,
@@ -96,6 +98,13 @@ class Runner:
 
     def go_idle(self) -> None:
         """Releases the objects held for steps; called when no step is in flight."""
+
+    def _count_forward(self) -> None:
+        """Must be called at each forward of the model's own code, which may change the model: the
+        next replay then checks the model's state."""
+        self.num_forwards += 1
+        if self._state is not None:
+            self._state.mark_unverified()
 
     def whole_prompts(self, plan: StepPlan) -> tuple[list[list[WholePrompts]], list[int]]:
         """Returns the prompts that the model's own forward computes as a whole, by forward, and the

@@ -85,11 +85,8 @@ class Generation:
     @property
     def can_split(self) -> bool:
         """Whether the generation has several requests whose rows can advance independently."""
-        return (
-            len(self.requests) > 1
-            and not (self.parts or self.is_sampling)
-            and self.decoding.can_split
-        )
+        is_whole = not (self.parts or self.is_sampling)
+        return is_whole and self.decoding.can_split and len(self.requests) > 1
 
     def split(self) -> None:
         """Makes a part for each row, so that the rows advance independently, and moves kept blocks

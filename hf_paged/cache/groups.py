@@ -71,6 +71,5 @@ def group_label(key: Hashable) -> str:
         return "cross attention"
     if kind == "states":
         return "states"
-    if window is None:
-        return "full attention"
-    return f"window of {window:,} tokens"
+    attention = "full attention" if window is None else f"window of {window:,} tokens"
+    return f"{kind}, {attention}" if kind.startswith("assistant") else attention

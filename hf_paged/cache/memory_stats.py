@@ -98,7 +98,7 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
     tiers = [manager.tier.counts() for manager in managers if manager.tier is not None]
     return MemoryStats(
         block_size=memory.block_size,
-        block_sizes=_choices(memory),
+        block_sizes={group_label(spec.label): x for spec, x in memory.sizes.chosen.items()},
         kv_dtype=memory.config.kv_dtype,
         used_blocks=memory.num_used,
         peak_blocks=memory.peak_blocks,
@@ -135,13 +135,3 @@ def share_of_unused_slots(groups: Iterable[GroupMemory]) -> float:
         num_slots += group.pool.num_used * group.block_size
         num_unused += sum(unused_by_tail.values())
     return num_unused / num_slots if num_slots else 0.0
-
-
-def _choices(memory: PagedMemory) -> dict[str, Choice]:
-    choices: dict[str, Choice] = {}
-    for spec, choice in memory.sizes.chosen.items():
-        prefix = ""
-        if spec.kind.startswith("assistant"):
-            prefix = f"{spec.kind}, "
-        choices[f"{prefix}{group_label(spec.label)}"] = choice
-    return choices

@@ -147,14 +147,13 @@ class CacheRows:
             group.set_rows(group.paddings, group.length)
         return copied_rows
 
-    _INIT_ARGUMENTS = ("memory", "specs", "counters", "is_borrowed", "num_operations")
-
     @guarded
     def __getstate__(self) -> dict[str, Any]:
         """State for pickle. `groups` has, for each layer group, the tables as `(block numbers,
         blocks dropped, tokens)` by row, and copies of their blocks on the host. Blocks are
         numbered from 0 in each group, in the order of the copies."""
-        state = {name: getattr(self, name) for name in self._INIT_ARGUMENTS}
+        arguments = ("memory", "specs", "counters", "is_borrowed", "num_operations")
+        state = {name: getattr(self, name) for name in arguments}
         state["groups"] = []
         with self.memory.changing():
             for group_index, group in enumerate(self.manager.groups):
@@ -169,11 +168,11 @@ class CacheRows:
 
     @guarded
     def __setstate__(self, state: dict[str, Any]) -> None:
-        arguments = {name: state[name] for name in self._INIT_ARGUMENTS}
-        self.__init__(**arguments)  # type: ignore[misc]
+        groups = state.pop("groups")
+        self.__init__(**state)  # type: ignore[misc]
         with self.memory.changing():
             for group_index, (group, (rows, contents)) in enumerate(
-                zip(self.manager.groups, state["groups"])
+                zip(self.manager.groups, groups)
             ):
                 if not self.sequences:
                     self.sequences = [self.manager.new() for _ in rows]

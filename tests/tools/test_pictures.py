@@ -63,9 +63,10 @@ def test_kinds_of_blocks_and_groups() -> None:
     assert len({kind.colour for kind in KINDS}) == len(KINDS)
     # a cell of several blocks is what most of them are
     assert to_cells([1, 1, 0, 0, 0, 1, -1], 3) == [kind_index(1), kind_index(0), kind_index(-1)]
-    assert [group_label(key) for key in (None, 4096, ("self", 8), ("cross", None))] == [
+    keys = (None, 4096, ("self", 8), ("cross", None), ("assistant 1", 8))
+    assert list(map(group_label, keys)) == [
         *("full attention", "window of 4,096 tokens"),
-        *("window of 8 tokens", "cross attention"),
+        *("window of 8 tokens", "cross attention", "assistant 1, window of 8 tokens"),
     ]
 
 

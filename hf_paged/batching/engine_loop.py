@@ -35,7 +35,11 @@ from .factory import (
 )
 from .generation import RequestState
 from .loop import StepLoop
-from .request import RequestListener
+from .request import Request, RequestListener
+
+MAX_GROWTH = 8
+"""How many times as many positions a table may get for one request as it has, or as the prompt
+has tokens: callers may ask for many more tokens than a request generates."""
 
 
 class EngineLoop:
@@ -205,7 +209,7 @@ class EngineLoop:
         reason = self.layout.unsupported_reason
         reason_against_drafts = self.layout.reason_against_drafts
         if state.request.inputs is None:
-            self._grow_positions(state.request.max_num_tokens - 1)
+            self._grow_positions(state.request)
             state.request.limit_positions(self.layout.max_positions)
         else:
             self._prepare_inputs(state)
@@ -217,14 +221,17 @@ class EngineLoop:
             )
         self._choose_speculation(state, reason_against_drafts)
 
-    def _grow_positions(self, num_positions: int) -> None:
-        """Makes the model's table of positions longer if it has fewer, and if plain forwards make
-        it longer (they do not compute the last token of a sequence)."""
+    def _grow_positions(self, request: Request) -> None:
+        """Makes the model's table of positions longer, but at most `MAX_GROWTH` times, if it is too
+        short for a request and plain forwards make it longer."""
         layout, max_positions = self.layout, self.layout.max_positions
-        is_short = max_positions is not None and num_positions > max_positions
-        if not (is_short and layout.can_grow_unpacked) or self.leader is not None:
+        num_positions = request.max_num_tokens - 1  # no forward computes the last token
+        if max_positions is None or num_positions <= max_positions:
             return
-        grow_positions(self.model, num_positions)
+        if not layout.can_grow_unpacked or self.leader is not None:
+            return
+        limit = MAX_GROWTH * max(max_positions, request.num_prompt_tokens)
+        grow_positions(self.model, min(num_positions, limit))
         probe_cache = empty_cache(self.model, PagedMemory(self.config))
         grown = choose_layout(self.model, probe_cache, self.config.batch_invariant)
         # a model that cannot run in the loop's layout now is noticed in the next step

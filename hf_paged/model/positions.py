@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
+from .. import compat
 from ..interrupts import is_interrupt
 from ..threads import step_lock
 from .own_loop import first_inputs
@@ -154,14 +155,20 @@ def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: Positi
 
 
 def grow_positions(model: PreTrainedModel, length: int) -> None:
-    """Runs a plain forward of `length` tokens, which replaces those tables that are too short for
-    it and that forwards replace. Does nothing if the forward fails."""
-    ids = sample_tokens(model)[:1, [0] * length]
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    """Runs a plain forward of the last of `length` tokens, after repeated keys and values, which
+    replaces those tables that are too short for it and that forwards replace. The tables stay as
+    they are if the forward fails."""
+    ids = sample_tokens(model)[:1, :1]
+    cache = DynamicCache()
+    inputs = {"input_ids": ids, compat.cache_name(model): cache, "use_cache": True}
     try:
         with step_lock(model), torch.no_grad():
-            model.base_model(**inputs)  # without the logits of all tokens
-    except Exception as error:  # the tables stay as they are
+            model.base_model(**inputs)
+            for layer in cache.layers:
+                layer.keys = layer.keys.expand(-1, -1, length - 1, -1)
+                layer.values = layer.values.expand(-1, -1, length - 1, -1)
+            model.base_model(**inputs, attention_mask=ids.new_ones(1, length))
+    except Exception as error:
         if is_interrupt(error):
             raise
 

@@ -262,6 +262,10 @@ class StaticInputs:
     def state_buffers(self) -> list[Tensor]:
         return [] if self.states is None else self.states.buffers
 
+    @property
+    def overwritten_buffers(self) -> list[Tensor]:
+        return [] if self.states is None else self.states.overwritten_buffers
+
     def copy_in(self, layers: Sequence[Any]) -> None:
         """As `StaticStates.copy_in`, if there are states."""
         if self.states is not None:

@@ -88,9 +88,7 @@ class RecordedStep:
         """Replays the graph. Restores the states if a live module returns other kinds of results
         than in the recording (`LiveRefused`), so that the step can run without a replay."""
         has_modules = isinstance(self.graph, Tape) and self.graph.calls_modules
-        states: Sequence[Tensor] = ()
-        if has_modules and self.inputs.states is not None:
-            states = self.inputs.states.overwritten_buffers
+        states = self.inputs.overwritten_buffers if has_modules else []
         copies = [state.clone() for state in states]
         try:
             self.graph.replay()

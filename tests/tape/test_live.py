@@ -265,7 +265,8 @@ def test_replays_end_where_results_have_other_sizes() -> None:
     )
     model, x = Stateful(block), torch.randn(6, 8)
     tape, result, live = record(model, x)
-    step: Any = RecordedStep(SimpleNamespace(state_buffers=[model.count]), result, tape, None)  # type: ignore[arg-type]
+    inputs: Any = SimpleNamespace(overwritten_buffers=[model.count])
+    step = RecordedStep(inputs, result, tape, None)
     step.replay()
     count = int(model.count)
     x[:] = x[:1]  # all rows choose one expert

@@ -436,19 +436,17 @@ class RectangleReplays:
         return masks
 
     def _placeholder_encoder_outputs(self, num_rows: int, step: StepMetadata) -> ModelOutput:
-        """Returns encoder outputs with arbitrary content: of the step's size if the model's code
-        computes with all columns, otherwise of one column. No recorded operation reads it, since
-        the encoder's keys and values are stored."""
+        """Returns encoder outputs of arbitrary content, which no recorded operation reads: of the
+        step's size if the model's code computes with all columns, otherwise of one column."""
         outputs = self._prepared["encoder_outputs"]
         if not isinstance(outputs, ModelOutput):
             outputs = BaseModelOutput(last_hidden_state=outputs[0])
         assert step.columns is not None
         num_columns = len(step.columns) if self._recorder.reads_keys else 1
-        placeholders = {
-            name: x.new_empty(num_rows, num_columns, x.shape[-1])
-            for name, x in outputs.items()
-            if isinstance(x, Tensor) and x.dim() == 3
-        }
+        placeholders = {}
+        for name, x in outputs.items():
+            if isinstance(x, Tensor) and x.dim() == 3:
+                placeholders[name] = x.new_empty(num_rows, num_columns, x.shape[-1])
         return type(outputs)(**placeholders)
 
 

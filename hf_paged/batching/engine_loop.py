@@ -279,10 +279,12 @@ class EngineLoop:
                     f"the engine cannot assist this request: {reason}. Leave out `{option}`, or"
                     " call `generate` with one row"
                 )
-        elif reason is not None and self.config.speculation is not None:
+            return
+        source = "`speculation`" if self.config.speculation is not None else "`parts.drafter`"
+        draft_source = self.config.speculation or self._parts.drafter
+        if reason is not None and draft_source is not None:
             scope = "" if state.request.inputs is None else " for some requests"
-            self.loop.executor.slowed_by.add(f"`speculation` has no effect{scope}: {reason}")
-        draft_source = option or self.config.speculation or self._parts.drafter
+            self.loop.executor.slowed_by.add(f"{source} has no effect{scope}: {reason}")
         if reason is not None or draft_source is None:
             state.assistance = None
 

@@ -8,8 +8,11 @@ a state (an element of a key or value) is code * scale. A layer's blocks are pas
 codes, `(num_blocks, heads, block_size, dim)`; `scales` finds the scales from its strides.
 
 To add a one-byte dtype, extend `config.KV_DTYPES`, `DTYPES`, `MAX_CODES`, `lanes.cpp`, the dispatch
-on `stored` in `kernels.cpp` and `attention.cpp`, and the Triton kernels (`CODE_DTYPE`). Codes
-narrower than a byte also need changes in `KVBlocks`.
+on `stored` in `kernels.cpp` and `attention.cpp`, and the Triton kernels (`CODE_DTYPE`); kernels
+refuse the numbers of other dtypes. Narrower codes, such as two int4 codes in a byte, also change
+all code that takes `shape[3]` of blocks for the number of elements per token (`KVBlocks`,
+`cache.handles`, `cache.reading`, `attention.backends`, the C++ and Triton kernels), and `kIsCode`
+in `lanes.cpp`.
 """
 
 from __future__ import annotations

@@ -141,6 +141,22 @@ def test_all_codes_that_are_stored_are_read(kv_dtype: str) -> None:
         assert torch.equal(expected[0, 0, : len(codes)], codes)
 
 
+@pytest.mark.parametrize("store", STORES[1:])
+def test_kernels_refuse_codes_that_they_do_not_have(
+    store: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = torch.ones(1, 1, 4, 16)
+    blocks = blocks_like(keys, keys, 8, "int8", num_blocks=1)
+    step = StepMetadata.rectangle(torch.zeros(1, 1, dtype=torch.int32), (4,), 8)
+    call = AttentionCall(torch.ones(1, 1, 16), blocks, step, 1.0)
+    attend = backends.cpp.attend if store is by_cpp else backends.triton.attend
+    monkeypatch.setitem(quantized.DTYPE_NUMBERS, torch.int8, 1 + len(quantized.DTYPES))
+    with pytest.raises(Exception, match="the kernel has no such codes"):
+        store(keys, keys, blocks.keys, blocks.values, torch.arange(4)[None])
+    with pytest.raises(Exception, match="the kernel has no such codes"), torch.no_grad():
+        attend(call)
+
+
 @pytest.mark.parametrize("kv_dtype", quantized.DTYPES)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_bytes(dim: int, kv_dtype: str) -> None:

@@ -25,6 +25,7 @@ from hf_paged.batching.generation import Generation
 from hf_paged.batching.request import Sequence
 from hf_paged.cache.block_manager import BlockManager
 from hf_paged.cache.memory import PagedMemory
+from hf_paged.seams import EngineParts
 from hf_paged.speculation.assistant import Assistant, AssistantRow
 from hf_paged.speculation.sources import (
     MAX_DRAFT_TOKENS,
@@ -334,7 +335,11 @@ def test_what_others_generated_is_proposed_within_a_salt_alone() -> None:
     assert results[0].num_accepted_tokens == results[1].num_accepted_tokens
 
 
-def test_drafts_that_have_no_effect_are_named() -> None:
+@pytest.mark.parametrize("name", ["speculation", "parts.drafter"])
+def test_drafts_that_have_no_effect_are_named(name: str) -> None:
+    config, parts = PagedConfig(**NGRAM), EngineParts()
+    if name == "parts.drafter":
+        config, parts = PagedConfig(), EngineParts(drafter=lambda *given: pytest.fail("was made"))
     pytest.importorskip("hf_paged.media")
     model = models.get("llama")
     embeds = model.get_input_embeddings()(models.token_ids(1, 9)).detach()
@@ -342,12 +347,12 @@ def test_drafts_that_have_no_effect_are_named() -> None:
         (build("dynamic"), {"input_ids": repeating(20)[0]}, "no effect: "),
         (model, {"inputs": {"inputs_embeds": embeds}}, "no effect for some requests: "),
     ):
-        with PagedEngine(target, PagedConfig(**NGRAM)) as engine:
+        with PagedEngine(target, config, parts=parts) as engine:
             engine.add_request(generation_config=GREEDY, **asks)
             run_all(engine)
             assert engine.route is not None and engine.stats().num_drafts == 0
-            (reason,) = (reason for reason in engine.route.slowed_by if "speculation" in reason)
-            assert reason.startswith(f"`speculation` has {effect}")
+            (reason,) = (reason for reason in engine.route.slowed_by if "no effect" in reason)
+            assert reason.startswith(f"`{name}` has {effect}")
 
 
 # ------------------------------------------------------------------------------------- assistants

@@ -642,8 +642,13 @@ extern "C" int hf_paged_attention(const AttentionCall* call) {
     if ((c.num_blocks && !(c.key && c.value)) || (c.max_blocks && !c.tables)) return 4;
     Kernel kernel{c};
     try {
-        if (c.stored == 1) return kernel.execute<Int8>();
-        if (c.stored) return c.stored == 2 ? kernel.execute<E4M3>() : kernel.execute<E5M2>();
+        switch (c.stored) {
+            case 0: break;
+            case 1: return kernel.execute<Int8>();
+            case 2: return kernel.execute<E4M3>();
+            case 3: return kernel.execute<E5M2>();
+            default: return 4;
+        }
         if (c.dtype == 0) return kernel.execute<float>();
         return c.dtype == 1 ? kernel.execute<BFloat16>() : kernel.execute<Float16>();
     } catch (const std::bad_alloc&) {

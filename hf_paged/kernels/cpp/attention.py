@@ -287,7 +287,10 @@ class Attention:
                 f"a block id in block_tables is outside the pool of {self._num_blocks} blocks"
             ),
             3: IndexError(f"the bias covers {bias_len} positions, but seq_lens are {seq_lens}"),
-            4: ValueError("a tensor has no memory, or sizes do not fit one another"),
+            4: ValueError(
+                "a tensor has no memory, sizes do not fit one another, or the kernel has no such"
+                " codes"
+            ),
             5: IndexError(f"a row starts before position 0: starts are {starts}"),
             6: MemoryError("not enough memory for the buffers of the attention kernel"),
         }[error]

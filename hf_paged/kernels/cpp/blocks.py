@@ -145,7 +145,10 @@ class Store:
                 " tokens"
             )
         if error:
-            raise ValueError("a tensor has no memory, or sizes do not fit one another")
+            raise ValueError(
+                "a tensor has no memory, sizes do not fit one another, or the kernel has no such"
+                " codes"
+            )
         observe = observer.get()
         if observe is not None:
             reads = {0: keys, 8: values, 16: slots}

@@ -69,9 +69,15 @@ template <class T> float quantize(const char* from, int64_t dtype, int64_t dim, 
     if (dtype == 0) return quantize((const float*)from, dim, (T*)to);
     return dtype == 1 ? quantize((const BFloat16*)from, dim, (T*)to) : quantize((const Float16*)from, dim, (T*)to);
 }
-float quantize(int64_t stored, const char* from, int64_t dtype, int64_t dim, char* to) {
-    if (stored == 1) return quantize<Int8>(from, dtype, dim, to);
-    return stored == 2 ? quantize<E4M3>(from, dtype, dim, to) : quantize<E5M2>(from, dtype, dim, to);
+using Quantize = float (*)(const char* from, int64_t dtype, int64_t dim, char* to);
+// Returns null for unquantized blocks (0), and for numbers of no codes.
+Quantize quantizer(int64_t stored) {
+    switch (stored) {
+        case 1: return quantize<Int8>;
+        case 2: return quantize<E4M3>;
+        case 3: return quantize<E5M2>;
+        default: return nullptr;
+    }
 }
 
 }  // namespace
@@ -79,7 +85,8 @@ float quantize(int64_t stored, const char* from, int64_t dtype, int64_t dim, cha
 extern "C" int hf_paged_store(const StoreCall* call) {
     const StoreCall& c = *call;
     if (!(c.batch && c.kv_heads && c.tokens)) return 0;
-    if (!c.slots) return 4;
+    const Quantize quantize = quantizer(c.stored);
+    if (!c.slots || (c.stored && !quantize)) return 4;
     for (int which = 0; which < 2; ++which)
         if (c.bytes[which] && (!c.source[which] || (c.num_slots && !c.blocks[which]))) return 4;
     for (int64_t i = 0; i < c.batch * c.tokens; ++i)
@@ -93,11 +100,11 @@ extern "C" int hf_paged_store(const StoreCall* call) {
                 const char* from = c.source[which] + b * source[0] + t * source[2];
                 char* to = c.blocks[which] + block * target[0] + slot % c.block_size * target[2];
                 for (int64_t h = 0; h < c.kv_heads; ++h, from += source[1], to += target[1]) {
-                    if (!c.stored) {
+                    if (!quantize) {
                         std::memcpy(to, from, c.bytes[which]);
                         continue;
                     }
-                    const float scale = quantize(c.stored, from, c.dtypes[which], c.bytes[which], to);
+                    const float scale = quantize(from, c.dtypes[which], c.bytes[which], to);
                     const int64_t offset = slot % c.block_size;
                     std::memcpy(to - offset * target[2] + c.scales[which] + offset * 4, &scale, 4);
                 }

@@ -623,6 +623,7 @@ def test_no_lock_is_acquired_outside_of_with_and_attempt() -> None:
         "forks.py: lock.acquire(blocking=False)",  # in a new child process
         "ranks/signals.py: self._lock.acquire(timeout=0.05)",  # while signals are deferred
         "threads.py: lock.acquire()",  # of a condition, by its holder
+        "threads.py: lock.acquire(blocking=False)",  # in the `with` of an ended thread
         "threads.py: lock.acquire(timeout=seconds)",  # `attempt`
     }
 

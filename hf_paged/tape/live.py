@@ -135,9 +135,11 @@ class LiveModules:
             set_attribute(module, name, value)
 
         table: Any = nn.Module
+        if not classes:
+            yield
+            return
         try:
-            if classes:
-                table._call_impl, table.__setattr__ = call_module, set_checked
+            table._call_impl, table.__setattr__ = call_module, set_checked
             yield
         finally:
             table._call_impl, table.__setattr__ = call, set_attribute

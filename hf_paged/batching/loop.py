@@ -343,7 +343,7 @@ class StepLoop:
         except BaseException as error:
             self.undo_step()
             if is_interrupt(error) or isinstance(error, RankLostError):
-                self._is_mid_update = False
+                self._is_mid_update = False  # undone already, so callers need not recover
                 raise
             self._handle_failure(plan, error, num_unsized)
             return None

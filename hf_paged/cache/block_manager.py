@@ -247,10 +247,10 @@ class BlockManager:
         links = self.index.find(token_ids, namespace, max_nodes, ignored_group=self.state_group)
         return len(links) * self.node_size
 
-    def forget_before_period(self) -> None:
-        """Drops the registered blocks of all epochs before the current period, since the model has
+    def forget_before_span(self) -> None:
+        """Drops the registered blocks of all epochs before the current span, since the model has
         changed. Sequences of these epochs register no more blocks."""
-        self.index.remove_before(self.epochs.drop_before_period())
+        self.index.remove_before(self.epochs.drop_before_span())
 
     def drop_cached(self) -> None:
         """Drops the prefix cache and the tier's unverified blocks. Current sequences keep their

@@ -47,9 +47,9 @@ class SequenceBlocks(_WithWeakRefs):
 
     @property
     def needs_verification(self) -> bool:
-        """Whether it has registered blocks that were computed before the current period and have
+        """Whether it has registered blocks that were computed before the current span and have
         not been verified in it."""
-        return self.num_registered > 0 and self.epoch < self.manager.epochs.period_start
+        return self.num_registered > 0 and self.epoch < self.manager.epochs.span_start
 
     def forget_registered(self) -> None:
         """Forgets `node`, `num_registered` and `capacity`. The prefix index keeps its nodes."""

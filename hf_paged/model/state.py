@@ -82,7 +82,7 @@ def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | No
     included; `None`, with a warning once per model and reason, if the model carries state or cannot
     be read. `state`: the model's state, if it has just been read. Without the room `fingerprints`,
     returns random bytes, which equal no other fingerprint, so that blocks are served only in the
-    period that computed them."""
+    span that computed them."""
     if carries_state(model):
         return None
     fingerprints: FingerprintsRoom | None = room_if_installed("fingerprints")

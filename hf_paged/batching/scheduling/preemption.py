@@ -80,7 +80,7 @@ class Preemption:
     blocks: BlockManager
     mode: str = "recompute"  # or "swap", or "auto", in which `cost_model` chooses
     swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
-    # returns whether blocks cached before this period (`Epochs.begin_period`) are still valid, and
+    # returns whether blocks cached before this span (`Epochs.begin_span`) are still valid, and
     # drops them if not; called before a request uses some of these blocks, or blocks of the tier
     verify: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; if not, only its stops split its prefill

@@ -37,12 +37,12 @@ class ModelState(Protocol):
     def keep_memory(self) -> None:
         """Keeps the tensors' memory alive."""
 
-    def mark_unverified(self) -> None:
+    def mark_unchecked(self) -> None:
         """Called after code has run that may have changed the model."""
 
     def is_in_place(self) -> bool:
         """Whether the model has the same modules and tensors, with the tensors at the same
-        addresses. Reads them once after each `mark_unverified`."""
+        addresses. Reads them once after each `mark_unchecked`."""
 
     def accept(self) -> None:
         """Takes the reference of `is_same` for everything but modules and tensors. Must be called

@@ -120,9 +120,9 @@ class Executor:
     def open(self, span: StableSpan) -> None:
         """Called before the first step of a span and, in an engine's call, before each further
         step. Before the first, begins the guard's span and makes the next `check_model` check the
-        model; before the others, calls `mark_unverified`."""
+        model; before the others, calls `mark_unchecked`."""
         if span.is_open:
-            self.mark_unverified()  # another thread may change the model without pausing the engine
+            self.mark_unchecked()  # another thread may change the model without pausing the engine
         else:
             with self.lock:
                 self.guard.begin_span()
@@ -217,10 +217,10 @@ class Executor:
             return
         self._unpack()
 
-    def mark_unverified(self) -> None:
+    def mark_unchecked(self) -> None:
         """Makes the next replay check whether user code has replaced modules or tensors."""
         if self._state is not None:
-            self._state.mark_unverified()
+            self._state.mark_unchecked()
 
     def _read_model(self) -> bool:
         """Reads the model's state, within `attention`, and returns whether it differs from the
@@ -241,7 +241,7 @@ class Executor:
             if self.runs_user_code:
                 state.accept()
             # in a `generate` call, which switches attention itself, replays check the model again
-            # only after `mark_unverified`, so the addresses that they read must stay valid
+            # only after `mark_unchecked`, so the addresses that they read must stay valid
             if not self._switches_attention:
                 state.keep_memory()
         recorded_state = None if self.runner.recorder is None else state

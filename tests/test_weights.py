@@ -260,7 +260,7 @@ def test_a_change_that_one_layout_finds_is_one_for_the_others() -> None:
 
     def begin(guard: WeightsGuard) -> None:
         guard.begin(True, None)
-        guard.begin_period()
+        guard.begin_span()
         guard.verify()
 
     begin(guards[0])

@@ -153,7 +153,7 @@ class Ledger:
             rows = range(first_row, first_row + len(self.rows[request]))
             parents = [sampled.parents[row] - first_row for row in rows]
             tokens = [sampled.tokens[row] for row in rows]
-            request.permute(parents, tokens)
+            request.continue_beams(parents, tokens)
             self.num_generated_tokens += len(rows)
             is_finished = all(row in finished for row in rows)
             if is_finished and not generation.decoding.is_done:
@@ -214,7 +214,7 @@ class Ledger:
         if generation.keep_blocks:
             if sequence.request.is_swapped:
                 # blocks on the host cannot be forked
-                self.scheduler.preemption.free(sequence.request)
+                self.scheduler.preemption.reset(sequence.request)
             if sequence.blocks is NO_BLOCKS:
                 sequence.begin(self.scheduler.blocks)
             generation.kept_blocks[row] = (

@@ -255,7 +255,7 @@ class StepLoop:
             if runs_callers_code:
                 self.executor.commit(span, runs_user_code=True)
             if runs_foreign_code:
-                self.executor.mark_unverified()
+                self.executor.mark_unchecked()
             results += sample_step(list(zip(decodings, map(_LOGITS, ready))), fetch)
             # a caller's code may choose any id, and the head may be wider than the embedding
             must_check_ids = runs_callers_code or (
@@ -289,7 +289,7 @@ class StepLoop:
         finally:
             self.executor.is_unchecked |= runs_callers_code
             if runs_foreign_code:
-                self.executor.mark_unverified()
+                self.executor.mark_unchecked()
         return interrupt
 
     def _compute(self) -> tuple[StepPlan, Tensor | None]:
@@ -343,7 +343,7 @@ class StepLoop:
         except BaseException as error:
             self.undo_step()
             if is_interrupt(error) or isinstance(error, RankLostError):
-                self._is_mid_update = False
+                self._is_mid_update = False  # undone already, so callers need not recover
                 raise
             self._handle_failure(plan, error, num_unsized)
             return None

@@ -100,7 +100,7 @@ class Sequence:
             self.register_last()
         self.is_finished = True
         self.blocks.end()
-        self.free()
+        self.reset()
 
     def register(self, num_tokens: int) -> None:
         """Registers in the prefix index the blocks that the first `num_tokens` tokens fill."""
@@ -158,7 +158,7 @@ class Sequence:
         self.token_ids, self.swapped = list(parent.token_ids), parent.swapped
         self.logits_length = parent.logits_length
 
-    def free(self) -> None:
+    def reset(self) -> None:
         """Frees the blocks, in the pool and on the host, and drops the draft, so that all tokens
         must be computed again."""
         for blocks in (self.blocks, self.before_draft):
@@ -333,10 +333,10 @@ class Request:
         for sequence in self.open_sequences:
             sequence.finish()
 
-    def free(self) -> None:
+    def reset(self) -> None:
         """Frees the blocks of all sequences, so that they are computed again."""
         for sequence in self.sequences:
-            sequence.free()
+            sequence.reset()
         self.num_shared_tokens = 0
 
     def end_first_step(self, start: float) -> None:
@@ -408,7 +408,7 @@ class Request:
         self.num_shared_tokens = 0
         return sequence.num_to_compute
 
-    def permute(self, parents: list[int], tokens: list[int]) -> None:
+    def continue_beams(self, parents: list[int], tokens: list[int]) -> None:
         """Makes each unfinished sequence `i` a fork of sequence `parents[i]`, unless `i` is its own
         parent, and appends `tokens[i]`. Frees the blocks of replaced sequences. Copies no K or
         V."""

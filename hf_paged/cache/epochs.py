@@ -12,30 +12,30 @@ class Epochs:
     def __init__(self) -> None:
         self.current = 0
         self.first_valid = 0  # sequences of earlier epochs must not register blocks
-        # first epoch of the current period; 0: blocks of all epochs are verified
-        self.period_start = 0
+        # first epoch of the current span; 0: blocks of all epochs are verified
+        self.span_start = 0
 
-    def begin_period(self) -> None:
-        """Begins a period in which no user code runs, so that the model cannot change. User code
+    def begin_span(self) -> None:
+        """Begins a span in which no user code runs, so that the model cannot change. User code
         may have changed it before: blocks of earlier epochs need verification."""
         self.current += 1
-        self.period_start = self.current
+        self.span_start = self.current
 
     @property
     def are_verified(self) -> bool:
         """Whether the current model is known to have computed all registered blocks."""
-        return not self.period_start
+        return not self.span_start
 
     def verify(self) -> None:
         """Marks all registered blocks as computed by the current model."""
-        self.period_start = 0
+        self.span_start = 0
 
-    def drop_before_period(self) -> int:
-        """Marks blocks from before this period as outdated, since the model has changed: sequences
-        that have such blocks register no more. Returns the period's first epoch; 0 if blocks of all
+    def drop_before_span(self) -> int:
+        """Marks blocks from before this span as outdated, since the model has changed: sequences
+        that have such blocks register no more. Returns the span's first epoch; 0 if blocks of all
         epochs are verified, so that none is marked."""
-        self.first_valid = max(self.first_valid, self.period_start)
-        return self.period_start
+        self.first_valid = max(self.first_valid, self.span_start)
+        return self.span_start
 
     def drop(self) -> None:
         """Marks all blocks computed so far as outdated."""

@@ -47,9 +47,9 @@ class SequenceBlocks(_WithWeakRefs):
 
     @property
     def needs_verification(self) -> bool:
-        """Whether it has registered blocks that were computed before the current period and have
+        """Whether it has registered blocks that were computed before the current span and have
         not been verified in it."""
-        return self.num_registered > 0 and self.epoch < self.manager.epochs.period_start
+        return self.num_registered > 0 and self.epoch < self.manager.epochs.span_start
 
     def forget_registered(self) -> None:
         """Forgets `node`, `num_registered` and `capacity`. The prefix index keeps its nodes."""
@@ -91,11 +91,10 @@ class SequenceBlocks(_WithWeakRefs):
             if allocated_ids is None and not self._unregister_state():
                 return False
         for table, copies, new_ids in zip(tables, manager.copies, allocated_ids):
-            if new_ids:
-                unused_ids = new_ids[table.num_needed_blocks(end - table.num_tokens) :]
-                if unused_ids:  # `take` dropped this sequence's snapshot, so its slot needs no copy
-                    table.pool.release(unused_ids)
-                    new_ids = new_ids[: -len(unused_ids)]
+            unused_ids = new_ids and new_ids[table.num_needed_blocks(end - table.num_tokens) :]
+            if unused_ids:  # `take` dropped this sequence's snapshot, so its slot needs no copy
+                table.pool.release(unused_ids)
+                new_ids = new_ids[: -len(unused_ids)]
             copy = table.append(end - table.num_tokens, new_ids)
             if copy is not None:
                 source, target = copy

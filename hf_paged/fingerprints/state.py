@@ -111,23 +111,23 @@ class StateReading(Reading):
         """Takes the reference of `is_in_place`. The reference keeps the tensors alive."""
         self._parts = self._read_parts()
         self._layouts = self._read_layouts()
-        self._is_unverified, self._is_in_place = False, True
+        self._is_unchecked, self._is_in_place = False, True
 
     def keep_memory(self) -> None:
         """Keeps the tensors' memory alive for recorded steps, since until the next
-        `mark_unverified`, `is_in_place` returns its last result without reading the tensors."""
+        `mark_unchecked`, `is_in_place` returns its last result without reading the tensors."""
         self._memory = [x.untyped_storage() for x in (*self._all_tensors, *self.overwritten)]
 
-    def mark_unverified(self) -> None:
+    def mark_unchecked(self) -> None:
         """Called after code has run that may have changed the model."""
-        self._is_unverified = True
+        self._is_unchecked = True
 
     def is_in_place(self) -> bool:
         """Whether the model has the same modules, tensors and parts of tensors as at `hold`, with
         the tensors at the same addresses, in the same dtypes, sizes and strides. Reads them once
-        after each `mark_unverified`."""
-        if self._is_unverified:
-            self._is_unverified = False
+        after each `mark_unchecked`."""
+        if self._is_unchecked:
+            self._is_unchecked = False
             parts = self._read_parts()
             has_parts = _pointers(parts) == _pointers(self._parts)
             self._is_in_place = has_parts and self._read_layouts() == self._layouts
@@ -157,7 +157,7 @@ class StateReading(Reading):
         that `watch` draws. So writes that change neither version nor address are only detected on
         the CPU, and even there not if they miss those bytes. After `False`, the model may still be
         equal (`is_like`)."""
-        self.mark_unverified()
+        self.mark_unchecked()
         if self._values is None or not self.is_in_place():
             return False
         # renaming an attribute makes it the last one

@@ -164,8 +164,8 @@ class MediaPrompts(Prompts):
 
     def keys(self, config: PreTrainedConfig) -> Sequence[PromptKeys] | None:
         """Returns each row's prefix-cache keys; `Request.set_inputs` chooses their namespace. A
-        placeholder's key includes a hash of all media and placeholders of the call. `None` if the
-        prefix cache cannot be used for these prompts."""
+        placeholder's key includes the row and a hash of all media and placeholders of the call, so
+        another batch misses. `None` if the prefix cache cannot be used for these prompts."""
         mask = self.placeholder_mask(config) if self.can_reuse else None
         if mask is None:
             return None

@@ -37,12 +37,12 @@ class ModelState(Protocol):
     def keep_memory(self) -> None:
         """Keeps the tensors' memory alive."""
 
-    def mark_unverified(self) -> None:
+    def mark_unchecked(self) -> None:
         """Called after code has run that may have changed the model."""
 
     def is_in_place(self) -> bool:
         """Whether the model has the same modules and tensors, with the tensors at the same
-        addresses. Reads them once after each `mark_unverified`."""
+        addresses. Reads them once after each `mark_unchecked`."""
 
     def accept(self) -> None:
         """Takes the reference of `is_same` for everything but modules and tensors. Must be called
@@ -82,7 +82,7 @@ def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | No
     included; `None`, with a warning once per model and reason, if the model carries state or cannot
     be read. `state`: the model's state, if it has just been read. Without the room `fingerprints`,
     returns random bytes, which equal no other fingerprint, so that blocks are served only in the
-    period that computed them."""
+    span that computed them."""
     if carries_state(model):
         return None
     fingerprints: FingerprintsRoom | None = room_if_installed("fingerprints")

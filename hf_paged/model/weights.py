@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 class WeightsGuard:
     """Lets the prefix cache serve only blocks that the model computed in its current state. User
-    code may change the model between *periods* (a call, or one step of an engine). The cache serves
-    blocks of earlier periods only after `verify` has found that the model's fingerprint equals the
-    one that `memory` holds. Before a period ends, `commit` stores the fingerprint of the weights
-    that computed its blocks, unless the period is a step of an engine whose executor watches the
-    model (`is_watched`). If a period ends without `commit`, and the model is not watched, its
+    code may change the model between *spans* (a call, or one step of an engine). The cache serves
+    blocks of earlier spans only after `verify` has found that the model's fingerprint equals the
+    one that `memory` holds. Before a span ends, `commit` stores the fingerprint of the weights
+    that computed its blocks, unless the span is a step of an engine whose executor watches the
+    model (`is_watched`). If a span ends without `commit`, and the model is not watched, its
     blocks are dropped before they are served. The lock of `memory` guards `blocks`."""
 
     def __init__(self, model: nn.Module, memory: PagedMemory, blocks: BlockManager) -> None:
@@ -61,24 +61,24 @@ class WeightsGuard:
         the weights are already verified, or if no fingerprint is stored."""
         needs_check = self._memory.fingerprint is not None and not self._epochs.are_verified
         if self.is_on and self._blocks.tier is not None and needs_check:
-            self.begin_period()  # the model may have changed since the last step
+            self.begin_span()  # the model may have changed since the last step
             self._compare()
         self.is_watched = False
 
-    def begin_period(self) -> None:
-        """Begins a period: user code may have run since the previous one."""
+    def begin_span(self) -> None:
+        """Begins a span: user code may have run since the previous one."""
         if self.is_on:
             with self._memory.lock:
-                self._epochs.begin_period()
+                self._epochs.begin_span()
 
     def verify(self) -> bool:
         """Returns whether the cache may serve the blocks that it has. Fingerprints the weights, but
-        at most once per period. Drops the blocks of earlier periods if it may not serve them."""
+        at most once per span. Drops the blocks of earlier spans if it may not serve them."""
         return self._epochs.are_verified or self._compare()
 
     def commit(self, is_call: bool, state: ModelState | None = None) -> None:
-        """Called before a period ends: fingerprints the weights that computed its blocks, if that
-        is needed. `is_call`: whether the period is a call. `state`: the model's state, if it has
+        """Called before a span ends: fingerprints the weights that computed its blocks, if that
+        is needed. `is_call`: whether the span is a call. `state`: the model's state, if it has
         just been read."""
         try:
             tier = self._blocks.tier
@@ -93,7 +93,7 @@ class WeightsGuard:
             raise
 
     def abandon(self) -> None:
-        """Ends a period without `commit`. Unless the weights are verified or the model is watched,
+        """Ends a span without `commit`. Unless the weights are verified or the model is watched,
         discards the stored fingerprint, so that the blocks are dropped before they are served."""
         if self.is_on and not self.is_watched and not self._epochs.are_verified:
             self._memory.fingerprint = None
@@ -101,12 +101,12 @@ class WeightsGuard:
     def drop_all(self) -> None:
         """Called after the model has changed: drops all cached blocks."""
         with self._memory.lock:
-            self._epochs.begin_period()
+            self._epochs.begin_span()
         self._drop_earlier()
 
     def _compare(self, state: ModelState | None = None) -> bool:
         """Fingerprints the model. If the fingerprint has changed, drops the blocks of earlier
-        periods, and all cached blocks of other managers; if there is none, drops all cached blocks
+        spans, and all cached blocks of other managers; if there is none, drops all cached blocks
         and turns prefix caching off. Returns whether the fingerprint is unchanged."""
         model_fingerprint = self._fingerprint(self._model, state)
         current = None
@@ -130,7 +130,7 @@ class WeightsGuard:
         return current is not None and current == previous
 
     def _drop_earlier(self) -> None:
-        """Drops the blocks of earlier periods, and the stored fingerprint. The model is no longer
+        """Drops the blocks of earlier spans, and the stored fingerprint. The model is no longer
         watched."""
         self.is_watched = False
         with self._memory.changing():
@@ -141,7 +141,7 @@ class WeightsGuard:
                     " fingerprinted",
                     type(self._model).__name__,
                 )
-            self._blocks.index.remove_before(self._epochs.drop_before_period())
+            self._blocks.index.remove_before(self._epochs.drop_before_span())
             if self._blocks.tier is not None:
                 self._blocks.tier.discard()
             self._memory.fingerprint = None

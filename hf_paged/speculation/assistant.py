@@ -167,7 +167,7 @@ class Assistant:
         sequence = row.sequence
         with self.memory.changing():
             had_blocks = any(table.block_ids for table in sequence.blocks.tables)
-            sequence.free()
+            sequence.reset()
             row.clear()
         return had_blocks
 

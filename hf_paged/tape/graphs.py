@@ -219,13 +219,7 @@ class StepGraphs:
         if reason is not None:
             note_unrecorded(reason)
             return None
-        if not self._is_recordable(tokens, context):
-            return None
-        reason = reason_against_replays(self._untracked_reason) or self._live.reason_against(
-            context
-        )
-        if reason is not None:
-            note_unrecorded(reason)
+        if not self._is_recordable(tokens, context) or self._must_run_eagerly(context):
             return None
         # the lock keeps other threads from moving blocks until the replay is launched
         with self._lock:
@@ -269,6 +263,15 @@ class StepGraphs:
 
         return RectangleReplays(model, cache, self)
 
+    def _must_run_eagerly(self, context: ForwardContext | None) -> bool:
+        """Whether no step may be a replay now; if so, notes why."""
+        reason = reason_against_replays(self._untracked_reason)
+        if context is not None and self._live.classes:
+            reason = self._live.reason_against_adapters()
+        if reason is not None:
+            note_unrecorded(reason)
+        return reason is not None
+
     def _is_recordable(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
         """Whether steps like this are recorded: those of decodes that all get logits and, on a GPU
         if the context allows them, those with few chunk tokens. `_limits` bounds the number of
@@ -289,12 +292,7 @@ class StepGraphs:
             return False
         return num_chunk_tokens <= limits.get("chunk tokens", MAX_CHUNK_TOKENS)
 
-    def _key_of(
-        self,
-        tokens: PackedTokens,
-        prefixes: Prefixes,
-        kind: Hashable,
-    ) -> GraphKey:
+    def _key_of(self, tokens: PackedTokens, prefixes: Prefixes, kind: Hashable) -> GraphKey:
         """Returns the key of the smallest graph that could serve the running step."""
         variant, num_ranges = None, 0
         if self._context is not None:
@@ -304,10 +302,7 @@ class StepGraphs:
         return key.without_unused_rows(tokens.num_decodes) if self._live.classes else key
 
     def _find_or_record(
-        self,
-        requested: GraphKey,
-        tokens: PackedTokens,
-        prefixes: Prefixes,
+        self, requested: GraphKey, tokens: PackedTokens, prefixes: Prefixes
     ) -> GraphKey | None:
         """Once enough steps have missed the graph `requested`, records it and returns its key, or
         `None` if that fails. Until then, returns the key of the best larger graph, or `None`."""

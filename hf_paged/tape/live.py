@@ -23,7 +23,6 @@ from ..interrupts import num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..model.values import SCALARS
 from ..model.writes import Snapshot, Write
-from ..seams import ForwardContext
 from ..step import NotCapturable
 from .columns import Columns, LiveColumns, with_stored
 from .record import (
@@ -78,10 +77,8 @@ class LiveModules:
         self.classes = set[type[nn.Module]]()
         self._refused = set[type[nn.Module]]()
 
-    def reason_against(self, context: ForwardContext | None) -> str | None:
-        """Returns why no step with this context is replayed; `None` if one may be."""
-        if context is None or not self.classes:
-            return None
+    def reason_against_adapters(self) -> str:
+        """Returns why no step with a context for adapters is replayed, if there are `classes`."""
         names = ", ".join(sorted(kind.__name__ for kind in self.classes))
         return f"replays call {names}, without adapters"
 

@@ -87,8 +87,10 @@ class RecordedStep:
     def replay(self) -> None:
         """Replays the graph. Restores the states if a live module returns other kinds of results
         than in the recording (`LiveRefused`), so that the step can run without a replay."""
-        has_modules = isinstance(self.graph, Tape) and self.graph.calls_modules
-        states = self.inputs.overwritten_buffers if has_modules else []
+        if not isinstance(self.graph, Tape) or not self.graph.calls_modules:
+            self.graph.replay()
+            return
+        states = self.inputs.overwritten_buffers
         copies = [state.clone() for state in states]
         try:
             self.graph.replay()

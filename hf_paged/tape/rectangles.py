@@ -339,7 +339,7 @@ class RectangleReplays:
             step = dataclasses.replace(step, slots=slots, columns=columns, origins=origins)
             column_steps.append(step)
         assert self._state is not None
-        self._state.mark_unverified()
+        self._state.mark_unchecked()
         arguments = self._arguments(token_ids, positions, column_steps, position_ids)
         running_cache, *_ = cache_parts(self._prepared[self._cache_name])
         reads_keys = self._recorder.reads_keys

@@ -79,7 +79,7 @@ def test_a_look_sees_other_parts_of_a_tensor_subclass(change: Callable[[Any], An
         layer.weight = nn.Parameter(Wrapped(layer.weight.detach()), requires_grad=False)
     state = watched(model)
     change([layer.weight for layer in model])
-    state.mark_unverified()
+    state.mark_unchecked()
     assert not state.is_in_place() and not state.is_same()
 
 

@@ -42,10 +42,10 @@ logger = logging.getLogger(__name__)
 @dataclass
 class StableSpan:
     """A span of time in which no other code changes the model: one step of an engine, or a call
-    that runs its requests to their ends. It is a period of `model.weights.WeightsGuard`."""
+    that runs its requests to their ends."""
 
     is_call: bool = False
-    is_open: bool = False  # whether its period has begun, or is not needed
+    is_open: bool = False  # whether `Executor.open` was called, or is not needed
     is_committed: bool = False  # whether `Executor.commit` was called, or is not needed
 
 
@@ -119,13 +119,13 @@ class Executor:
 
     def open(self, span: StableSpan) -> None:
         """Called before the first step of a span and, in an engine's call, before each further
-        step. Before the first, begins the guard's period and makes the next `check_model` check the
-        model; before the others, calls `mark_unverified`."""
+        step. Before the first, begins the guard's span and makes the next `check_model` check the
+        model; before the others, calls `mark_unchecked`."""
         if span.is_open:
-            self.mark_unverified()  # another thread may change the model without pausing the engine
+            self.mark_unchecked()  # another thread may change the model without pausing the engine
         else:
             with self.lock:
-                self.guard.begin_period()
+                self.guard.begin_span()
                 self.handle_model_change()
             span.is_open = self.is_unchecked = True
 
@@ -153,7 +153,7 @@ class Executor:
 
     def close(self, span: StableSpan) -> None:
         """Ends the span, even after a failure, so that it can be opened again. Without a `commit`,
-        the guard ends its period by `abandon`."""
+        the guard abandons the span."""
         if span.is_open and not span.is_committed:
             self.guard.abandon()
         span.is_open = span.is_committed = False
@@ -217,10 +217,10 @@ class Executor:
             return
         self._unpack()
 
-    def mark_unverified(self) -> None:
+    def mark_unchecked(self) -> None:
         """Makes the next replay check whether user code has replaced modules or tensors."""
         if self._state is not None:
-            self._state.mark_unverified()
+            self._state.mark_unchecked()
 
     def _read_model(self) -> bool:
         """Reads the model's state, within `attention`, and returns whether it differs from the
@@ -241,7 +241,7 @@ class Executor:
             if self.runs_user_code:
                 state.accept()
             # in a `generate` call, which switches attention itself, replays check the model again
-            # only after `mark_unverified`, so the addresses that they read must stay valid
+            # only after `mark_unchecked`, so the addresses that they read must stay valid
             if not self._switches_attention:
                 state.keep_memory()
         recorded_state = None if self.runner.recorder is None else state

@@ -104,7 +104,7 @@ class Runner:
         next replay then checks the model's state."""
         self.num_forwards += 1
         if self._state is not None:
-            self._state.mark_unverified()
+            self._state.mark_unchecked()
 
     def whole_prompts(self, plan: StepPlan) -> tuple[list[list[WholePrompts]], list[int]]:
         """Returns the prompts that the model's own forward computes as a whole, by forward, and the

@@ -80,7 +80,7 @@ class Preemption:
     blocks: BlockManager
     mode: str = "recompute"  # or "swap", or "auto", in which `cost_model` chooses
     swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
-    # returns whether blocks cached before this period (`Epochs.begin_period`) are still valid, and
+    # returns whether blocks cached before this span (`Epochs.begin_span`) are still valid, and
     # drops them if not; called before a request uses some of these blocks, or blocks of the tier
     verify: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; if not, only its stops split its prefill
@@ -171,7 +171,7 @@ class Preemption:
                 return True
             if not is_alone:
                 return False
-            self.free(request)
+            self.reset(request)
         # new variables, since a retry needs the original arguments
         num_reserved = num_reserved_blocks + self.num_other_blocks(request)
         max_tokens = max_chunk_tokens
@@ -190,20 +190,20 @@ class Preemption:
             row_needs = manager.num_spanned(num_cached, num_tokens, chunk, sequence.blocks)
             needs = [sum(counts) for counts in zip(needs, row_needs)]
         if not manager.can_take(needs, num_reserved):
-            self.free(request)
+            self.reset(request)
             return False
         is_restorable = self.is_restorable(request)
         may_be_outdated = is_restorable or any(
             sequence.blocks.needs_verification for sequence in request.sequences
         )
         if may_be_outdated and self.verify is not None and not self.verify():
-            self.free(request)
+            self.reset(request)
             # retry without the outdated blocks, which `verify` has dropped
             return self.admit(request, max_chunk_tokens, num_reserved_blocks, is_alone)
         if is_restorable:
             self._restore(request)
         if not self.take_other_blocks(request):
-            self.free(request)
+            self.reset(request)
             return False
         return True
 
@@ -222,7 +222,7 @@ class Preemption:
             return False
         if manager.can_take(growth):
             return True
-        self.swap_out_or_free(request)
+        self.swap_out_or_reset(request)
         return False
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
@@ -239,7 +239,7 @@ class Preemption:
         rows_and_counts = [(sequence, sequence.num_computed_tokens) for sequence in rows]
         if all(num_computed >= num_shared_tokens for _, num_computed in rows_and_counts):
             return rows_and_counts
-        self.free(request)
+        self.reset(request)
         first_row, *other_rows = rows
         request.num_shared_tokens = num_shared_tokens
         self.match(first_row, first_row.keys[: num_shared_tokens + 1])
@@ -321,7 +321,7 @@ class Preemption:
         rows = request.open_sequences
         return self.swapper is not None and all(row.blocks is not NO_BLOCKS for row in rows)
 
-    def swap_out_or_free(self, request: Request) -> None:
+    def swap_out_or_reset(self, request: Request) -> None:
         """Drops the drafts of a preempted request, and swaps out its blocks, or frees them; the
         prefix cache may keep full blocks. Blocks computed before the model changed are swapped out
         if possible."""
@@ -359,14 +359,14 @@ class Preemption:
                         # keeps the first decode after the swap-in off the scheduler's fast path
                         sequence.blocks.capacity = 0
                     return
-        self.free(request)
+        self.reset(request)
 
-    def free(self, request: Request) -> None:
+    def reset(self, request: Request) -> None:
         """Frees all blocks of a request, in the pool and on the host, so that it is recomputed.
         Reasons: a preemption without a swap; an admission that lacks blocks, finds cached blocks
         outdated, or has the first row compute a shared prefix; new rotary factors or weights
         (`weights_update`); a failed step that admitted the request, may have advanced its states,
         or left bookkeeping half changed (`StepLoop.recover`); the end of a row whose swapped blocks
         a returned cache needs."""
-        request.free()
+        request.reset()
         self.free_other_blocks(request)

@@ -373,16 +373,16 @@ class Scheduler:
         for request in list(self.queue.running):
             self._preempt(request, may_swap=False)
         for request in self.queue.waiting:
-            self.preemption.free(request)
+            self.preemption.reset(request)
             self.timeline.record_waiting(request)
         return self._scheduled.preempted
 
     def _requeue(self, request: Request, may_swap: bool = False) -> None:
         """Moves a running request back to the waiting ones. Drops its K/V or, with `may_swap`,
-        calls `Preemption.swap_out_or_free`."""
+        calls `Preemption.swap_out_or_reset`."""
         self.queue.remove(request)
         try:
-            release = self.preemption.swap_out_or_free if may_swap else self.preemption.free
+            release = self.preemption.swap_out_or_reset if may_swap else self.preemption.reset
             release(request)
         finally:
             self.queue.enqueue(request)
@@ -419,7 +419,7 @@ class Scheduler:
         self._blocked_request = None
         self._scheduled = Scheduled()
         for request in requests_to_reset:
-            self.preemption.free(request)
+            self.preemption.reset(request)
             if request in requests and not request.is_finished:
                 self.queue.enqueue(request)
 

@@ -259,7 +259,7 @@ class Engine(RuleBasedStateMachine):
             expected = [
                 [*request.sequences[p].token_ids, token] for p, token in zip(parents, tokens)
             ]
-            request.permute(parents, tokens)
+            request.continue_beams(parents, tokens)
             assert [sequence.token_ids for sequence in request.sequences] == expected
         else:
             for sequence, token in zip(request.sequences, tokens):

@@ -214,8 +214,7 @@ class Reading:
         for hooks in (module._forward_pre_hooks, module._forward_hooks):
             self._owners.append(hooks)
             for hook in hooks.values():
-                # transformers leaves such hooks on a module after a call with
-                # `output_hidden_states`; in other calls, they do nothing
+                # transformers leaves such hooks after `output_hidden_states`; they do nothing then
                 if getattr(hook, "__module__", "") != "transformers.utils.output_capturing":
                     descriptions.append(self._value(hook))
         return descriptions

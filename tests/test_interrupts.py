@@ -761,7 +761,7 @@ def ring_in_source(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
 def ring_in_weights_state(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:
     reading: Any = object.__new__(StateReading)
     reading._owners, reading._iterated, reading._globals = [], [Rings(ring)], []
-    reading._read_values()
+    reading.read_values()
 
 
 def ring_in_prompt(ring: Callable[[], None], patch: pytest.MonkeyPatch) -> None:

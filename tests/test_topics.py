@@ -25,7 +25,7 @@ REASONS = re.compile(
 """Functions that return or yield reasons: why a route, a layout or a draft is ruled out."""
 WRAPPED = (
     "unsupported_reason _prefill_unsupported_reason _reason wrapper_reason unmixable_reason"
-    " _unswitchable_reason"
+    " _unswitchable_reason reason_against_replays reason_against_adapters"
 ).split()
 """Those whose reasons become parts of another message or error, which points to its topic."""
 

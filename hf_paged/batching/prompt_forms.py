@@ -225,7 +225,7 @@ def split_prompts(
     elif isinstance(prompts, Mapping):
         has_mask = prompts.get("attention_mask") is not None
         prompts, is_single = _mapping_ids(prompts)
-        if has_mask:
+        if has_mask and not is_single:
             prompts = [{"input_ids": [x], "attention_mask": [[1] * len(x)]} for x in prompts]
     if is_single:
         raise ValueError(

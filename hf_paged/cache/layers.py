@@ -19,7 +19,7 @@ from .block_pool import OutOfBlocksError
 from .handles import PagedTensor
 from .kv_blocks import KVBlocks
 from .layer_group import LayerGroup
-from .reading import allows_locked, read_locked
+from .reading import read_pair, read_rows
 from .waits import Shortage
 
 # Layers that store nothing, such as layers that read another layer's K/V. Older versions of
@@ -93,8 +93,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         if context_len == 0:
             return self._new_handles(step, blocks, signature, keys, values)
         is_decode = keys.shape[2] == 1
-        if self.should_gather and is_decode and allows_locked():
-            return read_locked(step, blocks, False), read_locked(step, blocks, True)
+        if self.should_gather and is_decode:
+            return read_pair(step, blocks)
         track = self.group.rows.handles.add
         reader = self if is_decode else None
         cached_keys = track(PagedTensor(step, blocks, False))
@@ -218,11 +218,11 @@ class PagedLayer(cache_utils.DynamicLayer):
             if self.graph_states is not None and torch.is_grad_enabled():
                 return self.graph_states.visible(step, blocks)[is_value]
             rows = self.group.rows
-            # borrowed rows belong to an engine: the views that its forwards read are not protected
+            # borrowed rows belong to an engine, whose forwards do not write to keys and values
             if not rows.is_borrowed:
                 handle = PagedTensor(step, blocks, is_value, has_read_only_views=True)
-            elif self.should_gather and allows_locked():
-                return read_locked(step, blocks, is_value)
+            elif self.should_gather:
+                return read_rows(step, blocks, is_value)
             else:
                 handle = PagedTensor(step, blocks, is_value, reader=self if is_value else None)
             return rows.handles.add(handle)

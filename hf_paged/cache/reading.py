@@ -88,22 +88,6 @@ def read_pair(step: StepMetadata, layer: KVBlocks) -> tuple[Tensor, Tensor]:
     return read_rows(step, layer, False), read_rows(step, layer, True)
 
 
-def read_locked(step: StepMetadata, layer: KVBlocks, is_value: bool) -> Tensor:
-    """As `read_rows`, but returns an inference tensor: outside of inference mode, torch refuses
-    writes in place to it, which would be lost. Must be called where `allows_locked`."""
-    with torch.inference_mode():
-        dense = read_rows(step, layer, is_value)
-        if not dense.is_inference():  # a view of the blocks
-            dense = torch.empty(0, dtype=dense.dtype, device=dense.device).set_(dense)
-        return dense
-
-
-def allows_locked() -> bool:
-    """Whether code that runs now can use inference tensors, which no backward pass can use, and
-    cannot write to them."""
-    return not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
-
-
 def gather(step: StepMetadata, layer: KVBlocks, is_value: bool) -> Tensor:
     """Gathers the `step.columns` of every row into one contiguous tensor `(batch, heads,
     len(columns), dim)`, with zeros for padding: a layer's values, or its keys."""

@@ -139,7 +139,7 @@ class StateReading(Reading):
         self._attributes = list(map(vars, self._modules))
         backwards = map(reversed, self._attributes)
         self._last_names = list(map(next, backwards))
-        self._values = self._read_values()
+        self._values = self.read_values()
 
     def watch(self) -> None:
         """Takes the reference of `is_same` for writes to tensors."""
@@ -164,7 +164,7 @@ class StateReading(Reading):
         has_names = map(operator.contains, self._attributes, self._last_names)
         if not all(has_names):
             return False
-        values = self._read_values()
+        values = self.read_values()
         if values is None or values[1:] != self._values[1:]:
             return False
         return self._content is None or self._read_content() == self._content
@@ -187,7 +187,7 @@ class StateReading(Reading):
             *map(Tensor.stride, tensors),
         ]
 
-    def _read_values(self) -> _StateValues | None:
+    def read_values(self) -> _StateValues | None:
         """Returns the values, their addresses and the content of arrays; `None` if they cannot be
         read, for instance because another thread changes a container meanwhile."""
         try:

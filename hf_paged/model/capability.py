@@ -3,7 +3,6 @@ comparing forwards (`checks`). There is no list of model names."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import types
@@ -47,23 +46,6 @@ _RULED_OUT, _PENDING, _DONE = range(3)
 _KEYED_TYPES = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
 _verdicts = weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]]()
-
-
-@dataclasses.dataclass
-class _Failure:
-    """The reason of a check that failed, perhaps for a temporary cause. A check takes as long as
-    several forwards, so of the `generate` calls that need it, only the calls 1, 2, 4, 8, ... run it
-    again; the others take the model's own loop."""
-
-    reason: str
-    num_calls: int = 1  # until the next check
-    num_skipped: int = 0  # calls that have not run the check since
-
-    def is_due(self) -> bool:
-        """Whether the current call runs the check again. Called once per call."""
-        self.num_skipped += 1
-        return self.num_skipped >= self.num_calls
-
 
 Verdicts = dict[Hashable, Any]
 """By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that
@@ -155,11 +137,7 @@ class Capability:
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
             verdict = verdicts.get(key)
-            failure = verdict if isinstance(verdict, _Failure) else None
-            is_due = key not in verdicts
-            if failure is not None:  # an engine would refuse other requests for this reason
-                is_due = self._caller_verdicts is not None or failure.is_due()
-            state = _PENDING if is_due else _DONE
+            state = _DONE if key in verdicts else _PENDING
         if processes is not None:
             # modules may differ between processes, but all processes must run the check, or none
             if reason is not None:
@@ -168,7 +146,7 @@ class Capability:
             if state == _RULED_OUT:
                 return reason or Topic.RANKS("another rank cannot use this layout")
         if state == _DONE:
-            return verdict if failure is None else failure.reason
+            return verdict
         try:
             with step_lock(model), timed("self_check"):
                 trial = Trial(model, cache, self._make_runner, prompts)
@@ -178,9 +156,7 @@ class Capability:
                     judge_writes(trial)
         except ForwardFailedError as error:
             verdict = Topic.SELF_CHECK(str(error))
-            if not error.is_permanent:
-                num_calls = 1 if failure is None else 2 * failure.num_calls
-                _store_verdict(model, key, _Failure(verdict, num_calls))
+            if not error.is_permanent:  # the cause may be temporary: the next call checks again
                 return verdict
         # a new key: keys leave out write-only attributes, and `judge_writes` may just have noted
         # some

@@ -4,7 +4,7 @@ changed. The room `fingerprints` reads the model."""
 from __future__ import annotations
 
 import os
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -30,6 +30,11 @@ class ModelState(Protocol):
     def addresses(self) -> tuple[bytes, list[int]]:
         """Returns 32 bytes that depend on the whole state except for the tensors' content, and the
         addresses of `tensors` and of `overwritten`."""
+
+    def read_values(self) -> tuple[Any, ...] | None:
+        """Returns the values other than tensors that Python code of the forward reads, and then
+        items that are equal if a later call returns the same values. `None`: they cannot be read
+        now."""
 
     def is_like(self, other: ModelState) -> bool:
         """Whether both states describe equal models."""

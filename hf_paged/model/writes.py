@@ -4,11 +4,10 @@ generators. The prefix cache serves no model whose forwards read values that ear
 from __future__ import annotations
 
 import copy
-import itertools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -205,11 +204,10 @@ class Snapshot:
             for name, after in table.items():
                 before = attributes.get(name, ABSENT)
                 is_new = after is not before and (type(after) not in SCALARS or after != before)
-                is_written = is_new or id(after) in changed_ids
-                if not is_written and changed_ids:
-                    tensors = (part for part in _parts(after) if isinstance(part, Tensor))
-                    parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
-                    is_written = not changed_ids.isdisjoint(map(id, parts))
+                is_written = is_new
+                if not is_written and changed_ids and type(after) not in SCALARS:
+                    parts_ids = map(id, _parts(after, len(self._containers)))
+                    is_written = not changed_ids.isdisjoint(parts_ids)
                 if is_written and name not in SKIPPED:
                     is_in_place = isinstance(after, Tensor) and not is_new
                     copied = copy_value(after)
@@ -223,11 +221,25 @@ def restore_attributes(table: dict[str, Any], before: dict[str, Any]) -> None:
     table.update(before)
 
 
-def _parts(value: Any) -> Sequence[Any]:
-    """The elements of a container; of any other value, the value itself."""
-    if isinstance(value, CONTAINERS):
-        return _elements(value)
-    return (value,)
+def _parts(value: Any, max_containers: int) -> Iterator[Any]:
+    """Yields a value, and those in its containers and objects of user classes, at any depth: the
+    containers and the dicts of these objects, and the parts of tensor subclasses."""
+    pending = [value]
+    container_ids = set[int]()
+    while pending:
+        value = pending.pop()
+        if is_user_object(value):
+            value = vars(value)
+        if isinstance(value, Tensor):
+            yield from plain_tensors(value)
+        elif not isinstance(value, (*CONTAINERS, tuple)):
+            continue
+        elif id(value) not in container_ids and len(container_ids) < max_containers:
+            container_ids.add(id(value))
+            yield value
+            elements = _elements(value)
+            if not SCALARS.issuperset(map(type, elements)):
+                pending += elements
 
 
 def _elements(value: Any) -> list[Any]:

@@ -111,6 +111,7 @@ class StepGraphs:
         # state of model and torch in which graphs are valid, except for the addresses of the
         # model's tensors, and of their storages
         self._signature: Hashable = None
+        self._state: Callable[[], ModelState | None] = lambda: None  # the state that was read last
         self._addresses: list[int] = []
         self._storages: list[int] = []
         self._graphs: dict[GraphKey, RecordedStep] = {}  # in LRU order, the last used at the end
@@ -147,6 +148,7 @@ class StepGraphs:
             os.environ.get(BACKEND_VARIABLE),
         )
         self._untracked_reason = state.undetectable
+        self._state = weakref.ref(state)
         if addresses != self._addresses:
             self._drop_readers(addresses)
             tensors = (*state.tensors, *state.overwritten)
@@ -380,12 +382,7 @@ class StepGraphs:
             logger.debug("captured %s", key)
             return key
 
-    def _record(
-        self,
-        key: GraphKey,
-        tokens: PackedTokens,
-        prefixes: Prefixes,
-    ) -> RecordedStep:
+    def _record(self, key: GraphKey, tokens: PackedTokens, prefixes: Prefixes) -> RecordedStep:
         """Records a graph for steps of `key`. Raises the errors of the forward, and `NotCapturable`
         if the forward cannot be recorded, or a tape gives other results."""
         inputs = StaticInputs(key, self._groups, self._device, self._states)
@@ -402,7 +399,8 @@ class StepGraphs:
         model = self._model()
         with self.in_order():
             inputs.fill(tokens, prefixes, self._ranges(recorded_context, tokens))
-            with uncached_autocast(self._device), undoing_writes(model), self._live.calling():
+            undoing = undoing_writes(model, self._state())
+            with uncached_autocast(self._device), undoing, self._live.calling():
                 graph = self._backend.capture(run, storages, prepare)
                 if not self._backend.on_device:
                     # a tape runs other kernels than the modules do

@@ -5,6 +5,7 @@ calls them in replays."""
 
 from __future__ import annotations
 
+import inspect
 import operator
 import threading
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from ..cache.handles import LazyTensor, written_tensors
 from ..cache.memory import autocast_dtype
 from ..interrupts import num_modes, restoring
 from ..kernels.cpp.build import observer
-from ..model.values import SCALARS
+from ..model.values import SCALARS, is_user_module
 from ..model.writes import Snapshot, Write
 from ..step import NotCapturable
 from .columns import Columns, LiveColumns, with_stored
@@ -99,7 +100,8 @@ class LiveModules:
             return False
         excluded = self._refused | self.classes
         for module, arguments in reversed([*_calls_in(error.__traceback__)]):
-            if type(module) not in excluded and all(map(_is_argument, tree_leaves(arguments))):
+            is_callable = all(map(_is_argument, tree_leaves(arguments)))
+            if type(module) not in excluded and is_callable and not _runs_user_code(module):
                 self.classes.add(type(module))
                 return True
         return False
@@ -140,6 +142,21 @@ class LiveModules:
             yield
         finally:
             table._call_impl, table.__setattr__ = call, set_attribute
+
+
+def _runs_user_code(module: nn.Module) -> bool:
+    """Whether a call of the module may run code from outside of the libraries: code that may store
+    the numbers that it reads in a global, a config or an object, where recorded code would not see
+    that they change."""
+    return any(map(_is_changed_by_user, module.modules()))
+
+
+def _is_changed_by_user(module: nn.Module) -> bool:
+    kind = type(module)
+    code_globals = getattr(inspect.unwrap(kind.forward), "__globals__", {})
+    names = {kind.__module__, kind.forward.__module__, code_globals.get("__name__", "")}
+    has_hooks = module._forward_pre_hooks or module._forward_hooks
+    return bool(has_hooks) or "forward" in vars(module) or any(map(is_user_module, names))
 
 
 def _surroundings(num_recorder_modes: int = 0) -> tuple[Any, ...]:
@@ -195,6 +212,8 @@ def _call_live(
     args, kwargs = tree_map(_live_leaf, (args, kwargs))
     arguments = [leaf for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)]
     check = _Check(type(module), arguments, states)
+    if _runs_user_code(module):
+        check.refuse("runs code from outside of the libraries")
     if any(map(recorder.columns.has_unmasked, arguments)):
         check.refuse("gets keys without a mask of those that are stored")
     with _disable_current_modes():

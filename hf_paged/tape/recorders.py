@@ -21,6 +21,7 @@ from ..cache.free_memory import discard
 from ..cache.memory import autocast_dtype
 from ..interrupts import restoring
 from ..kernels import forced_backend, uses_triton
+from ..model.state import ModelState
 from ..model.trial import first_line, significant_difference
 from ..model.writes import Snapshot, Write, notes_of
 from ..seams import RecordedContext
@@ -196,17 +197,22 @@ def uncached_autocast(device: torch.device) -> torch.autocast:
 
 
 @restoring
-def undoing_writes(model: nn.Module) -> Iterator[None]:
+def undoing_writes(model: nn.Module, state: ModelState | None) -> Iterator[None]:
     """A context for a recording: when it ends, it undoes writes into the model, as far as a
     [`Snapshot`] can. Raises [`NotCapturable`] for writes of Python code that replays would miss:
     to anything but the content of a tensor, unless it only replaces a tensor that no forward reads
-    (and that no operation has read, since `Tapes` refuses that)."""
+    (and that no operation has read, since `Tapes` refuses that). These include writes to configs,
+    classes and globals, of which `state` reads the values."""
     snapshot = Snapshot(model)
     writes: list[Write] = []
+    values = None if state is None else state.read_values()
     try:
         yield
     finally:
         snapshot.restore(by_engine=True, writes=writes)
+    values_after = None if state is None else state.read_values()
+    if values is None or values_after is None or values[1:] != values_after[1:]:
+        raise NotCapturable("its forward changes a value that Python code reads")
     write_only = notes_of(model).write_only
     for write in writes:
         is_unread = write.name in write_only.get(write.module, ())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +12,7 @@ from torch import nn
 
 import hf_paged
 from hf_paged import PagedEngine, compat, last_route
-from hf_paged.batching.factory import make_runner
-from hf_paged.model.capability import Capability
 from hf_paged.model.forwards import behavior_key
-from hf_paged.model.trial import ForwardFailedError, Trial
-from tests.model.test_capability import cache_for
 from tests.support import models
 from tests.support.checks import assert_paged_is_plain
 from tests.support.engine_helpers import assert_lone, prompts
@@ -152,24 +147,6 @@ def test_a_forward_that_fails_once_in_the_check_is_no_verdict(error: Exception |
     route = assert_paged_is_plain(model, inputs, OPTIONS)
     assert route.road == "engine"
     assert "packed forwards under the engine's scheduler" in route.reason
-
-
-def test_a_check_that_fails_runs_in_fewer_and_fewer_calls() -> None:
-    model = models.build("llama")
-    trials: list[Trial] = []
-
-    def check(trial: Trial) -> None:
-        trials.append(trial)
-        raise ForwardFailedError("no disk")
-
-    def counts(verdicts: dict[Any, Any] | None) -> Iterator[int]:
-        for _ in range(9):
-            capability = Capability(model, cache_for(model), make_runner, verdicts)
-            assert "no disk" in capability.verdict(check, "packed")
-            yield len(trials)
-
-    assert [*counts(None)] == [1, 2, 2, 3, 3, 3, 3, 4, 4]
-    assert [*counts({})] == [*range(5, 14)]  # an engine would refuse requests that can run
 
 
 def with_cell(value: Any) -> Any:

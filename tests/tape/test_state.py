@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("needs_compiler")
 def looks(monkeypatch: pytest.MonkeyPatch) -> collections.Counter[str]:
     """How often a model was read, and each part of it looked at."""
     counts = collections.Counter[str]()
-    for name in ("__init__", "_read_parts", "_read_values", "_read_content"):
+    for name in ("__init__", "_read_parts", "read_values", "_read_content"):
         method = getattr(StateReading, name)
 
         def counted(self: Any, *args: Any, name: str = name, method: Any = method) -> Any:
@@ -54,7 +54,7 @@ def test_a_call_that_runs_no_callers_code_is_read_once(
     num_eager = max(0, num_new - 1 - route.num_captured_steps)
     assert num_eager < 5
     assert looks["__init__"] == 1 + (num_new > 100)  # what was cached needs a fingerprint
-    assert looks["_read_parts"] <= 1 + num_eager and not looks["_read_values"]
+    assert looks["_read_parts"] <= 1 + num_eager and not looks["read_values"]
 
 
 def test_a_step_after_other_code_looks_once(looks: collections.Counter[str]) -> None:
@@ -67,7 +67,7 @@ def test_a_step_after_other_code_looks_once(looks: collections.Counter[str]) -> 
         looks.clear()
         for _ in range(5):
             engine.step()
-    assert looks == dict.fromkeys(("_read_parts", "_read_values", "_read_content"), 5)
+    assert looks == dict.fromkeys(("_read_parts", "read_values", "_read_content"), 5)
 
 
 def test_equal_values_set_again_keep_what_was_recorded() -> None:

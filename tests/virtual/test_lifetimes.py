@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_paged
 from hf_paged import PagedCache, forks
 from hf_paged.cache.kv_blocks import KVBlocks
+from hf_paged.cache.swap import HostLayer
 from hf_paged.virtual import mappings, row_slots
 from hf_paged.virtual import storage as virtual
 from hf_paged.virtual.pages import MemoryFile
@@ -258,13 +259,13 @@ def test_a_fork_while_other_threads_make_layers(monkeypatch: pytest.MonkeyPatch)
 def test_a_cache_is_pickled_under_the_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else another thread could add layers meanwhile."""
     cache, expected = filled(VIRTUAL)
-    own, found = KVBlocks.select, list[bool]()
+    own, found = HostLayer.copy_of, list[bool]()
 
-    def at(blocks: KVBlocks, block_ids: list[int]) -> KVBlocks:
+    def at(layer: KVBlocks, block_ids: list[int]) -> HostLayer:
         found.append(cache.memory.lock._is_owned())  # type: ignore[attr-defined]
-        return own(blocks, block_ids)
+        return own(layer, block_ids)
 
-    monkeypatch.setattr(KVBlocks, "select", at)
+    monkeypatch.setattr(HostLayer, "copy_of", at)
     copied = pickle.loads(pickle.dumps(cache))
     assert found and all(found)
     assert torch.equal(copied.layers[0].keys + 0, expected)

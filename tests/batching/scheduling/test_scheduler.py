@@ -292,10 +292,10 @@ def test_beams_that_change_places_keep_their_blocks_writable() -> None:
     step(scheduler)  # the first token after the fork copies the shared tail
     pool = scheduler.blocks.groups[0].pool
     num_shared, tables = pool.num_shared, [x.blocks.tables[0] for x in beams.sequences]
-    beams.permute([1, 2, 0], [7, 8, 9])
+    beams.continue_beams([1, 2, 0], [7, 8, 9])
     assert [x.blocks.tables[0] for x in beams.sequences] == [tables[1], tables[2], tables[0]]
     assert [x.token_ids[-2:] for x in beams.sequences] == [[2, 7], [3, 8], [1, 9]]
-    beams.permute([1, 0, 0], [7, 8, 9])
+    beams.continue_beams([1, 0, 0], [7, 8, 9])
     assert pool.num_shared == num_shared + 1
     scheduler.blocks.check_integrity()
 

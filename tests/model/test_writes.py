@@ -130,6 +130,26 @@ class Calls(Wrapped):
         return self.inner(hidden) * (1 + (self.calls % 50 == 0))
 
 
+class Nested(Calls):
+    """Counts its calls deep inside an attribute."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.table = {"counts": [0]}
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.table["counts"][0] += 1
+        return self.inner(hidden) * (1 + (self.table["counts"][0] % 50 == 0))
+
+
+class Shared(Calls):
+    """Counts the calls of all instances, which no snapshot of a model can undo."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        Shared.calls += 1
+        return self.inner(hidden)
+
+
 class Last(Wrapped):
     """Replaces a tensor, of which few values change the next call."""
 
@@ -211,7 +231,7 @@ def test_containers_that_cannot_be_iterated(make: Callable[[nn.Module], Wrapped]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [Normed, Calls, Last])
+@pytest.mark.parametrize("make", [Normed, Calls, Nested, Last])
 def test_the_recording_of_a_step_leaves_the_model_as_it_was(
     make: Callable[[nn.Module], Wrapped],
 ) -> None:
@@ -228,6 +248,19 @@ def test_the_recording_of_a_step_leaves_the_model_as_it_was(
     assert getattr(module, "calls", 0) == getattr(its, "calls", 0)
     for name, buffer in its.named_buffers():
         torch.testing.assert_close(module.get_buffer(name), buffer)
+
+
+def test_a_forward_that_writes_to_a_class_is_not_recorded() -> None:
+    model, _ = with_layer(Shared)
+    options = {"do_sample": False, "max_new_tokens": 24}
+    for _ in range(2):
+        before = Shared.calls
+        model.generate(**INPUTS, **options, **models.PAGED)
+    assert Shared.calls - before >= 24
+    route = hf_paged.last_route(model)
+    assert route is not None and not route.num_captured_steps
+    if is_installed("tape"):
+        assert "changes a value that Python code reads" in str(route.slowed_by)
 
 
 class Stop(BaseException):

@@ -49,7 +49,8 @@ def test_requests_that_come_and_go_share_forwards(name: str) -> None:
     counts = (12, 6, 9, 8)
     texts = prompts(*LENGTHS)
     options = [{"do_sample": False, "max_new_tokens": n, "min_new_tokens": n} for n in counts]
-    with forwards(model) as shapes, PagedEngine(model, SMALL) as engine:
+    config = PagedConfig(block_size=8, capture=False)  # a recording runs forwards, too
+    with forwards(model) as shapes, PagedEngine(model, config) as engine:
         asked = Asked(engine, texts[:1], options)
         engine.step()
         shapes.clear()  # from the one-time checks of a model
@@ -59,9 +60,7 @@ def test_requests_that_come_and_go_share_forwards(name: str) -> None:
         results = run_all(engine)
         assert_drained(engine)
         assert engine.route is not None and engine.route.road == "engine"
-    num_recorded = 2  # of the attempt to record a step, which fails since `forwards` notes shapes
-    most = (max(counts) - 1) + 3 + num_recorded
-    assert len(shapes) <= most, f"{len(shapes)} forwards: {shapes}"
+    assert len(shapes) <= (max(counts) - 1) + 3, f"{len(shapes)} forwards: {shapes}"
     assert (4, 1) in shapes, f"four rows were meant to decode side by side: {shapes}"
     asked.check(results)
 

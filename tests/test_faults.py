@@ -513,6 +513,8 @@ def test_a_row_past_the_table_of_positions_ends_the_call_as_plain_does(
     with pytest.raises((IndexError, RuntimeError)):
         model.generate(**inputs, **options)
     message = f"table of positions ends after {tables.NUM} .* to {count}, or"
+    if name == "openai":  # takes no cache, so that transformers' own loop serves it
+        message = "index out of range"
     with pytest.raises(IndexError, match=message):
         model.generate(**inputs, **options, **models.PAGED)
     assert_pool_empty(model)

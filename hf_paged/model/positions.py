@@ -171,6 +171,7 @@ def grow_positions(model: PreTrainedModel, length: int) -> None:
     except Exception as error:
         if is_interrupt(error):
             raise
+        # the table stays as it is, so that it limits the request
 
 
 def _find_tables(

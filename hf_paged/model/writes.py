@@ -112,7 +112,7 @@ class Snapshot:
         for _, _, before in self._tables:
             for name, value in before.items():
                 if name not in SKIPPED:
-                    parts += self._reachable(value)
+                    parts += _leaves(value, self._containers)
         generators = {part for part in parts if isinstance(part, torch.Generator)}
         self._generators = [(x, x.get_state()) for x in generators]
         tensors: dict[int, Tensor] = {}
@@ -139,24 +139,6 @@ class Snapshot:
                 raise
             return False
         return True
-
-    def _reachable(self, value: Any) -> Iterator[Any]:
-        """Yields a value or, for a container or an object of a user class, the values inside,
-        unless all are scalars. Stores the elements of these containers and objects in
-        `_containers`."""
-        pending = [value]
-        max_containers = len(self._containers) + _MAX_CONTAINERS
-        while pending:
-            value = pending.pop()
-            if is_user_object(value):
-                value = vars(value)
-            if not isinstance(value, (*CONTAINERS, tuple)):
-                yield value
-            elif id(value) not in self._containers and len(self._containers) < max_containers:
-                elements = _elements(value)
-                self._containers[id(value)] = value, elements
-                if not SCALARS.issuperset(map(type, elements)):  # a vocabulary may have millions
-                    pending += elements
 
     @property
     def has_drawn(self) -> bool:
@@ -206,8 +188,7 @@ class Snapshot:
                 is_new = after is not before and (type(after) not in SCALARS or after != before)
                 is_written = is_new
                 if not is_written and changed_ids and type(after) not in SCALARS:
-                    parts_ids = map(id, _parts(after, len(self._containers)))
-                    is_written = not changed_ids.isdisjoint(parts_ids)
+                    is_written = not changed_ids.isdisjoint(_reachable_ids(after))
                 if is_written and name not in SKIPPED:
                     is_in_place = isinstance(after, Tensor) and not is_new
                     copied = copy_value(after)
@@ -221,25 +202,30 @@ def restore_attributes(table: dict[str, Any], before: dict[str, Any]) -> None:
     table.update(before)
 
 
-def _parts(value: Any, max_containers: int) -> Iterator[Any]:
-    """Yields a value, and those in its containers and objects of user classes, at any depth: the
-    containers and the dicts of these objects, and the parts of tensor subclasses."""
+def _leaves(value: Any, containers: dict[int, tuple[Any, list[Any]]]) -> Iterator[Any]:
+    """Yields a value or, for a container or an object of a user class, the values inside, unless
+    all are scalars. Adds these containers and the dicts of these objects, at most
+    `_MAX_CONTAINERS`, to `containers`, by id, with their elements."""
     pending = [value]
-    container_ids = set[int]()
+    max_containers = len(containers) + _MAX_CONTAINERS
     while pending:
         value = pending.pop()
         if is_user_object(value):
             value = vars(value)
-        if isinstance(value, Tensor):
-            yield from plain_tensors(value)
-        elif not isinstance(value, (*CONTAINERS, tuple)):
-            continue
-        elif id(value) not in container_ids and len(container_ids) < max_containers:
-            container_ids.add(id(value))
+        if not isinstance(value, (*CONTAINERS, tuple)):
             yield value
+        elif id(value) not in containers and len(containers) < max_containers:
             elements = _elements(value)
-            if not SCALARS.issuperset(map(type, elements)):
+            containers[id(value)] = value, elements
+            if not SCALARS.issuperset(map(type, elements)):  # a vocabulary may have millions
                 pending += elements
+
+
+def _reachable_ids(value: Any) -> set[int]:
+    """The ids of the containers and of the plain tensors in a value, at any depth."""
+    containers: dict[int, tuple[Any, list[Any]]] = {}
+    tensors = [leaf for leaf in _leaves(value, containers) if isinstance(leaf, Tensor)]
+    return {*containers, *(id(part) for tensor in tensors for part in plain_tensors(tensor))}
 
 
 def _elements(value: Any) -> list[Any]:

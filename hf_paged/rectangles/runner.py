@@ -173,10 +173,11 @@ class RectangleRunner(Runner):
         num_logits: int = 1,
         may_replay: bool = False,
     ) -> Tensor:
-        """Runs a forward of the rectangle: of all columns if it `is_first`, otherwise of the last
-        `num_new`. Stores the states of `rows`, which later steps continue (default: all).
-        Returns logits `(rectangle rows * num_logits, vocab_size)` of the last `num_logits` tokens
-        of each row. `may_replay`: whether a replay may take the place of the forward."""
+        """Runs a forward of the rectangle: of all columns if it is the rows' first (`is_first`),
+        otherwise of the last `num_new`. Stores the states of `rows`, which later steps continue
+        (default: all). Returns logits `(rectangle rows * num_logits, vocab_size)` of the last
+        `num_logits` tokens of each row. `may_replay`: whether a replay may take the place of the
+        forward."""
         prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, is_first, num_new)
         logits = None
         if may_replay:

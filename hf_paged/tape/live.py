@@ -148,10 +148,11 @@ def _runs_user_code(module: nn.Module) -> bool:
     """Whether a call of the module may run code from outside of the libraries: code that may store
     the numbers that it reads in a global, a config or an object, where recorded code would not see
     that they change."""
-    return any(map(_is_changed_by_user, module.modules()))
+    return any(map(_has_user_code, module.modules()))
 
 
-def _is_changed_by_user(module: nn.Module) -> bool:
+def _has_user_code(module: nn.Module) -> bool:
+    """As `_runs_user_code`, without its submodules."""
     kind = type(module)
     code_globals = getattr(inspect.unwrap(kind.forward), "__globals__", {})
     names = {kind.__module__, kind.forward.__module__, code_globals.get("__name__", "")}

@@ -1,6 +1,6 @@
-"""The seams of the core: the protocols that features implement, and `EngineParts`, which passes
-implementations to an engine. The module contains no feature's code; the protocols of rooms' modules
-are in `hf_paged.rooms`."""
+"""The seams of the core: the protocols through which it calls optional features, and `EngineParts`,
+which passes implementations to an engine. The module contains no implementation. `hf_paged.rooms`
+has the protocols of the optional packages ("rooms") themselves."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .plan import StepPlan
 if TYPE_CHECKING:  # types of the core alone
     from torch import Tensor, nn
     from transformers import LogitsProcessor, PreTrainedModel
+    from transformers.utils import ModelOutput
 
     from .attention.backends.parts import Part, PartPlan
     from .batching import request
@@ -45,8 +46,9 @@ if TYPE_CHECKING:  # types of the core alone
 
 class Drafter(Protocol):
     """Drafts the next tokens of a loop's rows; each row is a `Generation` of its own. Drafts do not
-    change a row's tokens unless `Draft.is_drawn`. Another way to guess tokens needs only a
-    `speculation.sources.Source`, and a branch in `Speculator.attach` that chooses it."""
+    change a row's tokens or, if `Draft.is_drawn`, their distribution. Another way to guess tokens
+    needs only a `speculation.sources.Source`, and a branch in `Speculator.attach` that chooses
+    it."""
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
         """Begins to draft for a row, before its request is queued. Returns whether the row's first
@@ -65,10 +67,12 @@ class Drafter(Protocol):
         how many open rows the running requests have, attached or not. An error returned for a row
         ends it; a raised error ends the step and, after recovery, reaches the step's caller."""
 
-    def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
+    def note_verified(
+        self, generation: Generation, num_draft_tokens: int, num_accepted: int
+    ) -> None:
         """Called after a step has verified a row's draft and appended the new tokens."""
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def note_decode_time(self, num_tokens: int, seconds: float) -> None:
         """Called after the forward of each step that has only decodes and drafts."""
 
     def reclaim(self) -> bool:
@@ -93,7 +97,7 @@ class ForwardContext(Protocol):
 
     variant: Hashable  # part of the keys of recorded steps
     names: Any  # data from which another process makes the same context
-    num_ranges: int = 0  # number of keys whose token ranges recorded steps read on the device
+    num_keys: int = 0  # number of keys whose token ranges recorded steps read on the device
     is_fixed: bool = False  # whether a recorded step is valid only for this context's ranges
     takes_chunks: bool = True  # whether recorded steps may have chunks of prompts
     tensors: Sequence[Tensor] = ()  # tensors that forwards read besides the model's
@@ -207,14 +211,9 @@ class Recorder(Protocol):
         replay. If any differ by more than rounding, or if there is a `reason` against replays,
         steps of the replay's kind run eagerly."""
 
-    def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> Any:
-        """Returns an object with methods that the room `rectangles` calls for decode steps of the
-        model, whose empty cache is `cache`: `begin(state)`, as in `Runner`; `run(rectangle,
-        prepared)`, which replays a step with these model inputs and, unless `check` must follow,
-        changes the states, and returns logits `(rows, vocab_size)`, or `None` if no recording
-        serves the step; and `check(rectangle, replayed, expected, inputs)`, which compares the
-        logits and states of that replay with the results of the model's own forward, as `check`
-        does, and the next step's inputs with the ones that follow from its last `inputs`."""
+    def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
+        """Returns the part that records the decode steps of rectangles of the model, whose empty
+        cache is `cache`. Only the optional package `rectangles` calls this method."""
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context for a step: its work on the device follows the previous step's, even across
@@ -227,6 +226,35 @@ class Recorder(Protocol):
     def release(self) -> None:
         """Called after the memory has released its layer groups (`GroupMemory.release`): also
         gives back the memory of recordings, and drops those that are no longer valid."""
+
+
+class RectangleRecorder(Protocol):
+    """Records the decode steps of one model's rectangles (`rectangles.rectangle.Rectangle`), and
+    replays them."""
+
+    def begin(self, state: ModelState | None) -> None:
+        """As `Runner.begin`."""
+
+    def run(self, rectangle: Any, prepared: dict[str, Any]) -> Tensor | None:
+        """Replays a step with these model inputs, and returns logits `(rows, vocab_size)`; `None`
+        if no recording serves the step. Changes the states, unless `check` must follow."""
+
+    def outputs(self, rectangle: Any, prepared: dict[str, Any]) -> ModelOutput:
+        """Returns what is known of the outputs of a replay: its cache, and the inputs that the
+        forward passes through."""
+
+    def check(
+        self,
+        rectangle: Any,
+        replayed: Tensor,
+        expected: Tensor,
+        inputs: dict[str, Any],
+        outputs: Any,
+        prepared: dict[str, Any],
+    ) -> None:
+        """Compares the logits and states of a replay with the results of the model's own forward,
+        as `Recorder.check` does, and the next step's inputs with those that follow from its last
+        `inputs`. `outputs`: of that forward."""
 
 
 class RunAhead(Protocol):
@@ -279,7 +307,7 @@ class Storage(Protocol):
         """Maximum bytes of all blocks of the pool together; `None`: `block_bytes` for each."""
 
     @property
-    def num_rows(self) -> int:
+    def num_allocated_blocks(self) -> int:
         """Number of blocks for which every layer has allocated memory."""
 
     @property
@@ -365,7 +393,7 @@ class Tier(Protocol):
         (`prefix_index.Link`). Unless the weights that computed it are verified, the tier serves it
         only after `confirm`."""
 
-    def reach(self, sequence: request.Sequence) -> int:
+    def num_restorable_tokens(self, sequence: request.Sequence) -> int:
         """Returns how many tokens `SequenceBlocks.match` would find after `restore`. The sequence
         has tables."""
 
@@ -401,9 +429,9 @@ MakeTier = Callable[
 
 class Processes(Protocol):
     """The processes that compute each forward of a model together, each with a shard of its weights
-    and the K/V heads of that shard. Either all of them make the same calls, so that `run`, `moved`
-    and `adapters` do nothing, or one leads: it schedules and samples, the others follow its
-    requests, and `check` does nothing."""
+    and the K/V heads of that shard. Either all of them make the same calls, so that
+    `announce_step`, `moved` and `call_adapters` do nothing, or one leads: it schedules and samples,
+    the others follow its requests, and `check` does nothing."""
 
     leads: bool  # whether this process leads
 
@@ -422,7 +450,7 @@ class Processes(Protocol):
         """Called before a step's forward. Raises `RankLostError` if another process has scheduled
         other tokens."""
 
-    def run(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
+    def announce_step(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
         """Announces to the other processes the next `PackedRunner.compute` with these arguments.
         `names`: from its `ForwardContext`; `None` without one."""
 
@@ -437,7 +465,7 @@ class Processes(Protocol):
         `group_memory.mirrored`, has returned `result`. Apart from the writes of forwards, these
         calls, in order, make all changes to the content of blocks."""
 
-    def adapters(self, method: str, *arguments: Any) -> str | None:
+    def call_adapters(self, method: str, *arguments: Any) -> str | None:
         """Makes the other processes call this method of their adapters, at the latest before the
         next forward. For `"load"`, returns the end of a message if some cannot load the adapter."""
         return None

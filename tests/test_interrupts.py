@@ -342,7 +342,7 @@ def test_an_interrupt_of_a_cache_or_of_a_saved_prefix_keeps_no_lock(
         assert not interrupts._thread_contexts.open
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(is_free, lock).result()
-    assert not engine._core._pool_user_ids
+    assert not engine._core._pool_thread_ids
 
 
 class Nowhere(Exception):

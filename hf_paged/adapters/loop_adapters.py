@@ -109,7 +109,7 @@ class LoopAdapters:
             if not is_admitted:
                 self.release(request)
         if is_admitted:
-            is_first = request.admitted_at is None  # false after a preemption
+            is_first = request.first_step_started_at is None  # false after a preemption
             self.pages.record_admission(request.adapter, is_first)
         return is_admitted
 
@@ -130,7 +130,7 @@ class LoopAdapters:
     def load_ahead(self, files: list[Any]) -> None:
         """Calls `AdapterStore.prefetch` in all processes."""
         if self._processes is not None:
-            self._processes.adapters("load_ahead", files)
+            self._processes.call_adapters("load_ahead", files)
         self.store.prefetch(files)
 
     def using(self, adapter: Hashable) -> contextlib.AbstractContextManager[ForwardContext | None]:
@@ -196,7 +196,7 @@ class LoopAdapters:
         prefetched weights, and weights for modules that are gone. The model's adapters are read
         again before their next use."""
         if self._processes is not None:
-            self._processes.adapters("forget_model")
+            self._processes.call_adapters("forget_model")
         self._checked_names.clear()
         if self._model_adapters:  # keeps no weights of deleted adapters
             layers = peft_layers(self._model)
@@ -213,7 +213,7 @@ class LoopAdapters:
     def forget(self, file: AdapterFile) -> None:
         """Drops the weights of an adapter that the pool has evicted."""
         if self._processes is not None:
-            self._processes.adapters("forget", file)
+            self._processes.call_adapters("forget", file)
         self.store.forget(file)
         self._forget_mixes()
 
@@ -259,7 +259,7 @@ class LoopAdapters:
         adapter = self.store.get(file)
         if is_new and self._processes is not None:
             try:
-                failure = self._processes.adapters("load", file)
+                failure = self._processes.call_adapters("load", file)
                 if failure is not None:
                     raise AdapterError(
                         file,
@@ -299,7 +299,7 @@ class LoopAdapters:
         same results together as alone. Returns why they do not, or why that cannot be checked;
         `None` if they do."""
         if self._processes is not None:
-            self._processes.adapters("check_mixing", module_names)
+            self._processes.call_adapters("check_mixing", module_names)
         try:
             adapters = [_random_adapter(self._model, module_names, rank) for rank in (3, 2)]
         except ValueError as error:  # adapters cannot be sharded as one of the layers is
@@ -320,7 +320,7 @@ class LoopAdapters:
 
         try:
             capability = Capability(self._model, self._cache, make_mixed_runner)
-            return capability.verdict(_mixing_check, "packed", kind=module_names)
+            return capability.verdict(_mixing_check, "packed", call_kind=module_names)
         except Exception as error:
             if is_interrupt(error) or not is_out_of_memory(error):
                 raise

@@ -53,7 +53,7 @@ class Mix(ForwardContext):
         self.takes_chunks = reads_ranges and head not in self._deltas
         if reads_ranges:
             self.variant = frozenset(adapter.key for adapter in self.adapters)
-            self.num_ranges = len(self.adapters)
+            self.num_keys = len(self.adapters)
         indexed_weights = itertools.chain.from_iterable(self.weights.values())
         self.tensors = [tensor for _, lora in indexed_weights for tensor in lora.tensors]
 

@@ -17,7 +17,7 @@ from transformers.generation.streamers import TextStreamer
 from .. import compat
 from ..config import PagedConfig, is_whole, shown, suggest
 from ..model.forwards import compute_device
-from ..model.structure import is_stock, keep_states
+from ..model.structure import has_states_outside_cache, is_stock
 from ..model.wrappers import unwrap_model
 
 
@@ -159,7 +159,7 @@ def check_generates(model: Any) -> None:
                 f"{class_name} is an encoder-decoder model with its own cache class: call"
                 ' `model.generate(..., cache_implementation="paged")`'
             )
-    if keep_states(model.modules()):
+    if has_states_outside_cache(model.modules()):
         raise ServedByGenerateError(
             f"{class_name} keeps states in its modules, outside any cache, so its requests cannot"
             ' run side by side: call `model.generate(..., cache_implementation="paged")`'

@@ -42,8 +42,8 @@ from .results import RequestOutput, RequestTotals, trim_pending
 
 
 class EngineCore(EngineLoop):
-    """An engine's requests, and the methods that add, step and end them in the step loop of
-    `EngineLoop`."""
+    """The requests of an engine: adds them, takes steps with the loop of `EngineLoop`, and ends
+    them."""
 
     def __init__(self, model: PreTrainedModel, config: PagedConfig, parts: EngineParts) -> None:
         # guards changes of the attributes; a method, or its caller, acquires it through `lock`
@@ -59,10 +59,11 @@ class EngineCore(EngineLoop):
         self.reader_locks = weakref.WeakValueDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
         self.pauses = Pauses(self.inner_lock)
         self.totals = RequestTotals()
-        # requests to end after the step in progress or, if a lock was taken, by `settle`
-        self.cancelled: deque[RequestState] = deque()  # appended to without a lock
+        # requests to end: the step in progress ends them when it finishes, otherwise the next
+        # `settle` does; finalizers append without the lock
+        self.cancelled: deque[RequestState] = deque()
         self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
-        self._pool_user_ids: list[int] = []  # thread ids of the open `keeping_pool` contexts
+        self._pool_thread_ids: dict[object, int] = {}  # by open `keeping_pool` context
         self._last_step_failed = False  # if so, another failure ends the step's requests
         # set while steps wait for memory that other models hold
         self._shortage: Shortage | None = None
@@ -270,8 +271,8 @@ class EngineCore(EngineLoop):
             self.end(state, reason="cancelled")
 
     def clean_up_after_error(self) -> None:
-        """Drops the state of a step that an interrupt left open in this thread (called as
-        `interrupts.register_for_cleanup` says)."""
+        """Drops the state of a step that an interrupt left open in this thread (see
+        `interrupts.register_for_cleanup`)."""
         if self._stepping_thread_id == threading.get_ident():
             with self.lock:
                 self._end_cancelled()
@@ -299,21 +300,21 @@ class EngineCore(EngineLoop):
                 self._end_use()
 
     def _end_use(self) -> None:
-        if not self.requests and not self._pool_user_ids:
+        if not self.requests and not self._pool_thread_ids:
             end_use(self.memory)
 
     @restoring
     def keeping_pool(self) -> Iterator[None]:
         """A context that keeps the pool allocated, even without requests."""
-        thread_id = threading.get_ident()
-        with self.lock:
-            self._pool_user_ids.append(thread_id)
-            begin_use(self.memory)
+        context = object()
         try:
+            with self.lock:
+                self._pool_thread_ids[context] = threading.get_ident()
+                begin_use(self.memory)
             yield
         finally:
             with self.lock:
-                self._pool_user_ids.remove(thread_id)
+                self._pool_thread_ids.pop(context, None)
                 self._end_use()
 
     @guarded
@@ -337,7 +338,11 @@ class EngineCore(EngineLoop):
         the engine, and all requests if another thread held the lock."""
         self.pauses.after_fork()
         thread_id = threading.get_ident()
-        self._pool_user_ids = [user_id for user_id in self._pool_user_ids if user_id == thread_id]
+        self._pool_thread_ids = {
+            context: user_id
+            for context, user_id in self._pool_thread_ids.items()
+            if user_id == thread_id
+        }
         if self.inner_lock in freed:
             self.requests = {}
             self.pending_outputs.clear()
@@ -474,7 +479,7 @@ class EngineCore(EngineLoop):
         if self.cancelled:
             self.settle()
         if self.loop is None or not self.requests:
-            return self.renew(keeps_block_sizes=bool(self._pool_user_ids))
+            return self.renew(keeps_block_sizes=bool(self._pool_thread_ids))
         return self.loop
 
     def counts(self) -> Counter[str]:
@@ -483,7 +488,7 @@ class EngineCore(EngineLoop):
         counts.update(self.totals.counts)
         for state in self.requests.values():
             counts.update(state.draft_counts)
-            if state.request.admitted_at is not None:
+            if state.request.first_step_started_at is not None:
                 counts["num_prompt_tokens"] += len(state.prompt_ids)
                 counts["num_prefix_hit_tokens"] += state.request.num_hit_tokens
         return counts

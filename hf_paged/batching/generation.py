@@ -396,7 +396,7 @@ class RequestState(Generation):
         has_tokens = any(sequence.token_ids for sequence in sequences)
         if self._first_token_seconds is None and has_tokens:  # a failed step sampled the first one
             self._first_token_seconds = time.perf_counter() - self._added_at
-        admitted_at, logprobs = self.request.admitted_at, self.request.prompt_logprobs
+        admitted_at, logprobs = self.request.first_step_started_at, self.request.prompt_logprobs
         queued_seconds = None if admitted_at is None else admitted_at - self._added_at
         return RequestResult(
             request_id=self.request_id,

@@ -116,7 +116,7 @@ class Ledger:
         token_ids = request.sequences[index].token_ids
         token_ids.append(token)
         self.num_generated_tokens += 1
-        if len(token_ids) > request.max_positions:
+        if len(token_ids) > request.max_forward_tokens:
             self.past_positions.append((generation, request))
 
     def apply(self, generation: Generation, sampled: SampledTokens) -> None:
@@ -134,10 +134,10 @@ class Ledger:
             sequence.token_ids.append(sampled.tokens[row])
             if row in finished:
                 self._end_row(generation, row)
-            elif sequence.num_tokens > sequence.request.max_positions:
+            elif sequence.num_tokens > sequence.request.max_forward_tokens:
                 self.past_positions.append((generation, sequence.request))
         if draft is not None and generation.drafter is not None:
-            generation.drafter.accepted(generation, len(draft.tokens), len(sampled.earlier))
+            generation.drafter.note_verified(generation, len(draft.tokens), len(sampled.earlier))
         if finished and generation.decoding.is_done:
             self._close_rows(generation)
 

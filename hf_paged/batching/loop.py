@@ -317,7 +317,7 @@ class StepLoop:
             # `schedule` may have fingerprinted the model, for a cached prefix, and found it changed
             self.executor.handle_model_change()
             for request in plan.admitted:
-                if request.admitted_at is None:
+                if request.first_step_started_at is None:
                     request.start_clocks(time.time())
             if plan.preempted:
                 self.ledger.split_preempted(plan.preempted)
@@ -355,7 +355,7 @@ class StepLoop:
         if plan.has_chunks:
             self.scheduler.preemption.cost_model.observe_prefill(plan.num_tokens, seconds)
         elif self.drafter.instance is not None:
-            self.drafter.instance.computed(plan.num_tokens, seconds)
+            self.drafter.instance.note_decode_time(plan.num_tokens, seconds)
         return logits
 
     def _handle_failure(
@@ -404,7 +404,7 @@ class StepLoop:
         while past_positions:
             generation, request = past_positions.popleft()
             if request.exceeds_positions and not generation.is_closed:
-                max_positions = request.max_positions
+                max_positions = request.max_forward_tokens
                 error = IndexError(
                     f"request {request.request_id!r} cannot continue: the model's table of"
                     f" positions ends after {max_positions} of the request's tokens. Lower"

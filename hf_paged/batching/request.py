@@ -71,7 +71,9 @@ class Sequence:
     def computes_whole_prompt(self) -> bool:
         """Whether the next forward computes the rest of the prompt at once, because the prompt has
         inputs besides token ids."""
-        return self.request.inputs is not None and self.num_computed_tokens <= self.request.num_text
+        return (
+            self.request.inputs is not None and self.num_computed_tokens <= self.request.media_start
+        )
 
     def begin(self, block_manager: BlockManager) -> None:
         """Gives the sequence empty tables, with nothing computed. Does not free earlier blocks."""
@@ -79,7 +81,7 @@ class Sequence:
 
     def match(self, keys: list[Hashable], min_tokens: int = 0) -> int:
         """Attaches the longest cached prefix of `keys`, if it has at least `min_tokens` tokens;
-        returns its length. `begin` must precede."""
+        returns its length. Call `begin` first."""
         self.num_computed_tokens = self.blocks.match(keys, self.request.namespace, min_tokens)
         return self.num_computed_tokens
 
@@ -215,20 +217,19 @@ class Request:
     # the call's `Prompts`, which the runner reads, and the prompt's row in them
     inputs: tuple[Any, int] | None = None
     num_encoder_tokens: int = 0  # length of the encoder output that all its rows attend to
-    encoded: SequenceBlocks = NO_BLOCKS  # blocks of the encoder output, while it runs
+    encoded: SequenceBlocks = NO_BLOCKS  # blocks of the encoder output, while the request runs
     # keys of the prompt's tokens in the prefix index; `None`: the token ids
     keys: list[Hashable] | None = None
-    # Number of tokens up to the last media placeholder, and before the first one (0 if the model's
-    # own forward cannot begin after cached tokens). A reused prefix has at least `num_content`
-    # tokens, or at most `num_text`.
-    num_content: int = 0
-    num_text: int = 0
+    # A reused prefix ends at `media_start` or before, or at `media_end` or after.
+    # tokens before the first media placeholder; 0 if the model's own forward cannot begin after
+    # cached tokens
+    media_start: int = 0
+    media_end: int = 0  # tokens up to the last placeholder
     status: Status = Status.WAITING
     # in the scheduler: (arrival number plus weighted priority, arrival number)
     sort_key: tuple[float, int] = (0, 0)
-    # when its first step began, in seconds of `perf_counter`; `None` before that step's forward
-    # ends
-    admitted_at: float | None = None
+    # in seconds of `perf_counter`; `None` before that step's forward ends
+    first_step_started_at: float | None = None
     num_prompt_tokens: int = field(init=False)  # initial length of its shortest sequence
     # while its rows are recomputed: number of tokens that the first row computes for all of them
     num_shared_tokens: int = 0
@@ -238,7 +239,7 @@ class Request:
     # total length of its open sequences when it was last preempted while running alone; -1: never
     num_tokens_alone: int = -1
     rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
-    max_positions: int = sys.maxsize  # tokens of the longest sequence that a forward can compute
+    max_forward_tokens: int = sys.maxsize  # of the longest sequence that a forward can compute
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     # its own `max_time` criteria, whose clocks start with the first step that runs it
     time_criteria: Collection[Any] = ()
@@ -263,14 +264,14 @@ class Request:
         keys: Items[tuple[list[Hashable], int, int]] | None,
     ) -> None:
         """Makes a row of `Prompts` the request's prompt. `keys`: by row, the request's `keys`,
-        `num_content` and `num_text`; without them, it does not use the prefix cache. The text
+        `media_end` and `media_start`; without them, it does not use the prefix cache. The text
         before the first placeholder may be shared with any other prompt."""
         self.inputs, self.num_encoder_tokens = (prompts, row), prompts.num_encoder_tokens
         if keys is None or self.namespace is UNCACHED:
             self.namespace = UNCACHED
             return
-        self.keys, self.num_content, self.num_text = keys[row]
-        if not self.num_text:
+        self.keys, self.media_end, self.media_start = keys[row]
+        if not self.media_start:
             self.namespace = (self.namespace, prompts.names)
 
     def limit_positions(self, num_positions: int | None, shift: int = 0) -> None:
@@ -285,8 +286,8 @@ class Request:
                 f"the prompt of request {self.request_id!r} takes {length} positions, and the"
                 f" model's table of positions holds {num_positions}: shorten the prompt"
             )
-        self.max_positions = num_positions - shift
-        self.max_num_tokens = min(self.max_num_tokens, self.max_positions + 1)
+        self.max_forward_tokens = num_positions - shift
+        self.max_num_tokens = min(self.max_num_tokens, self.max_forward_tokens + 1)
 
     def update_factors(self, rope: Rope) -> bool:
         """Updates the rotary factors, and returns whether they changed. If so, also updates the
@@ -307,10 +308,10 @@ class Request:
         return True
 
     def admit(self) -> None:
-        """Makes the request run, and records how many of its tokens were cached, unless a step has
-        already computed some of them or the request has been preempted."""
+        """Marks the request as running, and records how many of its tokens were cached, unless a
+        step has already computed some of them or the request has been preempted."""
         self.status = Status.RUNNING
-        if self.admitted_at is None and not self.num_preemptions:
+        if self.first_step_started_at is None and not self.num_preemptions:
             self.num_hit_tokens = sum(row.num_computed_tokens for row in self.sequences)
 
     def preempt(self) -> None:
@@ -320,7 +321,7 @@ class Request:
         for sequence in self.open_sequences:
             sequence.note_logits(not sequence.num_to_compute)
 
-    def grows_alone(self) -> bool:
+    def note_lone_preemption(self) -> bool:
         """Called if the request is preempted while it runs alone: notes its total length, and
         returns whether it has changed since the last such preemption."""
         length_before = self.num_tokens_alone
@@ -342,8 +343,8 @@ class Request:
     def end_first_step(self, start: float) -> None:
         """Called once a step that admitted the request has computed tokens: notes its `start`, in
         seconds of `perf_counter`, unless an earlier step has computed some."""
-        if self.admitted_at is None:
-            self.admitted_at = start
+        if self.first_step_started_at is None:
+            self.first_step_started_at = start
 
     def start_clocks(self, now: float) -> None:
         """Starts the clocks of the `max_time` criteria at `now`, in seconds of `time.time`."""
@@ -353,7 +354,9 @@ class Request:
     @property
     def exceeds_positions(self) -> bool:
         """Whether an open sequence has tokens past the table of positions."""
-        return any(sequence.num_tokens > self.max_positions for sequence in self.open_sequences)
+        return any(
+            sequence.num_tokens > self.max_forward_tokens for sequence in self.open_sequences
+        )
 
     @property
     def is_finished(self) -> bool:
@@ -392,11 +395,11 @@ class Request:
             fork.fork_from(self.sequences[0])
         self.adopt(forks)
 
-    def num_before_fork(self, sequence: Sequence) -> int:
-        """Returns how many tokens a sequence may compute now if there are `num_shared_tokens`: for
-        the first open row, the number of missing shared tokens; for the others, 0. Once no shared
-        token is missing, forks the first row's blocks for the others, and returns the number of the
-        first row's remaining tokens."""
+    def advance_shared_prefix(self, sequence: Sequence) -> int:
+        """Called if there are `num_shared_tokens`: once the first open row has computed them, forks
+        its blocks for the other rows. Returns how many tokens a sequence may compute now: for the
+        first open row, the missing shared tokens or, if none is missing, its remaining tokens; for
+        the others, 0."""
         first_row, *other_rows = self.open_sequences
         if sequence is not first_row:
             return 0
@@ -419,7 +422,7 @@ class Request:
             if row != parent and not sequences[row].is_finished
         }
         # one child of a replaced parent takes over the parent's blocks, and the others fork them: a
-        # block that one row holds can be written to without a copy
+        # block that only one row holds can be written in place
         heirs = {parent: row for row, parent in replaced.items() if parent in replaced}
         forks = []
         for row, parent_row in replaced.items():

@@ -173,7 +173,7 @@ class GroupMemory:
         pool = self.pool
         num_cached = pool.num_cached
         has_limit = self._has_limit
-        has_memory = pool.num_blocks + num_missing <= self.storage.num_rows
+        has_memory = pool.num_blocks + num_missing <= self.storage.num_allocated_blocks
         if self.holds_states:
             num_kept = num_cached if has_limit or num_cached < KEPT_STATES else 0
         elif has_limit:
@@ -205,9 +205,9 @@ class GroupMemory:
         storage = self.storage
         growth_limit = memory.growth_limit(self)
         step = self._growth_step(growth_limit)
-        num_spare_rows = storage.num_rows - pool.num_blocks
-        if num_missing <= num_spare_rows:
-            step = min(step, num_spare_rows)
+        num_spare_blocks = storage.num_allocated_blocks - pool.num_blocks
+        if num_missing <= num_spare_blocks:
+            step = min(step, num_spare_blocks)
         num_added = max(num_missing, step)
         num_available = pool.num_available
         is_over_limit = num_blocks > num_available + max(0, growth_limit)
@@ -219,7 +219,7 @@ class GroupMemory:
             raise self._over_limit_error(num_blocks, num_available + max(0, growth_limit))
         if not num_added:
             return
-        num_new_rows = num_added if storage.is_elastic else max(0, num_added - num_spare_rows)
+        num_new_rows = num_added if storage.is_elastic else max(0, num_added - num_spare_blocks)
         if not budget.charge(memory, num_new_rows * self.block_bytes):
             # another thread has since used that part of the budget
             raise self._over_limit_error(num_blocks, num_available)

@@ -40,7 +40,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         self.group = group
         self.index = index
         self.num_positions = 0
-        # whether the model's own code has read a handle to values in a decode (for borrowed rows,
+        # set when the model's own code reads a handle to values in a decode (for borrowed rows,
         # also one from `values`): from then on, `update` returns dense tensors in decodes, and so
         # do `keys` and `values` of borrowed rows
         self.should_gather = False
@@ -299,9 +299,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         tables. Raises `IndexError`, with nothing changed, for other tensors or missing rows."""
         beam_idx = _as_tensor(beam_idx)
         is_vector = beam_idx.dim() == 1
-        # an empty list becomes a float tensor
-        is_integer = beam_idx.dtype in (torch.int32, torch.int64) or not beam_idx.numel()
-        if not (is_vector and is_integer):
+        if not (is_vector and beam_idx.dtype in (torch.int32, torch.int64)):
             raise IndexError(
                 f"row indices must be a vector of int32 or int64, not {beam_idx.dtype} of shape"
                 f" {tuple(beam_idx.shape)}"
@@ -346,12 +344,13 @@ class PagedLayer(cache_utils.DynamicLayer):
 
     def set_length(self, length: int) -> None:
         """Called after the cache has taken over rows of `length` positions each."""
-        # handles are dropped, since a deep copy would gather stale ones
+        # a deep copy would gather the former rows' handles
         self.num_positions, self.packed_handles = length, {}
         self.graph_states = None
         blocks = self.blocks
         if length and blocks is not None:
             self.lazy_initialization(blocks.keys, blocks.values)
+            self.dtype = blocks.dtypes[0]  # not that of the stored codes
 
     def reset(self) -> None:
         """Empties the layer. The first layer of a cache to be reset frees the blocks of all."""
@@ -390,6 +389,9 @@ class PagedIndexedLayer(cache_utils.DynamicIndexedLayer, PagedLayer):
         PagedLayer.__init__(self, group, index)
         self.indexer_keys = self.indexer_position_ids = None
         self.is_indexer_initialized = False
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(_as_tensor(beam_idx))
 
     update = PagedLayer.update
     lazy_initialization = PagedLayer.lazy_initialization
@@ -449,7 +451,8 @@ def _as_tensor(rows: Any) -> Tensor:
     """Returns `rows` as a tensor. A new one is on the CPU: the default device may be `meta`."""
     if isinstance(rows, Tensor):
         return rows
-    return torch.as_tensor(rows, device="cpu")
+    tensor = torch.as_tensor(rows, device="cpu")
+    return tensor if tensor.numel() else tensor.long()  # an empty list becomes a float tensor
 
 
 def row_indices(indices: Tensor, num_rows: int) -> Tensor:

@@ -312,8 +312,8 @@ class PagedMemory:
         num_allowed = (max_bytes - self.occupied_bytes) // block_bytes
         if group.storage.is_elastic:
             return num_allowed
-        num_spare_rows = group.storage.num_rows - group.pool.num_blocks
-        return max(0, num_allowed) + max(0, num_spare_rows)
+        num_spare_blocks = group.storage.num_allocated_blocks - group.pool.num_blocks
+        return max(0, num_allowed) + max(0, num_spare_blocks)
 
     def fraction_bytes(self) -> int:
         """Returns the bytes that `memory_fraction` allows, including those already occupied."""

@@ -14,8 +14,10 @@ from ..step import StepMetadata
 from .kv_blocks import KVBlocks
 
 
-class Units(NamedTuple):
-    """Tiles or tokens of some blocks, as rows of a matrix that views a layer's blocks."""
+class GatherIndices(NamedTuple):
+    """Which rows of a matrix that views a layer's blocks to gather. A matrix row is one token of
+    one head or, where the tokens of a head's block are contiguous, a tile: all of that block or an
+    equal part of it."""
 
     indices: Tensor  # of matrix rows, ordered by sequence, head and token
     shape: tuple[int, int]  # of the matrix
@@ -39,8 +41,10 @@ class BlockLayout(NamedTuple):
     def of(cls, blocks: Tensor) -> BlockLayout:
         return cls(blocks.shape, blocks.stride(), blocks.element_size())
 
-    def units(self, tables: Tensor, heads: slice, positions: Tensor | None) -> Units:
-        """Returns the units of these heads. Without `positions`, they cover the blocks `tables`
+    def gather_indices(
+        self, tables: Tensor, heads: slice, positions: Tensor | None
+    ) -> GatherIndices:
+        """Returns the indices of these heads. Without `positions`, they cover the blocks `tables`
         `(rows, n)`: as tiles or, if each token's keys and values lie side by side, as tokens. With
         `positions` `(rows, n)`, they are the tokens at these positions in rows with the block
         tables `tables`."""
@@ -52,11 +56,11 @@ class BlockLayout(NamedTuple):
         else:
             row_stride = math.gcd(token_stride, block_stride, head_stride)
             width = dim
-        # offsets of units from the start of a head, in matrix rows
+        # offsets of tiles or tokens from the start of a head, in matrix rows
         if positions is None:
-            unit_stride = token_stride * width // dim
+            tile_stride = token_stride * width // dim
             offsets = torch.arange(size * dim // width, device=tables.device)
-            offsets = offsets * (unit_stride // row_stride)
+            offsets = offsets * (tile_stride // row_stride)
         else:
             offsets = positions % size * (token_stride // row_stride)
             offsets = offsets[:, None, :, None]
@@ -68,12 +72,13 @@ class BlockLayout(NamedTuple):
         axes = zip(self.shape, self.stride)
         last_start = sum((length - 1) * stride for length, stride in axes) + 1 - width
         num_matrix_rows = last_start // row_stride + 1
-        return Units(indices.flatten(), (num_matrix_rows, width), (row_stride, 1))
+        return GatherIndices(indices.flatten(), (num_matrix_rows, width), (row_stride, 1))
 
 
 def read_rows(step: StepMetadata, layer: KVBlocks, is_value: bool) -> Tensor:
-    """Returns a layer's keys or values `(batch, heads, len(columns), dim)`: a view if virtual
-    storage maps the rows contiguously, otherwise the result of `gather`."""
+    """Returns a layer's keys or values `(batch, heads, len(columns), dim)` in the layer's dtype:
+    a view if virtual storage maps the rows contiguously and stores them in that dtype, otherwise
+    a copy (`gather`)."""
     view = None
     if layer.rows is not None:
         view = layer.rows.strided_view(step, is_value)
@@ -89,8 +94,8 @@ def read_pair(step: StepMetadata, layer: KVBlocks) -> tuple[Tensor, Tensor]:
 
 
 def gather(step: StepMetadata, layer: KVBlocks, is_value: bool) -> Tensor:
-    """Gathers the `step.columns` of every row into one contiguous tensor `(batch, heads,
-    len(columns), dim)`, with zeros for padding: a layer's values, or its keys."""
+    """Gathers a layer's keys or values at the `step.columns` of every row into one contiguous
+    tensor `(batch, heads, len(columns), dim)`, with zeros for padding."""
     columns = step.columns
     assert columns is not None
     step.counters.gathered += 1
@@ -105,8 +110,8 @@ def gather(step: StepMetadata, layer: KVBlocks, is_value: bool) -> Tensor:
     device = blocks.device
     pieces = []
     for tensor in quantized.stored_tensors(blocks):
-        units = step.plan(_units, BlockLayout.of(tensor), device)
-        pieces.append(units.read(tensor).view(*shape, -1))
+        indices = step.plan(_indices_of, BlockLayout.of(tensor), device)
+        pieces.append(indices.read(tensor).view(*shape, -1))
     dense = quantized.dequantize(pieces, blocks, dtype)
     if step.has_padding:
         is_padding = step.plan(_positions, device) < 0
@@ -114,14 +119,14 @@ def gather(step: StepMetadata, layer: KVBlocks, is_value: bool) -> Tensor:
     return dense
 
 
-def _units(step: StepMetadata, layout: BlockLayout, device: torch.device) -> Units:
-    """Returns the units of all `step.columns`: the same for all layers with this layout. Padding
-    gets the units of an arbitrary token."""
+def _indices_of(step: StepMetadata, layout: BlockLayout, device: torch.device) -> GatherIndices:
+    """Returns the indices of all `step.columns`: the same for all layers with this layout. Padding
+    gets the index of an arbitrary token."""
     tables = step.block_tables.to(device, torch.long)
     if not tables.shape[1]:  # all columns are padding
         tables = tables.new_zeros(step.num_rows, 1)
     positions = step.plan(_positions, device).clamp(min=0)
-    return layout.units(tables, slice(0, layout.shape[1]), positions)
+    return layout.gather_indices(tables, slice(0, layout.shape[1]), positions)
 
 
 def _positions(step: StepMetadata, device: torch.device) -> Tensor:

@@ -56,7 +56,7 @@ class BlockStorage:
         return sum(map(_BLOCK_BYTES, self.layers.values()))
 
     @property
-    def num_rows(self) -> int:
+    def num_allocated_blocks(self) -> int:
         """Blocks for which every layer has allocated memory."""
         return min(map(_NUM_BLOCKS, self.layers.values()), default=0)
 

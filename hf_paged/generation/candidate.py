@@ -1,4 +1,4 @@
-"""Decides whether the engine can serve a `generate` call, by tables of the reasons against it."""
+"""Decides whether the engine can serve a `generate` call, using tables of reasons against it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Candidate:
         self.adapter_names = adapter_names
         self.inputs = loop.inputs()  # each prompt `call.repeats` times
         self.config = self.inputs.generation_config
-        # not from the memory, whose config may come from another thread's call
+        # of this call: the memory's config may come from another thread's call
         self.paged_config = PagedConfig.coerce(self.config.cache_config)
         # inputs of the model's forward
         self.model_kwargs: dict[str, Any] = arguments.get("model_kwargs", {})
@@ -121,10 +121,10 @@ class Candidate:
         model = self.model
         config = self.config
         model_kwargs = self.model_kwargs
-        override = no_beams = None
+        override = missing_beams = None
         if self.uses_beams:
             override = overridden(model, compat.BEAM_SEARCH)
-            no_beams = rooms.missing("beams", "`num_beams`")
+            missing_beams = rooms.missing("beams", "`num_beams`")
         returns_internals = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
@@ -133,7 +133,7 @@ class Candidate:
             mismatch = mismatched_rows(model_kwargs, num_rows)
         return applicable_reasons(
             {
-                Topic.OPTIONS(str(no_beams)): no_beams is not None,
+                Topic.OPTIONS(str(missing_beams)): missing_beams is not None,
                 Topic.MODEL_CODE(f"it overrides `{override}`"): override is not None,
                 # if `generate` was called without its decorators
                 Topic.OPTIONS("gradients are recorded"): torch.is_grad_enabled(),
@@ -147,10 +147,10 @@ class Candidate:
                 Topic.OPTIONS("`is_assistant`, `prefill_chunk_size` or `low_memory` is set"): (
                     config.is_assistant or is_chunked or config.low_memory
                 ),
-                Topic.OPTIONS("`custom_generate` may continue with the cache"): (
+                Topic.OPTIONS("a `custom_generate` function may use the cache after this loop"): (
                     self.call.has_custom_loop
                 ),
-                Topic.RANKS("`max_time` would end rows by each rank's own clock"): (
+                Topic.RANKS("each rank would apply `max_time` by its own clock"): (
                     config.max_time is not None and is_sharded(model)
                 ),
                 Topic.INPUTS("transformers repeats images one by one instead of per row"): (
@@ -189,7 +189,7 @@ class Candidate:
                     Topic.POSITIONS(
                         "the model's table of positions grows only in forwards that are not packed"
                     ): self._needs_longer_table(),
-                    Topic.BATCH("the longest row decides the rotary factors of all"): (
+                    Topic.BATCH("the longest row determines the rotary factors of all rows"): (
                         self._mixes_rotary_factors()
                     ),
                 }
@@ -222,7 +222,7 @@ class Candidate:
         row_tensors = [ids]
         if mask is not None:
             if mask.shape != (len(ids), num_tokens):
-                yield Topic.INPUTS("the attention mask has another shape than the token ids")
+                yield Topic.INPUTS("the attention mask and the token ids have different shapes")
             row_tensors.append(mask)
         columns = unpadded_columns(mask, len(ids), num_tokens)
         positions = model_kwargs.get("position_ids")
@@ -275,7 +275,7 @@ class Candidate:
             unexpanded = self.inputs.input_ids, self.model_kwargs
         if unexpanded is None:
             return None
-        if self.config.token_healing:  # has changed the expanded ids
+        if self.config.token_healing:  # which has already changed the expanded ids
             ids = first_rows(self.inputs.input_ids, self.call.repeats)
             if ids is None:
                 return None
@@ -293,8 +293,8 @@ class Candidate:
         return longest > limit + 1
 
     def _mixes_rotary_factors(self) -> bool:
-        """Whether a row may get other rotary factors in the batch than alone, since the rows differ
-        in length."""
+        """Whether a row's rotary factors in this batch may differ from those that it would get
+        alone, because rows differ in length."""
         if not any(self.paddings):
             return False
         rope = find_length_rope(self.model, self.model.modules())

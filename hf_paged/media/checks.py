@@ -40,7 +40,7 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
         if not isinstance(value, (Tensor, bool)):  # one altered value shows too little
             reason = f"decode steps may depend on `{name}`, which is not a tensor"
             return media_prompts, Topic.INPUTS(reason)
-    has_text = media_prompts.num_text(model.config) > 0
+    has_text = media_prompts.media_start(model.config) > 0
     kind = media_prompts.names, media_prompts.axis_counts, media_prompts.hides_tokens, has_text
     verdict = capability.verdict(prompts_check, "packed", media_prompts, kind)
     if isinstance(verdict, str):
@@ -100,11 +100,11 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
         if trial.difference(plain[0], runner.advance(rows)) is not None:
             return PromptsVerdict()
     can_begin_after_text = False
-    num_text = prompts.num_text(model.config)
-    if num_text:
+    media_start = prompts.media_start(model.config)
+    if media_start:
         with contextlib.suppress(ForwardFailedError), trial.forwards(by_engine=True):
             runner = TrialRunner(trial, Layout())
-            logits = _logits_after_text(runner, prompts, new_tokens, num_text)
+            logits = _logits_after_text(runner, prompts, new_tokens, media_start)
             can_begin_after_text = trial.difference(plain[:2, 0], logits) is None
     return PromptsVerdict(None, True, can_begin_after_text)
 
@@ -154,7 +154,7 @@ def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
     none, if a row could not recompute them or the prompts have no `keys`."""
     if keys is None:
         return False
-    content_ends = [max(1, key.num_content) for key in keys]
+    content_ends = [max(1, key.media_end) for key in keys]
     for row, end in zip(rows, content_ends):
         if end >= row.num_prompt_tokens:
             return False
@@ -168,14 +168,14 @@ def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
 
 
 def _logits_after_text(
-    runner: TrialRunner, prompts: Any, new_tokens: Tensor, num_text: int
+    runner: TrialRunner, prompts: Any, new_tokens: Tensor, media_start: int
 ) -> Tensor:
     """The logits of two steps of the only row of `Prompts`, after a packed step for its text."""
     (row,) = runner.add_prompts(prompts, new_tokens)
-    text = runner.add(row.tokens, num_text)
+    text = runner.add(row.tokens, media_start)
     runner.advance([text])
     row = dataclasses.replace(
-        row, blocks=text.blocks, num_computed_tokens=num_text, num_text=num_text
+        row, blocks=text.blocks, num_computed_tokens=media_start, media_start=media_start
     )
     return runner.advance([row], num_steps=2)
 

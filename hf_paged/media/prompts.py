@@ -36,8 +36,8 @@ class PromptKeys(NamedTuple):
     """A prompt's keys in the prefix cache. Placeholders are tokens that stand for other content."""
 
     token_keys: list[Hashable]  # one per token
-    num_content: int  # tokens up to and including the last placeholder; 0 without placeholders
-    num_text: int  # tokens of text after which the model's own forward can begin; 0: none
+    media_end: int  # tokens up to and including the last placeholder; 0 without placeholders
+    media_start: int  # tokens of text after which the model's own forward can begin; 0: none
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class MediaPrompts(Prompts):
         is_unknown = not bool(is_placeholder.any()) and len(token_types) != len(self.names)
         return None if is_unknown else is_placeholder
 
-    def num_text(self, config: PreTrainedConfig) -> int:
+    def media_start(self, config: PreTrainedConfig) -> int:
         """Returns the number of tokens before the first placeholder; 0 if there are several rows or
         no placeholders, or if the placeholders are unknown."""
         mask = self.placeholder_mask(config) if len(self.paddings) == 1 else None
@@ -182,24 +182,24 @@ class MediaPrompts(Prompts):
         except TypeError:
             return None
         keys_by_row = list[PromptKeys]()
-        num_text = self.num_text(config) if self.can_begin_after_text else 0
+        media_start = self.media_start(config) if self.can_begin_after_text else 0
         for row, padding in enumerate(self.paddings):
             ids = self.input_ids[row, padding:].tolist()
             is_placeholder = mask[row, padding:].tolist()
-            num_content = 0
+            media_end = 0
             if any(is_placeholder):
-                num_content = len(ids) - is_placeholder[::-1].index(True)
+                media_end = len(ids) - is_placeholder[::-1].index(True)
             axes = self.axes[row] or []
             columns = [type_ids[row, padding:].tolist() for type_ids in token_types.values()]
             columns += axes
             keys: list[Hashable] = list(ids)
             for i, (token, has_content) in enumerate(zip(ids, is_placeholder)):
                 # without placeholders, media may affect any token of the row
-                has_content |= bool(media) and num_content == 0
+                has_content |= bool(media) and media_end == 0
                 if has_content or any(axis[i] != i for axis in axes):
                     source = (digest, row) if has_content else None
                     keys[i] = (token, tuple(column[i] for column in columns), source)
-            keys_by_row.append(PromptKeys(keys, num_content, num_text))
+            keys_by_row.append(PromptKeys(keys, media_end, media_start))
         return keys_by_row
 
     def keys_after(self, row: int, token_ids: list[int]) -> list[Hashable]:

@@ -79,15 +79,13 @@ class Capability:
         """Returns the best layout in which each sequence gets the results that it gets alone. If
         that is not packed and the room `rectangles` is not installed, the layout has only the
         reason against packed forwards."""
-        model = self.model
-        with step_lock(model):  # steps of other threads may add hooks for adapters to the model
-            verdict = self.verdict(packed_check, "packed")
-            if isinstance(verdict, Layout):
-                return verdict
-            rectangles: RectanglesRoom | None = room_if_installed("rectangles")
-            if rectangles is None:
-                return Layout(verdict)
-            return rectangles.choose_layout(self, verdict)
+        verdict = self.verdict(packed_check, "packed")
+        if isinstance(verdict, Layout):
+            return verdict
+        rectangles: RectanglesRoom | None = room_if_installed("rectangles")
+        if rectangles is None:
+            return Layout(verdict)
+        return rectangles.choose_layout(self, verdict)
 
     def reason_against_invariance(self) -> str | None:
         """Why a model that runs packed cannot be served with `batch_invariant`; `None` if it can.
@@ -103,37 +101,41 @@ class Capability:
     def verdict(
         self,
         check: Callable[[Trial], Any],
-        layout: str,
+        layout_name: str,
         prompts: Any = None,
-        kind: Any = None,
+        call_kind: Any = None,
     ) -> Any:
         """Returns the verdict in the caller's `verdicts`, if it is still valid; otherwise the first
-        of `structure.reasons_against`, if any, or the result of `check`. A check runs several short
-        forwards, once for each `_code_key` of the model and `kind` of call."""
-        verdicts = self._caller_verdicts
-        if verdicts is None:
-            return self._judge(check, layout, prompts, kind)
-        quick_key = _quick_key(self.model)
-        old_key, verdict = verdicts.get((check, kind), (None, None))
-        if old_key != quick_key:
-            verdict = self._judge(check, layout, prompts, kind)
-            if not isinstance(verdict, str):  # a reason may be temporary
-                verdicts[check, kind] = quick_key, verdict
-        return verdict
+        of `structure.reasons_against` the layout of this name, if any, or the result of `check`. A
+        check runs several short forwards, once for each `_code_key` of the model and `call_kind`.
+        """
+        with step_lock(self.model):  # steps of other threads may add hooks for adapters
+            verdicts = self._caller_verdicts
+            if verdicts is None:
+                return self._judge(check, layout_name, prompts, call_kind)
+            quick_key = _quick_key(self.model)
+            old_key, verdict = verdicts.get((check, call_kind), (None, None))
+            if old_key != quick_key:
+                verdict = self._judge(check, layout_name, prompts, call_kind)
+                if not isinstance(verdict, str):  # a reason may be temporary
+                    verdicts[check, call_kind] = quick_key, verdict
+            return verdict
 
-    def _judge(self, check: Callable[[Trial], Any], layout: str, prompts: Any, kind: Any) -> Any:
+    def _judge(
+        self, check: Callable[[Trial], Any], layout_name: str, prompts: Any, call_kind: Any
+    ) -> Any:
         model = self.model
         cache = self.cache
         processes = processes_of(model)
         if self._structure is None or self._caller_verdicts is not None:
             self._structure, self._code_key = Structure(model), None
         structure = self._structure
-        reason = next(reasons_against(structure, cache, layout), None)
+        reason = next(reasons_against(structure, cache, layout_name), None)
         if reason is not None and processes is None:
             return reason
         if self._code_key is None:
             self._code_key = _code_key(model, structure.modules)
-        key = _verdict_key(check, kind, cache, self._code_key)
+        key = _verdict_key(check, call_kind, cache, self._code_key)
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
             verdict = verdicts.get(key)
@@ -148,7 +150,7 @@ class Capability:
         if state == _DONE:
             return verdict
         try:
-            with step_lock(model), timed("self_check"):
+            with timed("self_check"):
                 trial = Trial(model, cache, self._make_runner, prompts)
                 verdict = check(trial)
                 # writes of forwards matter only if the verdict lets requests share prefixes
@@ -161,7 +163,7 @@ class Capability:
         # a new key: keys leave out write-only attributes, and `judge_writes` may just have noted
         # some
         self._code_key = _code_key(model, structure.modules)
-        _store_verdict(model, _verdict_key(check, kind, cache, self._code_key), verdict)
+        _store_verdict(model, _verdict_key(check, call_kind, cache, self._code_key), verdict)
         return verdict
 
 
@@ -193,11 +195,11 @@ def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
 
 def _verdict_key(
     check: Callable[..., Any],
-    kind: Any,
+    call_kind: Any,
     cache: PagedCache,
     code_key: Hashable,
 ) -> Hashable:
-    return check, kind, cache.layer_kinds, code_key
+    return check, call_kind, cache.layer_kinds, code_key
 
 
 def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:

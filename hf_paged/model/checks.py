@@ -1,6 +1,6 @@
-"""Checks of packed forwards on random tokens. Most compare short forwards in a layout with plain
-forwards. Others compare rows in one forward with the same rows alone, or count positions, or judge
-writes. `capability` decides which checks run, and keeps their verdicts."""
+"""Self-checks on random tokens: whether packed forwards give the logits of plain ones, whether rows
+are batch-invariant, how many positions the model has, and which of its attributes forwards write
+and read. `capability` decides which checks run, and keeps their verdicts."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def packed_check(trial: Trial) -> Layout | str:
     padding_difference = trial.difference(unpadded_logits, padded_logits.flatten(0, 1))
     num_fixed, num_growing = num_positions(trial)
     if not rows.is_cpu and uses_triton(rows):
-        run_kernels(trial)
+        warm_up_kernels(trial)
     can_grow = num_growing is not None and (num_fixed is None or num_growing < num_fixed)
     return Layout(
         can_mix_lengths=padding_difference is None,
@@ -95,10 +95,11 @@ def packed_check(trial: Trial) -> Layout | str:
     )
 
 
-def run_kernels(trial: Trial) -> None:
-    """Computes a packed prompt and a decode step in blocks like those of the model's cache, unless
-    the other checks use such blocks: kernels that fail then fail here and not in a request, and
-    `kernels.triton.launch` remembers them. Ignores failed forwards, and running out of memory."""
+def warm_up_kernels(trial: Trial) -> None:
+    """Runs a packed prompt and a decode step on blocks in the format of the model's cache, so that
+    a kernel that cannot run fails here rather than in a request (`kernels.triton.launch` remembers
+    it). Does nothing if the other checks used that format. Ignores failed forwards, and running out
+    of memory."""
     memory = trial.cache.memory
     config = dataclasses.replace(
         CONFIG,
@@ -123,7 +124,7 @@ def run_kernels(trial: Trial) -> None:
 
 
 def is_forward_failure(error: Exception) -> bool:
-    """Whether the error is not an interrupt, and means that a forward failed or lacked memory."""
+    """Whether a forward failed or ran out of memory; false for interrupts."""
     return isinstance(error, ForwardFailedError) or (
         is_out_of_memory(error) and not is_interrupt(error)
     )
@@ -201,8 +202,9 @@ def judge_writes(trial: Trial) -> None:
 
 
 def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[WriteKey]]:
-    """The logits of a prompt and a decode step that begin with the values `after` of these writes,
-    and the keys of the writes that these forwards overwrite; `None` and no keys if one fails."""
+    """Sets the written attributes to their values `after`, then runs a prompt and a decode step.
+    Returns the logits, and the keys of the attributes that these forwards overwrote; `None` and no
+    keys if a forward fails."""
     overwritten_keys = set[WriteKey]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]

@@ -38,7 +38,7 @@ Modules = Sequence[nn.Module]  # all modules of a model
 KV_LAYERS = {*EMPTY_LAYERS, PagedLayer, PagedSlidingWindowLayer}
 """Cache layers that hold nothing but keys and values."""
 _STATE_LAYERS = {PagedHybridLayer, PagedHybridSlidingWindowLayer, LinearAttentionLayer}
-# parts of names of attributes that hold the rate of something random
+# substrings of the names of attributes that hold a rate of dropout or noise
 _RATE_NAMES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
 
 
@@ -77,16 +77,16 @@ class Structure:
         return list(hook_reasons(self.model, self.modules))
 
 
-def keep_states(modules: Iterable[nn.Module]) -> bool:
+def has_states_outside_cache(modules: Iterable[nn.Module]) -> bool:
     """Whether `modules` keep states outside any cache."""
     return any(compat.attribute(module, "_setup_cache") for module in modules)
 
 
-def reasons_against(structure: Structure, cache: PagedCache, layout: str) -> Iterator[str]:
-    """Yields the reasons against a `layout`: "packed", "side by side" (rows join and leave) or
+def reasons_against(structure: Structure, cache: PagedCache, layout_name: str) -> Iterator[str]:
+    """Yields the reasons against a layout: "packed", "side by side" (rows join and leave) or
     "together" (rows only leave)."""
-    is_packed = layout == "packed"
-    can_join = layout != "together"
+    is_packed = layout_name == "packed"
+    can_join = layout_name != "together"
     yield from _input_reasons(structure, cache, is_packed, can_join)
     yield from _code_reasons(structure, is_packed, can_join)
     yield from structure.hook_reasons
@@ -96,7 +96,7 @@ def reasons_against(structure: Structure, cache: PagedCache, layout: str) -> Ite
 def _input_reasons(
     structure: Structure, cache: PagedCache, is_packed: bool, can_join: bool
 ) -> Iterator[str]:
-    """Reasons in how a forward is called: its arguments, its cache and its processes."""
+    """Yields reasons from how a forward is called: its arguments, its cache and its processes."""
     model = structure.model
     if compat.is_pipeline(model):
         yield Topic.DEVICES("its layers are in several processes")
@@ -119,8 +119,8 @@ def _input_reasons(
 
 
 def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iterator[str]:
-    """Reasons in methods that override those of `GenerationMixin`, in other code of the model and
-    in the functions that compute its attention."""
+    """Yields reasons from methods that override those of `GenerationMixin`, from other code of the
+    model and from the functions that compute its attention."""
     model = structure.model
     has_own_attention = structure.has_own_attention
     # an override may pass inputs that the engine does not support, or end the loop at another step
@@ -129,7 +129,7 @@ def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iter
     method = overridden(model, compat.SAMPLE)
     if method is not None:
         yield Topic.MODEL_CODE(f"it overrides `{method}`")
-    if keep_states(structure.modules):
+    if has_states_outside_cache(structure.modules):
         # a check's forwards would change these states
         yield Topic.CACHE("it keeps states in its modules, outside any cache")
     if "prepare_inputs_for_generation" in vars(model):
@@ -150,7 +150,7 @@ def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iter
 
 
 def hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
-    """Reasons in the hooks on modules, and in the devices of their weights."""
+    """Yields reasons from the hooks on modules, and from the devices of their weights."""
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         yield Topic.HOOKS("there are global forward hooks")
     for module in modules:
@@ -166,7 +166,7 @@ def hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:
 
 
 def row_reasons(model: PreTrainedModel, modules: Modules, is_packed: bool) -> Iterator[str]:
-    """Reasons why a token's result depends on other rows of the batch or on random numbers."""
+    """Yields reasons why a result depends on other rows of the batch or on random numbers."""
     config = model.config.get_text_config(decoder=True)
     if hasattr(config, "expert_capacity"):
         yield Topic.BATCH("its experts have a capacity for the whole batch")

@@ -233,7 +233,7 @@ class TrialRow:
     # the tokens known in the current step: the prompt, and later tokens up to the step's end
     token_ids: list[int] = dataclasses.field(default_factory=list)
     num_computed_tokens: int = 0
-    num_text: int = 0  # tokens of cached text before the prompt's images or other content
+    media_start: int = 0  # tokens of cached text before the prompt's images or other content
     namespace: Any = UNCACHED
     # equal for all rows
     draft: ClassVar[list[int]] = []

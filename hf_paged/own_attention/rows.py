@@ -18,11 +18,12 @@ NOT_READABLE = "the model's code reads packed keys, values or scores, which only
 
 
 class DeferredTensor(LazyTensor):
-    """A tensor of a packed step, whose values only our attention can read. `functions`, by the name
-    of a torch function, defer its calls until attention runs; other reads raise [`NotPackable`]."""
+    """A tensor of a packed step, whose values only our attention can read. `functions` maps names
+    of torch functions to the functions that handle their calls, most by deferring them until
+    attention runs. Any other read of the values raises [`NotPackable`]."""
 
     functions: ClassVar[dict[str, Callable[..., Any]]] = {}
-    # shape and dtype, for our own code: torch's attributes are slower
+    # shape and dtype, for our own code: reading torch's attributes is slower
     sizes: tuple[int, ...]
     nominal_dtype: torch.dtype
     arguments: dict[str, Any]  # of the constructor
@@ -83,7 +84,7 @@ def _accepts(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-class RowTensor(DeferredTensor):
+class DeferredKV(DeferredTensor):
     """Keys or values of a packed step, in the shape that a model's own attention code expects:
     `(1, heads, key_len, dim)`, possibly without the first axis or with the last two transposed.
     Each query sees the keys and values of its own row."""

@@ -20,7 +20,7 @@ from ..attention.backends.reference import AttentionCall, paired_blocks
 from ..cache.kv_blocks import KVBlocks
 from ..kernels import quantized
 from ..step import NotCapturable, NotPackable, StepMetadata, row_groups
-from .rows import DeferredTensor, RowTensor
+from .rows import DeferredKV, DeferredTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 MAX_HIDING_BIAS = -1e4  # a bias of at most this hides a key
@@ -45,8 +45,8 @@ def row_tensors(
 ) -> tuple[Tensor, Tensor]:
     """Returns a layer's keys and values for a step of `with_key_len`, with these nominal dtypes."""
     key_dtype, value_dtype = dtypes
-    keys = RowTensor(step, blocks, blocks.keys, key_dtype)
-    return keys, RowTensor(step, blocks, blocks.values, value_dtype)
+    keys = DeferredKV(step, blocks, blocks.keys, key_dtype)
+    return keys, DeferredKV(step, blocks, blocks.values, value_dtype)
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
@@ -78,7 +78,7 @@ class Scores(DeferredTensor):
     key_len)`, or without the first axis."""
 
     query: Tensor  # (heads, T, dim)
-    key: RowTensor
+    key: DeferredKV
     # changed by operations in place, so scores that would share memory in PyTorch share this dict.
     # "scale": float; "bias": Tensor with three axes that broadcast to (heads, T, key_len), or None
     terms: dict[str, Any]
@@ -88,7 +88,7 @@ class Scores(DeferredTensor):
     def __new__(
         cls,
         query: Tensor,
-        key: RowTensor,
+        key: DeferredKV,
         dtype: torch.dtype,
         ndim: int,
         terms: dict[str, Any],
@@ -202,7 +202,7 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
     else:
         axes = [axis % ndim for axis in as_tuple(dims)]
     swapped_axes = [*range(ndim - 2), ndim - 1, ndim - 2]
-    if not isinstance(x, RowTensor) or axes != swapped_axes:
+    if not isinstance(x, DeferredKV) or axes != swapped_axes:
         raise NotPackable(f"packed keys, values or scores are permuted to axes {axes}")
     return x.replace(is_transposed=not x.is_transposed)
 
@@ -229,7 +229,7 @@ def _matmul(function: Any, left: Any, right: Any) -> Any:
     """Multiplies queries by keys, or attention weights by values."""
     sizes = left.sizes if isinstance(left, DeferredTensor) else tuple(left.shape)
     ndim = len(sizes)
-    if not isinstance(right, RowTensor) or ndim != len(right.sizes):
+    if not isinstance(right, DeferredKV) or ndim != len(right.sizes):
         raise NotPackable(
             "packed keys, values or scores are multiplied by another tensor, or the numbers of axes"
             " differ"
@@ -427,12 +427,12 @@ def _past_keys_mask(step: StepMetadata) -> Tensor:
 # Attention
 
 
-def _attend(weights: Scores, value: RowTensor) -> Tensor:
+def _attend(weights: Scores, value: DeferredKV) -> Tensor:
     """Computes the attention of `weights`, a softmax of scores, over the values: `([1,] heads, T,
     value_dim)`, in the nominal dtype of the values."""
     key = weights.key
     step = key.step
-    is_value = isinstance(value, RowTensor) and not value.is_transposed
+    is_value = isinstance(value, DeferredKV) and not value.is_transposed
     if not weights.is_softmax or not is_value or value.step is not step:
         raise NotPackable(
             "packed values are transposed, or multiplied by something other than attention weights"

@@ -159,7 +159,7 @@ class RankLeader:
         self._groups = []
         self.queue_order("retire")
 
-    def run(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
+    def announce_step(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
         changes = [
             history.encode(group.tables) for history, group in zip(self._histories, tokens.groups)
         ]
@@ -172,7 +172,7 @@ class RankLeader:
             names,
         )
 
-    def adapters(self, method: str, *arguments: Any) -> str | None:
+    def call_adapters(self, method: str, *arguments: Any) -> str | None:
         if method == "load":
             return self._load_adapter(*arguments)
         if method == "check_mixing":  # the check runs forwards in all processes now

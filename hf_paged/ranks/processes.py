@@ -123,10 +123,10 @@ class Ranks:
     def agree(self, number: int) -> int:
         return self.gather(number)[0][0]
 
-    def run(self, *arguments: Any) -> None:
-        """Does nothing, like `moved` and `adapters`: every process makes these calls itself."""
+    def announce_step(self, *arguments: Any) -> None:
+        """Does nothing, like `moved` and `call_adapters`: each process makes these calls itself."""
 
-    moved = adapters = run
+    moved = call_adapters = announce_step
 
     def check(self, plan: StepPlan) -> None:
         digests = self.gather(plan.digest())

@@ -1,5 +1,5 @@
-"""Decides how rows of a model, of a `generate` call or of an engine's prompt share rectangles. The
-answers follow the checks."""
+"""Decides which rows may share a rectangle: of a model, of a `generate` call, and of an engine's
+request with inputs. `checks` runs the forwards that decide."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ def check_rows(capability: Capability, prompts: Prompts) -> tuple[Prompts, str |
         len(prompts.paddings) > 1,
         any(prompts.paddings),
         prompts.length > 1,
+        prompts.num_encoder_tokens > 1,  # `encoder_use` is found by lengths
         prompts.hides_tokens,
     )
     verdict = capability.verdict(rows_check, "together", prompts, kind)
@@ -77,23 +78,23 @@ def _input_names(prompts: Any) -> tuple[str, ...]:
     return tuple(sorted(name for name, value in inputs if value is not None))
 
 
-def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
+def reasons_against_call(candidate: Candidate, reason: str) -> Iterator[str]:
     """Yields the reasons why the engine cannot run the rows of a call; `reason` says why they
     cannot be packed. Rows that cannot run side by side with other calls' rows stay together, in
-    their original batch: for them, sets the call's layout and paddings."""
-    layout = call.layout
+    their original batch: for them, sets the candidate's prompts, layout and paddings."""
+    layout = candidate.layout
     is_side_by_side = layout.unsupported_reason is not None and layout.is_side_by_side
-    if is_side_by_side and not (layout.layers or state_layers(call.cache)):
+    if is_side_by_side and not (layout.layers or state_layers(candidate.cache)):
         # the engine would save no memory, and its steps take longer than those of a lone call
         yield f"{reason}, and {Topic.CACHE('its forwards store nothing in the cache')}"
         return
-    returns_cache = call.config.return_dict_in_generate
+    returns_cache = candidate.config.return_dict_in_generate
     if reason == layout.unsupported_reason and is_side_by_side and not returns_cache:
-        if layout.can_mix_lengths or not any(call.paddings):
+        if layout.can_mix_lengths or not any(candidate.paddings):
             return
         reason = Topic.PADDING(f"padding changes the rows' results, and {reason}")
-    repeats = call.call.repeats
-    prompts = call.prompts or call.find_prompts()
+    repeats = candidate.call.repeats
+    prompts = candidate.prompts or candidate.find_prompts()
     if prompts is None:
         yield Topic.MODEL_CODE(f"{reason}, and the model overrides how rows are repeated")
         return
@@ -106,13 +107,13 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
             ): returns_cache,
             Topic.INPUTS(f"{reason}, and it is unknown which rows belong to which prompt"): repeats
             > 1
-            and num_repeated != len(call.inputs.input_ids),
+            and num_repeated != len(candidate.inputs.input_ids),
             Topic.INPUTS(f"{reason}, and there is not one position id per token"): (
                 positions is not None and positions.shape[-1] != prompts.length
             ),
         }
     )
-    capability = call.capability
+    capability = candidate.capability
     prompts, rows_reason = check_rows(capability, prompts)
     if rows_reason and any(prompts.paddings):  # the model may attend to padding
         prompts = dataclasses.replace(prompts, paddings=[0] * len(prompts.paddings))
@@ -125,15 +126,15 @@ def reasons_against_call(call: Candidate, reason: str) -> Iterator[str]:
         max_positions=max_positions(capability, prompts),
     )
     prompts = with_join_keys(prompts, join_requirements(capability, prompts))
-    call.serve_together(prompts, layout)
+    candidate.serve_together(prompts, layout)
 
 
 def prepare(
     capability: Capability, layout: Layout, state: RequestState, prompts: Prompts
 ) -> tuple[Layout, str | None]:
-    """Prepares an engine's prompt with inputs. Returns the layout of the loop that runs it, and why
-    it cannot run; `None` if it can. Raises `IndexError` if the prompt is longer than the model's
-    table of positions."""
+    """Prepares an engine's request whose prompt has inputs besides token ids. Returns the layout of
+    the loop that runs it, and why it cannot run; `None` if it can. Raises `IndexError` if the
+    prompt is longer than the model's table of positions."""
     model = capability.model
     if not model.config.is_encoder_decoder:
         state.encode_media(model)

@@ -45,7 +45,8 @@ class DrawnDraft(Draft):
     def draw_uniforms(self, generator: torch.Generator | None) -> None:
         """Draws `uniforms`, on the device of the generator or, without one, of `scores`."""
         device = self.scores.device if generator is None else generator.device
-        self.uniforms = torch.rand(len(self.drawn_tokens), generator=generator, device=device)
+        count = len(self.drawn_tokens)
+        self.uniforms = torch.rand(count, generator=generator, dtype=torch.float32, device=device)
 
     def sample(self, probs: Tensor, generator: torch.Generator | None) -> Tensor:
         """Returns the next token `(1,)` for `(1, vocab)` probabilities: the draft's, if accepted;

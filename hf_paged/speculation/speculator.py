@@ -236,14 +236,16 @@ class Speculator:
         if source is not None:
             source.close()
 
-    def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
+    def note_verified(
+        self, generation: Generation, num_draft_tokens: int, num_accepted: int
+    ) -> None:
         source = self.rows.get(generation)
         if source is not None:
             if source.adaptive_length is not None:
                 source.adaptive_length.observe(num_draft_tokens, num_accepted)
             source.observe(generation.sequence().token_ids, num_accepted)
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def note_decode_time(self, num_tokens: int, seconds: float) -> None:
         self.costs.observe(num_tokens, seconds)
 
     def reclaim(self) -> bool:

@@ -124,14 +124,14 @@ def key_of(
     tokens: PackedTokens,
     prefixes: Prefixes,
     memories: list[GroupMemory],
-    num_ranges: int,
+    num_keys: int,
     variant: Hashable,
     options: Hashable,
     reads_keys: bool = False,
 ) -> GraphKey:
     """Returns the key of the smallest graph that serves a step. Sizes are rounded up to few values,
     such as powers of two, so that few graphs serve many steps. `memories`: by layer group.
-    `num_ranges` and `variant`: of the context. `reads_keys`: whether the forward computes
+    `num_keys` and `variant`: of the context. `reads_keys`: whether the forward computes attention
     with as many keys as the tables can hold tokens."""
     min_table_tokens = MIN_TABLE_TOKENS_IF_READ if reads_keys else MIN_TABLE_TOKENS
     widths = []
@@ -154,6 +154,7 @@ def key_of(
     num_chunks = len(tokens.query_start) - 1 - num_decodes
     max_chunks = 0
     max_chunk_tokens = 0
+    num_ranges = num_keys
     if num_chunk_tokens:
         max_chunks = power_of_two(MIN_CHUNKS, num_chunks)
         # more chunk tokens than chunks, so that the number of logits shows whether a forward

@@ -1,4 +1,4 @@
-"""Records steps as graphs, one per `GraphKey` (sizes and options), and replays them with other
+"""Records steps as graphs, one per `GraphKey` (sizes and options), and replays them with new
 inputs, which are first copied to the buffers that the graph reads."""
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ class StepGraphs:
         self._lock = lock
         self._backend = backend
         self.in_order = backend.in_order
-        # state of model and torch in which graphs are valid, except for the addresses of the
-        # model's tensors, and of their storages
+        # the state of the model and torch for which graphs are valid; the addresses of the model's
+        # tensors and of their storages are in `_addresses` and `_storages`
         self._signature: Hashable = None
         self._state: Callable[[], ModelState | None] = lambda: None  # the state that was read last
         self._addresses: list[int] = []
@@ -119,8 +119,8 @@ class StepGraphs:
         self._shared_prefixes = SharedPrefixes(self._model, groups)
         self._misses = Misses()
         self._live = LiveModules()
-        # after failures, the largest sizes still recorded, by what they count: "decodes", "chunk
-        # tokens" or "prefixes", whose limit is always 0
+        # limits that failed recordings have set, by quantity: "decodes", "chunk tokens" or
+        # "prefixes", whose limit is always 0
         self._limits: dict[str, int] = {}
         self._reason_against_decodes = ""  # beyond their limit
         self._outputs = StaticOutputs()  # shared by graphs
@@ -155,7 +155,7 @@ class StepGraphs:
             self._storages = [tensor.untyped_storage().data_ptr() for tensor in tensors]
             self._addresses = addresses
         if signature != self._signature:
-            self._misses.restart(self._graphs.values())
+            self._misses.restart([*self._graphs.values()])
             self.clear()
             self._signature, self.unsupported_reason, self._limits = signature, None, {}
             self.checks.clear()
@@ -171,15 +171,16 @@ class StepGraphs:
         return GraphRunAhead(memory, scheduler) if self._backend.on_device else None
 
     def _drop_readers(self, addresses: list[int]) -> None:
-        """Drops the graphs that may read a tensor of the model that is no longer at its address.
-        `addresses`: those of the same tensors now."""
+        """Drops the graphs that may read a tensor of the model that has moved. `addresses`: the
+        tensors' current addresses."""
         tensors = zip(self._storages, self._addresses, addresses)
         moved = {storage for storage, before, after in tensors if before != after}
-        stale = {key: step for key, step in self._graphs.items() if step.may_read(moved)}
+        graphs = [*self._graphs.items()]  # `release` may drop them in another thread
+        stale = {key: step for key, step in graphs if step.may_read(moved)}
         if stale:
             self._misses.restart(stale.values())
             for key in stale:
-                del self._graphs[key]
+                self._graphs.pop(key, None)
 
     def clear(self) -> None:
         """Drops all graphs."""
@@ -259,7 +260,7 @@ class StepGraphs:
         self.checks.compare(results, getattr(self._model(), "dtype", None), reason)
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> Any:
-        """As `Recorder.rectangles`. Needs the room `rectangles`, which calls this method."""
+        """As `Recorder.rectangles`. Only the optional package `rectangles` calls this method."""
         with forks.imports:
             from .rectangles import RectangleReplays
 
@@ -275,9 +276,9 @@ class StepGraphs:
         return reason is not None
 
     def _is_recordable(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
-        """Whether steps like this are recorded: those of decodes that all get logits and, on a GPU
-        if the context allows them, those with few chunk tokens. `_limits` bounds the number of
-        decodes in the former, and of chunk tokens in the latter. Steps with `rope_factors` are not
+        """Whether steps like this are recorded: those that have only decodes and return logits for
+        each, and, on a GPU and if the context allows chunks, those with few chunk tokens. `_limits`
+        bounds the numbers of decodes and of chunk tokens. Steps with `rope_factors` are not
         recorded."""
         if tokens.rope_factors:
             return False
@@ -296,11 +297,11 @@ class StepGraphs:
 
     def _key_of(self, tokens: PackedTokens, prefixes: Prefixes, kind: Hashable) -> GraphKey:
         """Returns the key of the smallest graph that could serve the running step."""
-        variant, num_ranges = None, 0
+        variant, num_keys = None, 0
         if self._context is not None:
-            variant, num_ranges = self._context.variant, self._context.num_ranges
+            variant, num_keys = self._context.variant, self._context.num_keys
         options = kind, step_options(self._device, self._model())
-        key = key_of(tokens, prefixes, self._groups, num_ranges, variant, options, self.reads_keys)
+        key = key_of(tokens, prefixes, self._groups, num_keys, variant, options, self.reads_keys)
         return key.without_unused_rows(tokens.num_decodes) if self._live.classes else key
 
     def _find_or_record(
@@ -325,7 +326,7 @@ class StepGraphs:
         token_ids: Tensor | None,
     ) -> Tensor | None:
         """Replays the graph of `key` for a step; returns a copy of the step's logits. If a live
-        module returns other kinds of results, drops the graph and returns `None`."""
+        module returns a result unlike the recorded one, drops the graph and returns `None`."""
         recorded = self._graphs[key] = self._graphs.pop(key)  # now the last used
         recorded.num_replays += 1
         if recorded.num_replays == MIN_REPLAYS:
@@ -411,13 +412,13 @@ class StepGraphs:
         return RecordedStep(inputs, outputs[0], graph, recorded_context)
 
     def _handle_failure(self, key: GraphKey, error: Exception, reason: str) -> None:
-        """If memory ran out, only delays the next attempt. Otherwise sets a limit: if the step has
-        shared prefixes, on these, otherwise on chunk tokens or, without chunks, on decodes. But if
-        a step of decodes alone, without shared prefixes, fails while there is no graph of decodes,
-        stops recording altogether."""
+        """If memory ran out, only delays the next attempt. Otherwise limits what is recorded:
+        shared prefixes if the step has them, else chunk tokens if it has chunks, else decodes. But
+        if a step of decodes alone, without shared prefixes, fails while there is no graph of
+        decodes, stops recording altogether."""
         if is_out_of_memory(error):
             self._misses.delay(key)
-            note_unrecorded(f"there is no memory for more recordings now ({reason})")
+            note_unrecorded(f"there is not enough free memory to record more steps ({reason})")
             return
         if key.prefixes:  # the next attempt records the step without a cascade
             self._limits["prefixes"] = 0
@@ -428,17 +429,17 @@ class StepGraphs:
             }
             logger.info("steps are recorded without cascades over shared prefixes: %s", reason)
             return
-        limited, limit = limit_below(key)
+        quantity, limit = limit_below(key)
         has_decodes = any(not graph_key.num_chunks for graph_key in self._graphs)
-        if limited == "decodes" and not has_decodes:
+        if quantity == "decodes" and not has_decodes:
             self.unsupported_reason = reason
             self.clear()
             note_unrecorded(reason)
             return
-        self._limits[limited] = limit
-        if limited == "decodes":
+        self._limits[quantity] = limit
+        if quantity == "decodes":
             self._reason_against_decodes = f"with more than {limit} rows, {reason}"
-        logger.info("steps with more than %d %s are not recorded: %s", limit, limited, reason)
+        logger.info("steps with more than %d %s are not recorded: %s", limit, quantity, reason)
 
     def _ranges(
         self, recorded_context: RecordedContext | None, tokens: PackedTokens

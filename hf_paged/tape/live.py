@@ -1,7 +1,7 @@
-"""Modules that replays call live, since their forwards read the content of tensors and so differ
-from step to step, as those of experts that loop over the experts chosen. Decides which modules
-these are, and calls them while the other operations of a step are recorded. `entries.ModuleCall`
-calls them in replays."""
+"""Modules that a replay calls as Python code ("live") instead of replaying their operations, since
+their forwards branch on the content of tensors, as that of experts does, which loops over the
+experts chosen. Decides which modules these are, and calls them while the other operations of a step
+are recorded. `entries.ModuleCall` calls them in replays."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ class LiveRefused(NotCapturable):
 
 
 class LiveValue:
-    """Stands for a value other than a tensor that a live module returned: the value may differ in
-    each step, so only other live modules get it. Raises [`ContentReadError`] where other code
-    uses it during a recording."""
+    """Stands for a result of a live module that is not a tensor: it may differ in each step, so
+    only other live modules get it. Raises [`ContentReadError`] where other code uses it during a
+    recording."""
 
     __slots__ = ()
 
@@ -79,19 +79,19 @@ class LiveModules:
         self._refused = set[type[nn.Module]]()
 
     def reason_against_adapters(self) -> str:
-        """Returns why no step with a context for adapters is replayed, if there are `classes`."""
+        """Returns why steps with adapters are not replayed. There must be `classes`."""
         names = ", ".join(sorted(kind.__name__ for kind in self.classes))
-        return f"replays call {names}, without adapters"
+        return f"replays call {names} without the request's adapter"
 
     def clear(self) -> None:
         self.classes.clear()
         self._refused.clear()
 
     def learn(self, error: BaseException) -> bool:
-        """Takes the error of a recording or of a replay. Returns whether another recording may
-        succeed since it would call modules of other classes live: no longer a class that was
-        `LiveRefused`, or also the innermost module that reads content and can be called again with
-        other tensors."""
+        """Learns from the error of a recording or replay which classes to call live: no longer one
+        that raised [`LiveRefused`]; from now on that of the innermost module that read content and
+        can be called with other tensors. Returns whether that changed `classes`, so that another
+        recording may succeed."""
         if isinstance(error, LiveRefused):
             self.classes.discard(error.kind)
             self._refused.add(error.kind)
@@ -100,8 +100,12 @@ class LiveModules:
             return False
         excluded = self._refused | self.classes
         for module, arguments in reversed([*_calls_in(error.__traceback__)]):
-            is_callable = all(map(_is_argument, tree_leaves(arguments)))
-            if type(module) not in excluded and is_callable and not _runs_user_code(module):
+            has_allowed_arguments = all(map(_is_allowed_argument, tree_leaves(arguments)))
+            if (
+                type(module) not in excluded
+                and has_allowed_arguments
+                and not _runs_user_code(module)
+            ):
                 self.classes.add(type(module))
                 return True
         return False
@@ -124,13 +128,13 @@ class LiveModules:
                 args, kwargs = with_stored(tree_map(_live_leaf, (args, kwargs)))
                 return call(module, *args, **kwargs)
             if _surroundings(num_recorder_modes=1) != surroundings:
-                raise LiveRefused(type(module), "runs in a context, which replays do not enter")
+                raise LiveRefused(type(module), "runs in a context that replays do not enter")
             return _call_live(recorder, call, module, args, kwargs)
 
         def set_checked(module: nn.Module, name: str, value: Any) -> None:
             recorder = current_recorder.get()
             if recorder is not None and recorder.live_check is not None:
-                recorder.live_check.refuse(f"sets the attribute `{name}`, which code may read")
+                recorder.live_check.refuse(f"sets the attribute `{name}`, which others may read")
             set_attribute(module, name, value)
 
         table: Any = nn.Module
@@ -145,14 +149,13 @@ class LiveModules:
 
 
 def _runs_user_code(module: nn.Module) -> bool:
-    """Whether a call of the module may run code from outside of the libraries: code that may store
-    the numbers that it reads in a global, a config or an object, where recorded code would not see
-    that they change."""
+    """Whether a call of the module may run users' code, which may store the numbers that it reads
+    in a global, a config or an object, where recorded code would not see that they change."""
     return any(map(_has_user_code, module.modules()))
 
 
 def _has_user_code(module: nn.Module) -> bool:
-    """As `_runs_user_code`, without its submodules."""
+    """As `_runs_user_code`, for the module without its submodules."""
     kind = type(module)
     code_globals = getattr(inspect.unwrap(kind.forward), "__globals__", {})
     names = {kind.__module__, kind.forward.__module__, code_globals.get("__name__", "")}
@@ -161,8 +164,9 @@ def _has_user_code(module: nn.Module) -> bool:
 
 
 def _surroundings(num_recorder_modes: int = 0) -> tuple[Any, ...]:
-    """The state of torch in which a module runs, other than its gradient mode, without the
-    recorder's function modes and dispatch modes, equally many of each."""
+    """The state of torch in which a module runs: the numbers of modes, autocast and options, but
+    not the gradient mode. Does not count the recorder's `num_recorder_modes` function modes, nor
+    its dispatch modes, of which it has as many."""
     modes = [count - num_recorder_modes for count in num_modes()]
     return modes, autocast_dtype(torch.device("cpu")), torch_options()
 
@@ -177,10 +181,10 @@ def _calls_in(traceback: TracebackType | None) -> Iterator[tuple[nn.Module, Any]
         traceback = traceback.tb_next
 
 
-def _is_argument(leaf: Any) -> bool:
-    """Whether a live module may get an argument: one that is a plain tensor, a constant or what
-    another live module returned, or that `_live_leaf` replaces, and no other cache or object with
-    tensors."""
+def _is_allowed_argument(leaf: Any) -> bool:
+    """Whether a live module may take this argument: a plain tensor, a constant, a result of another
+    live module, or what `_live_leaf` replaces. Other caches, and other objects with tensors, are
+    not allowed."""
     kind = type(leaf)
     if _is_plain(leaf) or kind in _CONSTANTS:
         return True
@@ -204,9 +208,10 @@ def _is_plain(leaf: Any) -> bool:
 def _call_live(
     recorder: OperationRecorder, call: Any, module: nn.Module, args: Any, kwargs: Any
 ) -> Any:
-    """Calls a module without recording its operations, and appends the call to the recorder's."""
+    """Calls a module without recording its operations, and appends the call to the recorder's
+    operations."""
     leaves = tree_leaves((args, kwargs))
-    if not all(map(_is_argument, leaves)):
+    if not all(map(_is_allowed_argument, leaves)):
         raise LiveRefused(type(module), "gets arguments other than tensors and constants")
     caches = [leaf for leaf in leaves if type(leaf) is StepCache]
     states = [tensor for cache in caches for tensor in cache.live_tensors]
@@ -214,9 +219,9 @@ def _call_live(
     arguments = [leaf for leaf in tree_leaves((args, kwargs)) if _is_plain(leaf)]
     check = _Check(type(module), arguments, states)
     if _runs_user_code(module):
-        check.refuse("runs code from outside of the libraries")
+        check.refuse("runs users' code")
     if any(map(recorder.columns.has_unmasked, arguments)):
-        check.refuse("gets keys without a mask of those that are stored")
+        check.refuse("gets keys of which no mask hides the columns that are not stored")
     with _disable_current_modes():
         leaves, spec = tree_flatten(with_stored((args, kwargs)))
     values = [
@@ -254,7 +259,7 @@ def _as_results(recorder: OperationRecorder, check: _Check, result: Any) -> Any:
     returned = set[int]()
     for index, item in enumerate(items):
         if isinstance(item, Tensor):
-            returned.add(check.storage_of_result(item))
+            returned.add(check.checked_address(item))
         elif item is not None:
             if not all(type(leaf) in SCALARS for leaf in tree_leaves(item)):
                 check.refuse("returns values other than tensors and numbers")
@@ -267,17 +272,17 @@ def _as_results(recorder: OperationRecorder, check: _Check, result: Any) -> Any:
 
 
 class _Check:
-    """Runs the operations of a live module (`record.LiveCheck`), which may read its arguments, what
-    it computes and, as the lowering checks, tensors that outlive the recording, and write only to
-    what it computes."""
+    """Runs the operations of a live module (`record.LiveCheck`). The module may read its arguments,
+    its own results and tensors that outlive the recording, which the lowering checks. It may write
+    only to its own results and to the states of the step's cache."""
 
     def __init__(
         self, kind: type[nn.Module], arguments: list[Tensor], states: list[Tensor]
     ) -> None:
-        """`states`: those of the step's cache, which it may write to."""
+        """`states`: those of the step's cache."""
         self.kind = kind
+        # by address of the storage object, as are the dicts below
         self._states = {storage._cdata: storage for storage in storages_of(states)}
-        # by address of the storage object, as the other dicts
         self._arguments = {storage._cdata: storage for storage in storages_of(arguments)}
         self._arguments |= self._states
         self.computed = dict[int, torch.UntypedStorage]()
@@ -287,7 +292,7 @@ class _Check:
         raise LiveRefused(self.kind, action)
 
     def refuse_kernel(self, *call: Any) -> None:
-        self.refuse("calls a kernel of ours, whose inputs a replay may not fill")
+        self.refuse("calls a kernel of hf_paged, whose inputs a replay might not fill")
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(func, OpOverload):
@@ -295,7 +300,7 @@ class _Check:
         refuse_draws(func, args, kwargs)
         inputs = tensors_in((args, kwargs))
         if not all(map(_is_plain, inputs)):
-            self.refuse("uses a tensor that is not a plain one on the CPU")
+            self.refuse("uses a tensor that is not a plain CPU tensor")
         is_new = func.name() == "aten::lift_fresh"  # a new tensor of Python numbers
         for tensor in inputs:
             storage = tensor.untyped_storage()
@@ -314,12 +319,12 @@ class _Check:
                 self.computed[storage._cdata] = storage
         return result
 
-    def storage_of_result(self, tensor: Tensor) -> int:
+    def checked_address(self, tensor: Tensor) -> int:
         """Returns the address of a result's storage object; refuses a result that a replay cannot
         copy to memory of its own."""
         is_lazy = not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg()
         if is_lazy or tensor.layout is not torch.strided:
-            self.refuse("returns a tensor that is not a plain one on the CPU")
+            self.refuse("returns a tensor that is not a plain CPU tensor")
         address = tensor.untyped_storage()._cdata
         if address not in self.computed:
             self.refuse("returns a tensor that it has not computed")

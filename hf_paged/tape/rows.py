@@ -1,4 +1,4 @@
-"""Fused lists of elementwise operations and reductions of rows: one call of `rows.cpp` runs a list.
+"""Lists of fused elementwise operations and row reductions; one call of `rows.cpp` runs a list.
 `lower.py` and `passes.py` decide which operations are fused."""
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TensorLayout(NamedTuple):
 
 class Instruction(NamedTuple):
     """A load or store between memory and the register `out`, or an operation on registers and
-    perhaps a number, with the result rounded to `dtype` in the register `out`."""
+    optionally a scalar, whose result is rounded to `dtype` and written to the register `out`."""
 
     op: str
     out: int
@@ -53,13 +53,12 @@ class Instruction(NamedTuple):
 
 
 Shape = tuple[int, ...]
-"""Four sizes: of three dimensions that count rows, and of a row."""
+"""Four sizes: three leading dimensions, whose product is the number of rows, and a row's length."""
 
 
 def _pad_dims(values: Sequence[int], sizes: Sequence[int], padding: int) -> tuple[int, ...] | None:
-    """Returns the values of the dimensions that count rows (all but the last), without dimensions
-    of size 1, and with `padding` in front of them so that there are three; `None` if there are
-    more."""
+    """Returns the values of the leading dimensions (all but the last), without those of size 1, and
+    with `padding` in front of them so that there are three; `None` if more than three remain."""
     selected = [value for value, size in zip(values, sizes[:-1]) if size != 1]
     num_padding = 3 - len(selected)
     if num_padding < 0:
@@ -68,7 +67,8 @@ def _pad_dims(values: Sequence[int], sizes: Sequence[int], padding: int) -> tupl
 
 
 def shape_of(sizes: tuple[int, ...]) -> Shape | None:
-    """Returns the `Shape` for a tensor's sizes; `None` if more than three dimensions count rows."""
+    """Returns the `Shape` for a tensor's sizes; `None` if more than three leading dimensions are
+    larger than 1."""
     sizes = sizes or (1,)
     row_sizes = _pad_dims(sizes, sizes, 1)
     if row_sizes is None:
@@ -78,7 +78,7 @@ def shape_of(sizes: tuple[int, ...]) -> Shape | None:
 
 def layout(x: Tensor, ref: TensorRef, sizes: tuple[int, ...]) -> TensorLayout | None:
     """Returns the layout of a tensor that is broadcast to `sizes`; `None` if it cannot be, or if
-    more than three dimensions count rows."""
+    more than three leading dimensions are larger than 1."""
     sizes = sizes or (1,)
     try:
         strides = x.expand(sizes).stride()

@@ -1,7 +1,7 @@
-"""The inputs of a rectangle's decode step, beside tokens and masks. A recording has constants of
-some; it reads others from buffers, as it reads states: tensors with a row for each of the
-rectangle's rows, such as features of media and masks of them, and the keys and values of a
-cross-attention cache that the model made."""
+"""The inputs of a rectangle's decode step other than tokens and masks. A recording contains some as
+constants. It reads the others from buffers, as it reads states: tensors with a row for each of the
+rectangle's rows, such as features of media and their masks, or the keys and values of a
+cross-attention cache that the model created."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..cache.paged_cache import PagedCache
 from ..model.own_loop import cache_output, cache_parts
 
 _CROSS_STATES = ("keys", "values")
-# of the row inputs of a recording, of which up to `graph_keys.MAX_GRAPHS` are kept. The steps of
-# models that read more take so long that replays hardly save time.
+# limit on the row inputs of one recording, of which up to `graph_keys.MAX_GRAPHS` are kept. Steps
+# that read more take so long that a replay hardly saves time.
 MAX_BYTES = 16 << 20
 
 
@@ -48,8 +48,9 @@ def token_types_of(prepared: dict[str, Any]) -> dict[str, int]:
 
 
 def without_encoder_inputs(prepared: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    """Returns the inputs, with meta tensors for those of these names, which the encoder takes: a
-    recorded forward may read neither their content nor their sizes (`record.ReadGuard`)."""
+    """Returns the inputs, with meta tensors in place of those called `names`, which only the
+    encoder uses: a recorded forward may read neither their content nor their sizes
+    (`record.ReadGuard`)."""
     inputs = dict(prepared)
     for name in names & prepared.keys():
         if isinstance(prepared[name], Tensor):
@@ -58,21 +59,23 @@ def without_encoder_inputs(prepared: dict[str, Any], names: set[str]) -> dict[st
 
 
 def constants_of(prepared: dict[str, Any]) -> Hashable:
-    """Returns what a recording treats as constants: inputs, and the names of those without
-    content."""
+    """Returns a key of what a recording treats as constants: the inputs that are booleans, integers
+    or strings, and the names of meta tensors."""
     items = prepared.items()
     values = tuple((name, value) for name, value in items if isinstance(value, (bool, int, str)))
     return values, frozenset(name for name, x in items if isinstance(x, Tensor) and x.is_meta)
 
 
 class RowInputs:
-    """Tensors `(rows, ...)` by name, in the form of a layer of states."""
+    """Tensors `(rows, ...)` by name, as a layer of states, so that a recording reads them as it
+    reads states."""
 
     is_fixed = True  # a recording serves tensors of these shapes only
 
     def __init__(self, tensors: dict[Hashable, Tensor]) -> None:
         """`tensors`: not empty."""
-        self.recurrent_states = dict(tensors)  # views of a recording's buffers once it used them
+        # replaced by views of a recording's buffers once one has read them
+        self.recurrent_states = dict(tensors)
         self.device = next(iter(tensors.values())).device
         self._given = tensors
         self._versions = {name: _version_of(tensor) for name, tensor in tensors.items()}
@@ -82,7 +85,7 @@ class RowInputs:
         return tuple(self._given)
 
     def has_form(self, name: Hashable, tensor: Tensor) -> bool:
-        """Whether this holds a tensor of this name and of the form of `tensor`."""
+        """Whether this holds a tensor of this name, with the dtype and shape of `tensor`."""
         given = self._given.get(name)
         return given is not None and (given.dtype, given.shape) == (tensor.dtype, tensor.shape)
 
@@ -103,14 +106,19 @@ class RowInputs:
 
 
 def note_row_inputs(rectangle: Any, inputs: Mapping[str, Tensor]) -> str | None:
-    """Sets the `row_inputs` of a rectangle to the tensors of `inputs`, and those of its own
-    cross-attention cache. In a step with the content of the last one, keeps the object, so that
-    nothing is copied to buffers again. If the tensors are too large for the buffers of each
-    recording, changes nothing and returns the reason; otherwise `None`."""
+    """Sets a rectangle's `row_inputs` to `inputs`, with the keys and values of a cross-attention
+    cache that the model created. If nothing has changed since the last step, keeps the object, so
+    that nothing is copied to buffers again. If a recording cannot read the tensors, changes nothing
+    and returns the reason; otherwise `None`."""
     tensors = dict(_cross_states(rectangle.cache))
     tensors.update(inputs.items())
+    if any(tensor is None for tensor in tensors.values()):
+        return "its cross-attention cache has layers without keys"
     if sum(tensor.nbytes for tensor in tensors.values()) > MAX_BYTES:
-        return f"its tensors of media take more than {MAX_BYTES >> 20} MiB"
+        return (
+            "its inputs for each row, and its cross-attention keys and values, take more than"
+            f" {MAX_BYTES >> 20} MiB"
+        )
     last = rectangle.row_inputs
     if not tensors:
         rectangle.row_inputs = None
@@ -120,9 +128,9 @@ def note_row_inputs(rectangle: Any, inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def is_row_input(name: str, value: Tensor, rectangle: Any) -> bool:
-    """Whether a tensor of a step's inputs is one that `note_row_inputs` takes: a row's part is the
-    same in each step, or has a size for the new token alone, and does not grow with the rows'
-    tokens."""
+    """Whether an input tensor can be a row input (`note_row_inputs`): it has one entry for each
+    row, which is the same in every step or covers only the new token, and it does not grow with the
+    rows' tokens."""
     if value.dim() < 2 or len(value) != len(rectangle.blocks):
         return False
     if rectangle.row_inputs is not None and rectangle.row_inputs.has_form(name, value):
@@ -134,8 +142,8 @@ def is_row_input(name: str, value: Tensor, rectangle: Any) -> bool:
 
 
 def with_cross_states(cache: Any, running_cache: Any, tensors: Mapping[Hashable, Tensor]) -> Any:
-    """Returns `cache`, with a cross-attention cache of `tensors` if `running_cache` has one that
-    the model made."""
+    """Returns `cache`, with a cross-attention cache that holds `tensors` if `running_cache` has one
+    that the model created."""
     cross = _own_cross_cache(running_cache)
     if cross is None:
         return cache
@@ -151,7 +159,7 @@ def with_cross_states(cache: Any, running_cache: Any, tensors: Mapping[Hashable,
 
 
 def _own_cross_cache(cache: Any) -> Any:
-    """The cross-attention cache that the model made; `None` if there is none."""
+    """The cross-attention cache that the model created; `None` if there is none."""
     _, *cross_caches = cache_parts(cache)
     return next((cross for cross in cross_caches if not isinstance(cross, PagedCache)), None)
 
@@ -169,14 +177,14 @@ def _version_of(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-Passed = dict[str, Any]
-"""By name of an output: the name of the input that a forward returns as this output or, of outputs
-in outputs, a dict of the same form."""
+PassedInputs = dict[str, Any]
+"""Maps an output's name to the name of the input that a forward returns unchanged as this output
+or, for a nested `ModelOutput`, to a dict of the same form."""
 
 
-def passed_inputs(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Passed:
-    """Returns which inputs a forward's outputs contain."""
-    passed: Passed = {}
+def passed_inputs(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> PassedInputs:
+    """Returns which of a forward's outputs are inputs that it passes through."""
+    passed: PassedInputs = {}
     for name, value in outputs.items():
         if isinstance(value, ModelOutput):
             nested = passed_inputs(value, inputs)
@@ -189,9 +197,9 @@ def passed_inputs(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Pass
     return passed
 
 
-def outputs_of(passed: Passed, inputs: Mapping[str, Any], cache: Any = None) -> ModelOutput:
-    """Returns the outputs of a forward of which only the cache and the inputs that it passes on are
-    known."""
+def outputs_of(passed: PassedInputs, inputs: Mapping[str, Any], cache: Any = None) -> ModelOutput:
+    """Returns what is known of the outputs of a replay: its cache, and the inputs that the forward
+    passes through."""
     outputs = ModelOutput() if cache is None else cache_output(cache)
     for name, source in passed.items():
         is_nested = isinstance(source, dict)

@@ -43,8 +43,8 @@ def torch_options() -> tuple[Any, ...]:
 
 
 def step_options(device: torch.device, model: nn.Module | None) -> tuple[Any, ...]:
-    """Returns the values of those options that may differ between the steps of a call, and the mode
-    of the model."""
+    """Returns what may differ between the steps of a call: whether the model is in training mode,
+    the dtype of autocast, batch invariance, and some of torch's options."""
     return (
         getattr(model, "training", False),
         autocast_dtype(device),
@@ -83,8 +83,8 @@ def active_mode() -> str | None:
 
 
 def reason_against_replays(untracked_reason: str | None) -> str | None:
-    """Returns why a step must run eagerly: since a replay would bypass an active mode or might miss
-    changes of the model; `None` if it may be a replay. `untracked_reason`: why a replay might miss
-    changes; `None` if it cannot."""
+    """Returns why a step must run eagerly: because a replay would bypass an active mode or might
+    miss changes of the model; `None` if a replay is allowed. `untracked_reason`: why a replay might
+    miss changes; `None` if it cannot."""
     mode = active_mode()
     return untracked_reason if mode is None else f"a replay would bypass the active `{mode}`"

@@ -214,7 +214,7 @@ class PrefixStore:
             self._pending.clear()
             self._num_bytes["pending"] = 0
 
-    def reach(self, sequence: Sequence) -> int:
+    def num_restorable_tokens(self, sequence: Sequence) -> int:
         return len(self._path(sequence)) * sequence.blocks.manager.node_size
 
     def _path(self, sequence: Sequence) -> list[Link]:

@@ -152,7 +152,7 @@ class Region:
         self.backing.release()
 
 
-class PlaneRows(NamedTuple):
+class PlaneAddresses(NamedTuple):
     """The addresses of one plane's tokens in all slots."""
 
     address: int  # in the first slot
@@ -178,7 +178,8 @@ class BorrowedView(NamedTuple):
 class RowMappings:
     """The slots of a layer, each with the mapped blocks of one row. A part is a tensor over all
     slots, of keys, of values or of both. `pair`: keys and values `(num_slots, heads, max_len,
-    dim)`, as views of the parts. If each plane has one head, slots and heads can be flattened."""
+    dim)`, as views of the parts. If each plane has one head, the slot and head axes can be
+    flattened without a copy."""
 
     def __init__(
         self,
@@ -196,8 +197,9 @@ class RowMappings:
         self.versions = [0] * num_slots  # `Row.version` of each slot when it was last updated
         self.borrowed_views: list[BorrowedView] = []
         self._num_boundaries = [0]  # between extents in each plane; a list, which finalizers share
-        self._needs_new_addresses = False  # true once a view has kept some of the current ones
-        self.planes: list[PlaneRows] = []
+        # true once a borrowed view has taken over some of the current addresses
+        self._needs_new_addresses = False
+        self.planes: list[PlaneAddresses] = []
         self.part_addresses: list[Addresses] = []  # by part; parts of one region share a range
         parts: list[Tensor] = []
         for region in regions:
@@ -232,7 +234,7 @@ class RowMappings:
         parts = []
         for plane in range(layout.num_planes):
             part, part_plane = divmod(plane, planes_per_part)
-            # ranges, each of one plane in one slot, before this plane's range in the first slot
+            # number of ranges, each of a slot and plane, before this plane's range in slot 0
             num_ranges_before = part * num_slots * planes_per_part + part_plane
             if not part_plane:
                 parts.append(flat.as_strided(shape, strides, num_ranges_before * plane_elements))
@@ -241,7 +243,7 @@ class RowMappings:
             slot_bytes = planes_per_part * plane_bytes
             offset = region.offset_of(plane, 0)
             part_index = len(self.part_addresses) - 1
-            rows = PlaneRows(address, slot_bytes, layout.block_bytes, offset, part_index)
+            rows = PlaneAddresses(address, slot_bytes, layout.block_bytes, offset, part_index)
             self.planes.append(rows)
         return parts
 
@@ -281,10 +283,10 @@ class RowMappings:
         self.versions[slot] = row.version
 
     def unmap_slot(self, slot: int) -> None:
+        self.versions[slot] = -1  # first: an interrupt may leave some blocks mapped
         mapped_ids = self.mapped_ids[slot]
         self._unmap(slot, 0, len(mapped_ids))
         mapped_ids.clear()
-        self.versions[slot] = -1
 
     def close(self) -> None:
         """Unmaps all slots if their pages must be unmapped before they are released."""
@@ -311,15 +313,15 @@ class RowMappings:
                 offset = plane.offset + block_id * block_bytes
                 pages.map(plane.address_of(slot, position), offset, count * block_bytes)
         except BaseException:
-            # record the blocks as unmapped, although some planes may be mapped
-            self._record(slot, position, [None] * count)
+            # some planes may be mapped, and others may still have blocks of an earlier row
+            self._unmap(slot, position, count)
             raise
 
     def _unmap(self, slot: int, position: int, count: int) -> None:
+        self._record(slot, position, [None] * count)  # first: an interrupt may leave some mapped
         if count:
             for plane in self.planes:
                 self.pages.unmap(plane.address_of(slot, position), count * plane.block_bytes)
-        self._record(slot, position, [None] * count)
 
     def _record(self, slot: int, position: int, block_ids: list[int | None]) -> None:
         """Records that these blocks are mapped from `position` on, and counts extents."""

@@ -336,9 +336,9 @@ class MappedStorage(BlockStorage):
         return RUNS_PER_GROWTH * (1 + blocks_ahead) if blocks_ahead else 0
 
     @property
-    def num_rows(self) -> int:
+    def num_allocated_blocks(self) -> int:
         mapped_counts = [region.num_mapped for region in self._regions]
-        return min([super().num_rows, *mapped_counts])
+        return min([super().num_allocated_blocks, *mapped_counts])
 
     @property
     def is_elastic(self) -> bool:

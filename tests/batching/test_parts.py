@@ -53,7 +53,7 @@ class DictTier(dict[bytes, Any]):
         namespace = sequence.request.namespace
         return blocks.index.find(sequence.keys, namespace, most, lambda _, digest: digest in self)
 
-    def reach(self, sequence: Sequence) -> int:
+    def num_restorable_tokens(self, sequence: Sequence) -> int:
         return len(self.path(sequence)) * sequence.blocks.manager.node_size
 
     def restore(self, sequence: Sequence) -> bool:
@@ -118,12 +118,12 @@ class HalfStorage:
         return sum(layer.block_bytes for layer in self.layers.values())
 
     @property
-    def num_rows(self) -> int:
+    def num_allocated_blocks(self) -> int:
         return min((layer.num_blocks for layer in self.layers.values()), default=0)
 
     @property
     def nbytes(self) -> int:
-        return self.block_bytes * self.num_rows
+        return self.block_bytes * self.num_allocated_blocks
 
     def _blocks(self, num_blocks: int, keys: Tensor, values: Tensor) -> KVBlocks:
         heads, dim = keys.shape[1], keys.shape[3]
@@ -208,10 +208,12 @@ class Toy(Drafter):
         ahead = [*text[length:], 0, 0, 0][:3]
         return Draft([(token + self.error) % models.VOCAB_SIZE for token in ahead])
 
-    def accepted(self, generation: Generation, num_draft_tokens: int, num_accepted: int) -> None:
+    def note_verified(
+        self, generation: Generation, num_draft_tokens: int, num_accepted: int
+    ) -> None:
         self.rows[generation].append((num_draft_tokens, num_accepted))
 
-    def computed(self, num_tokens: int, seconds: float) -> None:
+    def note_decode_time(self, num_tokens: int, seconds: float) -> None:
         self.num_computed += num_tokens
 
     def reclaim(self) -> bool:

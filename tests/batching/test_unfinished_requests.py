@@ -111,7 +111,7 @@ def test_a_child_process_keeps_the_pool_only_for_the_thread_that_forked() -> Non
         core = engine._core
 
         def leaves_the_context() -> bool:
-            in_use = bool(core._pool_user_ids)
+            in_use = bool(core._pool_thread_ids)
             kept.close()
             return in_use and not engine.memory.occupied_bytes
 

@@ -54,7 +54,7 @@ def paged(kv_dtype: str | None) -> dict[str, Any]:
 def build(name: str) -> Any:
     if name == "deepseek":  # latents
         return build_deepseek()
-    # the second kind has attention code of its own, which gets packed rows (`RowTensor`)
+    # the second kind has attention code of its own, which gets packed rows (`DeferredKV`)
     return models.get(name) if name.islower() else tiny_model(getattr(transformers, name))
 
 

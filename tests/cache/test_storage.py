@@ -114,7 +114,9 @@ def test_layers_return_to_the_addresses_that_they_were_released_from() -> None:
             tensor.fill_(7)
         storage.pool.shrink()
         storage.clear()
-        assert not (storage.layers or storage.nbytes or storage.num_rows or storage.block_bytes)
+        assert not (
+            storage.layers or storage.nbytes or storage.num_allocated_blocks or storage.block_bytes
+        )
 
     storage = BlockStorage(16, BlockPool())
     first = make(100)

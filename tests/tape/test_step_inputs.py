@@ -74,7 +74,7 @@ def test_tensors_that_grow_with_the_rows_are_not_taken() -> None:
     rectangle.row_inputs = row_inputs(rectangle, {"x": grown})
     assert is_row_input("x", grown, rectangle)  # as in the last step
     reason = note_row_inputs(rectangle, {"x": torch.empty(2, MAX_BYTES, device="meta")})
-    assert reason == "its tensors of media take more than 16 MiB"
+    assert reason is not None and reason.endswith("take more than 16 MiB")
 
 
 def test_outputs_that_are_inputs_are_known_after_a_replay() -> None:

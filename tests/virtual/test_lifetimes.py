@@ -293,6 +293,23 @@ def test_rows_of_which_a_view_could_not_be_preserved_get_new_addresses(
     assert torch.equal(lent(cache), torch.cat((keys, more), dim=2))
 
 
+def test_positions_whose_mapping_failed_read_as_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Padding may follow there: it must not read the blocks of an earlier row."""
+    cache, _ = filled(VIRTUAL)
+    assert lent(cache).any()
+    mapped = storage_of(cache).layers[0].rows.mappings
+    (slot,) = [slot for slot, ids in enumerate(mapped.mapped_ids) if ids]
+
+    def fail(*args: Any) -> None:
+        raise MemoryError("on purpose")
+
+    monkeypatch.setattr(type(mapped.pages.extents), "check", fail)
+    with pytest.raises(MemoryError, match="on purpose"):
+        mapped._map(slot, 0, mapped.mapped_ids[slot][0] + 1, 1)
+    assert mapped.mapped_ids[slot][0] is None
+    assert not mapped.pair[0][slot, :, : mapped.block_size].any()
+
+
 def test_keys_of_a_narrower_dtype_outlive_a_promotion() -> None:
     cache, keys = PagedCache(None, VIRTUAL), numbers(70, 0)
     half = keys.bfloat16()

@@ -291,11 +291,11 @@ def _keys_and_values(
     kv_heads = part.heads.stop - part.heads.start
     visible = slice(part.offset, part.offset + part.length)
     pieces = []
-    for index, (tensor, units) in enumerate(zip(stored_tensors, part.units)):
+    for index, (tensor, indices) in enumerate(zip(stored_tensors, part.indices)):
         out = None
         if uses_scratch:
-            out = _scratch_view(index, (len(units.indices), units.shape[1]), tensor.dtype)
-        states = units.read(tensor, out).view(rows, kv_heads, -1, tensor.shape[3])
+            out = _scratch_view(index, (len(indices.indices), indices.shape[1]), tensor.dtype)
+        states = indices.read(tensor, out).view(rows, kv_heads, -1, tensor.shape[3])
         pieces.append(states[:, :, visible])
     half = len(pieces) // 2
     key = quantized.dequantize(pieces[:half], keys, dtype)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...cache.reading import BlockLayout, Units
+from ...cache.reading import BlockLayout, GatherIndices
 from ...step import StepMetadata
 
 MIN_UNPACKED_QUERIES = 64
@@ -68,8 +68,8 @@ class Part:
     # whether there are as many keys as queries, at least `MIN_UNPACKED_QUERIES`, and each query
     # sees keys up to itself
     causal: bool
-    # units of keys and of values; if quantized, of the keys' codes and scales, then the values'
-    units: tuple[Units, ...] = ()
+    # indices of keys and of values; if quantized, of the keys' codes and scales, then the values'
+    indices: tuple[GatherIndices, ...] = ()
     positions: Tensor | None = None
     """For rows of different lengths, the position of each gathered token, `[rows, length]`. Rows
     are aligned at their ends: a shorter one begins with copies of its first visible token as
@@ -89,7 +89,7 @@ every row."""
 @torch.inference_mode(False)
 @torch.no_grad()
 def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> PartPlan:
-    """Returns the parts of a step whose rows are gathered, with their units in each layout.
+    """Returns the parts of a step whose rows are gathered, with their indices in each layout.
     `step.plan` runs this once for all layers with the same layouts."""
     geometries, is_complete = geometries_of(step)
     kv_heads = layouts[0].shape[1]
@@ -120,21 +120,21 @@ def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> PartPlan:
             index = _index(step, members)
             for head in range(0, kv_heads, num_heads):
                 heads = slice(head, min(kv_heads, head + num_heads))
-                units = _units(layouts, blocks, heads)
-                part = make_part(index, tuple(members), heads, offset, units=units)
+                indices = _indices_of(layouts, blocks, heads)
+                part = make_part(index, tuple(members), heads, offset, indices=indices)
                 parts.append(part)
     return tuple(parts), is_complete
 
 
-def _units(
+def _indices_of(
     layouts: tuple[BlockLayout, ...],
     tables: Tensor,
     heads: slice,
     positions: Tensor | None = None,
-) -> tuple[Units, ...]:
-    """Returns `BlockLayout.units` of each layout, computed once for equal layouts."""
-    units = {layout: layout.units(tables, heads, positions) for layout in {*layouts}}
-    return tuple(units[layout] for layout in layouts)
+) -> tuple[GatherIndices, ...]:
+    """Returns `BlockLayout.gather_indices` of each layout, computed once for equal layouts."""
+    indices = {layout: layout.gather_indices(tables, heads, positions) for layout in {*layouts}}
+    return tuple(indices[layout] for layout in layouts)
 
 
 def _group_similar(
@@ -196,7 +196,7 @@ def _padded_part(
         tuple(members),
         heads,
         0,
-        units=_units(layouts, tables, heads, positions),
+        indices=_indices_of(layouts, tables, heads, positions),
         positions=positions,
         is_padding=is_padding,
     )

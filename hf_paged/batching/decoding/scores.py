@@ -329,7 +329,8 @@ def _race_equals_multinomial(device: torch.device) -> bool:
     first = torch.Generator(device).manual_seed(0)
     second = torch.Generator(device).manual_seed(0)
     for shape in ((1, 777), (5, 32000)):
-        logits = torch.randn(shape, generator=second.clone_state(), device=device)
+        generator = second.clone_state()
+        logits = torch.randn(shape, generator=generator, dtype=torch.float32, device=device)
         probs = logits.mul_(3).softmax(dim=-1)
         expected = torch.multinomial(probs, num_samples=1, generator=first)
         actual = exponential_race(probs, second)

@@ -189,7 +189,7 @@ class PackedRunner(Runner):
         extra_indices = [index for *_, indices in recordings for index in indices]
         if self._processes is not None:
             names = None if context is None else context.names
-            self._processes.run(tokens, extra_indices, names)
+            self._processes.announce_step(tokens, extra_indices, names)
         unpacked_plan = None if self.is_packed else plan
         logits = self.compute(tokens, extra_indices, unpacked_plan, context)
         start = len(tokens.last)

@@ -114,7 +114,7 @@ class Runner:
         other_indices: list[int] = []
         for index, (sequence, num_computed) in enumerate(zip(plan.sequences, plan.starts)):
             prompts, row = sequence.request.inputs or (None, 0)
-            if prompts is None or num_computed > sequence.request.num_text:
+            if prompts is None or num_computed > sequence.request.media_start:
                 other_indices.append(index)
                 continue
             # requests with the same row need separate forwards

@@ -229,7 +229,7 @@ class Preemption:
         """Attaches open rows to their cached blocks; returns each row with its number of cached or
         shared tokens. If there are several rows, as after a preemption, and not all of their common
         prefix (`num_shared_tokens`) is cached, the first row computes the prefix for all
-        (`Request.num_before_fork`)."""
+        (`Request.advance_shared_prefix`)."""
         rows = request.open_sequences
         for sequence in rows:
             self.match(sequence, sequence.keys)
@@ -275,7 +275,7 @@ class Preemption:
         if tier is None or len(rows) > 1:
             return False
         (sequence,) = rows
-        return tier.reach(sequence) > sequence.num_computed_tokens
+        return tier.num_restorable_tokens(sequence) > sequence.num_computed_tokens
 
     def _restore(self, request: Request) -> None:
         """Restores the prefix of the only row from the tier to the pool, if possible, and attaches
@@ -295,9 +295,9 @@ class Preemption:
         if request.drafts_first_token:
             # the last prompt token has a separate step, before which a step must compute a token
             keys = keys[:-1]
-        min_tokens = max(request.num_content, self.min_saved)
-        if not sequence.match(keys, min_tokens) and request.num_text:
-            sequence.match(keys[: request.num_text + 1])
+        min_tokens = max(request.media_end, self.min_saved)
+        if not sequence.match(keys, min_tokens) and request.media_start:
+            sequence.match(keys[: request.media_start + 1])
 
     def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
         """Returns how many of `count` tokens (more than one) a sequence of the request may compute

@@ -209,7 +209,7 @@ class Scheduler:
         count = num_to_compute = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
-            count = min(count, request.num_before_fork(sequence))
+            count = min(count, request.advance_shared_prefix(sequence))
         if count > 1:
             count = self.preemption.limit_tokens(request, sequence, count)
         if not is_whole:
@@ -267,7 +267,7 @@ class Scheduler:
         self._preempt(request)
         if self.queue.running or not is_only_model:
             return
-        if not request.grows_alone():
+        if not request.note_lone_preemption():
             raise self.queue.out_of_blocks(request) from self.blocks.take_error
         if self.blocks.memory.release_unused() and self.blocks.has_windows:
             # cached blocks of layers with windows would occupy freed memory that other layers need

@@ -18,7 +18,7 @@ from .build import is_available, kernel, logger
 
 _HASH_CALL = struct.Struct("3Q2q")  # struct HashCall
 _DRAW_CALL = struct.Struct("Q2q2Q")  # struct DrawCall
-# bytes of the state of torch's CPU generator; the kernel does not know states of other sizes
+# bytes of the state of torch's CPU generator; the kernel supports no other size
 _STATE_BYTES = 5056
 _lock = forks.lock()
 
@@ -45,14 +45,15 @@ def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Returns `torch.multinomial(probs, 1, generator=generator).squeeze(1)`: the same `(n,)` int64,
     with the same change of the generator's state, for `probs` `(n, vocab)` of any float dtype and
-    device. For contiguous float32 on the CPU, a kernel draws, ten times as fast, unless torch's
-    algorithm has changed (`_draws_as_torch`). Raises torch's `RuntimeError` for probabilities that
-    torch rejects. Threads may call this at the same time; if torch draws from the same generator
-    meanwhile, both may draw the same numbers."""
+    device. For contiguous float32 on the CPU, a kernel about ten times as fast draws, unless
+    torch's algorithm has changed (`_draws_like_torch`). Raises torch's `RuntimeError` for
+    probabilities that torch rejects. Threads may call this at the same time; if torch draws from
+    the same generator meanwhile, both may draw the same numbers."""
     is_supported = (
         probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()
     )
-    if is_supported and (generator is None or generator.device.type == "cpu") and _draws_as_torch():
+    on_cpu = generator is None or generator.device.type == "cpu"
+    if is_supported and on_cpu and _draws_like_torch():
         tokens = _draw(probs, torch.default_generator if generator is None else generator)
         if tokens is not None:
             return tokens
@@ -74,14 +75,16 @@ def _draw(probs: Tensor, generator: torch.Generator) -> Tensor | None:
 
 
 @functools.cache
-def _draws_as_torch() -> bool:
+def _draws_like_torch() -> bool:
     """Whether the kernel is available and draws the same tokens as this build of torch, whose
     algorithm is undocumented."""
     generator = torch.Generator()
     generator.manual_seed(0)
     if not is_available() or generator.get_state().nbytes != _STATE_BYTES:
         return False
-    probs = torch.randn((5, 777), generator=generator, device="cpu").mul_(3).softmax(dim=-1)
+    # the kernel reads float32, whatever torch's default dtype is
+    probs = torch.randn((5, 777), generator=generator, dtype=torch.float32, device="cpu")
+    probs = probs.mul_(3).softmax(dim=-1)
     kernel_generator = generator.clone_state()
     for _ in range(3):
         expected_tokens = torch.multinomial(probs, num_samples=1, generator=generator).squeeze(1)

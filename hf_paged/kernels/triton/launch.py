@@ -16,13 +16,13 @@ from ...topics import Topic
 
 logger = logging.getLogger(__name__)
 
-# a first launch that takes this long has compiled the kernel; launches alone take milliseconds
+# a first launch that takes this long has compiled the kernel; other launches take milliseconds
 MIN_COMPILE_SECONDS = 0.05
 MIN_LOGGED_SECONDS = 2.0  # total compile time after which a message is logged
 
 _failed: set[Hashable] = set()
-"""The results of `_variant` for kernels that failed: they are not launched again, since they would
-fail again, after a second or two of compiling."""
+"""The variants (`_variant`) that failed. They are not launched again, since they would fail again
+after a second or two of compiling."""
 
 _logged: set[str] = set()
 """Names of kernels whose first error has been logged."""
@@ -39,8 +39,8 @@ def launch(
     all tensors that the kernel writes; `None` entries are ignored.
 
     Raises:
-        LaunchFailedError: if the kernel could not be compiled or launched, now or earlier. A
-            kernel's first error is logged.
+        LaunchFailedError: if the kernel could not be compiled or launched, in this call or an
+            earlier one. A kernel's first error is logged.
 
     Other errors, after which the device may be unusable, are raised unchanged.
     """
@@ -53,7 +53,7 @@ def launch(
         with torch.accelerator.device_index(device.index):
             kernel[grid](*args, **kwargs)
     except Exception as error:  # Triton fails in many ways
-        interrupt = interrupt_of(error)  # Triton replaces errors of signal handlers by its own
+        interrupt = interrupt_of(error)  # Triton replaces those that signal handlers raise
         if interrupt is not None:
             raise interrupt from interrupt.__cause__
         if not is_recoverable(error, device):
@@ -96,9 +96,9 @@ def is_recoverable(error: Exception, device: torch.device) -> bool:
 def _variant(
     kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> Hashable:
-    """Returns a key of the properties for which Triton compiles a kernel separately: constants,
-    options, and the types of other arguments, but not their alignment. Constants must be passed as
-    keyword arguments."""
+    """Returns a key of what Triton specialises a kernel on: constants, options, and the types of
+    other arguments. The key ignores that Triton also specialises on their alignment and on integers
+    equal to 1. Constants must be passed as keyword arguments."""
     # the kernels annotate constants and nothing else
     non_constants = set(kernel.arg_names) - set(kernel.fn.__annotations__)
     keyword_arguments = tuple(

@@ -128,9 +128,9 @@ def merge(
             then merged as another part; may be the same tensor as `out_lse`.
         index: `(n,)`: the token in `out` of each query, all different; `0 .. n - 1` by default.
         row_items: `(rows, 2)` int32, if each row has separate parts: the row's first part, and
-            the number of its parts. Then `n` is the number of queries per row, and rows with one
-            part are not written.
-        max_parts: The maximum number of parts of a row; by default the number of all parts.
+            the number of its parts. Then `n` is the number of queries per row, and rows with at
+            most one part are left unchanged. Not together with `index`.
+        max_parts: The maximum number of parts of a row; by default the total number of parts.
     """
     num_parts, num_queries, heads, value_dim = partials.shape
     num_tokens = num_queries if row_items is None else len(out)
@@ -138,7 +138,7 @@ def merge(
         return
     max_parts = max_parts or num_parts
     width = triton.next_power_of_2(value_dim)
-    # one of few sizes, since each is compiled separately
+    # one of a few sizes, since each is compiled separately
     block_parts = next(
         (size for size in (16, 64, 256) if size >= max_parts), triton.next_power_of_2(max_parts)
     )

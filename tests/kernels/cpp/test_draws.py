@@ -33,6 +33,18 @@ def test_draws_are_those_of_torch(size: int) -> None:
         assert other.get_state().equal(generator.get_state())
 
 
+@pytest.mark.skipif(not cpp.is_available(), reason="no compiler")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_check_of_draws_passes_with_any_default_dtype(dtype: torch.dtype) -> None:
+    cpp._draws_like_torch.cache_clear()
+    torch.set_default_dtype(dtype)
+    try:
+        assert cpp._draws_like_torch()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        cpp._draws_like_torch.cache_clear()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 0.0])
 def test_what_torch_refuses_raises_and_draws_nothing(value: float) -> None:
     probs = torch.full((2, 100), 0.01)
@@ -49,7 +61,7 @@ def test_others_go_to_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The global generator moves on as torch's."""
     probs = torch.rand(4, 300)
     if kind == "disagrees":
-        monkeypatch.setattr(cpp, "_draws_as_torch", lambda: False)
+        monkeypatch.setattr(cpp, "_draws_like_torch", lambda: False)
     elif kind == "strided":
         probs = probs.t().contiguous().t()
     elif kind != "served":
@@ -61,4 +73,4 @@ def test_others_go_to_torch(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     found = [cpp.multinomial(probs) for _ in range(3)] + [torch.rand(1)]
     assert all(map(torch.equal, found, expected))
-    assert cpp._draws_as_torch() or kind == "disagrees" or not cpp.is_available()
+    assert cpp._draws_like_torch() or kind == "disagrees" or not cpp.is_available()

@@ -27,7 +27,7 @@ from hf_paged.cache.store import choose_store
 from hf_paged.kernels import hashing, lora
 from hf_paged.kernels.triton import cascade as cascade_plans
 from hf_paged.kernels.triton import launch
-from hf_paged.model.checks import run_kernels
+from hf_paged.model.checks import warm_up_kernels
 from hf_paged.model.trial import Trial
 from hf_paged.step import NotCapturable
 from tests.attention.test_backends import Case, build
@@ -267,7 +267,7 @@ def test_kernels_are_tried_at_a_models_sizes(launches: Launches) -> None:
     model = models.build("llama", num_hidden_layers=1)
     launches.fail = lambda name, number: errors()["resources"]
     for config, count in ((PagedConfig(), 0), (PagedConfig(block_size=32, kv_dtype="int8"), 3)):
-        run_kernels(Trial(model, empty_cache(model, PagedMemory(config)), make_runner))
+        warm_up_kernels(Trial(model, empty_cache(model, PagedMemory(config)), make_runner))
         # a store, a prompt and a decode step, if the check has other blocks
         assert launches.counts.total() == count
     assert sorted(launches.warnings) == ["_store_kernel", "attention_kernel"]

@@ -1,6 +1,6 @@
-"""transformers' `_beam_search`, with and without sampling, suspended between two forwards. It takes
-logits and returns the parents and tokens of beams, whose blocks the ledger permutes. The core
-calls `BeamDecoding`. This module imports no other room."""
+"""Beam search, with and without sampling, as in transformers' `_beam_search`, but one step at a
+time: `BeamDecoding.step` takes logits, and returns the parents and tokens of the next beams, whose
+blocks the ledger permutes. This module imports no other room (`rooms`)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _NEVER = -1.0e9  # transformers' penalty on the score of a beam that must not be
 
 
 class _SeededDraws(TorchDispatchMode):
-    """A mode in which operations draw from `generator`, which is on their device, instead of the
-    global generator."""
+    """A mode in which random operations draw from `generator`, which must be on their device,
+    instead of the global generator."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -101,8 +101,8 @@ class BeamDecoding(Decoding):
         self.may_run_model = self.runs_callers_code
         returns_dict = config.return_dict_in_generate
         self._can_close_early = is_stock_search and self._is_row_wise and not returns_dict
-        # by step: the log-probabilities of each chosen (row, next token), and each row's
-        # alternatives
+        # by step: (before, after) the processors, the log-probabilities of each chosen (row, next
+        # token); and each row's alternatives
         self._records_by_step: list[
             tuple[dict[tuple[int, int], tuple[float, float]], list[Alternatives]]
         ] = []
@@ -124,8 +124,8 @@ class BeamDecoding(Decoding):
         self.beam_scores = torch.full(shape, _NEVER, dtype=torch.float32, device=device)
         self.is_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.may_improve = torch.ones((num_prompts, 1), dtype=torch.bool, device=device)
-        # by generated token, the row that it continued, [prompts, beams, new tokens]; -1 before the
-        # token is generated
+        # [prompts, beams, new tokens]: the row that each generated token continued, -1 for tokens
+        # not generated yet
         new_tokens = self.running_sequences[:, :, self.length :]
         self.running_indices = torch.full_like(new_tokens, -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()
@@ -343,8 +343,8 @@ class BeamDecoding(Decoding):
 
 
 def _check_criteria(num_rows: int, error: Exception) -> None:
-    """As `check_criterion_result`, if `error` came from transformers' `StoppingCriteriaList`
-    when it used the result of one of its criteria; otherwise does nothing."""
+    """Calls `check_criterion_result` if `error` was raised in transformers' `StoppingCriteriaList`
+    itself, when it used the result of one of its criteria; otherwise does nothing."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

@@ -1,5 +1,5 @@
-"""Gradients through a `PagedCache`: keys and values with an autograd graph, beside their copies in
-blocks, which have none. `cache.layers` decides when to keep such tensors. This module implements
+"""Gradients through a `PagedCache`: keeps keys and values with their autograd graph, besides their
+copies in blocks, which have none. `cache.layers` decides when to keep them. This module implements
 `rooms.GradientsRoom`, and imports no other room."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class GraphStates(NamedTuple):
 
     def select(self, function: Callable[[Tensor], Tensor]) -> GraphStates | None:
         """Returns states with `function` applied to keys and to values; `None` if gradients are
-        disabled, since `DynamicLayer` would also lose its graph."""
+        disabled, since `DynamicLayer` would lose its graph too."""
         if not torch.is_grad_enabled():
             return None
         keys = function(self.keys)
@@ -107,7 +107,7 @@ def detach(cache: PagedCache) -> None:
     for layer in cache.layers:
         if isinstance(layer, PagedLayer):
             layer.graph_states = None
-        # such as states of linear attention and keys of indexers
+        # for example states of linear attention, and keys of indexers
         tensors = {
             name: value
             for name, value in vars(layer).items()

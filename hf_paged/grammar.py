@@ -136,9 +136,10 @@ class GrammarProcessor(LogitsProcessor):
         self._has_beams = has_beams
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Returns the scores, minus infinity for tokens that may not follow. Raises `NoTokenError`
-        if a row has no other token. After the first step, a beam without one only drops out: other
-        beams may continue or be finished, and if none is, the search ends with an error."""
+        """Returns the scores, with minus infinity for tokens that may not follow. Raises
+        `NoTokenError` if no token may follow a row. After the first step, such a beam only drops
+        out: other beams may continue or be finished, and if none is, the search ends with an error.
+        """
         vocab_size = self._vocab_size
         if self._num_prompt_tokens is None:
             self._num_prompt_tokens = input_ids.shape[1]
@@ -169,7 +170,8 @@ class GrammarProcessor(LogitsProcessor):
 
     def _advance_matchers(self, rows: list[tuple[int, ...]]) -> dict[tuple[int, ...], Any]:
         """Returns the matchers for the rows' tokens, advanced from those of the last call. A row
-        that the last call did not lead to, as after calls for draft tokens, gets a new matcher."""
+        that continues no row of the last call, for example after calls for draft tokens, gets a new
+        matcher."""
         matchers: dict[tuple[int, ...], Any] = {}
         num_children = Counter(tokens[:-1] for tokens in set(rows) if tokens)
         for tokens in rows:
@@ -189,8 +191,8 @@ class GrammarProcessor(LogitsProcessor):
 
 
 def _accept(matcher: Any, tokens: tuple[int, ...]) -> Any:
-    """Advances a matcher by tokens and returns it; `None` if the text has ended: by an EOS token,
-    or by a token that may not follow."""
+    """Advances a matcher by tokens and returns it. Returns `None` if the text has ended, by an EOS
+    token or by a token that may not follow."""
     for token in tokens:
         if matcher is None or not matcher.accept_token(token) or matcher.is_terminated():
             return None

@@ -1,6 +1,6 @@
-"""Multi-head latent attention (MLA) on blocks of latents. For rows with few queries, the queries
-are projected into the latent space; for other rows, the latents are expanded to keys and values.
-This module implements `rooms.LatentRoom`, and imports no other room."""
+"""Multi-head latent attention (MLA) on blocks of latents. The queries of rows with few queries are
+projected into the latent space; for other rows, the latents are expanded to keys and values. This
+module implements `rooms.LatentRoom`, and imports no other room."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .kernels import quantized
 from .step import NotCapturable, NotPackable, StepMetadata
 
 MAX_ABSORBED_QUERIES = 16
-"""The leading rows of a packed step absorb the expansion into their queries, up to the first row
-with more queries than this, such as a chunk of a prompt. For the other rows, the latents are
-expanded once for all queries of a row."""
+"""In a packed step, the rows before the first row with more queries than this (a chunk of a prompt,
+for example) absorb the expansion into their queries. For the other rows, the latents are expanded,
+once for all queries of a row."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -150,12 +150,12 @@ class ExpandedTensor(LatentTensor):
             for source in (expansion.latent, expansion.rotary):
                 latents = quantized.read(source.blocks, block_ids, source.dtype)
                 dense_latents.append(latents.flatten(0, 2)[None, None])
-            expanded = []
-            for expanded_heads in expansion.expand(*dense_latents):
-                expanded_heads = expanded_heads[0].contiguous().unflatten(1, (-1, step.block_size))
-                expanded.append(expanded_heads.transpose(0, 1))  # (blocks, heads, block_size, dim)
+            tiles = []
+            for states in expansion.expand(*dense_latents):  # keys, then values
+                states = states[0].contiguous().unflatten(1, (-1, step.block_size))
+                tiles.append(states.transpose(0, 1))  # (blocks, heads, block_size, dim)
             long_query = query[0, :, num_absorbed:].transpose(0, 1)
-            expanded_blocks = KVBlocks(tuple(expanded), *expanded)
+            expanded_blocks = KVBlocks(tuple(tiles), *tiles)
             call = AttentionCall(long_query, expanded_blocks, rows, *features)
             outputs.append(backends.attend(call))
         if len(outputs) == 1:
@@ -208,7 +208,7 @@ def can_absorb(module: nn.Module) -> bool:
     )
 
 
-_wrapped: dict[type, Callable[..., Any]] = {}
+_originals: dict[type, Callable[..., Any]] = {}  # by class: the `expand_kv` that was replaced
 
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
@@ -216,10 +216,10 @@ def wrap_expansions(modules: Iterable[nn.Module]) -> None:
     code, by functions that return `ExpandedTensor`s for handles whose tokens are all in blocks, if
     the layer `can_absorb` and gradients are disabled. `unwrap_expansions` undoes this."""
     classes = {type(module) for module in modules}
-    for cls in classes - _wrapped.keys():
+    for cls in classes - _originals.keys():
         original = vars(cls).get("expand_kv")
         if original is not None and is_from_transformers(original):
-            _wrapped[cls], cls.expand_kv = original, _wrap(original)
+            _originals[cls], cls.expand_kv = original, _wrap(original)
 
 
 def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -246,7 +246,7 @@ def _wrap(original: Callable[..., Any]) -> Callable[..., Any]:
 def unwrap_expansions() -> None:
     """Restores every `expand_kv` that `wrap_expansions` replaced, unless other code has replaced or
     deleted it since."""
-    while _wrapped:
-        cls, original = _wrapped.popitem()
+    while _originals:
+        cls, original = _originals.popitem()
         if getattr(vars(cls).get("expand_kv"), "__wrapped__", None) is original:
             cls.expand_kv = original  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
-"""The room of `generate` calls that overlap: `SharedLoop` runs calls of several threads on a model
-in one `StepLoop`. The calls share forwards, and code of a caller runs in its own thread. Imports no
-other room."""
+"""Overlapping `generate` calls: `SharedLoop` runs the calls of several threads on a model in one
+`StepLoop`. The calls share forwards, and a caller's code runs in the caller's thread. Implements
+`rooms.OverlapRoom`; imports no other room."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .interrupts import num_modes, restoring
 from .model.forwards import compute_device
 from .threads import step_lock, wait
 
-# minimum and maximum of the seconds that a step waits for callers that sample
+# how many seconds a step waits for callers that sample, at least and at most
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05
 
 
@@ -60,8 +60,8 @@ class Caller:
         return self.sampling
 
     def end_sampling(self, now: float, patience: float) -> None:
-        """Called in its thread: the logits that it took last are sampled `now`. It was late if that
-        took more than `patience` seconds."""
+        """Called in its thread once it has sampled the logits that it took last; `now`: the time.
+        Notes whether it is late: whether it took more than `patience` seconds."""
         if self.sampling_since is not None:
             self.is_late = now - self.sampling_since > patience
             self.has_committed = True  # `CallLoop.run` commits its span after it has sampled
@@ -85,11 +85,12 @@ class Caller:
 
 class SharedLoop(CallLoop):
     """Iteration-level scheduling (Orca, OSDI 2022) over callers. While no step is in progress, the
-    thread of a caller that waits for logits takes a step for all callers. After their first tokens,
-    it also samples for all callers whose code no step runs, so that their threads need not wake up.
-    The other callers sample in their own threads, without a lock, as their processors, criteria and
-    streamers may be slow. A step waits briefly for callers that were not late the last time and,
-    before it computes prompts, also for calls that have just started."""
+    thread of a caller that waits for logits takes a step for all callers. If sampling runs none of
+    a caller's code, this thread also samples for the caller, except its first token, so that the
+    caller's thread need not wake up. The other callers sample in their own threads, without a lock,
+    as their processors, criteria and streamers may be slow. A step waits briefly for callers that
+    were not late the last time and, before it computes prompts, also for calls that have just
+    started."""
 
     def __init__(self, loop: StepLoop, is_private: bool) -> None:
         super().__init__(loop)
@@ -100,8 +101,8 @@ class SharedLoop(CallLoop):
         self.stepper: Caller | None = None  # the caller whose thread is taking a step
         # generations to drop after the current step, which may write to their blocks
         self._deferred_drops: list[Generation] = []
-        # seconds that a step waits for callers that sample, and after the last step for calls that
-        # start: the duration of the last step, but at least `MIN_PATIENCE` and at most
+        # how many seconds a step waits for callers that sample, and for new calls after the last
+        # step: the duration of the last step, but at least `MIN_PATIENCE` and at most
         # `MAX_PATIENCE`
         self._patience = MAX_PATIENCE
         # when the last step began and ended; at first, times just before the loop was made
@@ -213,7 +214,7 @@ class SharedLoop(CallLoop):
         if any(caller.sampling_since is not None for caller in callers):
             return True
         if stepper is not None and stepper.thread_id == thread:
-            # this step, which lacks blocks, or a call that it waits for is asking
+            # the step in progress is asking, as it lacks blocks, or a call that it waits for is
             return False
         return bool(callers) and (stepper is not None or self._shortage is None)
 
@@ -258,10 +259,10 @@ class SharedLoop(CallLoop):
             raise interrupt
 
     def _sample_for_callers(self, ready: Ready) -> BaseException | None:
-        """Samples the generations of `ready` whose step runs no code of their callers, and can be
-        repeated after an interrupt of this thread. Leaves out the only caller's generation, and a
-        call's first tokens, after which the call commits its span. Returns as `StepLoop.sample`
-        does."""
+        """Samples those generations of `ready` whose sampling runs no code of their callers and can
+        be repeated after an interrupt of this thread. Skips a lone caller, and the first tokens of
+        a call, which commits its span after them. Returns an interrupt that stopped the sampling,
+        as `StepLoop.sample` does."""
         with self._lock:
             if len(self._callers) < 2:
                 return None
@@ -278,7 +279,7 @@ class SharedLoop(CallLoop):
 
     def _end_step(self, ready: Ready) -> None:
         """Passes the errors and logits of a step to the callers, and ends the step. If this raises,
-        `_leave` ends it."""
+        `_leave` ends the step."""
         self._last_end = time.perf_counter()
         with self._lock:
             while self._deferred_drops:
@@ -366,11 +367,11 @@ if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist
 
 @restoring
 def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[SharedLoop]:
-    """A context whose value is the loop on the call's memory for calls with equal keys, which can
-    share forwards, even across threads. The first such context makes the loop with `make_loop`, and
-    the last one drops the loop, which holds the model. If this thread is already taking a step of
-    that loop, or holds the model's lock, for which the loop's other threads wait, the value is a
-    separate loop."""
+    """A context whose value is a loop on the call's memory. Calls that can share forwards, even
+    across threads, get the same loop: the first context makes it with `make_loop`, and the last
+    one drops it, since it holds the model. The value is a separate loop if this thread is already
+    taking a step of the shared loop, or holds the model's lock, for which other threads of that
+    loop would wait."""
     memory, device = call.cache.memory, compute_device(call.model)
     stream = None
     if device.type == "cuda":

@@ -1,5 +1,5 @@
 """One prefill for all rows of a prompt in transformers' own loop. In the engine, rows share a
-prefill's blocks instead. This module imports no other room."""
+prefill's blocks instead. This module imports no other room (`rooms`)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,26 @@ from .generation.invocation import Invocation
 from .model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows, select_rows
 from .model.structure import hook_reasons, row_reasons
 
-# Python modules and packages, with a dot after them, of cache layers whose `reorder_cache` repeats
-# everything that they hold
+# modules and packages of cache layer classes whose `reorder_cache` repeats everything that the
+# layers hold; each name ends with a dot
 _REPEATABLE_MODULES = ("transformers.cache_utils.", "hf_paged.", "builtins.", "abc.")
 
 
 def share_prefill(prefill: Invocation, call: Call) -> Any:
     """Runs the prefill for only one of the rows that were expanded from each prompt, and repeats
-    that row's outputs, if this gives the same results; otherwise runs the original prefill."""
+    that row's outputs, if this gives the same results; otherwise runs the original prefill. Returns
+    the outputs for all rows."""
     arguments = prefill.bound.arguments
-    first = None
+    first_rows_inputs = None
     # only the original method computes chunked prefills
     is_whole = arguments["generation_config"].prefill_chunk_size is None
     if call.caches and call.repeats > 1 and is_whole:
-        first = _first_row_inputs(arguments["input_ids"], arguments["model_kwargs"], call.repeats)
-    if first is None or not _rows_are_independent(prefill.model):
+        first_rows_inputs = _first_rows_inputs(
+            arguments["input_ids"], arguments["model_kwargs"], call.repeats
+        )
+    if first_rows_inputs is None or not _rows_are_independent(prefill.model):
         return prefill.run()
-    ids, inputs = first
+    ids, inputs = first_rows_inputs
     arguments["input_ids"] = ids
     arguments["model_kwargs"] = inputs
     # the attributes of each cache before the prefill
@@ -57,14 +60,14 @@ def share_prefill(prefill: Invocation, call: Call) -> Any:
     return outputs
 
 
-def _first_row_inputs(
+def _first_rows_inputs(
     input_ids: torch.Tensor,
     model_kwargs: dict[str, Any],
     repeats: int,
 ) -> tuple[torch.Tensor, dict[str, Any]] | None:
-    """Returns token ids and inputs of the first of every `repeats` rows; `None` if the other rows
-    are not copies of the first, if an input cannot be selected by row, or if a cache is not paged,
-    not empty or cannot repeat its rows."""
+    """Returns the token ids and the inputs of the first of every `repeats` rows; `None` if the
+    other rows are not copies of the first, if an input cannot be selected by row, or if a cache is
+    not paged, not empty or cannot repeat its rows."""
     if mismatched_rows(model_kwargs, len(input_ids)) is not None:
         return None
     ids = first_rows(input_ids, repeats)
@@ -100,8 +103,9 @@ def _can_repeat_rows(layer: Any) -> bool:
 
 
 def _rows_are_independent(model: Any) -> bool:
-    """Whether rows do not affect one another: there is no dropout, foreign hook or the like, and no
-    module has a replaced forward, a hook that passes arguments or a cache of its own."""
+    """Whether rows do not affect one another: there are no `hook_reasons` or `row_reasons`, such as
+    dropout, and no module has a replaced forward, a pre-hook that gets keyword arguments, or its
+    own cache."""
     modules = list(model.modules())
     if any(hook_reasons(model, modules)) or any(row_reasons(model, modules, is_packed=True)):
         return False

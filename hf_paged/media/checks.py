@@ -24,7 +24,7 @@ from .prompts import MediaPrompts
 
 class PromptsVerdict(NamedTuple):
     """Whether rows may decode packed after the model's own forward has computed their prompts,
-    which are more than token ids."""
+    which have inputs besides token ids."""
 
     unsupported_reason: str | None = None  # why they cannot; `None`: they can
     can_reuse: bool = False  # other prompts may use a prompt's cached prefix
@@ -41,15 +41,16 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
             reason = f"decode steps may depend on `{name}`, which is not a tensor"
             return media_prompts, Topic.INPUTS(reason)
     has_text = media_prompts.media_start(model.config) > 0
-    kind = media_prompts.names, media_prompts.axis_counts, media_prompts.hides_tokens, has_text
-    verdict = capability.verdict(prompts_check, "packed", media_prompts, kind)
+    names = media_prompts.names
+    call_kind = names, media_prompts.axis_counts, media_prompts.hides_tokens, has_text
+    verdict = capability.verdict(prompts_check, "packed", media_prompts, call_kind)
     if isinstance(verdict, str):
         verdict = PromptsVerdict(verdict)
     if media_prompts.user_inputs(model):  # their values may change the tokens of prompts
         verdict = verdict._replace(can_reuse=False, can_begin_after_text=False)
     reason, media_prompts.can_reuse, media_prompts.can_begin_after_text = verdict
     if reason is None and media_prompts.decode_inputs:
-        reason = capability.verdict(inputs_check, "packed", media_prompts, media_prompts.names)
+        reason = capability.verdict(inputs_check, "packed", media_prompts, names)
     return media_prompts, reason
 
 
@@ -64,8 +65,8 @@ def prepare(
     config = capability.model.config
     has_user_inputs = bool(prompts.user_inputs(capability.model))
     similarity_key = None if has_user_inputs else prompts.similarity_key(config)
-    kind = prompts.names, prompts.axis_counts
-    if similarity_key and capability.verdict(merge_check, "packed", prompts, kind) is True:
+    call_kind = prompts.names, prompts.axis_counts
+    if similarity_key and capability.verdict(merge_check, "packed", prompts, call_kind) is True:
         prompts.merge_key = similarity_key
     keys = prompts.keys(config) if prefix_caching else None
     request.limit_positions(layout.max_positions, prompts.position_shift(0))
@@ -109,7 +110,7 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
     return PromptsVerdict(None, True, can_begin_after_text)
 
 
-class _Unread(Tensor):
+class _UnreadableTensor(Tensor):
     """Stands for a tensor that a forward does not read: every operation on it raises an error."""
 
     @classmethod
@@ -130,12 +131,12 @@ def inputs_check(trial: Trial) -> str | None:
     with trial.forwards():
         plain = decode()
     user_inputs = prompts.user_inputs(trial.model)
-    for alter in (alter_value, _zeroed):
+    for alter in (alter_value, _zero_or_invert):
         altered_inputs: dict[str, Any] = {}
         for name, value in prompts.decode_inputs.items():
             is_unknown = name in user_inputs and isinstance(value, Tensor)
             altered_inputs[name] = (
-                torch.empty(0).as_subclass(_Unread) if is_unknown else alter(value)
+                torch.empty(0).as_subclass(_UnreadableTensor) if is_unknown else alter(value)
             )
         logits = None
         with contextlib.suppress(ForwardFailedError), trial.forwards():
@@ -145,23 +146,24 @@ def inputs_check(trial: Trial) -> str | None:
     return None
 
 
-def _zeroed(value: Tensor | bool) -> Tensor | bool:
+def _zero_or_invert(value: Tensor | bool) -> Tensor | bool:
     return torch.zeros_like(value) if isinstance(value, Tensor) else not value
 
 
 def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
-    """Drops the computed tokens after the content of each row's prompt. Returns `False`, and drops
-    none, if a row could not recompute them or the prompts have no `keys`."""
+    """Drops the computed tokens after each prompt's last placeholder, or after the first token of a
+    prompt without placeholders. Returns `False`, and drops none, if a row could not recompute them
+    or if `keys`, the `PromptKeys` by row, is `None`."""
     if keys is None:
         return False
-    content_ends = [max(1, key.media_end) for key in keys]
-    for row, end in zip(rows, content_ends):
+    kept_lengths = [max(1, key.media_end) for key in keys]
+    for row, end in zip(rows, kept_lengths):
         if end >= row.num_prompt_tokens:
             return False
         for group, table in zip(runner.manager.groups, row.blocks.tables):
             if table.first_token > group.spec.first_visible(end):
                 return False
-    for row, end in zip(rows, content_ends):
+    for row, end in zip(rows, kept_lengths):
         row.blocks.truncate(end)
         row.num_computed_tokens = end
     return True
@@ -170,7 +172,8 @@ def _drop_ends(runner: TrialRunner, rows: list[TrialRow], keys: Any) -> bool:
 def _logits_after_text(
     runner: TrialRunner, prompts: Any, new_tokens: Tensor, media_start: int
 ) -> Tensor:
-    """The logits of two steps of the only row of `Prompts`, after a packed step for its text."""
+    """Computes the text before the only row's media in a packed step, then the rest of the prompt,
+    then a packed decode step. Returns the logits of the last two steps."""
     (row,) = runner.add_prompts(prompts, new_tokens)
     text = runner.add(row.tokens, media_start)
     runner.advance([text])

@@ -12,15 +12,15 @@ from ..attention.masks import PagedMask
 
 @dataclasses.dataclass(eq=False)
 class LookAhead:
-    """An observer of attention (`attention.observers`) that finds the positions that attended to
-    later ones in a forward over prompts, which are rows of `length` columns. The forward computes
-    the columns from `first` on; a cache holds the earlier ones."""
+    """An observer (`attention.observers`) of a forward over prompts, which are rows of `length`
+    columns: finds the positions that attended to later ones. The forward computes the columns from
+    `first` on; a cache holds the earlier ones."""
 
     paddings: list[int]  # number of leading padding columns of each row
     length: int
     first: int = 0
-    num_calls: int = 0  # attentions over the prompts' own tokens
-    # masks of those that are not causal, by `id`
+    num_calls: int = 0  # of attention over the prompts' own tokens
+    # by `id`: masks of these calls that are not causal
     _masks: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
 
     def __call__(

@@ -1,6 +1,6 @@
-"""Prompts that the model's own forward computes and that packed steps continue: which of their
-tokens stand for images or other content, their positions, and their keys in the prefix index; which
-of them can share a forward."""
+"""Prompts that the model's own forward computes and that packed steps continue. `MediaPrompts`
+finds the tokens that stand for images or other content, the positions, the keys in the prefix
+index, and which prompts can share a forward."""
 
 from __future__ import annotations
 
@@ -113,12 +113,12 @@ class MediaPrompts(Prompts):
         return inputs
 
     def user_inputs(self, model: PreTrainedModel) -> set[str]:
-        """Returns the names of the `decode_inputs` that no forward of transformers takes, among the
-        forwards of the model's class and its bases. Only user code knows what such an input does:
+        """Returns the names of the `decode_inputs` that are not parameters of a transformers
+        `forward` in the model's class or its bases. Only user code knows what such an input does:
         some of its values may change all tokens of a prompt, and others none."""
         parameter_names = {"token_type_ids"}  # its non-zero types mark placeholders
-        for kind in type(model).__mro__:
-            forward = inspect.unwrap(vars(kind).get("forward", object))
+        for cls in type(model).__mro__:
+            forward = inspect.unwrap(vars(cls).get("forward", object))
             if package_of(getattr(forward, "__module__", "")) == "transformers":
                 parameter_names |= inspect.signature(forward).parameters.keys()
         return self.decode_inputs.keys() - parameter_names
@@ -164,8 +164,9 @@ class MediaPrompts(Prompts):
 
     def keys(self, config: PreTrainedConfig) -> Sequence[PromptKeys] | None:
         """Returns each row's prefix-cache keys; `Request.set_inputs` chooses their namespace. A
-        placeholder's key includes the row and a hash of all media and placeholders of the call, so
-        another batch misses. `None` if the prefix cache cannot be used for these prompts."""
+        placeholder's key includes the row's index and a hash of all media and placeholders of the
+        call, so only a batch with the same ones hits. Returns `None` if these prompts cannot use
+        the prefix cache."""
         mask = self.placeholder_mask(config) if self.can_reuse else None
         if mask is None:
             return None
@@ -217,9 +218,9 @@ class MediaPrompts(Prompts):
         return [(token, (*text_types, *positions), None) for token, *positions in columns]
 
     def similarity_key(self, config: PreTrainedConfig) -> Hashable | None:
-        """Returns a key that is equal for prompts that differ only in text, in length and in the
-        values of floating-point inputs, all of which `merge_check` varies; `None` for prompts that
-        must not be merged."""
+        """Returns a key that prompts share if they differ only in text, length and the values of
+        floating-point inputs (`merge_check` varies all three); `None` for prompts that must not be
+        merged."""
         placeholder_mask = self.placeholder_mask(config)
         if placeholder_mask is None:
             return None
@@ -338,9 +339,9 @@ class MediaPrompts(Prompts):
         return logits, observer.look_ahead_mask()
 
     def prepare_positions(self, model: Any) -> None:
-        """Sets `position_ids` as the model's own preparation returns them or, if it returns none,
-        to the columns, which the model then uses as positions. Does nothing for a model that
-        takes no `position_ids`, or that uses transformers' preparation."""
+        """Sets `position_ids` to those that the model's own `prepare_inputs_for_generation` returns
+        or, if it returns none, to the column indices, which the model then uses as positions. Does
+        nothing for a model that takes no `position_ids`, or that does not override this method."""
         takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         if not takes_positions or is_stock(model, "prepare_inputs_for_generation"):
             return
@@ -363,7 +364,7 @@ def _has_zero_parts(media: Tensor) -> bool:
     if not media.is_floating_point():
         return False
     first = max(1, media.dim() - 3)
-    parts = media.reshape(-1, media.shape[first:].numel())  # of a vector: its numbers
+    parts = media.reshape(-1, media.shape[first:].numel())  # the parts of a vector are its elements
     return bool((parts == 0).all(-1).any())
 
 

@@ -1,5 +1,5 @@
-"""The parts of packed steps for `MediaPrompts`: forwards of whole prompts, and positions on
-axes."""
+"""The parts of packed steps that serve `MediaPrompts`: forwards of whole prompts, and positions on
+several axes."""
 
 from __future__ import annotations
 

@@ -43,7 +43,8 @@ def with_key_len(step: StepMetadata) -> StepMetadata:
 def row_tensors(
     step: StepMetadata, blocks: KVBlocks, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[Tensor, Tensor]:
-    """Returns a layer's keys and values for a step of `with_key_len`, with these nominal dtypes."""
+    """Returns a layer's keys and values as [`DeferredKV`], with these nominal dtypes. `step`: as
+    returned by `with_key_len`."""
     key_dtype, value_dtype = dtypes
     keys = DeferredKV(step, blocks, blocks.keys, key_dtype)
     return keys, DeferredKV(step, blocks, blocks.values, value_dtype)
@@ -51,8 +52,8 @@ def row_tensors(
 
 def defer(*names: str) -> Callable[[Function], Function]:
     """Returns a decorator that registers a function as the replacement of the torch functions of
-    these names, for calls with a `DeferredTensor`. Forms that write in place (`add_`, `__iadd__`)
-    write the function's result to the scores that they are called on, or raise `NotPackable`."""
+    these names, for calls with a `DeferredTensor`. Their in-place variants (`add_`, `__iadd__`)
+    write the function's result to the scores on which they are called, or raise `NotPackable`."""
 
     def register(function: Function) -> Function:
         @functools.wraps(function)
@@ -117,8 +118,8 @@ class Scores(DeferredTensor):
         return self.replace(terms=terms)
 
     def write(self, result: Any) -> Scores:
-        """Writes the result of an operation on these scores to them, in place. Raises
-        [`NotPackable`] unless the result is scores that differ in their terms alone."""
+        """Writes the result of an in-place operation to these scores, and returns them. Raises
+        [`NotPackable`] unless `result` is `Scores` that differ from these in their terms alone."""
         for name, argument in self.arguments.items():
             is_kept = isinstance(result, Scores) and result.arguments[name] is argument
             if name != "terms" and not is_kept:

@@ -1,5 +1,5 @@
-"""Decides which rows may share a rectangle: of a model, of a `generate` call, and of an engine's
-request with inputs. `checks` runs the forwards that decide."""
+"""Decides which rows may share a rectangle, for a model, for a `generate` call and for an engine
+request that has inputs. `checks` runs the forwards that decide."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .states import state_layers
 
 
 def choose_layout(capability: Capability, reason: str) -> Layout:
-    """Returns the best layout in which each sequence gets the results that it gets alone;
-    `TOGETHER` if the checks find none. `reason`: why the model cannot be packed."""
+    """Returns the layout for a model that cannot be packed because of `reason`: that of
+    `side_by_side_check` if each sequence then gets the same results as alone, else `TOGETHER`."""
     layout = capability.verdict(side_by_side_check, "side by side")
     if not isinstance(layout, Layout):
         layout = TOGETHER
@@ -34,15 +34,15 @@ def check_rows(capability: Capability, prompts: Prompts) -> tuple[Prompts, str |
     """Returns the `Prompts` with their `encoder_use`, and why their rows cannot leave their batch,
     or fork, in the layout `TOGETHER`; `None` if they can."""
     names = _input_names(prompts)
-    kind = (
+    call_kind = (
         tuple((name, str(type(prompts.model_kwargs[name]))) for name in names),
         len(prompts.paddings) > 1,
         any(prompts.paddings),
         prompts.length > 1,
-        prompts.num_encoder_tokens > 1,  # `encoder_use` is found by lengths
+        prompts.num_encoder_tokens > 1,  # the check compares lengths to find the `encoder_use`
         prompts.hides_tokens,
     )
-    verdict = capability.verdict(rows_check, "together", prompts, kind)
+    verdict = capability.verdict(rows_check, "together", prompts, call_kind)
     if isinstance(verdict, str):
         return prompts, verdict
     return dataclasses.replace(prompts, encoder_use=verdict), None
@@ -51,14 +51,14 @@ def check_rows(capability: Capability, prompts: Prompts) -> tuple[Prompts, str |
 def max_positions(capability: Capability, prompts: Any = None) -> int | None:
     """Returns `Layout.max_positions` for the layout `TOGETHER`. `prompts`: `Prompts` with the
     encoder's outputs, for a model with an encoder."""
-    kind = _input_names(prompts) if capability.model.config.is_encoder_decoder else ()
-    count = capability.verdict(positions_check, "together", prompts, kind)
+    call_kind = _input_names(prompts) if capability.model.config.is_encoder_decoder else ()
+    count = capability.verdict(positions_check, "together", prompts, call_kind)
     return None if isinstance(count, str) else count
 
 
 def join_requirements(capability: Capability, prompts: Any) -> tuple[bool, bool] | None:
-    """Returns the result of `join_check` for these `Prompts`; for caches or inputs whose rows
-    cannot be joined, `None` without a check."""
+    """Returns the result of `join_check` for these `Prompts`. Returns `None` without a check if
+    the cache or the inputs rule out joining rows."""
     cache = capability.cache
     if cache.cross is None:
         return None
@@ -67,8 +67,8 @@ def join_requirements(capability: Capability, prompts: Any) -> tuple[bool, bool]
     unsupported_inputs = {"decoder_attention_mask", "decoder_position_ids"}
     if not layer_types <= KV_LAYERS or not unsupported_inputs.isdisjoint(names):
         return None
-    kind = names, prompts.length > 1, prompts.num_encoder_tokens > 1
-    verdict = capability.verdict(join_check, "together", prompts, kind)
+    call_kind = names, prompts.length > 1, prompts.num_encoder_tokens > 1
+    verdict = capability.verdict(join_check, "together", prompts, call_kind)
     return None if isinstance(verdict, str) else verdict
 
 
@@ -132,9 +132,9 @@ def reasons_against_call(candidate: Candidate, reason: str) -> Iterator[str]:
 def prepare(
     capability: Capability, layout: Layout, state: RequestState, prompts: Prompts
 ) -> tuple[Layout, str | None]:
-    """Prepares an engine's request whose prompt has inputs besides token ids. Returns the layout of
-    the loop that runs it, and why it cannot run; `None` if it can. Raises `IndexError` if the
-    prompt is longer than the model's table of positions."""
+    """Prepares an engine's request whose prompt has inputs besides token ids. Returns the layout
+    for the request's loop, and the reason why it cannot run (`None` if it can). Raises `IndexError`
+    if the prompt is longer than the model's table of positions."""
     model = capability.model
     if not model.config.is_encoder_decoder:
         state.encode_media(model)
@@ -145,7 +145,7 @@ def prepare(
     shift = prompts.position_shift(0)
     state.request.limit_positions(max_positions(capability, prompts), shift)
     state.request.set_inputs(prompts, 0, None)
-    # the layout, chosen without these prompts, may rule out side-by-side rows, which they allow
+    # rows that can join run side by side, even if the layout, chosen for the model, rules that out
     if prompts.join_key is not None:
         layout = dataclasses.replace(layout, is_side_by_side=True)
     return layout, None

@@ -1,6 +1,7 @@
-"""The layouts of rectangles, and their checks: short steps on random tokens or on a call's prompts.
-Rows side by side are compared with plain forwards (`model.trial`), rows that leave with their whole
-batch, joined rows with separate ones. `capability` decides which checks run."""
+"""The layouts of rectangles, and the checks that choose them with short steps on random tokens or
+on a call's prompts. They compare side-by-side rows with plain forwards (`model.trial`), part of a
+batch with the whole batch, and joined rows with separate rows. `capability` decides which checks
+run."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from ..topics import Topic
 from .rectangle import with_cross, with_join_keys
 
 _LENGTHS = (8, 9, 13)  # prompt tokens of the three sequences in `_SIDE_BY_SIDE_STEPS`
-# A short and a long prompt; their decodes; a third row joins; the long row has left.
+# (row, new tokens) by step: a short and a long prompt; their decodes; a third row joins; the long
+# row has left
 _SIDE_BY_SIDE_STEPS = (
     ((0, _LENGTHS[0]), (2, _LENGTHS[2])),
     ((0, 1), (2, 1)),
@@ -40,8 +42,8 @@ _SIDE_BY_SIDE_STEPS = (
     ((1, 1), (0, 1)),
 )
 _SIDE_BY_SIDE_LENGTHS = (11, 10, 15)  # tokens of each row after these steps
-# Prompts in two chunks. Second chunks are shorter or longer than a convolution's kernel; two have
-# equal lengths, and share a forward.
+# Three prompts in two chunks. The second chunks are shorter or longer than a convolution's kernel;
+# two of them have equal lengths, and share a forward.
 _CONTINUING_STEPS = (
     ((0, _LENGTHS[0]), (2, 12), (1, 4)),
     ((0, 3), (2, 3), (1, 6)),
@@ -50,10 +52,10 @@ _CONTINUING_STEPS = (
 
 @dataclasses.dataclass(frozen=True)
 class RectangleLayout(Layout):
-    """How rows that cannot be packed share a model's forward: as rectangles."""
+    """A layout whose rows cannot be packed, and share forwards as rectangles."""
 
     # prefill and token-by-token decode may give different logits, so a recompute must split the
-    # tokens into the steps of the first run
+    # tokens into the same steps as the first computation
     depends_on_splits: bool = False
 
     @property
@@ -100,8 +102,9 @@ class PromptsRunner(TrialRunner):
 
 
 def side_by_side_check(trial: Trial) -> RectangleLayout:
-    """Compares rows side by side, some of which join or leave, with plain forwards. Returns their
-    layout, or `TOGETHER` if results differ or steps fail. Raises as `packed_check` does."""
+    """Compares side-by-side rows, some of which join or leave, with plain forwards. Returns their
+    layout, or `TOGETHER` if results differ or steps fail. Raises the same errors as `packed_check`.
+    """
     model = trial.model
     decode_logits = []
     prefill_logits = []
@@ -147,9 +150,9 @@ def _can_chunk(
 
 
 def rows_check(trial: Trial) -> str | EncoderUse:
-    """Compares rows of `Prompts`, some of which leave or fork, with their batch in the model's own
-    loop. Returns why rows cannot leave or fork or, if they can, how forwards use the encoder's
-    outputs. Raises as `packed_check` does."""
+    """Compares rows of `Prompts`, some of which leave or fork, with the whole batch in the model's
+    own loop. Returns why rows cannot leave or fork or, if they can, how forwards use the encoder's
+    outputs. Raises the same errors as `packed_check`."""
     model = trial.model
     memory = scratch_memory()
     prompts = copy.deepcopy(trial.prompts)
@@ -197,16 +200,16 @@ def rows_check(trial: Trial) -> str | EncoderUse:
 
 
 def _encoder_use(prompts: Any, prompts_after: Any, num_attended: int) -> EncoderUse | str:
-    """Returns how forwards that turned the inputs of `prompts` into those of `prompts_after` used
-    the encoder's outputs, of which the decoder stored keys and values of `num_attended` tokens per
-    row; or why rows cannot leave or fork after such forwards."""
-    written = set[str]()
+    """Returns how forwards used the encoder's outputs, or why rows cannot leave or fork after these
+    forwards. `prompts` and `prompts_after` hold the inputs before and after the forwards.
+    `num_attended`: for how many encoder tokens per row the decoder stored keys and values."""
+    written_names = set[str]()
     for name, value in prompts.model_kwargs.items():
         tensors_after = tensors_of(prompts_after.model_kwargs[name])
         if not all(map(values_are_equal, tensors_after, tensors_of(value))):
-            written.add(name)
-    is_written = "encoder_outputs" in written
-    if written - {"encoder_outputs"}:
+            written_names.add(name)
+    is_written = "encoder_outputs" in written_names
+    if written_names - {"encoder_outputs"}:
         return Topic.MODEL_CODE("its forward writes to its inputs")
     if num_attended in (0, prompts.num_encoder_tokens):
         return EncoderUse(is_written=is_written)
@@ -221,8 +224,9 @@ def _encoder_use(prompts: Any, prompts_after: Any, num_attended: int) -> Encoder
 
 
 def join_check(trial: Trial) -> tuple[bool, bool] | None:
-    """Compares rows of two prompts side by side with each row alone. Returns whether rows must have
-    equal lengths, and equal encoder lengths; `None` if they cannot join, or if forwards fail."""
+    """Compares rows of two prompts in one rectangle with the same rows in separate rectangles.
+    Returns whether joined rows must have equal lengths, and whether they must have equal encoder
+    lengths; `None` if rows cannot join, or if forwards fail."""
     model = trial.model
     width = trial.prompts.num_encoder_tokens
     first = _single_row(trial.prompts, width, 1)
@@ -231,17 +235,17 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
     new_tokens = sample_tokens(model)[:1, :3]
 
     def compute(pair: list[Any], needs_equal_lengths: bool) -> Tensor:
-        """Returns the logits of the rows of two prompts, which begin together, and share forwards
-        if the prompts have join keys. Unless lengths must be equal, the first row then computes one
-        token more."""
+        """Computes both prompts, then, unless lengths must be equal, one more token of the first
+        row alone, then two more tokens of each row. The rows share forwards if their prompts have
+        join keys. Returns the logits of all steps."""
         runner = PromptsRunner(trial, TOGETHER)
-        (first_row,) = runner.add_prompts(pair[0], new_tokens)
-        (second_row,) = runner.add_prompts(pair[1], new_tokens.flip(1))
-        logits = [runner.advance_isolated(first_row, second_row)]
+        (row,) = runner.add_prompts(pair[0], new_tokens)
+        (other_row,) = runner.add_prompts(pair[1], new_tokens.flip(1))
+        logits = [runner.advance_isolated(row, other_row)]
         if not needs_equal_lengths:
-            logits.append(runner.advance_isolated(first_row))
-        logits.append(runner.advance_isolated(first_row, second_row))
-        logits.append(runner.advance_isolated(first_row, second_row))
+            logits.append(runner.advance_isolated(row))
+        logits.append(runner.advance_isolated(row, other_row))
+        logits.append(runner.advance_isolated(row, other_row))
         return torch.cat(logits)
 
     encoder_options = (False, True) if width > 1 else (True,)
@@ -261,8 +265,9 @@ def join_check(trial: Trial) -> tuple[bool, bool] | None:
 
 
 def _single_row(prompts: Any, width: int, sign: int) -> Any:
-    """The first row of `Prompts`, with its encoder's tokens cut to `width`. `sign` -1 negates the
-    row's floating-point inputs, so that an exchange of two rows would change the logits."""
+    """Returns `Prompts` of the first row alone, with its encoder tokens cut to `width`. `sign` -1
+    negates the row's floating-point inputs, so that an exchange of two rows would change the
+    logits."""
     num_encoded = prompts.num_encoder_tokens
     copied_prompts = copy.deepcopy(prompts)
 
@@ -282,8 +287,8 @@ def _single_row(prompts: Any, width: int, sign: int) -> Any:
 
 
 def positions_check(trial: Trial) -> int | None:
-    """The maximum number of tokens per row that the model's fixed position tables allow; `None` if
-    no limit is known. A model with an encoder gets the encoder inputs of the trial's `Prompts`."""
+    """Returns the number of positions in the shortest of the model's fixed tables; `None` if no
+    limit is known. Passes a model with an encoder the encoder inputs of the trial's `Prompts`."""
     encoder_inputs = {}
     if trial.model.config.is_encoder_decoder:
         inputs = first_row(copy.deepcopy(trial.prompts))

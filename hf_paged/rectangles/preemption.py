@@ -1,6 +1,7 @@
-"""Allocates and frees the blocks of requests whose prompts cannot be computed in chunks. Other
-requests begin where the prefill of such a prompt stops. (Packed sequences need no stops: others can
-begin after any of their blocks, since each layer stores all K and V of a step before attention.)"""
+"""Allocates and frees the blocks of requests that run as rectangles, and decides where their
+prefills stop, so that other requests can begin there with the same prefix. (Packed prefills need no
+stops: each layer stores all K and V of a step before attention, so other requests can begin after
+any block.)"""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from ..batching.scheduling.preemption import Preemption
 from ..cache.block_manager import BlockManager
 from ..cache.sequence_blocks import NO_BLOCKS, UNCACHED
 
-# The tokens after a cache hit or a stop need a separate forward, whose fixed cost is
-# about that of `FORWARD_TOKENS` tokens. So a hit must save at least that many tokens, and so must a
-# stop where earlier prompts diverged. A stop where waiting prompts diverge costs two such forwards:
-# one for the prompt that stops there, and one for those that begin there. The snapshot at the end
-# of a prompt may never be reused, so that stop must be at least `SNAPSHOT_TOKENS` tokens after the
+# The tokens after a cache hit or a stop need a separate forward, whose fixed cost is about that of
+# `FORWARD_TOKENS` tokens. So a hit must save at least that many tokens, and so must a stop where
+# earlier prompts diverged. A stop where waiting prompts diverge costs two such forwards: one for
+# the prompt that stops there, and one for the prompts that begin there. The snapshot at the end of
+# a prompt may never be reused, so that stop must be at least `SNAPSHOT_TOKENS` tokens after the
 # previous one.
 FORWARD_TOKENS, SNAPSHOT_TOKENS = 32, 256
 
@@ -31,8 +32,8 @@ class WaitingPrompts:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        # by request, the hashes of its prefixes of one block, of two, ...; stored, since the
-        # request may change before `discard`
+        # by request: hashes of its prefixes of 1, 2, ... blocks; stored, since the request may
+        # change before `discard`
         self._prefixes: dict[Request, list[int]] = {}
         self._counts: Counter[int] = Counter()  # number of requests, by hash of a prefix
         # hashes of the prefixes at whose ends the prefills of running requests will stop; the

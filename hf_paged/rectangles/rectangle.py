@@ -58,14 +58,14 @@ class Rectangle:
     encoder_width: int = 0  # columns of the encoder output, including padding
     # names of the inputs that do not change from step to step
     constant_names: set[str] = dataclasses.field(default_factory=set)
-    # indices of the layers whose keys and values the rows' first forward has not stored
+    # indices of the layers for which the rows' first forward stored no keys and values
     unused_layers: frozenset[int] = frozenset()
-    # the range of encoder columns that each row attends to; `None` unless a forward, or a mask that
-    # the model's own code reads, has shown it
+    # the range of encoder columns to which each row attends; `None` until a forward or a constant
+    # mask shows it
     encoder_columns: list[tuple[int, int]] | None = None
     # each row's index before any `select`
     original_rows: list[int] = dataclasses.field(default_factory=list)
-    row_inputs: Any = None  # inputs of the last recorded step (`tape.row_inputs`)
+    row_inputs: Any = None  # per-row inputs of the last recorded step (`tape.step_inputs`)
 
     def __post_init__(self) -> None:
         self.original_rows = self.original_rows or list(range(len(self.blocks)))
@@ -194,9 +194,9 @@ class Rectangle:
     def advance(
         self, model: PreTrainedModel, outputs: Any, is_first: bool, columns: Columns | None = None
     ) -> None:
-        """Replaces the inputs by those of the step after a forward that returned `outputs`.
-        `is_first`: whether that was the rows' first. `columns`: the `encoder_columns`, if the
-        forward has shown them."""
+        """Called after a forward that returned `outputs`: replaces the inputs by those of the next
+        step. `is_first`: whether it was the rows' first forward. `columns`: the first and the end
+        column of each row's `encoder_columns`, if the forward showed them."""
         inputs = next_inputs(model, outputs, dict(self.inputs))
         if columns is not None:
             self.encoder_columns = list(zip(*columns))
@@ -205,7 +205,7 @@ class Rectangle:
                 self._keep_cache(model, inputs)
                 paged_cache, *_ = cache_parts(self.cache)
                 layers = paged_cache.paged_layers
-                # such are layers that attend to an image, for rows without one
+                # for example layers that attend to images, for rows without one
                 self.unused_layers = frozenset(x.index for x in layers if not x.num_positions)
             for name in compat.PREFILL_INPUTS:
                 inputs.pop(name, None)
@@ -267,19 +267,19 @@ def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
 
 
 class JoinKey(NamedTuple):
-    """A key of prompts. Rows of prompts with equal keys may continue in one rectangle."""
+    """Identifies prompts whose rows may continue in one rectangle: those with equal keys."""
 
     needs_equal_lengths: bool  # whether these rows must also have equal lengths
-    # dtypes and shapes of the inputs, without rows and without columns that can be padded; values
-    # of inputs without rows; then the number of encoder tokens if it must be equal
+    # names, dtypes and shapes of the input tensors, without the axis of rows and without an axis
+    # that can be padded; names and values of the other inputs; then the number of encoder tokens,
+    # or `False` if it may differ
     inputs: Hashable
 
 
 def with_join_keys(prompts: Prompts, requirements: tuple[bool, bool] | None) -> Prompts:
-    """Returns the prompts with a `join_key` if their rows can join others and, if the prompts can
-    also share a forward, with a `merge_key`. `requirements`: whether joined rows must have equal
-    lengths, and equal encoder lengths; `None`: rows cannot join
-    (`capability.join_requirements`)."""
+    """Returns the prompts with a `join_key` if their rows can join others and, if they can also
+    share their first forward with other prompts, with a `merge_key`. `requirements`: as returned by
+    `capability.join_requirements`."""
     join_key = None if requirements is None else _join_key(prompts, *requirements)
     merge_key = None
     has_media = any(prompts.model_kwargs.get(name) is not None for name in compat.PREFILL_INPUTS)

@@ -1,5 +1,5 @@
-"""Runs a step as rectangles `[rows, query_len]`: batches padded on the left, as in `generate`. The
-block manager changes block tables."""
+"""Runs a step as rectangles `[rows, query_len]`: batches padded on the left, as in `generate`.
+Reads block tables, which only the block manager changes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,15 @@ from .states import StateSpec, StateStorage, gather_states, state_layers
 
 
 class RectangleRunner(Runner):
-    """Runs padded batches, with inputs that the model itself prepares: first prompts, then the next
-    tokens of rows that have begun. The caller must have switched the model's attention. Padding is
-    not stored. Prompts that begin after cached tokens, and drafts, run only with rows of equally
-    many new tokens, since padding between a row's tokens would change its states.
+    """Runs padded batches, with inputs that the model itself prepares. In each step, prompts with
+    inputs besides token ids run first. The caller must have switched the model's attention. Padding
+    is not stored. Prompts that begin after cached tokens, and drafts, share a forward only with
+    rows that have the same number of new tokens, since padding between a row's tokens would change
+    its states.
 
-    Rows stay in the batch that they began in, with the state of `generate`'s loop, if the layout
-    requires it or if their request has `inputs`; when rows leave or fork, the rectangle is reduced
-    or copied. But rows whose `Prompts` have a `join_key` may join rows with an equal key."""
+    Rows stay in their original batch, with the state of `generate`'s loop, if the layout requires
+    it or if their request has `inputs`; when rows leave or fork, the rectangle is reduced or
+    copied. But rows whose `Prompts` have a `join_key` may join rows with an equal key."""
 
     has_states = True
 
@@ -77,7 +78,7 @@ class RectangleRunner(Runner):
         self._empty_cache = cache
         self._supports_cache = compat.supports_dynamic_cache(model)
         self._has_state_layers = bool(state_layers(cache))
-        # of prompts of token ids alone, by the check of rows side by side (`Layout.layers`)
+        # the layers that store K/V of prompts without other inputs, as `side_by_side_check` found
         used_layers = {layer.layer_index for layer in layout.layers}
         all_layers = {layer.index for layer in cache.paged_layers}
         self._unused_layers = frozenset(all_layers - used_layers if used_layers else ())
@@ -109,7 +110,8 @@ class RectangleRunner(Runner):
         prompts, other_indices = self.whole_prompts(plan)
         parts = self.run_whole_prompts(prompts, plan)
         entries = [
-            (self._kind(plan, index), 1, plan.counts[index], index) for index in other_indices
+            (self._forward_key(plan, index), 1, plan.counts[index], index)
+            for index in other_indices
         ]
         for indices in self.divide(entries):
             part = plan.select(indices)
@@ -130,8 +132,8 @@ class RectangleRunner(Runner):
             is_requested += [num_requested > 0] * count
         return logits[is_requested]
 
-    def _kind(self, plan: StepPlan, index: int) -> Hashable:
-        """Returns the kind of a row of the plan; rows of one kind may share a forward."""
+    def _forward_key(self, plan: StepPlan, index: int) -> Hashable:
+        """Returns a key of a row of the plan; rows with equal keys may share a forward."""
         sequence = plan.sequences[index]
         start = plan.starts[index]
         count = plan.counts[index]
@@ -173,11 +175,11 @@ class RectangleRunner(Runner):
         num_logits: int = 1,
         may_replay: bool = False,
     ) -> Tensor:
-        """Runs a forward of the rectangle: of all columns if it is the rows' first (`is_first`),
-        otherwise of the last `num_new`. Stores the states of `rows`, which later steps continue
-        (default: all). Returns logits `(rectangle rows * num_logits, vocab_size)` of the last
-        `num_logits` tokens of each row. `may_replay`: whether a replay may take the place of the
-        forward."""
+        """Runs a forward of all columns of the rectangle if it is the rows' first (`is_first`),
+        otherwise of the last `num_new`. Stores the states of `rows` (default: all), from which
+        later steps continue. Returns logits `(rectangle rows * num_logits, vocab_size)` of the last
+        `num_logits` tokens of each row. `may_replay`: whether a recorded step may be replayed
+        instead."""
         prepared = prepare(self.model, rectangle.token_ids, rectangle.inputs, is_first, num_new)
         logits = None
         if may_replay:
@@ -199,8 +201,8 @@ class RectangleRunner(Runner):
         num_logits: int = 1,
         is_first: bool = False,
     ) -> tuple[Tensor, Any]:
-        """Runs the model's own forward with the arguments `prepared`, and advances the rectangle;
-        returns logits as `_forward` does, and all outputs."""
+        """Runs the model's own forward with the `prepared` arguments, and advances the rectangle.
+        Returns the logits, as `_forward` does, and the model's outputs."""
         self._count_forward()
         observer = self._encoder_observer(rectangle)
         observer_context = NOTHING if observer is None else setting(attention_observer, observer)
@@ -214,9 +216,9 @@ class RectangleRunner(Runner):
         return logits, outputs
 
     def _encoder_observer(self, rectangle: Rectangle) -> EncoderColumns | None:
-        """The observer of the next forward's attention to the encoder; `None` if no replay needs
-        the encoder's columns, if they are known, or if attention to the rows' own tokens has as
-        many keys, so that the two cannot be told apart."""
+        """Returns an observer of the next forward's attention to the encoder. Returns `None` if
+        there is no encoder, if no replay needs the encoder's columns, if they are known, or if the
+        rows' own attention has as many keys, so that the two cannot be told apart."""
         width = rectangle.encoder_width
         has_recorder = self._rectangle_recorder is not None
         if not has_recorder or rectangle.encoder_columns is not None or not width:
@@ -224,8 +226,9 @@ class RectangleRunner(Runner):
         return EncoderColumns(len(rectangle.blocks), width) if width != rectangle.width else None
 
     def _replay(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Acts as `_compute` for one new token of each row, but replays a recorded step; until that
-        is checked, also runs the model. Returns `None` if no recorded step serves this one."""
+        """Computes one new token of each row by replaying a recorded step, and advances the
+        rectangle; also runs the model until the recording is checked. Returns the logits `(rows,
+        vocab_size)`; `None`, with nothing advanced, if no recorded step fits."""
         recorder = self._rectangle_recorder
         if recorder is None:
             return None
@@ -246,9 +249,9 @@ class RectangleRunner(Runner):
         return replayed_logits
 
     def _continue(self, plan: StepPlan) -> Tensor:
-        """Computes the next tokens of rows that have begun or have cached tokens, equally many of
-        each; returns logits `(rows, vocab_size)`, or with drafts of `n` tokens
-        `(rows * (n + 1), vocab_size)`."""
+        """Computes the next tokens of rows that have computed or cached tokens; each row has the
+        same number of new ones. Returns logits `(rows, vocab_size)`, or
+        `(rows * (n + 1), vocab_size)` with drafts of `n` tokens."""
         sequences = plan.sequences
         num_new = plan.counts[0]
         slots = [_state_slot(sequence.blocks) for sequence in sequences]
@@ -296,8 +299,8 @@ class RectangleRunner(Runner):
 
     def _is_too_wide(self, rectangle: Rectangle, rows: list[int]) -> bool:
         """Whether all of `rows` are padded and the next column would be past the model's last
-        position, as it can be once the longest row has left. Model code that counts padding as
-        positions would fail, although the tokens of every row still fit."""
+        position, which can happen once the longest row has left. Model code that counts padding as
+        positions would then fail, although the tokens of every row still fit."""
         max_positions = self.layout.max_positions
         if max_positions is None or not self.layout.is_side_by_side:
             return False
@@ -374,7 +377,7 @@ def make_runner(
     layout: RectangleLayout,
     recorder: Recorder | None = None,
 ) -> tuple[BlockManager, RectangleRunner]:
-    """As `batching.factory.make_runner`."""
+    """Implements `rooms.RectanglesRoom.make_runner`."""
     # each sequence also has a slot for its states, even if the model has none: the slot stands for
     # everything that one step passes to the next
     state_spec = StateSpec(is_empty=not state_layers(cache))
@@ -396,8 +399,8 @@ def _note_step(cache: PagedCache, length: int) -> None:
 @dataclasses.dataclass(eq=False)
 class EncoderColumns:
     """An `attention_observer` that finds the columns of an encoder, `width` in total, to which the
-    `num_rows` rows of a forward attend. The forward must have no other attention of as many
-    rows over as many keys."""
+    `num_rows` rows of a forward attend. No other attention of the forward may have the same numbers
+    of rows and keys."""
 
     num_rows: int
     width: int

@@ -116,7 +116,7 @@ class StateStorage:
 
     def copy_snapshots(self) -> None:
         """Copies the states that the prefix cache keeps, since forwards will change their rows.
-        Drops states whose holder is gone from the prefix cache."""
+        Invalidates cached slots that have no state, or whose holder is gone."""
         for slot in self.pool.kept_ids:
             try:
                 holder, row = self.find(slot)
@@ -193,7 +193,7 @@ _STATE_ATTRIBUTES = (
     "has_previous_state",
     "conv_kernel_size",
 )
-# of indexers, to which a step appends a column: keys (rows, length, dim), and positions
+# attributes of indexers, to which a step appends a column: keys (rows, length, dim), and positions
 # (axes, rows, length), which the functions below take and return as (rows, length, axes)
 _INDEXER_KEYS, _INDEXER_POSITIONS = "indexer_keys", "indexer_position_ids"
 _GROWING = (_INDEXER_KEYS, _INDEXER_POSITIONS)
@@ -231,9 +231,9 @@ def growing_states(layers: Sequence[Any]) -> list[bool]:
 
 
 def state_specs(layers: Sequence[Any], column: int) -> Hashable:
-    """Returns the shape of a row and the dtype of each of the `state_tensors` of these layers. Of
-    those `(rows, length, ...)` with a column for each token, the number of columns counts from
-    `column`, so that it is the same in each step."""
+    """Returns the shape of a row and the dtype of each of the `state_tensors` of these layers. The
+    shape of a tensor `(rows, length, ...)` with a column for each token has `length - column`
+    instead of `length`, so that it is the same in each step."""
     specs = []
     for state, is_growing in zip(state_tensors(layers), growing_states(layers)):
         _, *sizes = state.shape
@@ -275,8 +275,8 @@ def gather_states(
     device: torch.device | None = None,
 ) -> None:
     """Sets the states of `layers` to copies of rows of other layers of the same model. `parts`:
-    pairs of source layers and of the row indices to copy, in order. The copies are on `device`, by
-    default the `device` attribute of the source layer."""
+    pairs of source layers and the indices of the rows to copy, in order. The copies are on
+    `device`, by default the `device` attribute of the first source layer."""
     for index, layer in enumerate(layers):
         sources = [part_layers[index] for part_layers, _ in parts]
         target_device = sources[0].device if device is None else device

@@ -165,7 +165,7 @@ _STOP_MODE = _require(StopStringCriteria, "_get_stop_string_matching_mode")
 
 def _stop_mode(tokenizer: Any) -> str | None:
     """Returns the kind of the tokenizer's decoder if `StopStringCriteria` compares its tokens as
-    bytes; `None` if as text."""
+    bytes; `None` if it compares them as text."""
     return getattr(StopStringCriteria, _STOP_MODE)(tokenizer)
 
 
@@ -194,8 +194,8 @@ class _OneTokenTokenizer:
 
 
 def token_text(tokenizer: Any, name: str, token: int) -> Any:
-    """Returns the text of a token, whose name in the vocabulary is `name`, in the form of
-    `stop_texts`."""
+    """Returns the text of a token, whose name in the vocabulary is `name`: bytes or a string, like
+    the results of `stop_texts`."""
     one_token_tokenizer = _OneTokenTokenizer(tokenizer, {name: token})
     (text,), _ = StopStringCriteria.clean_tokenizer_vocab(
         one_token_tokenizer, stop_string_matching_mode=_stop_mode(tokenizer)
@@ -282,9 +282,9 @@ from_config = _require_method("_from_config", PreTrainedModel)
 
 
 def attribute(module: Any, name: str) -> Any:
-    """Returns an attribute of a module or its class, but no parameter, buffer or submodule; `None`
-    if it is missing. For a missing one, `getattr` is much slower: `nn.Module.__getattr__` raises an
-    error."""
+    """Returns an attribute of a module or its class; `None` if it is missing, or is a parameter,
+    buffer or submodule. For a missing attribute, this is much faster than `getattr`, which makes
+    `nn.Module.__getattr__` raise an error."""
     attributes = vars(module)
     if name in attributes:
         return attributes[name]

@@ -69,8 +69,8 @@ def _check_names(
     cls: type,
     error_class: type[Exception] = ValueError,
 ) -> None:
-    """Raises an `error_class` that names the options of `owner` that are no fields of `cls`, if
-    any."""
+    """Raises an `error_class` that names the options of `owner` that `cls` does not have, if there
+    are any."""
     valid = list(cls.__annotations__)
     unknown = sorted(str(name) for name in names if name not in valid)
     if not unknown:
@@ -154,13 +154,13 @@ class PrefixTiers:
     them.
 
     A block is copied to host memory when it is evicted, when its pool is released or when the
-    process ends. A thread writes it to disk once the weights that computed it are fingerprinted,
-    which happens no later than when 64 MiB of blocks wait for that or an engine has no more
-    requests. Evicted blocks are lost while the blocks that wait for a fingerprint or to be
-    written take more than 256 MiB plus a quarter of the free host memory. If the disk is full,
-    writing is tried again after a minute. If the folder itself fails later (permission lost, `EIO`,
-    `ESTALE`), the disk tier is off until a new engine, or a call after `free`, tries it again. An
-    engine that is garbage-collected without `free` does not write its cached blocks.
+    process ends. A thread writes it to disk once the weights that computed it are fingerprinted:
+    when 64 MiB of blocks wait for a fingerprint or an engine has no more requests, if not earlier.
+    While the blocks that wait for a fingerprint or to be written take more than 256 MiB plus a
+    quarter of the free host memory, newly evicted blocks are lost. If the disk is full, writing is
+    tried again after a minute. If the folder itself fails later (permission lost, `EIO`, `ESTALE`),
+    the disk tier is off until a new engine, or a call after `free`, tries it again. An engine that
+    is garbage-collected without `free` does not write its cached blocks.
 
     Args:
         disk_path (`str` or path, *optional*):
@@ -288,8 +288,8 @@ class PagedConfig:
             Tokens per block; a power of two from 4 to 256, or to 16,384 with `storage="virtual"`
             (PagedAttention, arXiv 2309.06180, section 7.2). `"auto"`: chosen for each layer group
             to waste the least memory and kernel time, from the lengths of earlier sequences and the
-            times that `benchmarks.tune` measured (docs/guide/memory.md);
-            `num_blocks` must then be `None`.
+            times that `benchmarks.tune` measured (docs/guide/memory.md); `num_blocks` must then be
+            `None`.
         num_blocks (`int`, *optional*):
             Maximum number of blocks in use at once, over all layer groups (full attention, each
             sliding window, cross attention, the states of a sequence). `None`: as many as the call

@@ -23,8 +23,8 @@ _child_listeners = weakref.WeakSet[Any]()
 _fork_listeners = weakref.WeakSet[Any]()
 
 imports = threading.RLock()
-"""Held while a call imports a module. A fork waits for it, since the child would find a module that
-another thread has begun to import half made."""
+"""Held while a call imports a module. A fork waits for this lock, since the child would otherwise
+find a half-made module if another thread was importing it."""
 
 
 def lock() -> threading.Lock:
@@ -45,8 +45,9 @@ def rlock() -> threading.RLock:
 
 class lazy_property(Generic[T]):
     """A property that is computed when an instance first reads it, and is then an attribute of that
-    instance. Like the `cached_property` of functools since Python 3.12; earlier ones compute under
-    one lock for all instances, which stays held in a child process if another thread held it."""
+    instance. Like `functools.cached_property` since Python 3.12. In earlier versions, that computes
+    under one lock for all instances, and the lock stays held in a child process if another thread
+    held it."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute

@@ -229,18 +229,18 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def interrupt_of(error: BaseException) -> BaseException | None:
-    """Returns the interrupt, a `KeyboardInterrupt` or an error of a signal handler, that `error` is
-    or that a library has caught and replaced by `error`; `None` if there is none. Only for
-    libraries that replace every error: other code that raises an error of its own in place of an
-    interrupt has dealt with that. Errors that a running frame has caught do not count, since
-    `error` was raised later, in that frame's handler."""
+    """Returns the interrupt behind `error`: `error` itself or an error that it replaced, if that is
+    a `KeyboardInterrupt` or was raised by a signal handler. Returns `None` if there is none. Only
+    for errors of libraries that replace every error: other code that replaces an interrupt has
+    handled it. Errors that a running frame has caught do not count, since `error` was raised later,
+    in that frame's handler."""
     running_ids = set[int]()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         running_ids.add(id(frame))
         frame = frame.f_back
     errors, known_ids = [error], {id(error)}
-    for later in errors:  # which grows by the causes and contexts
+    for later in errors:  # the loop appends causes and contexts
         if isinstance(later, KeyboardInterrupt) or _is_from_handler(later):
             return later
         for earlier in (later.__cause__, later.__context__):
@@ -280,9 +280,9 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 def _received_frame(frame: FrameType, interrupted_frame: FrameType) -> bool:
-    """Whether a frame, not of hf_paged, got the frame that it interrupted as an argument, as signal
-    handlers do. (It does not suffice to compare its code with the current handlers' code: a handler
-    may install another handler before it raises.)"""
+    """Whether a frame outside hf_paged got the interrupted frame as an argument, as signal handlers
+    do. (Comparing the frame's code with the current handlers' code would not suffice: a handler may
+    install another handler before it raises.)"""
     code = frame.f_code
     if code.co_filename.startswith(_PACKAGE):
         return False

@@ -1,6 +1,6 @@
 """Overlapping `generate` calls: `SharedLoop` runs the calls of several threads on a model in one
-`StepLoop`. The calls share forwards, and a caller's code runs in the caller's thread. Implements
-`rooms.OverlapRoom`; imports no other room."""
+`StepLoop`. The calls share forwards, and a caller's code runs in the caller's thread. This module
+imports no other room (`rooms`)."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class StepPlan:
     the first `starts[i]`. The sequence's blocks hold these first tokens and have slots for the new
     ones. A count includes the row's draft, which follows its last token. Decodes come first.
 
-    A plan advances no row: the loop does, when it commits the plan after the forward."""
+    A plan does not advance its rows: the loop does, when it commits the plan after the forward."""
 
     sequences: Sequence[Any]
     starts: Sequence[int]
@@ -31,8 +31,8 @@ class StepPlan:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
-        """Plans `count` more tokens of each `(sequence, count)` in `rows`, in which decodes must
-        come first."""
+        """Returns a plan of `count` more tokens for each `(sequence, count)` in `rows`. Decodes
+        must come first in `rows`."""
         sequences: list[Any] = []
         starts: list[int] = []
         counts: list[int] = []
@@ -69,8 +69,8 @@ class StepPlan:
         return self.num_decodes < len(self.sequences)
 
     def select(self, rows: Sequence[int]) -> StepPlan:
-        """Returns the plan of these rows alone, in this order, in which decodes must come first.
-        It has no admitted or preempted requests."""
+        """Returns the plan of these rows alone, in the given order; decodes must come first. The
+        plan has no admitted or preempted requests."""
         counts = [self.counts[row] for row in rows]
         num_logits = [self.num_logits[row] for row in rows]
         sequences = [self.sequences[row] for row in rows]

@@ -159,7 +159,7 @@ class FingerprintsRoom(Protocol):
     """Reads the state of a model; `None` if the model cannot be read."""
 
     fingerprint: Callable[[nn.Module, ModelState | None], bytes | None]
-    """As `model.state.fingerprint`, of a model that carries no state."""
+    """Like `model.state.fingerprint`, for a model that does not carry state."""
 
 
 class ResolvedAdapter(NamedTuple):
@@ -253,8 +253,8 @@ class RectanglesRoom(Protocol):
     """`hf_paged.rectangles`."""
 
     def choose_layout(self, capability: Capability, reason: str) -> Layout:
-        """Returns the best layout of a model whose rows cannot be packed, for this `reason`, in
-        which each sequence gets the results that it gets alone."""
+        """Returns the layout for a model that cannot be packed because of `reason`: side by side if
+        each sequence then gets the same results as alone, else together."""
 
     def reasons_against_call(self, call: Candidate, reason: str) -> Iterator[str]:
         """Yields the reasons why the engine cannot run the rows of a call; `reason` says why they
@@ -264,14 +264,14 @@ class RectanglesRoom(Protocol):
     def prepare(
         self, capability: Capability, layout: Layout, state: RequestState, prompts: Prompts
     ) -> tuple[Layout, str | None]:
-        """Prepares an engine's prompt with inputs besides token ids. Returns the layout of the loop
-        that runs it, and why it cannot run; `None` if it can. Raises `IndexError` if the prompt is
-        longer than the model's table of positions."""
+        """Prepares an engine's request whose prompt has inputs besides token ids. Returns the
+        layout for the request's loop, and the reason why it cannot run (`None` if it can). Raises
+        `IndexError` if the prompt is longer than the model's table of positions."""
 
     def make_runner(
         self, model: PreTrainedModel, cache: PagedCache, layout: Layout, recorder: Recorder | None
     ) -> tuple[BlockManager, Runner]:
-        """As `batching.factory.make_runner`."""
+        """Like `batching.factory.make_runner`, for rectangles."""
 
 
 class GradientsRoom(Protocol):
@@ -290,9 +290,9 @@ class LatentRoom(Protocol):
     """`hf_paged.latent`."""
 
     wrap_expansions: Callable[[Iterable[nn.Module]], None]
-    """Replaces the methods by which classes of these modules expand keys and values from latents:
-    until `unwrap_expansions`, they return `handles.LatentTensor`s where attention can read the
-    latents."""
+    """Replaces the methods with which the classes of these modules expand latents to keys and
+    values: until `unwrap_expansions`, the methods return `handles.LatentTensor`s where attention
+    can read the latents."""
 
     unwrap_expansions: Callable[[], None]
     """Undoes every `wrap_expansions`."""
@@ -305,8 +305,8 @@ class MediaRoom(Protocol):
     """`hf_paged.media`."""
 
     check: Callable[..., tuple[Prompts, str | None]]
-    """Takes a `Capability` and `Prompts`. Returns the prompts in the form that packed steps can
-    continue, and why they cannot continue them; `None` if they can."""
+    """Takes a `Capability` and `Prompts`. Returns the prompts as `MediaPrompts`, and the reason why
+    packed steps cannot continue them (`None` if they can)."""
 
     prepare: Callable[..., str | None]
     """Takes a `Capability`, a layout, an engine's request with `Prompts`, and whether it may use
@@ -320,7 +320,7 @@ class MediaRoom(Protocol):
 
     position_axes: Callable[..., list[list[int]] | None]
     """Takes a step's plan and the tokens' positions in their sequences. Returns
-    `PackedTokens.axes`. All sequences with inputs that set positions must have equally many
+    `PackedTokens.axes`. All sequences with inputs that set positions must have the same number of
     axes."""
 
 
@@ -349,5 +349,5 @@ class SpeculationRoom(Protocol):
         `None` if they can."""
 
     def reasons_against_call(self, call: Candidate, assistance: Assistance) -> Iterable[str]:
-        """Yields the reasons why rows of a `generate` call cannot have drafts. The caller
-        reports the first."""
+        """Yields the reasons why rows of a `generate` call cannot have drafts. The caller reports
+        the first."""

@@ -45,10 +45,10 @@ if TYPE_CHECKING:  # types of the core alone
 
 
 class Drafter(Protocol):
-    """Drafts the next tokens of a loop's rows; each row is a `Generation` of its own. Drafts do not
-    change a row's tokens or, if `Draft.is_drawn`, their distribution. Another way to guess tokens
-    needs only a `speculation.sources.Source`, and a branch in `Speculator.attach` that chooses
-    it."""
+    """Drafts the next tokens of a loop's rows; each row is a separate `Generation`. Drafts do not
+    change a row's tokens; drawn drafts (`Draft.is_drawn`) may, but keep their distribution. To add
+    another way to guess tokens, write a `speculation.sources.Source`, and a branch in
+    `Speculator.attach` that chooses it."""
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
         """Begins to draft for a row, before its request is queued. Returns whether the row's first
@@ -111,14 +111,14 @@ class ForwardContext(Protocol):
     def ranges(
         self, keys: Sequence[Hashable], num_decodes: int, num_tokens: int
     ) -> list[tuple[Bounds, Bounds]]:
-        """Returns, for each of a recorded step's `keys`, two ranges `[start, end)` of this step's
-        tokens, counted from the step's first: the decodes, and the other tokens, with this key."""
+        """Returns two ranges `[start, end)` of this step's tokens for each of a recorded step's
+        `keys`: the decodes with this key, and the other tokens with this key."""
         return []
 
     def record(self, ranges: Tensor, max_tokens: int, has_others: bool) -> RecordedContext | None:
-        """Called before a step of up to `max_tokens` tokens is recorded. The step reads its
-        `ranges` `(n, 2)` on the device: two for each key, or one without `has_others`, when all
-        tokens are decodes. Returns `None` if the step needs no `RecordedContext`."""
+        """Called before a step of up to `max_tokens` tokens is recorded. The step reads `ranges`
+        `(n, 2)` on the device: for each key one range, of the decodes, and with `has_others` also
+        one of the other tokens. Returns `None` if the step needs no `RecordedContext`."""
         return None
 
 
@@ -175,10 +175,10 @@ class Recorder(Protocol):
     the replay has changed no states: the caller also runs that forward, then calls `check`."""
 
     def needs_state(self, slowed_by: set[str]) -> bool:
-        """Called when work on the model begins: whether to read the model's state and call `begin`
-        with it. Usually false if all steps so far were refused, since only a changed model could
-        make them recordable, and reading takes longer than a step; if so, adds the reason to
-        `slowed_by`."""
+        """Called when work on the model begins: returns whether to read the model's state and call
+        `begin` with it. Usually returns `False`, and adds the reason to `slowed_by`, if all steps
+        so far were refused: only a change of the model could make them recordable, and reading
+        takes longer than a step."""
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Called before steps of the model in this state: drops recordings of other states.
@@ -203,8 +203,8 @@ class Recorder(Protocol):
         replace those of `tokens`, which must be decodes only. `keeps_hidden`: whether the forward
         also stores hidden states. `kind`: steps of different kinds have separate recordings.
         `states`: cache layers with the rows' states, which the step changes; their tensors then
-        belong to the recording until it runs other rows. `checked_as`: the kind of step that one
-        check covers; `None`: only steps whose forward reads keys are checked."""
+        belong to the recording until it runs other rows. `checked_as`: identifies the steps that
+        one check covers; `None`: only steps whose forward reads keys are checked."""
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]], reason: str | None = None) -> None:
         """Compares pairs of results, each `(rows, ...)`: of the model's own forward and of the last
@@ -252,9 +252,10 @@ class RectangleRecorder(Protocol):
         outputs: Any,
         prepared: dict[str, Any],
     ) -> None:
-        """Compares the logits and states of a replay with the results of the model's own forward,
-        as `Recorder.check` does, and the next step's inputs with those that follow from its last
-        `inputs`. `outputs`: of that forward."""
+        """Compares the logits and states of a replay with those of the model's own forward, as
+        `Recorder.check` does. Also checks that the next step's inputs follow from `inputs`, those
+        of this step, without outputs that only the forward has. `outputs`: the forward's, with the
+        arguments `prepared`."""
 
 
 class RunAhead(Protocol):
@@ -353,7 +354,7 @@ addresses."""
 
 
 class MappedRows(Protocol):
-    """The rows of a layer as strided tensors, beside its blocks (`KVBlocks.rows`)."""
+    """The rows of a layer as strided tensors, besides its blocks (`KVBlocks.rows`)."""
 
     def place(self, step: StepMetadata) -> PlacedRows | None:
         """Returns the rows of a step as tensors; `None` if they can be read only in blocks."""

@@ -60,8 +60,8 @@ class ReadCounters:
 
     in_place: int = 0
     gathered: int = 0
-    gathered_decodes: int = 0  # included in `gathered`: in steps of one query per row
-    latent: int = 0  # applications of an MLA expansion to outputs instead of latents
+    gathered_decodes: int = 0  # those of `gathered` in steps with one query per row
+    latent: int = 0  # how often an MLA expansion was applied to outputs instead of latents
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadCounters:
         return ReadCounters()  # a copied cache starts at 0
@@ -322,14 +322,14 @@ def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
     """Splits a step into runs of consecutive rows with equal `query_len`, in which either all rows
     are first prefills or none is. Returns (slice of tokens, step) for each run."""
 
-    def kind(row: int) -> tuple[int, bool]:
+    def group_key(row: int) -> tuple[int, bool]:
         query_len = step.query_start[row + 1] - step.query_start[row]
         if query_len == 1:
             return 1, False
         return query_len, step.seq_lens[row] == query_len and not step.starts[row]
 
     groups = []
-    for _, members in itertools.groupby(range(step.num_rows), kind):
+    for _, members in itertools.groupby(range(step.num_rows), group_key):
         rows = list(members)
         first, last = rows[0], rows[-1] + 1
         tokens = slice(step.query_start[first], step.query_start[last])

@@ -36,8 +36,8 @@ class Switches(Generic[T]):
     def __init__(
         self, switching: Callable[[T], Switching], on_all_restored: Callable[[], None] | None = None
     ) -> None:
-        """`switching` makes the two functions of an object, the first of which must be idempotent.
-        `on_all_restored` is called whenever no object is switched any more."""
+        """`switching` returns the `Switching` of an object; the function that switches must be
+        idempotent. `on_all_restored` is called whenever no object is switched any more."""
         self._lock = forks.lock()
         self._switching = switching
         # by `id`: a switched object, its functions, and a thread id for each of its open calls

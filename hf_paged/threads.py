@@ -22,7 +22,7 @@ START_SECONDS = 5.0
 NO_THREAD = "can't start new thread: the process is at its limit of threads or memory"
 
 
-class _Started(threading.Event):
+class _StartedEvent(threading.Event):
     """The event for which `Thread.start` waits, here only for `START_SECONDS`: a thread that lacks
     memory ends without setting it."""
 
@@ -39,7 +39,7 @@ def make(
     """Makes a thread, not yet started, that calls `run`. If an error ends the thread, the thread
     calls `on_error` with it: `run` itself cannot catch an error that is raised as `run` begins."""
     thread = threading.Thread(target=run, name=name, daemon=daemon)
-    thread._started = _Started()  # type: ignore[attr-defined]
+    thread._started = _StartedEvent()  # type: ignore[attr-defined]
     if on_error is not None:
 
         def report(_: object) -> None:

@@ -9,8 +9,8 @@ T = TypeVar("T")
 
 
 def members_of(weak_set: weakref.WeakSet[T]) -> list[T]:
-    """Returns the live members. Iterating a `WeakSet` runs Python code between members, and raises
-    `RuntimeError` if another thread adds one there; copying its references is one call of C."""
+    """Returns the live members. Iterating a `WeakSet` raises `RuntimeError` if another thread adds
+    a member meanwhile; copying the set of references is a single C call."""
     any_set: Any = weak_set
     references: set[weakref.ref[T]] = any_set.data.copy()
     members = (reference() for reference in references)

@@ -120,7 +120,7 @@ def test_parts_that_need_a_thread_do_without(threadless: pytest.MonkeyPatch) -> 
     store: Any = AdapterStore(torch.nn.Linear(1, 1))
     file: Any = type("File", (), {"path": "a"})()
     store.prefetch([file])
-    assert not store._loading
+    assert not store._prefetches
     threadless.setattr(cpp, "_agreements", {})
     assert not cpp._agrees_in_thread(torch.int8) and not cpp._agreements
 

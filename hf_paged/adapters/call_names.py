@@ -61,21 +61,21 @@ def _with_names(
 
 
 def _confine_hooks(model: nn.Module, hooks: Hooks) -> list[str]:
-    """Replaces the hooks that PEFT has just set by hooks that apply only where `hooks`, to which
-    they are added, belong to the current scope. Returns the names that PEFT passes: one per prompt
-    or, if it has repeated them for beams, per row."""
+    """Replaces each hook that PEFT has just set by one that applies only while `hooks` is the owner
+    of the current scope, and appends it to `hooks`. Returns the names that PEFT passes: one per
+    prompt or, if it has repeated them for beams, per row."""
     names: list[str] = []
     for module in model.modules():
         for hook_id, hook in list(module._forward_pre_hooks.items()):
             if isinstance(hook, functools.partial) and _NAMES_KEYWORD in hook.keywords:
                 names = list(hook.keywords[_NAMES_KEYWORD])
-                confined_hook = _confined(hook, hooks)
+                confined_hook = _confine_hook(hook, hooks)
                 module._forward_pre_hooks[hook_id] = confined_hook
                 hooks.append((module, hook_id, confined_hook))
     return names
 
 
-def _confined(hook: functools.partial[Any], hooks: Hooks) -> Callable[..., Any]:
+def _confine_hook(hook: functools.partial[Any], hooks: Hooks) -> Callable[..., Any]:
     @functools.wraps(hook.func)  # so that it counts as PEFT's, not as a hook of user code
     def apply(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         scope = current_scope.get()

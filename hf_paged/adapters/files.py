@@ -249,9 +249,9 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
 
 
 @dataclasses.dataclass
-class _Loading:
-    """An adapter that a thread loads. If the thread ends without setting `weights`, because loading
-    failed or the process was forked meanwhile, `AdapterStore.get` loads the adapter."""
+class _Prefetch:
+    """Weights of an adapter that a thread loads ahead. If the thread ends without setting them,
+    because loading failed or the process was forked meanwhile, `AdapterStore.get` loads them."""
 
     thread: threading.Thread | None = None
     weights: dict[nn.Module, LoraWeights] | None = None
@@ -269,14 +269,14 @@ class _Loading:
 
 class AdapterStore:
     """The loaded weights of adapters in folders. Resident weights are on the model's devices until
-    `forget`, for an adapter that the pool has evicted, or `forget_others` drops them. For a model
-    that is not on the CPU, copies of the adapters that became resident last stay in host memory,
-    too."""
+    `forget` or `forget_others` drops them; an adapter that the pool evicts is forgotten. For a
+    model that is not on the CPU, copies of the adapters that became resident last also stay in host
+    memory."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._resident: dict[AdapterFile, Adapter] = {}
-        self._loading: dict[AdapterFile, _Loading] = {}
+        self._prefetches: dict[AdapterFile, _Prefetch] = {}
         self._host: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
         self._last_number = 0  # in `Adapter.key`
         self.num_loads = 0  # adapters loaded from files so far
@@ -291,14 +291,14 @@ class AdapterStore:
         if adapter is not None:
             return adapter
         cpu_weights = self._take_cpu_weights(file)
-        resident = {}
+        resident_weights = {}
         is_copied = False
         for module, lora in cpu_weights.items():
             device = module.weight.device
             is_copied |= device.type != "cpu"
-            resident[module] = lora.map(operator.methodcaller("to", device))
+            resident_weights[module] = lora.map(operator.methodcaller("to", device))
         self._last_number += 1
-        adapter = self._resident[file] = Adapter((file, self._last_number), resident)
+        adapter = self._resident[file] = Adapter((file, self._last_number), resident_weights)
         if is_copied:
             self._keep_on_host(file, cpu_weights)
         return adapter
@@ -308,26 +308,26 @@ class AdapterStore:
         weights = self._host.pop(file, None)
         if weights is not None:
             return weights
-        loading = self._loading.pop(file, _Loading())
-        if loading.thread is not None:
-            loading.thread.join()
-        weights = loading.weights or load_adapter(self._model, file)
+        prefetch = self._prefetches.pop(file, _Prefetch())
+        if prefetch.thread is not None:
+            prefetch.thread.join()
+        weights = prefetch.weights or load_adapter(self._model, file)
         self.num_loads += 1
         return weights
 
     def prefetch(self, files: list[AdapterFile]) -> None:
         """Starts to load the first `MAX_PREFETCHED` of `files`, and drops prefetched weights of
         adapters that are not among `files`."""
-        for file in self._loading.keys() - files:
-            del self._loading[file]
+        for file in self._prefetches.keys() - files:
+            del self._prefetches[file]
         for file in files[:MAX_PREFETCHED]:
             is_loaded = file in self._resident or file in self._host
-            if is_loaded or file in self._loading:
+            if is_loaded or file in self._prefetches:
                 continue
-            loading = _Loading()
-            if not loading.start(self._model, file):  # `get` loads the adapter
+            prefetch = _Prefetch()
+            if not prefetch.start(self._model, file):  # `get` loads the adapter
                 return
-            self._loading[file] = loading
+            self._prefetches[file] = prefetch
 
     def forget(self, file: AdapterFile) -> None:
         """Drops the resident weights of an adapter."""
@@ -342,7 +342,7 @@ class AdapterStore:
         for file, weights in list(self._host.items()):
             if not modules.issuperset(weights):
                 self._host.pop(file, None)
-        self._loading.clear()
+        self._prefetches.clear()
 
     def _keep_on_host(
         self,

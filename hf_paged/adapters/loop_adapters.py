@@ -140,7 +140,7 @@ class LoopAdapters:
         return mixing(self._model, self._mix_of(((self.load(adapter), 0, 0),)))
 
     def context_of(self, names: Any) -> contextlib.AbstractContextManager[ForwardContext | None]:
-        """A context like another process's whose `ForwardContext.names` are `names`. Raises
+        """A context that recreates another process's `ForwardContext` from its `names`. Raises
         [`AdapterError`] if an adapter is missing, or cannot be loaded or mixed."""
         if not isinstance(names, list):
             check_adapter(self._model, names)
@@ -302,7 +302,7 @@ class LoopAdapters:
             self._processes.call_adapters("check_mixing", module_names)
         try:
             adapters = [_random_adapter(self._model, module_names, rank) for rank in (3, 2)]
-        except ValueError as error:  # adapters cannot be sharded as one of the layers is
+        except ValueError as error:  # a layer is sharded in a way that adapters cannot be
             return Topic.ADAPTERS(str(error))
         adapters.append(NO_ADAPTER)
 
@@ -331,8 +331,8 @@ class LoopAdapters:
 
 
 def _mixing_check(trial: Trial) -> str | None:
-    """How the logits of rows with different adapters in one step differ from each row's logits
-    alone; `None` if they agree. Raises `ForwardFailedError` if a forward fails."""
+    """Returns how the logits of rows with different adapters in one step differ from each row's
+    logits alone; `None` if they agree. Raises `ForwardFailedError` if a forward fails."""
     batched_logits, single_logits = batched_and_single_logits(trial, sample_tokens(trial.model))
     return trial.difference(
         single_logits, batched_logits, condition="with several adapters in a forward"
@@ -353,7 +353,7 @@ def _make_mix(
 
 def _random_adapter(model: PreTrainedModel, module_names: Iterable[str], rank: int) -> Adapter:
     """Returns a random adapter on the modules of these names, the same in every process. Raises
-    `ValueError` if adapters cannot be sharded as one of the modules is."""
+    `ValueError` if one of the modules is sharded in a way that adapters cannot be."""
     generator = torch.Generator().manual_seed(rank)
     weights = dict[nn.Module, LoraWeights]()
 

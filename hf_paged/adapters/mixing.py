@@ -27,7 +27,7 @@ Ranges = tuple[tuple[Adapter, int, int], ...]
 
 
 class NotMixableError(Exception):
-    """A module gets rows that are not the packed tokens in order: their adapters are unknown."""
+    """A module gets rows that are not the packed tokens in order, so their adapters are unknown."""
 
 
 class Mix(ForwardContext):
@@ -209,10 +209,10 @@ def run_mixed(
     adapters: list[Adapter],
     make_mix: Callable[[Ranges], Mix],
 ) -> Tensor:
-    """Runs the plan's rows, of which row `i` has `adapters[i]`, in one packed forward by `run`;
-    returns logits as `Runner.run` does. Raises `NotMixableError` as [`Mix`] does."""
-    # rows are sorted by adapter, so that steps with equally many rows of each adapter share a
-    # recorded step
+    """Calls `run` for one packed forward of the plan's rows; `adapters[i]` is the adapter of row
+    `i`. Returns logits as `Runner.run` does. Raises the `NotMixableError` of [`Mix`]."""
+    # rows are sorted by adapter, so that steps with the same number of rows for each adapter share
+    # a recorded step
     adapter_keys = {
         adapter: (adapter is not NO_ADAPTER, str(adapter.key)) for adapter in set(adapters)
     }

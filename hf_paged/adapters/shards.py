@@ -60,8 +60,8 @@ def local_shard(
     lora: LoraWeights,
 ) -> LoraWeights:
     """Returns this process's shard of the whole weights `lora` for the linear layer `module`, whose
-    name in the model without adapters is `name`. Raises `ValueError` if adapters cannot be split as
-    the layer is."""
+    name in the model without adapters is `name`. Raises `ValueError` if the layer is split in a way
+    that adapters cannot be."""
     weight: Any = module.weight
     style = None
     if is_dtensor(weight):

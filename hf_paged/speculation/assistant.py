@@ -37,8 +37,8 @@ from ..plan import StepPlan
 from ..step import NotPackable
 from .sources import DrawnDraft, Source
 
-# up to this many missed tokens of a row run as rows of one token each, so that the step can replay
-# a recording
+# up to this many missed tokens of a row (tokens of the target that the assistant has not computed)
+# run as rows of one token each, so that the step can replay a recording
 MAX_CATCH_UP_ROWS = 16
 _assistant_numbers: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
 _assistant_numbers_lock = forks.lock()
@@ -117,10 +117,11 @@ class Assistant:
     def make_strategy_and_processors(
         self, decoding: SampleDecoding
     ) -> tuple[Any, LogitsProcessorList]:
-        """Creates transformers' strategy that chooses the number of a row's draft tokens, and the
-        logits processors for these tokens: the processors of transformers' assistant, which include
-        the target's, that can run on drafts (`can_run_on_drafts`)."""
-        strategy, processors = _candidates(
+        """Returns transformers' strategy, which chooses the number of a row's draft tokens, and the
+        logits processors for these tokens: the target's minimum-length processors and, of the
+        processors that transformers' assistant would use (the target's included), those that can
+        run on drafts (`can_run_on_drafts`)."""
+        strategy, processors = _strategy_and_processors(
             decoding.input_ids,
             self.model,
             decoding.config,
@@ -331,9 +332,9 @@ class AssistantRow(Source):
         self.sequence = Sequence([])
         Request("draft", [self.sequence], decoding.max_length)
         self.num_target_tokens = 0
-        # of each draft token: its probability and, in a sampled row, its logits `(1, vocab)`
-        self.confidences: list[float] = []
-        self.scores: list[Tensor] = []
+        # by draft token
+        self.confidences: list[float] = []  # its probability; 1 if no row reads probabilities
+        self.scores: list[Tensor] = []  # the logits `(1, vocab)`; empty unless the row is sampled
         assistant.add(self)
 
     def clear(self) -> None:
@@ -408,7 +409,9 @@ class AssistantRow(Source):
         self.assistant.remove(self)
 
 
-def _candidates(input_ids: Any, assistant: Any, config: Any, processors: Any) -> tuple[Any, Any]:
+def _strategy_and_processors(
+    input_ids: Any, assistant: Any, config: Any, processors: Any
+) -> tuple[Any, Any]:
     """Returns transformers' candidate generator for an assistant with the target's vocabulary, and
     the logits processors that the assistant's `generate` would build, including the target's."""
     generator = AssistedCandidateGenerator(

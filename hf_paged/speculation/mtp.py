@@ -41,7 +41,7 @@ MAX_HEAD_DIM = 128  # hidden states are stored as K/V heads of at most this dim
 
 
 class HiddenNamespace(NamedTuple):
-    """The namespace of prefixes whose blocks have hidden states beside keys and values."""
+    """The namespace of prefixes whose blocks have hidden states besides keys and values."""
 
     base: Hashable  # the request's namespace
 
@@ -144,11 +144,11 @@ class MtpRunner(PackedRunner):
         hidden: Tensor,
         choose: Callable[[Tensor], None],
     ) -> Tensor:
-        """Runs all heads at the plan's positions, on the target's hidden states there, `hidden`
-        `(1, positions, hidden_size)`; returns the last head's hidden states. After each head,
-        `choose` gets logits `(n, vocab)` of the sequences that the plan computes to their end, and
-        appends a token to each. The other sequences already have the tokens that later heads
-        read."""
+        """Runs all heads at the plan's positions, and returns the last head's hidden states.
+        `hidden` `(1, positions, hidden_size)`: the target's hidden states at these positions. After
+        each head, `choose` gets logits `(n, vocab)` of the sequences that the plan computes to
+        their end, and appends a token to each. The other sequences already have the tokens that
+        later heads read."""
         tokens = pack(plan, self._block_sizes, self.rope)
         inputs, steps = self._to_device(tokens)
         token_ids = inputs[0:1]

@@ -178,15 +178,15 @@ class DraftLength:
 
     def __init__(self) -> None:
         self.pause = 0  # steps without a draft from now on
-        # weighted numbers of draft tokens: accepted, and accepted or rejected
-        self._accepted = 1.6
-        self._tried = 2.0
-        # the next pauses, after rejections and without a draft
-        self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0
+        # weighted numbers of draft tokens
+        self._num_accepted = 1.6
+        self._num_verified = 2.0  # accepted or rejected
+        self._reject_pause = self.FIRST_PAUSE  # the next pause after rejections
+        self._empty_pause = 0  # the next pause if the source has no draft
 
     def choose(self, price: float, max_tokens: int) -> int:
         """Returns the length of the next draft, up to `max_tokens`; if it is 0, begins a pause."""
-        rate = min(self._accepted / self._tried, 0.999)
+        rate = min(self._num_accepted / self._num_verified, 0.999)
         length = 0
         if rate > 0:
             length = int(math.log(min(max(price, 1e-6), 0.999)) / math.log(rate))
@@ -194,7 +194,7 @@ class DraftLength:
             self.pause = self._reject_pause
             self._reject_pause = min(2 * self._reject_pause, self.MAX_PAUSE)
             # an acceptance rate of at least a half, so that drafts may be tried after the pause
-            self._accepted, self._tried = max(rate, 0.5), 1.0
+            self._num_accepted, self._num_verified = max(rate, 0.5), 1.0
         return min(length, max_tokens)
 
     def observe_no_draft(self) -> None:
@@ -204,8 +204,9 @@ class DraftLength:
 
     def observe(self, num_proposed: int, num_accepted: int) -> None:
         """Updates the acceptance rate after a draft of `num_proposed` tokens."""
-        self._accepted = self.DECAY * self._accepted + num_accepted
-        self._tried = self.DECAY * self._tried + min(num_accepted + 1, num_proposed)
+        num_verified = min(num_accepted + 1, num_proposed)
+        self._num_accepted = self.DECAY * self._num_accepted + num_accepted
+        self._num_verified = self.DECAY * self._num_verified + num_verified
         if num_accepted:
             self._reject_pause, self._empty_pause = self.FIRST_PAUSE, 0
 
@@ -225,8 +226,9 @@ class NgramIndex:
         end: int,
         namespace: bytes = b"",
     ) -> None:
-        """Adds the tokens that follow the first `n` of `token_ids`, for each `n` in `range(start,
-        end)` of at least `NGRAM_SIZE`. `namespace`: a digest."""
+        """For each `n` in `range(start, end)` of at least `NGRAM_SIZE`, maps the n-gram that ends
+        the first `n` of `token_ids` to the next tokens, up to `MAX_DRAFT_TOKENS`. `namespace`: a
+        digest."""
         packed = _to_bytes(token_ids)
         for num_tokens in range(max(start, NGRAM_SIZE), end):
             end_byte = num_tokens * _TOKEN_BYTES
@@ -262,8 +264,9 @@ class Ngrams(Source):
         # tokens whose continuations are in `index`; the prompt's tokens are not added
         self._num_indexed = num_prompt_tokens
         self._token_ids: list[int] = []
-        # positions in the row's text: of the last draft, and of the next if copying continues
+        # position in the row's text from which the last draft was copied
         self._copy_start: int | None = None
+        # position from which the next draft is copied if the text has no such n-gram
         self._next_copy_start: int | None = None
         self._is_continuation = False  # whether the last draft began at `_next_copy_start`
 

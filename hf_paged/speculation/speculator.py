@@ -63,7 +63,7 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
         Topic.ASSISTED("a single row is sampled or streamed, so transformers' own loop drafts"): (
             is_single_row and (config.do_sample or call.streamer is not None)
         ),
-        # such as guidance, which has a cache that would lack the rejected drafts
+        # for example guidance, whose own cache would lack the rejected drafts
         Topic.ASSISTED(
             "a processor that may keep state must see rejected drafts, as in transformers' own loop"
         ): is_single_row and not are_row_wise(call.inputs.logits_processor, num_rows),
@@ -286,7 +286,7 @@ class Speculator:
                 if is_interrupt(error):
                     raise
                 middle = len(rows) // 2
-                if middle:  # halve the group, so that only rows for which the assistant fails end
+                if middle:  # halve the group, to end only the rows for which the assistant fails
                     groups += [rows[:middle], rows[middle:]]
                 else:
                     errors.append((rows[0][0], error))

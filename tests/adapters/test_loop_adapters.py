@@ -208,11 +208,11 @@ def test_prefetched_adapters_that_no_request_waits_for_are_dropped(tmp_path, mon
             adapters.prefetch([SimpleNamespace(adapter=file, adapter_bytes=1)])
             adapters.prefetch([])
         assert orders == [("load_ahead", [file]), ("load_ahead", [])]
-        assert not adapters.store._loading
+        assert not adapters.store._prefetches
         file = read_adapter_file(second)
         waiting = [SimpleNamespace(adapter=file, adapter_bytes=1)]
         adapters.prefetch(waiting)
         adapters.forget_model()
-        assert not adapters.store._loading
+        assert not adapters.store._prefetches
         adapters.prefetch(waiting)
-        assert list(adapters.store._loading) == [file]
+        assert list(adapters.store._prefetches) == [file]

@@ -373,7 +373,7 @@ def test_a_folder_that_changes(tmp_path):
         engine.step()
         waiting = shutil.copytree(second, tmp_path / "copy")
         engine.add_request(prompt, GREEDY, request_id="late", adapter=waiting)
-        for loading in list(adapters_of(engine).store._loading.values()):
+        for loading in list(adapters_of(engine).store._prefetches.values()):
             loading.thread.join()
         config = waiting / "adapter_config.json"
         config.write_text(json.dumps({**json.loads(config.read_text()), "lora_alpha": 77}))
@@ -456,7 +456,7 @@ def test_weights_are_loaded_before_their_turn(can_start, tmp_path, monkeypatch):
         engine.step()
         store = adapters_of(engine).store
         ahead = {os.path.realpath(folder) for folder in folders[1:]} if can_start else set()
-        assert {file.path for file in store._loading} == ahead
+        assert {file.path for file in store._prefetches} == ahead
         results = run_all(engine)
         check(expected, [results[folder] for folder in folders])
         assert store.num_loads == 3 and model_state(engine.model) == state

@@ -26,7 +26,7 @@ from .batching.decoding.returned import check_criterion_result, check_scores
 from .batching.decoding.scores import are_row_wise, top_tokens, values_at
 from .model.structure import is_stock
 
-_NEVER = -1.0e9  # transformers' penalty on the score of a beam that must not be chosen
+_PENALTY = -1.0e9  # as in transformers: the score of a beam that must not be chosen
 
 
 class _SeededDraws(TorchDispatchMode):
@@ -120,8 +120,8 @@ class BeamDecoding(Decoding):
         self.sequences = self.running_sequences.clone()
         # the beams of a prompt are equal at first, so only the first one is a candidate
         self.running_scores = torch.zeros(shape, dtype=torch.float32, device=device)
-        self.running_scores[:, 1:] = _NEVER
-        self.beam_scores = torch.full(shape, _NEVER, dtype=torch.float32, device=device)
+        self.running_scores[:, 1:] = _PENALTY
+        self.beam_scores = torch.full(shape, _PENALTY, dtype=torch.float32, device=device)
         self.is_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.may_improve = torch.ones((num_prompts, 1), dtype=torch.bool, device=device)
         # [prompts, beams, new tokens]: the row that each generated token continued, -1 for tokens
@@ -303,7 +303,7 @@ class BeamDecoding(Decoding):
         are_finished = self.is_finished.all(dim=1)
         worst_scores = self.beam_scores.amin(dim=1)
         # a sequence whose score includes the penalty of -1e9 can still be replaced
-        are_final = are_finished & (worst_scores > _NEVER / 10)
+        are_final = are_finished & (worst_scores > _PENALTY / 10)
         if self.config.early_stopping is not True:
             are_final &= ~self.may_improve[:, 0]
         is_final = are_final.tolist()

@@ -123,10 +123,10 @@ class ExpandedTensor(LatentTensor):
     def attend_packed(
         self, query: Tensor, value: Tensor, step: StepMetadata, features: tuple[Any, ...]
     ) -> Tensor:
-        """As `LatentTensor.attend_packed`. Leading rows with few queries absorb the expansion, if
-        `absorb` can. For the other rows, all latents, including cached ones, are expanded into
-        temporary blocks of keys and values. Raises `NotCapturable` if latents of a recorded step
-        must be expanded."""
+        """Implements `LatentTensor.attend_packed`. The leading rows with few queries absorb the
+        expansion, if `absorb` allows it. For the other rows, expands all latents, including cached
+        ones, into temporary blocks of keys and values. Raises `NotCapturable` if latents of a
+        recorded step must be expanded."""
         if not self.pairs_with(value):
             raise NotPackable("keys and values come from different latents")
         short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)

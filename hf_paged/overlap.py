@@ -207,8 +207,8 @@ class SharedLoop(CallLoop):
         )
 
     def is_progressing(self, thread: int) -> bool:
-        """As `Holder.is_progressing`. A loop that lacks blocks makes no progress: its requests are
-        preempted, and hold no blocks."""
+        """Like `Holder.is_progressing`, for the callers of the loop. A loop that lacks blocks makes
+        no progress: its requests are preempted, and hold no blocks."""
         stepper = self.stepper
         callers = [caller for caller in list(self._callers.values()) if caller.thread_id != thread]
         if any(caller.sampling_since is not None for caller in callers):

@@ -115,9 +115,9 @@ class ForwardContext(Protocol):
         `keys`: the decodes with this key, and the other tokens with this key."""
         return []
 
-    def record(self, ranges: Tensor, max_tokens: int, has_others: bool) -> RecordedContext | None:
+    def record(self, ranges: Tensor, max_tokens: int, has_chunks: bool) -> RecordedContext | None:
         """Called before a step of up to `max_tokens` tokens is recorded. The step reads `ranges`
-        `(n, 2)` on the device: for each key one range, of the decodes, and with `has_others` also
+        `(n, 2)` on the device: for each key one range, of the decodes, and with `has_chunks` also
         one of the other tokens. Returns `None` if the step needs no `RecordedContext`."""
         return None
 
@@ -154,7 +154,7 @@ class Adapters(Protocol):
         (`Executor.compute`) as possible. Raises `RowsError` if an adapter cannot be used."""
 
     def using(self, adapter: Hashable) -> AbstractContextManager[ForwardContext | None]:
-        """A context for a forward of rows with one adapter. Raises as `run` does."""
+        """A context for a forward of rows with one adapter. Raises the errors of `run`."""
 
     def forget_model(self) -> None:
         """Drops all state that depends on the model, since the model may have changed."""
@@ -233,7 +233,7 @@ class RectangleRecorder(Protocol):
     replays them."""
 
     def begin(self, state: ModelState | None) -> None:
-        """As `Runner.begin`."""
+        """Like `Runner.begin`: called before steps of the model in this state."""
 
     def run(self, rectangle: Any, prepared: dict[str, Any]) -> Tensor | None:
         """Replays a step with these model inputs, and returns logits `(rows, vocab_size)`; `None`
@@ -336,8 +336,8 @@ class Storage(Protocol):
         its blocks. Raises `ValueError` if heads, dims or device differ."""
 
     def grow(self, num_blocks: int, max_blocks: int) -> None:
-        """Grows every layer to at least `num_blocks` and at most `max_blocks` blocks. Raises as
-        `make` does."""
+        """Grows every layer to at least `num_blocks` and at most `max_blocks` blocks. Raises the
+        errors of `make`."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies block `source` to block `target` in every layer, for each pair `(source, target)`.

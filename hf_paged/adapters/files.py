@@ -269,7 +269,7 @@ class _Prefetch:
 
 class AdapterStore:
     """The loaded weights of adapters in folders. Resident weights are on the model's devices until
-    `forget` or `forget_others` drops them; an adapter that the pool evicts is forgotten. For a
+    `forget` or `forget_stale` drops them; an adapter that the pool evicts is forgotten. For a
     model that is not on the CPU, copies of the adapters that became resident last also stay in host
     memory."""
 
@@ -277,7 +277,7 @@ class AdapterStore:
         self._model = model
         self._resident: dict[AdapterFile, Adapter] = {}
         self._prefetches: dict[AdapterFile, _Prefetch] = {}
-        self._host: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
+        self._host_copies: OrderedDict[AdapterFile, dict[nn.Module, LoraWeights]] = OrderedDict()
         self._last_number = 0  # in `Adapter.key`
         self.num_loads = 0  # adapters loaded from files so far
 
@@ -286,7 +286,7 @@ class AdapterStore:
         return file in self._resident
 
     def get(self, file: AdapterFile) -> Adapter:
-        """Returns the adapter; loads its weights if needed. Raises as `load_adapter` does."""
+        """Returns the adapter; loads its weights if needed. Raises the errors of `load_adapter`."""
         adapter = self._resident.get(file)
         if adapter is not None:
             return adapter
@@ -305,7 +305,7 @@ class AdapterStore:
 
     def _take_cpu_weights(self, file: AdapterFile) -> dict[nn.Module, LoraWeights]:
         """Returns the weights on the CPU, taken from host memory or a prefetch, or else loaded."""
-        weights = self._host.pop(file, None)
+        weights = self._host_copies.pop(file, None)
         if weights is not None:
             return weights
         prefetch = self._prefetches.pop(file, _Prefetch())
@@ -321,7 +321,7 @@ class AdapterStore:
         for file in self._prefetches.keys() - files:
             del self._prefetches[file]
         for file in files[:MAX_PREFETCHED]:
-            is_loaded = file in self._resident or file in self._host
+            is_loaded = file in self._resident or file in self._host_copies
             if is_loaded or file in self._prefetches:
                 continue
             prefetch = _Prefetch()
@@ -333,15 +333,15 @@ class AdapterStore:
         """Drops the resident weights of an adapter."""
         self._resident.pop(file, None)
 
-    def forget_others(self, modules: set[nn.Module]) -> None:
-        """Drops all prefetched weights, and the weights on devices and in host memory of every
-        adapter on a module that is not among the model's current `modules`."""
+    def forget_stale(self, modules: set[nn.Module]) -> None:
+        """Drops all prefetched weights, and all weights of adapters that have weights for a module
+        that is not among the model's current `modules`."""
         for file, adapter in list(self._resident.items()):
             if not modules.issuperset(adapter.weights):
                 self._resident.pop(file, None)
-        for file, weights in list(self._host.items()):
+        for file, weights in list(self._host_copies.items()):
             if not modules.issuperset(weights):
-                self._host.pop(file, None)
+                self._host_copies.pop(file, None)
         self._prefetches.clear()
 
     def _keep_on_host(
@@ -349,7 +349,8 @@ class AdapterStore:
         file: AdapterFile,
         weights: dict[nn.Module, LoraWeights],
     ) -> None:
-        self._host[file] = weights
+        copies = self._host_copies
+        copies[file] = weights
         max_bytes = free_bytes(torch.device("cpu")) // HOST_MEMORY_DIVISOR
-        while len(self._host) > 1 and sum(file.num_bytes for file in self._host) > max_bytes:
-            self._host.popitem(last=False)
+        while len(copies) > 1 and sum(file.num_bytes for file in copies) > max_bytes:
+            copies.popitem(last=False)

@@ -208,7 +208,7 @@ class LoopAdapters:
         self._verdicts.clear()
         self._forget_mixes()
         self._prefetched = []
-        self.store.forget_others(set(self._model.modules()))
+        self.store.forget_stale(set(self._model.modules()))
 
     def forget(self, file: AdapterFile) -> None:
         """Drops the weights of an adapter that the pool has evicted."""
@@ -226,9 +226,9 @@ class LoopAdapters:
         check_unmerged(peft_layers(self._model), adapter, name)
 
     def _get_mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
-        """Returns, by name, the adapters of a step whose rows can share a forward; none if fewer
-        than two can. Adds to `reasons` why others cannot. Raises as `_find_adapter` does, and
-        [`AdapterError`] if adapters are merged into the weights."""
+        """Returns, by name, those adapters of a step whose rows can share a forward; none if fewer
+        than two can. Adds to `reasons` why the other adapters cannot. Raises the errors of
+        `_find_adapter`, and [`AdapterError`] if adapters are merged into the weights."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)

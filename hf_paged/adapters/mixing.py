@@ -85,12 +85,12 @@ class Mix(ForwardContext):
                 bounds[adapter.key][1] = (max(start, num_decodes), end)
         return [(decodes, chunks) for decodes, chunks in bounds.values()]
 
-    def record(self, ranges: Tensor, max_tokens: int, has_others: bool) -> RecordedMix:
+    def record(self, ranges: Tensor, max_tokens: int, has_chunks: bool) -> RecordedMix:
         if self.is_fixed:
             return RecordedMix((), None, [deltas.table for deltas in self._deltas.values()])
         deltas = dict[nn.Module, RecordedDeltas]()
         for module, weights in self.weights.items():
-            if has_others:  # two ranges for each adapter
+            if has_chunks:  # two ranges for each adapter
                 weights = [(2 * index + i, lora) for index, lora in weights for i in (0, 1)]
             deltas[module] = RecordedDeltas(ranges, max_tokens, weights)
         return RecordedMix([adapter.key for adapter in self.adapters], deltas)

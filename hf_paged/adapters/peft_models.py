@@ -311,8 +311,8 @@ def find_adapter(
     key: tuple[str, int],
 ) -> Adapter | str:
     """Returns the adapter `name` of the model, read from PEFT's layers, or why its rows need a
-    separate forward. Raises as `check_adapter` does, and [`AdapterError`] if the adapter does not
-    fit a split layer."""
+    separate forward. Raises the errors of `check_adapter`, and [`AdapterError`] if the adapter does
+    not fit a split layer."""
     weights_by_module: dict[nn.Module, LoraWeights] = {}
     sources: list[tuple[Any, nn.Module]] = []
     for layer in check_adapter(model, name):

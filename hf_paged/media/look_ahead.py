@@ -14,11 +14,11 @@ from ..attention.masks import PagedMask
 class LookAhead:
     """An observer (`attention.observers`) of a forward over prompts, which are rows of `length`
     columns: finds the positions that attended to later ones. The forward computes the columns from
-    `first` on; a cache holds the earlier ones."""
+    `first_column` on; a cache holds the earlier ones."""
 
     paddings: list[int]  # number of leading padding columns of each row
     length: int
-    first: int = 0
+    first_column: int = 0
     num_calls: int = 0  # of attention over the prompts' own tokens
     # by `id`: masks of these calls that are not causal
     _masks: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
@@ -30,8 +30,8 @@ class LookAhead:
         is_causal: bool,
     ) -> None:
         num_rows, num_queries, num_keys = sizes
-        min_keys = min(self.length - self.first + 1, self.length)
-        num_new = self.length - self.first
+        num_new = self.length - self.first_column
+        min_keys = min(num_new + 1, self.length)
         has_prompt_shape = (num_rows, num_queries) == (len(self.paddings), num_new)
         if not has_prompt_shape or not min_keys <= num_keys <= self.length:
             return  # attention to something else, for instance in a vision tower
@@ -50,7 +50,8 @@ class LookAhead:
         num_rows = len(self.paddings)
         length = self.length
         looks_ahead = torch.zeros(num_rows, length, dtype=torch.bool, device="cpu")
-        queries = torch.arange(self.first, length, device="cpu")
+        first = self.first_column
+        queries = torch.arange(first, length, device="cpu")
         first_tokens = torch.tensor(self.paddings, device="cpu")[:, None]
         for mask in self._masks.values():
             if mask is None:
@@ -71,6 +72,6 @@ class LookAhead:
             last_key = last_key.where(queries >= first_tokens, queries)
             # the last position to which this query or an earlier one attends
             reach = last_key.cummax(1).values
-            looks_ahead[:, self.first :] |= reach > queries
-            looks_ahead[:, self.first + 1 :] |= reach[:, :-1] == queries[1:]
+            looks_ahead[:, first:] |= reach > queries
+            looks_ahead[:, first + 1 :] |= reach[:, :-1] == queries[1:]
         return looks_ahead

@@ -252,15 +252,16 @@ def _to_bytes(token_ids: list[int]) -> bytes:
     return array("q", token_ids).tobytes()
 
 
-class Ngrams(Source):
+class NgramSource(Source):
     """Drafts the tokens that followed an earlier occurrence of the row's last n-gram: in the row's
     own text or, if there is none, in `index`. If both lack the n-gram because a draft token was
-    rejected, continues to copy the same text after that token: perhaps only one word differs."""
+    rejected, continues to copy the same text after that token, since only one word may differ."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
         self.index = index
         self.namespace = namespace
-        self._text = bytearray()  # the row's tokens; searching bytes is cheaper than a table
+        # the row's tokens, as bytes: searching these is cheaper than maintaining a table of n-grams
+        self._text = bytearray()
         # tokens whose continuations are in `index`; the prompt's tokens are not added
         self._num_indexed = num_prompt_tokens
         self._token_ids: list[int] = []

@@ -39,7 +39,7 @@ from ..model.structure import overridden
 from ..topics import Topic
 from .assistant import Assistant, AssistantRow, assistant_cache, can_batch_rows
 from .mtp import HiddenNamespace, MtpHeads, reason_against_mtp, uses_mtp
-from .sources import CandidateSource, DraftLength, NgramIndex, Ngrams, Source, StepCosts
+from .sources import CandidateSource, DraftLength, NgramIndex, NgramSource, Source, StepCosts
 
 DraftRow = tuple[Generation, Source, Sequence, int]
 """A row that may draft in this step, and the number of tokens to draft (0 until that is chosen)."""
@@ -134,8 +134,8 @@ class Speculator:
         self.rows: dict[Generation, Source] = {}
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
-        """As `Drafter.attach`: creates the source of drafts that the row's generation config and
-        `assistance` request; by default n-grams."""
+        """Implements `Drafter.attach`: creates the source of drafts for which the row's generation
+        config and `assistance` ask; by default n-grams."""
         ((request, _),) = generation.rows
         decoding = generation.decoding
         assistance = generation.assistance
@@ -195,12 +195,12 @@ class Speculator:
         assistants = [source.assistant for source in list(self.rows.values())]
         return [assistant for assistant in dict.fromkeys(assistants) if assistant is not None]
 
-    def _ngram_source(self, request: Request) -> Ngrams:
+    def _ngram_source(self, request: Request) -> NgramSource:
         namespace = request.namespace
         if namespace is UNCACHED:  # a new namespace: the request shares its n-grams with no other
             namespace = ("uncached", next(self._uncached_numbers))
         digest = namespace_digest(namespace)
-        return Ngrams(self._index, request.num_prompt_tokens, digest)
+        return NgramSource(self._index, request.num_prompt_tokens, digest)
 
     def _candidate_source(
         self, decoding: SampleDecoding, assistance: Assistance
@@ -260,7 +260,7 @@ class Speculator:
     def propose(
         self, num_embeddings: int, num_rows: int
     ) -> list[tuple[Generation, Draft | Exception]]:
-        """As `Drafter.propose`. For a row whose source raises an error, returns that error."""
+        """Implements `Drafter.propose`. Returns the error of a row whose source raises one."""
         self._step += 1
         step = self._step
         candidates: list[DraftRow] = []

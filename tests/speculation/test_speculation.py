@@ -34,7 +34,7 @@ from hf_paged.speculation.sources import (
     DraftLength,
     DrawnDraft,
     NgramIndex,
-    Ngrams,
+    NgramSource,
     Source,
     StepCosts,
 )
@@ -715,14 +715,14 @@ def test_costs_are_a_line_through_steps() -> None:
 
 
 def test_ngrams_propose_what_came_behind() -> None:
-    def proposed(source: Ngrams, text: list[int], count: int) -> list[int] | None:
+    def proposed(source: NgramSource, text: list[int], count: int) -> list[int] | None:
         draft = source.propose(text, count)
         return None if draft is None else draft.tokens
 
-    assert proposed(Ngrams(NgramIndex(), 8), [5, 6, 7, 8, 9, 10, 5, 6, 7], 3) == [8, 9, 10]
-    repeated = proposed(Ngrams(NgramIndex(), 8), [11, 12, 11, 12, 11, 12], 5)
+    assert proposed(NgramSource(NgramIndex(), 8), [5, 6, 7, 8, 9, 10, 5, 6, 7], 3) == [8, 9, 10]
+    repeated = proposed(NgramSource(NgramIndex(), 8), [11, 12, 11, 12, 11, 12], 5)
     assert repeated == [11, 12, 11, 12, 11]
-    copied, text = Ngrams(NgramIndex(), 8), [3, 4, 5, 6, 7, 8, 9, 10, 3, 4, 5]
+    copied, text = NgramSource(NgramIndex(), 8), [3, 4, 5, 6, 7, 8, 9, 10, 3, 4, 5]
     copied.propose(text, 3)
     text += [6, 99]  # another word instead of 7
     copied.observe(text, 1)
@@ -731,11 +731,11 @@ def test_ngrams_propose_what_came_behind() -> None:
     copied.observe(text, 0)
     assert copied.propose(text, 3) is None
     index, generated = NgramIndex(), list(range(100, 140))
-    first = Ngrams(index, 2)
+    first = NgramSource(index, 2)
     first.observe([1, 2, *generated], 0)
     first.close()
     for end in (4, 14):  # from the first tokens on
-        second = proposed(Ngrams(index, 4), [7, *generated[end - 4 : end]], MAX_DRAFT_TOKENS)
+        second = proposed(NgramSource(index, 4), [7, *generated[end - 4 : end]], MAX_DRAFT_TOKENS)
         assert second == generated[end : end + MAX_DRAFT_TOKENS]
 
 

@@ -101,8 +101,8 @@ class BeamDecoding(Decoding):
         self.may_run_model = self.runs_callers_code
         returns_dict = config.return_dict_in_generate
         self._can_close_early = is_stock_search and self._is_row_wise and not returns_dict
-        # by step: (before, after) the processors, the log-probabilities of each chosen (row, next
-        # token); and each row's alternatives
+        # by step: the log-probabilities of each chosen (row, next token) before and after the
+        # processors; and the alternatives of each row
         self._records_by_step: list[
             tuple[dict[tuple[int, int], tuple[float, float]], list[Alternatives]]
         ] = []

@@ -60,8 +60,8 @@ class Caller:
         return self.sampling
 
     def end_sampling(self, now: float, patience: float) -> None:
-        """Called in its thread once it has sampled the logits that it took last; `now`: the time.
-        Notes whether it is late: whether it took more than `patience` seconds."""
+        """Called in its thread at the time `now`, once it has sampled the logits that it took last.
+        Sets `is_late` if that took more than `patience` seconds."""
         if self.sampling_since is not None:
             self.is_late = now - self.sampling_since > patience
             self.has_committed = True  # `CallLoop.run` commits its span after it has sampled
@@ -214,7 +214,7 @@ class SharedLoop(CallLoop):
         if any(caller.sampling_since is not None for caller in callers):
             return True
         if stepper is not None and stepper.thread_id == thread:
-            # the step in progress is asking, as it lacks blocks, or a call that it waits for is
+            # the thread that lacks blocks is taking this loop's step, which thus cannot progress
             return False
         return bool(callers) and (stepper is not None or self._shortage is None)
 

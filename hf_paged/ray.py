@@ -244,13 +244,14 @@ class LLMServer(_Worker):
             if "prompt" not in body:
                 raise ValueError("the body has no `prompt`: pass a text, token ids or messages")
             outputs = self.generate(body.pop("prompt"), **body)
-            first = await anext(outputs)
+            first_output = await anext(outputs)
         except (KeyError, TypeError, ValueError) as error:  # `JSONDecodeError` is a `ValueError`
             return Response(_json({"error": error}), 400, media_type="application/json")
-        has_failed = first.result is not None and first.result.error is not None
+        result = first_output.result
+        has_failed = result is not None and result.error is not None
         if is_stream and not has_failed:
-            return StreamingResponse(_events(first, outputs), media_type="text/event-stream")
-        result = first.result
+            events = _events(first_output, outputs)
+            return StreamingResponse(events, media_type="text/event-stream")
         async for output in outputs:
             result = output.result
         assert result is not None  # the last output has the result
@@ -261,10 +262,10 @@ class LLMServer(_Worker):
 
 
 async def _events(
-    first: RequestOutput, outputs: AsyncGenerator[RequestOutput, None]
+    first_output: RequestOutput, outputs: AsyncGenerator[RequestOutput, None]
 ) -> AsyncIterator[str]:
     async with contextlib.aclosing(outputs):
-        yield f"data: {_json(first)}\n\n"
+        yield f"data: {_json(first_output)}\n\n"
         async for output in outputs:
             yield f"data: {_json(output)}\n\n"
 

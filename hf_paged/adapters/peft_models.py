@@ -52,14 +52,14 @@ class Adapter:
     weights: dict[nn.Module, LoraWeights]  # by linear layer to which the adapter adds them
     # returns the identities of the adapter's current tensors and options in the model; `()` for an
     # adapter in a folder, whose weights do not change
-    read: Callable[[], Any] = tuple
+    read_state: Callable[[], Any] = tuple
 
     def __post_init__(self) -> None:
-        self.state = self.read()
+        self.state = self.read_state()
 
     def is_current(self) -> bool:
         """Whether the model still has the tensors and options from which the adapter was read."""
-        return bool(self.read() == self.state)
+        return bool(self.read_state() == self.state)
 
 
 NO_ADAPTER = Adapter((BASE, -1), {})  # the base model alone

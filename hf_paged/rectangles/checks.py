@@ -52,7 +52,7 @@ _CONTINUING_STEPS = (
 
 @dataclasses.dataclass(frozen=True)
 class RectangleLayout(Layout):
-    """A layout whose rows cannot be packed, and share forwards as rectangles."""
+    """A layout of rows that cannot be packed, and share forwards as rectangles."""
 
     # prefill and token-by-token decode may give different logits, so a recompute must split the
     # tokens into the same steps as the first computation

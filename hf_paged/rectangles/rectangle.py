@@ -267,7 +267,7 @@ def with_cross(cache: PagedCache) -> PagedCache | EncoderDecoderCache:
 
 
 class JoinKey(NamedTuple):
-    """Identifies prompts whose rows may continue in one rectangle: those with equal keys."""
+    """A key of `Prompts`: rows may continue in one rectangle if their prompts have equal keys."""
 
     needs_equal_lengths: bool  # whether these rows must also have equal lengths
     # names, dtypes and shapes of the input tensors, without the axis of rows and without an axis

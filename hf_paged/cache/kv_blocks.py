@@ -147,8 +147,8 @@ class KVBlocks:
 
     @lazy_property
     def gathers(self) -> tuple[list[Gather], list[Gather]] | None:
-        """The calls of the C++ kernel that gather keys and values: one for each of their
-        `quantized.stored_tensors`; `None` without the kernel."""
+        """Prepared calls of the C++ kernel that gather the keys, and ones that gather the values,
+        one for each of their `quantized.stored_tensors`; `None` without the kernel."""
         if not self.keys.is_cpu or not cpp.is_available():
             return None
         with _disable_current_modes():  # under a fake tensor mode, tensors would lack memory
@@ -227,7 +227,7 @@ class KVBlocks:
         return cls(data, keys, values, dtypes)
 
     def like(self, data: Sequence[Tensor]) -> KVBlocks:
-        """Returns blocks of this `form` in other tensors."""
+        """Returns blocks like these over other tensors, which have the layout of `data`."""
         return self.view(tuple(data), *self.form)
 
     @property
@@ -254,11 +254,11 @@ class KVBlocks:
 
 
 class LayerKV(NamedTuple):
-    """The formats in which the model computes a layer's keys and values (`KVBlocks.formats`)."""
+    """The formats of the keys and values that the model computes in one layer."""
 
     spec: GroupSpec
     layer_index: int
-    formats: tuple[KVFormat, ...]
+    formats: tuple[KVFormat, ...]  # `KVBlocks.formats`
 
 
 def _tiles(

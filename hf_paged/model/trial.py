@@ -1,5 +1,5 @@
 """Runs short forwards of a model, both plain forwards and an engine's steps, and compares their
-logits. `checks` decides what to compare, and judges the layouts."""
+logits. `checks` decides what to compare, and which layouts the model supports."""
 
 from __future__ import annotations
 
@@ -318,7 +318,7 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
     call, and without the special tokens whose ids are integers in the config."""
     config = model.config.get_text_config(decoder=True)
     attributes = {**vars(model.config), **vars(config)}
-    special = {
+    special_ids = {
         value
         for name, value in attributes.items()
         if name.endswith("token_id") and isinstance(value, int)
@@ -327,10 +327,10 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
     if vocab_size == sys.maxsize:
         raise ForwardFailedError("the size of its vocabulary is unknown")
     num_candidates = min(vocab_size, 4096)
-    usable = [token for token in range(num_candidates) if token not in special]
+    usable_ids = [token for token in range(num_candidates) if token not in special_ids]
     generator = torch.Generator().manual_seed(0)
-    indices = torch.randint(len(usable), (3, LENGTH), generator=generator, device="cpu")
-    tokens = torch.tensor(usable, device="cpu")[indices]
+    indices = torch.randint(len(usable_ids), (3, LENGTH), generator=generator, device="cpu")
+    tokens = torch.tensor(usable_ids, device="cpu")[indices]
     return tokens.to(compute_device(model))
 
 
@@ -350,10 +350,11 @@ def product_precision(device: torch.device) -> tuple[str, bool]:
 def significant_difference(
     plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]
 ) -> str | None:
-    """Returns by how many standard deviations logits `(n, vocab_size)` that were computed in
-    `dtypes` differ, as text; `None` if that is within the tolerance. The difference is the worst
-    row's or, in half precision, where a router may choose another expert for some rows, the median
-    over all rows. It is infinite unless both have finite logits at the same positions."""
+    """Returns, as text, by how many standard deviations of the `plain` logits the `computed` ones
+    differ from them, both `(n, vocab_size)`; `None` if the difference is within the tolerance for
+    `dtypes`, in which they were computed. The difference is the worst row's or, in half precision,
+    where a router may choose another expert for some rows, the median over all rows. It is infinite
+    unless both have finite logits at the same positions."""
     finite = plain.isfinite()
     plain = plain.float()
     computed = computed.float()

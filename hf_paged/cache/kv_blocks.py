@@ -36,8 +36,8 @@ class KVBlocks:
     If stored K and V agree in heads, dim and dtype, `data` is one tensor `(num_blocks, 2 * heads,
     block_size, dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
     tensor `(num_blocks, heads, block_size, key_dim + value_dim)`; otherwise two tensors. With
-    quantization, `data` are byte tiles `(num_blocks, heads, tile_bytes)`, which include the scales
-    (`kernels.quantized`): as above, but two tensors if dims differ and there are several heads."""
+    quantization, these tensors hold byte tiles `(num_blocks, heads, tile_bytes)`, which include the
+    scales (`kernels.quantized`), and there are also two if dims differ and K has several heads."""
 
     data: tuple[Tensor, ...]
     keys: Tensor

@@ -147,9 +147,9 @@ class Trial:
     ) -> Tensor:
         """Returns the logits `(1 + n, rows, vocab_size)` of plain forwards: after `ids` `(rows,
         length)`, and after each of the `new_tokens` `(rows or 1, n)` that follow. The forward that
-        ends after `length` tokens runs in the context `make_context(length)`; all but the first get
-        `later_inputs` in place of the `inputs` of these names. Adds the dtypes of the cached
-        tensors to `dtypes`."""
+        ends after `length` tokens runs in the context `make_context(length)`. Every forward but the
+        first gets `later_inputs` in place of the `inputs` of these names. Adds the dtypes of the
+        cached tensors to `dtypes`."""
         model = self.model
         cache: Any = stock_cache(model)
         if model.config.is_encoder_decoder:

@@ -22,8 +22,8 @@ from .kv_blocks import KVBlocks
 if TYPE_CHECKING:
     from .memory import PagedMemory
 
-# Number of blocks by which a pool of at least this size usually grows, unless it needs more: few,
-# so that freed blocks, whose memory is committed, are reused first.
+# Minimum number of blocks by which a pool of at least this size usually grows. It is small, so that
+# freed blocks, whose memory is committed, are reused before new ones.
 GROWTH_STEP = 16
 KEPT_STATES = 16  # snapshots that a pool without a limit keeps, growing instead of evicting
 # An engine's pool without a limit keeps up to this many cached blocks per block of its peak use,

@@ -17,7 +17,7 @@ class GroupSpec:
     or keep other tokens; its specs form separate groups."""
 
     kind: str = "self"  # name of the cache, if a model has several; "cross": cross attention
-    # sliding window in tokens, including the current one; older blocks are freed
+    # sliding window in tokens, including the current one; older blocks are freed; `None`: no window
     window: int | None = None
 
     def make_states(self) -> Any:

@@ -234,8 +234,8 @@ class PagedTensor(ReadOnlyTensor):
         return self._dense
 
     def _inference_mode(self) -> torch.inference_mode:
-        """A context for making `_dense`, which must be an inference tensor exactly if this handle
-        is one: torch turns views of `_dense` into views of the handle."""
+        """A context for creating `_dense`, which must be an inference tensor if and only if this
+        handle is one, since torch turns views of `_dense` into views of the handle."""
         return torch.inference_mode(self.is_inference())
 
     def materialize(self) -> None:

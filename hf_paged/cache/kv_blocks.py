@@ -36,8 +36,9 @@ class KVBlocks:
     If stored K and V agree in heads, dim and dtype, `data` is one tensor `(num_blocks, 2 * heads,
     block_size, dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
     tensor `(num_blocks, heads, block_size, key_dim + value_dim)`; otherwise two tensors. With
-    quantization, these tensors hold byte tiles `(num_blocks, heads, tile_bytes)`, which include the
-    scales (`kernels.quantized`), and there are also two if dims differ and K has several heads."""
+    quantization, the tensors hold byte tiles `(num_blocks, heads, tile_bytes)`, which include the
+    scales (`kernels.quantized`); K and V of several heads and different dims then also have two
+    tensors."""
 
     data: tuple[Tensor, ...]
     keys: Tensor
@@ -227,7 +228,7 @@ class KVBlocks:
         return cls(data, keys, values, dtypes)
 
     def like(self, data: Sequence[Tensor]) -> KVBlocks:
-        """Returns blocks like these over other tensors, which have the layout of `data`."""
+        """Returns blocks over `data`, with the heads, dims, dtypes and quantization of these."""
         return self.view(tuple(data), *self.form)
 
     @property

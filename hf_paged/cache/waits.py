@@ -1,5 +1,5 @@
 """Decides which calls wait, and how long, for blocks that other threads' calls or other models
-hold. Two calls that hold a part of the memory each must not wait for each other. Preempts no
+hold. Calls that each hold a part of the memory do not wait for each other forever. Preempts no
 requests."""
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Holder:
 
 class Shortage:
     """Decides whether a call that ran out of blocks tries again. It does while calls of other
-    threads progress, since they will free their blocks, and for `GRACE` seconds afterwards. It also
-    does in the first `GRACE` seconds, unless the caller itself holds all used blocks
-    (`is_alone`)."""
+    threads progress, since they will free their blocks, and for `GRACE` seconds afterwards. Unless
+    the caller itself holds all used blocks (`is_alone`), it also does so for `GRACE` seconds after
+    its first attempt."""
 
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory

@@ -163,8 +163,8 @@ def _check_arguments(generate: Invocation) -> None:
 
 def _checked_ids(generate: Invocation) -> Any:
     """Returns the argument that holds the prompts' token ids; `None` if there is none. Raises
-    `ValueError` if it is a mapping. For a model without an encoder whose main input are token ids,
-    also raises it if the ids are invalid."""
+    `ValueError` if it is a mapping or, for a model without an encoder whose main input is token
+    ids, if the ids are invalid."""
     model = generate.model
     kwargs = generate.kwargs
     positional = generate.args[0] if generate.args else None

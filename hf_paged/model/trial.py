@@ -96,11 +96,11 @@ class Trial:
     @restoring
     def forwards(self, by_engine: bool = False) -> Iterator[None]:
         """A context for forwards. When it ends, it adds their writes into modules to `writes`,
-        undoes these, and restores the random state. As in an engine's steps, layers with a cache do
-        not run compiled code. `by_engine`: the forwards are an engine's, which call our attention;
-        otherwise they are plain. Raises `ForwardFailedError` if a forward raises anything but an
-        interrupt or an out-of-memory error, draws random numbers, or makes writes that cannot be
-        undone."""
+        undoes them, and restores the random state. As in an engine's steps, layers with a cache do
+        not run compiled code. `by_engine`: whether the forwards are an engine's, which call our
+        attention; otherwise they are plain. Raises `ForwardFailedError` if a forward raises
+        anything but an interrupt or an out-of-memory error, draws random numbers, or makes writes
+        that cannot be undone."""
         model = self.model
         device = compute_device(model)
         devices: list[torch.device] = []
@@ -169,9 +169,9 @@ class Trial:
         return torch.stack(logits)
 
     def decode_rows(self, rows: Tensor, prompt_length: int, padding: int = 0) -> Tensor:
-        """As `decode`, for token ids `rows` `(rows, length)`: returns the logits after the first
-        `prompt_length` tokens, of which the first `padding` are masked, and after each later
-        token."""
+        """Returns the logits of `decode` for token ids `rows` `(rows, length)`: after the first
+        `prompt_length` tokens, and after each later token. The first `padding` tokens are
+        masked."""
         ids = rows[:, :prompt_length]
         mask = torch.ones_like(ids)
         mask[:, :padding] = 0
@@ -254,7 +254,7 @@ class TrialRunner:
         self.manager, self.runner = trial.make_runner(trial.model, cache, layout)
 
     def add(self, tokens: list[int], num_prompt_tokens: int, **fields: Any) -> TrialRow:
-        """Makes a row of `tokens`, of which the first `num_prompt_tokens` are its prompt."""
+        """Makes a row of `tokens`; the first `num_prompt_tokens` are its prompt."""
         return TrialRow(tokens, num_prompt_tokens, self.manager.new(), **fields)
 
     def add_prompts(self, prompts: Any, new_tokens: Tensor) -> list[TrialRow]:

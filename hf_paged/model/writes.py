@@ -55,7 +55,7 @@ class Notes:
         self.overwritten = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 
     def overwritten_ids(self) -> set[int]:
-        """Returns the `id`s of the current values of the attributes in `overwritten`."""
+        """The ids of the tensors that are now the values of the attributes in `overwritten`."""
         ids = set[int]()
         for module, names in self.overwritten.items():
             ids.update(id(getattr(module, name, None)) for name in names)

@@ -52,7 +52,7 @@ class BlockManager:
         self.other_owners = weakref.WeakSet[Any]()
         states = [index for index, group in enumerate(groups) if group.holds_states]
         self.has_states = bool(states)  # if so, `truncate` cannot restore the earlier states
-        # index of the first group of states that is not empty; `None` if there is none
+        # index of the first group of states that is counted; `None` if there is none
         self.state_group = next((index for index in states if specs[index].is_counted), None)
         self.copies: list[dict[int, int]] = [{} for _ in groups]  # source by target
         self.epochs = Epochs()
@@ -242,7 +242,8 @@ class BlockManager:
         self.tier.keep(group_index, block_id, digest, self.epochs.are_verified)
 
     def num_matching(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
-        """Returns how many tokens `match` would attach if every block had a snapshot of states."""
+        """Returns how many tokens `SequenceBlocks.match` would attach if no snapshot of states were
+        missing."""
         max_nodes = (len(token_ids) - 1) // self.node_size
         links = self.index.find(token_ids, namespace, max_nodes, ignored_group=self.state_group)
         return len(links) * self.node_size

@@ -12,7 +12,7 @@ from ..topics import Topic, TopicError
 BlockSelector = Callable[[dict[int, None], int, int, Sequence[int]], list[int]]
 """Selects free ids, removes them from the dict of free ids, and returns them. Arguments: the free
 ids, the pool's size in blocks, the number of ids to select, and the ids already in the table that
-gets the selected ones: ids that follow the last of these are preferred."""
+will hold the blocks; the selector may prefer ids that follow the table's last one."""
 
 
 class OutOfBlocksError(TopicError, RuntimeError):
@@ -109,8 +109,8 @@ class BlockPool:
         self.peak_used = self.num_used
 
     def allocate(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
-        """Returns the ids of `num_blocks` newly used blocks, each with refcount 1; evicts cached
-        blocks if too few are free. `after`: the ids already in the table that gets the new ones,
+        """Allocates `num_blocks` blocks with refcount 1, and returns their ids; evicts cached
+        blocks if too few are free. `after`: the ids already in the table that will hold the blocks,
         for `select`. Raises `OutOfBlocksError` with nothing changed."""
         free = self._free
         if num_blocks > len(free) and num_blocks > self.num_available:
@@ -190,7 +190,7 @@ class BlockPool:
 
     def evict(self, num_blocks: int) -> int:
         """Frees at least `num_blocks` cached blocks, or all if there are fewer, least recently
-        released first, counting blocks that `on_evict` drops. Returns how many it freed."""
+        released first. Blocks that `on_evict` drops count. Returns how many were freed."""
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:
@@ -299,8 +299,8 @@ class BlockTable:
         return block_id if self.pool.is_read_only(block_id) else None
 
     def block_ending_at(self, end: int) -> int | None:
-        """Returns the block whose last token is token `end - 1`; `None` if there is none, or if it
-        has been dropped."""
+        """Returns the id of the block whose last slot is that of token `end - 1`; `None` if no
+        block ends there, or if that block has been dropped."""
         num_blocks, offset = divmod(end, self.block_size)
         if offset or num_blocks <= self.num_dropped:
             return None
@@ -370,10 +370,10 @@ class BlockTable:
         num_tokens: int,
         new_ids: Sequence[int] | None = None,
     ) -> tuple[int, int] | None:
-        """Extends the table by `num_tokens` tokens. `new_ids`: ids of `num_needed_blocks` allocated
-        blocks; `None` allocates them. If `read_only_tail` is replaced, returns
-        the copy `(source, target)` that must precede any write; otherwise `None`. Raises
-        `OutOfBlocksError` with the table unchanged."""
+        """Extends the table by `num_tokens` tokens. `new_ids`: ids of
+        `num_needed_blocks(num_tokens)` allocated blocks; `None` allocates them. If `read_only_tail`
+        is replaced, returns the copy `(source, target)` that must precede any write; otherwise
+        `None`. Raises `OutOfBlocksError` with the table unchanged."""
         if num_tokens == 0:
             return None
         tail = self.read_only_tail

@@ -12,7 +12,7 @@ from ..config import AUTO
 from .groups import GroupSpec
 
 DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
-MAX_NUM_LENGTHS = 1024  # final lengths kept, of the sequences that ended last
+MAX_NUM_LENGTHS = 1024  # how many final lengths are kept, the latest ones
 MIN_GAIN = 0.02  # smallest reduction of the loss that justifies rebuilding a pool
 # after this many ended sequences without a prefix cache hit, cached blocks count as worthless
 MIN_ENDED_WITHOUT_HIT = 64
@@ -97,9 +97,9 @@ class BlockSizes:
         observed: Iterable[int] = (),
         block_size: int | str = AUTO,
     ) -> None:
-        """Without `costs`, all blocks have the default size: `block_size` or, if that is "auto",
-        `DEFAULT_BLOCK_SIZE`. `observed`: lengths of finished sequences, in tokens; if there are
-        none, the sizes are chosen for the `expected` lengths."""
+        """`block_size`: the tokens per block of all groups, or "auto". Under "auto", sizes are
+        chosen with `costs` for the `observed` lengths of finished sequences, in tokens, or for the
+        `expected` ones if there are none; without `costs`, they are `DEFAULT_BLOCK_SIZE`."""
         self.costs = costs or NO_COSTS
         self.is_fixed = block_size != AUTO
         self.default = int(block_size) if self.is_fixed else DEFAULT_BLOCK_SIZE

@@ -1,5 +1,5 @@
-"""Free memory of a device: its amount, the part that a call reserves, and the errors that mean that
-memory ran out. `cache.memory` enforces the limits of `PagedConfig`."""
+"""Free memory of a device: how much there is, how much of it a call reserves, and which errors
+report that it ran out. `cache.memory` enforces the limits of `PagedConfig`."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ def commits_when_touched(device: torch.device) -> bool:
 
 @dataclass(eq=False)
 class Reservation:
-    """Expected memory use of a call or an engine: each layer takes it in one allocation instead of
-    step by step. Each of the `num_layers[spec]` layers of a spec gets `num_blocks[spec]` blocks, up
-    to `memory_fraction` of the memory that is free when the first layer is sized. On a
-    device that commits memory when it is allocated, a layer gets at most `num_live_blocks[spec]`
-    blocks, the maximum that running sequences hold, within the rest of the budget. Memory that one
-    layer does not need is divided among the others."""
+    """The memory that a call or an engine will probably use, so that each layer allocates its part
+    at once instead of step by step. Each of the `num_layers[spec]` layers of a spec gets
+    `num_blocks[spec]` blocks, if all layers together fit in `memory_fraction` of the memory that is
+    free when the first layer is sized. Otherwise the layers share that memory evenly, and a layer
+    that needs less than its share leaves the rest to the others. On devices that commit memory when
+    it is allocated (all but the CPU), a layer gets at most `num_live_blocks[spec]` blocks, the
+    maximum that running sequences hold, and the layers must also fit in what `hf_paged.budget`
+    leaves."""
 
     num_blocks: dict[GroupSpec, int]
     num_live_blocks: dict[GroupSpec, int]
@@ -154,21 +156,21 @@ def mapping_error(size: int, error_number: int | None) -> MemoryError:
 
 
 def reserved_tensor(size: int) -> torch.Tensor:
-    """Returns a `(size,)` uint8 tensor in host memory on Linux, committed when written to. Such
-    tensors never make `fork` fail under Linux's default policy, which also charges ordinary
-    allocations to the child, and refuses more than the machine has. Raises `MemoryError` if the
+    """Returns a `(size,)` uint8 tensor in host memory, on Linux. Its pages take memory only once
+    they are written to. Ordinary allocations may make `fork` fail under Linux's default policy,
+    since it charges them to the child again; these tensors do not. Raises `MemoryError` if the
     addresses cannot be mapped."""
     memory = reserve_addresses(size, mmap.PROT_READ | mmap.PROT_WRITE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def discard(tensors: Iterable[torch.Tensor]) -> bool:
-    """Returns the memory behind the storages of these tensors to the system, but not their
-    addresses. Their content is lost; the next write takes memory again. Memory that shares a page
-    with other objects, less than two pages per tensor, stays. Returns `False` if a tensor keeps its
-    memory: on a device, outside Linux, or where unused addresses count toward a limit (`ulimit -v`)
-    or as memory (`vm.overcommit_memory=2`). Even then, other tensors may have lost their
-    content."""
+    """Gives the memory of these tensors' storages back to the system, and keeps their addresses:
+    the content is lost, and the next write takes memory again. Pages that a tensor shares with
+    other objects, at most two, keep their memory. Returns `False` if a tensor keeps all of its
+    memory: on a device, outside Linux, if its pages are locked, or if unused addresses count toward
+    a limit (`ulimit -v`) or as memory (`vm.overcommit_memory=2`). Even then, other tensors may have
+    lost their content."""
     madvise = _libc_function("madvise")
     is_on_linux = sys.platform == "linux" and madvise is not None
     if not is_on_linux or address_limit() is not None or _charges_addresses():
@@ -189,7 +191,7 @@ def discard(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _charges_addresses() -> bool:
-    """Whether Linux charges private addresses that can be written to as if they were used."""
+    """Whether Linux counts writable private mappings as used memory before they are written to."""
     try:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
     except OSError:  # unreadable: assume Linux's default
@@ -197,9 +199,8 @@ def _charges_addresses() -> bool:
 
 
 def trim() -> None:
-    """Returns the freed host memory that glibc still holds to the system. (glibc unmaps large
-    tensors when they are freed, but keeps the memory of small ones.) Does nothing with other C
-    libraries."""
+    """Makes glibc give its free memory back to the system. (glibc unmaps large tensors when they
+    are freed, but keeps the memory of small ones.) Does nothing with other C libraries."""
     malloc_trim = _libc_function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
@@ -216,8 +217,8 @@ def _libc_function(name: str) -> Any:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or its cause, means that an allocation failed, for which torch has several
-    error types."""
+    """Whether `error`, or an error in its chain of causes, reports a failed allocation. torch
+    raises several types of errors for that."""
     cause = error.__cause__
     if cause is not None and is_out_of_memory(cause):
         return True

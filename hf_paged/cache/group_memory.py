@@ -22,8 +22,8 @@ from .kv_blocks import KVBlocks
 if TYPE_CHECKING:
     from .memory import PagedMemory
 
-# Number of blocks by which a pool of at least this size usually grows, unless it needs more: few,
-# so that freed blocks, whose memory is committed, are reused first.
+# Minimum number of blocks by which a pool of at least this size usually grows. It is small, so that
+# freed blocks, whose memory is committed, are reused before new ones.
 GROWTH_STEP = 16
 KEPT_STATES = 16  # snapshots that a pool without a limit keeps, growing instead of evicting
 # An engine's pool without a limit keeps up to this many cached blocks per block of its peak use,
@@ -140,8 +140,8 @@ class GroupMemory:
             self._grow(num_blocks, num_missing)
 
     def _evict_to_fit(self, num_needed: int) -> None:
-        """Evicts cached blocks, those of this group first, until `num_needed` more used blocks fit
-        in `num_blocks`. Raises `OutOfBlocksError` if used blocks leave too little space."""
+        """Evicts cached blocks, this group's first, until `num_needed` more used blocks fit in
+        `PagedConfig.num_blocks`. Raises `OutOfBlocksError` if used blocks leave too few."""
         memory = self.memory
         total = memory.config.num_blocks
         if total is None or not self.spec.is_counted:
@@ -198,8 +198,9 @@ class GroupMemory:
         return min(GROWTH_STEP, pool.num_blocks)
 
     def _grow(self, num_blocks: int, num_missing: int) -> None:
-        """Adds `num_missing` blocks, more to grow less often, or fewer at a limit if cached blocks
-        can be evicted. Raises `OutOfBlocksError` unless `num_blocks` are then available."""
+        """Adds `num_missing` blocks to the pool: more, to grow less often, or fewer at a limit, if
+        evicting cached blocks can make up for them. Raises `OutOfBlocksError` unless `num_blocks`
+        blocks are then free or cached."""
         memory = self.memory
         pool = self.pool
         storage = self.storage
@@ -219,8 +220,8 @@ class GroupMemory:
             raise self._over_limit_error(num_blocks, num_available + max(0, growth_limit))
         if not num_added:
             return
-        num_new_rows = num_added if storage.is_elastic else max(0, num_added - num_spare_blocks)
-        if not budget.charge(memory, num_new_rows * self.block_bytes):
+        num_charged = num_added if storage.is_elastic else max(0, num_added - num_spare_blocks)
+        if not budget.charge(memory, num_charged * self.block_bytes):
             # another thread has since used that part of the budget
             raise self._over_limit_error(num_blocks, num_available)
         try:
@@ -249,7 +250,7 @@ class GroupMemory:
         self, num_needed: int, num_available: int, total: int | None = None
     ) -> OutOfBlocksError:
         """Returns the error of a call that needs more blocks than are available. `total`:
-        `num_blocks`, if that is the limit; else the limit is one in bytes."""
+        `PagedConfig.num_blocks`, if that is the limit; `None` if the limit is in bytes."""
         blocks = f"blocks of {self.block_size} tokens"
         if self.holds_states:
             blocks = "slots for states"
@@ -266,8 +267,9 @@ class GroupMemory:
         )
 
     def _allocate(self, needed_text: str, allocate: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the result of a method of the storage. Raises `OutOfBlocksError` in place of the
-        errors that mean that memory ran out."""
+        """Calls `allocate`, a method of the storage, and returns its result. Raises
+        `OutOfBlocksError` in place of `MemoryError` and torch's `RuntimeError`. `needed_text`: the
+        requested blocks, for the message."""
         try:
             return allocate(*arguments)
         except (MemoryError, RuntimeError) as error:  # torch raises the latter
@@ -350,8 +352,8 @@ class GroupMemory:
 
     @mirrored
     def release(self) -> None:
-        """Frees all memory and drops cached blocks; the bytes of a block stay known as expected
-        bytes. No table may hold a block."""
+        """Frees all memory and drops cached blocks; keeps `block_bytes` as an estimate. No table
+        may hold a block."""
         self.pool.shrink()
         self._expected_bytes, self._is_short = self.block_bytes, False
         self.storage.clear()

@@ -12,12 +12,12 @@ UNBOUNDED = 1 << 40  # block size of blocks that hold a sequence of any length
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Attention over all tokens or a sliding window. Layers with equal specs share block tables.
-    Specs of a subclass, for layers that store something else or keep other tokens, form separate
-    groups."""
+    """Which tokens the layers of a group store: those of the whole sequence or of a sliding window.
+    Layers with equal specs share block tables. A subclass is for layers that store something else
+    or keep other tokens; its specs form separate groups."""
 
     kind: str = "self"  # name of the cache, if a model has several; "cross": cross attention
-    # sliding window in tokens, including the current one; older blocks are freed
+    # sliding window in tokens, including the current one; older blocks are freed; `None`: no window
     window: int | None = None
 
     def make_states(self) -> Any:

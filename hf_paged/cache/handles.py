@@ -111,7 +111,7 @@ class ReadOnlyTensor(LazyTensor):
                 "keys and values read from a paged cache are not leaves of an autograd graph: store"
                 " clones that require gradients in an empty cache with `update(keys, values, i)`"
             )
-        are_lazy = all(issubclass(kind, LazyTensor) for kind in types)
+        are_lazy = all(issubclass(tensor_type, LazyTensor) for tensor_type in types)
         if func in MEMORY_READERS or not are_lazy:
             # other subclasses (quantized weights) and functions that access memory get ordinary
             # tensors
@@ -207,9 +207,9 @@ class PagedTensor(ReadOnlyTensor):
         return self
 
     def bind(self, step: Any, layer: Any, blocks: Any, fresh: Tensor | None) -> None:
-        """Makes this the handle of another step with K/V of the same form. Between packed steps all
-        arguments are `None`: handles are reused, but must keep no tensors alive that the storage
-        may replace."""
+        """Makes this the handle of another step, whose K/V have an equal `store_signature`. Between
+        packed steps, all arguments are `None`: handles are reused, but must keep no tensors alive
+        that the storage may replace."""
         self.step, self.layer, self.blocks, self.fresh = step, layer, blocks, fresh
 
     def dense(self) -> Tensor:
@@ -234,8 +234,8 @@ class PagedTensor(ReadOnlyTensor):
         return self._dense
 
     def _inference_mode(self) -> torch.inference_mode:
-        """A context in which a tensor for `_dense` is an inference tensor if this handle is one, as
-        it must be, since torch makes views of `_dense` views of this handle."""
+        """A context for creating `_dense`, which must be an inference tensor if and only if this
+        handle is one, since torch turns views of `_dense` into views of the handle."""
         return torch.inference_mode(self.is_inference())
 
     def materialize(self) -> None:
@@ -279,7 +279,8 @@ class PagedTensor(ReadOnlyTensor):
 
     def make_contiguous(self) -> bool:
         """Makes this layer return contiguous tensors from now on, for model code that relies on
-        strides. Returns `False`, with nothing changed, if this handle's tensor is contiguous."""
+        strides. Returns `False`, with the layer unchanged, if this handle's tensor is already
+        contiguous."""
         if self.read().is_contiguous():
             return False
         with self._inference_mode():

@@ -43,8 +43,8 @@ def end_use(memory: PagedMemory) -> None:
     while a caller's cache holds blocks."""
     memory.note_use()
     seconds = memory.config.idle_release_seconds
-    # the clocks of several processes differ: an engine's first process frees the pools of all, and
-    # the pools of `generate` over several processes are not freed
+    # clocks differ between processes, so an engine's leading process frees the pools of all; if
+    # `generate` runs over several processes, none leads, and their pools are kept
     keeps_pool = memory.processes is not None and not memory.processes.leads
     if seconds is None or keeps_pool or (seconds == 0 and memory.release()):
         with _lock:

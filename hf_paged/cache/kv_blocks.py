@@ -36,8 +36,9 @@ class KVBlocks:
     If stored K and V agree in heads, dim and dtype, `data` is one tensor `(num_blocks, 2 * heads,
     block_size, dim)`, K heads first; if only the dims differ (MLA: latent and rotary key), one
     tensor `(num_blocks, heads, block_size, key_dim + value_dim)`; otherwise two tensors. With
-    quantization, `data` are byte tiles `(num_blocks, heads, tile_bytes)`, which include the scales
-    (`kernels.quantized`): as above, but two tensors if dims differ and there are several heads."""
+    quantization, the tensors hold byte tiles `(num_blocks, heads, tile_bytes)`, which include the
+    scales (`kernels.quantized`); K and V of several heads and different dims then also have two
+    tensors."""
 
     data: tuple[Tensor, ...]
     keys: Tensor
@@ -147,8 +148,8 @@ class KVBlocks:
 
     @lazy_property
     def gathers(self) -> tuple[list[Gather], list[Gather]] | None:
-        """The calls of the C++ kernel that gather keys and values: one for each of their
-        `quantized.stored_tensors`; `None` without the kernel."""
+        """Prepared calls of the C++ kernel that gather the keys, and ones that gather the values,
+        one for each of their `quantized.stored_tensors`; `None` without the kernel."""
         if not self.keys.is_cpu or not cpp.is_available():
             return None
         with _disable_current_modes():  # under a fake tensor mode, tensors would lack memory
@@ -227,7 +228,7 @@ class KVBlocks:
         return cls(data, keys, values, dtypes)
 
     def like(self, data: Sequence[Tensor]) -> KVBlocks:
-        """Returns blocks of this `form` in other tensors."""
+        """Returns blocks over `data`, with the heads, dims, dtypes and quantization of these."""
         return self.view(tuple(data), *self.form)
 
     @property
@@ -254,11 +255,11 @@ class KVBlocks:
 
 
 class LayerKV(NamedTuple):
-    """The formats in which the model computes a layer's keys and values (`KVBlocks.formats`)."""
+    """The formats of the keys and values that the model computes in one layer."""
 
     spec: GroupSpec
     layer_index: int
-    formats: tuple[KVFormat, ...]
+    formats: tuple[KVFormat, ...]  # `KVBlocks.formats`
 
 
 def _tiles(

@@ -73,8 +73,8 @@ class LayerGroup:
         self.__dict__.update(state)
 
     def num_new_tables(self, context_len: int) -> int | None:
-        """Returns the number of tables that hold blocks, but no content before a step that follows
-        `context_len` positions; `None` if a table of the step already has content."""
+        """Returns the number of tables whose blocks get their first content in this step, which
+        follows `context_len` positions; `None` if a table of the step already has content."""
         step = self.packed_step
         if step is None:
             if context_len:
@@ -339,7 +339,7 @@ class LayerGroup:
 
 
 def _tensor(values: array[int], dtype: torch.dtype, *shape: int) -> Tensor:
-    """Returns a tensor over an array's buffer: three times as fast as making one from a list."""
+    """Returns a tensor over an array's buffer, three times as fast as making one from a list."""
     if values:
         tensor = torch.frombuffer(values, dtype=dtype)
     else:

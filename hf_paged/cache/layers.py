@@ -32,21 +32,21 @@ class PagedLayer(cache_utils.DynamicLayer):
     `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step, the
     layer holds no rows. K/V computed with gradients are also kept as tensors with their graph, as
     in `DynamicLayer`, until an update or an operation on rows runs with gradients disabled, or
-    until `reset` or `PagedCache.detach`. Without the room `gradients`, an update that gradients
-    reach raises `RoomMissingError`, with nothing stored."""
+    until `reset` or `PagedCache.detach`. Without the optional package `gradients`, an update that
+    gradients reach raises `RoomMissingError`, with nothing stored."""
 
     def __init__(self, group: LayerGroup, index: int) -> None:
         cache_utils.CacheLayerMixin.__init__(self)
         self.group = group
         self.index = index
         self.num_positions = 0
-        # set when the model's own code reads a handle to values in a decode (for borrowed rows,
-        # also one from `values`): from then on, `update` returns dense tensors in decodes, and so
-        # do `keys` and `values` of borrowed rows
+        # Set when the model's own code reads a handle that `update` returned for values in a
+        # decode, or `values` of borrowed rows. From then on, `update` returns dense tensors in
+        # decodes, as do `keys` and `values` of borrowed rows.
         self.should_gather = False
         # handles returned in the last packed step, by the signature of its K/V
         self.packed_handles: dict[StoreSignature, tuple[PagedTensor, PagedTensor]] = {}
-        self.graph_states: Any = None  # `GraphStates` of the room `gradients`
+        self.graph_states: Any = None  # `gradients.GraphStates`
         group.num_layers += 1
         self.num_operations = group.rows.num_operations
 
@@ -353,7 +353,8 @@ class PagedLayer(cache_utils.DynamicLayer):
             self.dtype = blocks.dtypes[0]  # not that of the stored codes
 
     def reset(self) -> None:
-        """Empties the layer. The first layer of a cache to be reset frees the blocks of all."""
+        """Empties the layer. The first layer of a cache to be reset frees the blocks of all
+        layers."""
         self.num_positions = 0
         self.is_initialized = False
         self.graph_states = None

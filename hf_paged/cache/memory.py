@@ -81,19 +81,20 @@ class PagedMemory:
         self.fingerprint: Hashable = None
         # recorders of steps, by the specs of a model; recordings contain block addresses
         self.recorders: dict[Hashable, Recorder] = {}
-        self._fraction_limit: int | None = None  # that `memory_fraction` allows, once computed
+        # bytes that `memory_fraction` allows; `None` until computed
+        self._fraction_limit: int | None = None
         # since the last reset: the highest peak, in bytes, of freed layers and of ended calls
         self._released_peak_bytes = 0
-        # since the last reset: blocks copied by copy-on-write, and maximum of blocks in use at once
-        self.num_copied = self.peak_blocks = 0
+        self.num_copied = 0  # blocks copied by copy-on-write since the last reset
+        self.peak_blocks = 0  # maximum of blocks in use at once since the last reset
         self._peak_used: dict[GroupMemory, int] = {}
         self.waste = 0.0  # share of the slots of used blocks that held no token at the peak
         self._calls = weakref.WeakSet[Any]()  # running `generate` calls
         self._lone_call: Hashable = None  # the running call, unless another has overlapped it
-        # maximum of blocks in use at once since `begin_call`: in total, and by group at that moment
-        self._call_blocks = 0
-        self._call_used: dict[GroupMemory, int] = {}
-        self.call_bytes = self.plain_bytes = 0  # of the last call that no other overlapped
+        self._call_blocks = 0  # maximum of blocks in use at once since `begin_call`
+        self._call_used: dict[GroupMemory, int] = {}  # the blocks of each group at that moment
+        # as in `MemoryStats`
+        self.call_bytes = self.plain_bytes = 0
         self.handles: dict[int, Handles] = {}  # of each cache, by the `id` of its `CacheRows`
         self.is_recovery_due = False  # `recover` has begun but not finished
         self.abandoned: deque[tuple[list[SequenceBlocks], Handles]] = deque()
@@ -325,8 +326,8 @@ class PagedMemory:
         return int(fraction * (free_bytes_of_all(block_bytes) + self.occupied_bytes))
 
     def release_unused(self, excluded_group: GroupMemory | None = None) -> bool:
-        """Under a limit in bytes, frees the memory of every group, other than `excluded_group`, of
-        which no table holds a block. Returns whether it freed any."""
+        """Under a limit in bytes, frees the memory of every group without used blocks, except
+        `excluded_group`. Returns whether it freed any."""
         if self.config.memory_fraction is None and budget.limit(self) is None:
             return False
         unused_groups = [

@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class TierCounts(NamedTuple):
-    """The figures of a tier: the bytes that it holds, and how many blocks went in and out."""
+    """The statistics of one tier, which keeps evicted prefix blocks in host memory and on disk."""
 
     host_bytes: int = 0
-    disk_bytes: int = 0  # in the folder, as far as this process knows
-    num_kept: int = 0
-    num_restored: int = 0
+    disk_bytes: int = 0  # of the files in the folder, as far as this process knows
+    num_kept: int = 0  # blocks copied to the tier
+    num_restored: int = 0  # blocks copied back from it
 
 
 @dataclass(frozen=True)
 class BlockStats:
-    """The statistics of blocks that [`MemoryStats`] and `EngineStats` have in common."""
+    """The statistics of blocks that [`MemoryStats`] and `EngineStats` share."""
 
     used_blocks: int = 0
     peak_blocks: int = 0
@@ -121,8 +121,8 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
 
 
 def share_of_unused_slots(groups: Iterable[GroupMemory]) -> float:
-    """Returns the share of the slots of used blocks that hold no token, over all groups except
-    those of states."""
+    """Returns the share of the slots in used blocks that hold no token, over all groups that store
+    keys and values."""
     num_slots = num_unused = 0
     for group in groups:
         if group.holds_states:

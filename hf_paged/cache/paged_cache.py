@@ -31,7 +31,7 @@ from .storage import fit_blocks
 DEFAULT_MEMORY_FRACTION = 0.5  # of free memory, if the config sets no `memory_fraction`
 
 
-class _WeaklyBound:
+class _WeakMethod:
     """A method that a model sets on a cache (RecurrentGemma), bound by a weak reference: a strong
     one would form a cycle that delays freeing the cache's blocks."""
 
@@ -42,9 +42,9 @@ class _WeaklyBound:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._cache(), *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _WeaklyBound:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _WeakMethod:
         cache: PagedCache = copy.deepcopy(self._cache(), memo)  # type: ignore[assignment]
-        return _WeaklyBound(self._function, cache)
+        return _WeakMethod(self._function, cache)
 
 
 class PagedCache(DynamicCache):
@@ -126,10 +126,10 @@ class PagedCache(DynamicCache):
         owner_counters: ReadCounters | None = None,
         cross: PagedCache | None = None,
     ) -> PagedCache:
-        """Returns a paged cache with the layers of an empty `DynamicCache` (whose paged layers may
-        hold tokens), and `cross` as its cross-attention cache. `owner_counters`: the read
-        counters of the rows' owner; with them, the cache borrows the rows passed to `take` and owns
-        none."""
+        """Returns an empty paged cache with layers like those of `cache`, and `cross` as its
+        cross-attention cache. Only paged layers of `cache` may hold tokens. `owner_counters`: the
+        read counters of the rows' owner; with them, the cache borrows the rows passed to `take` and
+        owns none."""
         paged_cache = cls.__new__(cls)
         paged_cache._setup(cache, memory, kind, owner_counters, cross)
         return paged_cache
@@ -137,8 +137,8 @@ class PagedCache(DynamicCache):
     def empty_twin(
         self, memory: PagedMemory, owner_counters: ReadCounters | None = None
     ) -> PagedCache:
-        """Returns an empty cache on `memory` with the layers of this one, of which only paged
-        layers may hold tokens; `owner_counters` as in `from_empty`."""
+        """Returns an empty cache on `memory` with layers like those of this cache, in which only
+        paged layers may hold tokens; `owner_counters` as in `from_empty`."""
         cross = self.cross
         if cross is not None:
             cross = cross.empty_twin(memory, owner_counters)
@@ -146,7 +146,7 @@ class PagedCache(DynamicCache):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if getattr(value, "__self__", None) is self:
-            value = _WeaklyBound(value.__func__, self)
+            value = _WeakMethod(value.__func__, self)
         super().__setattr__(name, value)
 
     def _setup(
@@ -178,7 +178,8 @@ class PagedCache(DynamicCache):
 
     @property
     def layer_class_to_replicate(self) -> Any:
-        """A function that makes the next layer, if there is no configuration; otherwise `None`."""
+        """A function that makes the next layer, if the cache was created without a configuration;
+        otherwise `None`."""
         if not self._can_grow:
             return None
         group = next(iter(self.groups.values()))
@@ -291,7 +292,7 @@ class PagedCache(DynamicCache):
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Returns the offset to add to 0, 1, 2, ... for the positions of the queries in a mask. In
         a packed forward with a `key_len`, returns the offsets `(sum(query_len),)`."""
-        if self._positions is None:  # by `get_seq_length`, which a model may override
+        if self._positions is None:  # transformers calls `get_seq_length`: a model may override it
             return super().get_query_offset(layer_idx)
         steps = (group.packed_step for group in self.groups.values())
         if any(step is not None and step.key_len for step in steps):
@@ -327,7 +328,7 @@ class PagedCache(DynamicCache):
 
     def detach(self) -> None:
         """Detaches all cached tensors from the autograd graph, as for truncated backpropagation
-        through time. Raises [`RoomMissingError`] without the room `gradients`."""
+        through time. Raises [`RoomMissingError`] without the optional package `gradients`."""
         gradients: rooms.GradientsRoom = rooms.room("gradients", "`PagedCache.detach`")
         gradients.detach(self)
 

@@ -56,7 +56,7 @@ class PrefixIndex:
     compares tokens, not just hashes; blocks in a tier are found by digest. If several blocks have
     the same content, only the first is registered. A node that loses its block in a full-attention
     group is removed with its subtree; in a window group, nodes may lack blocks. A group of states
-    is a window group of which only the last node's block is needed: the snapshot after that node. A
+    is a window group that needs only the last node's block: the snapshot of the states after it. A
     node has `node_size` tokens, the smallest block size. A block of `ratios[group]` times that size
     belongs to the last of the nodes that it spans."""
 
@@ -83,9 +83,9 @@ class PrefixIndex:
         self._offload: Offload | None = None
 
     def offload_to(self, offload: Offload | None) -> None:
-        """Sets the function that is called for every block that an eviction removes, while the
-        block still has its content, unless the block is not computed yet or has no digest. `None`:
-        no function."""
+        """Sets the function to call with each block that an eviction is about to remove, while the
+        block still has its content. Blocks that are not computed yet, or that have no digest, are
+        skipped. `None`: no function."""
         self._offload = offload
 
     def root(self, namespace: Hashable) -> Node:
@@ -242,8 +242,8 @@ class PrefixIndex:
             self._unregister(group, block_id)
 
     def _offload_subtree(self, node: Node, group: int, offload: Offload) -> None:
-        """Offloads the node's block of this group and all blocks that are removed with it: in full
-        attention, those of the node's whole subtree."""
+        """Offloads the blocks that an eviction of the node's block of this group removes: in a
+        full-attention group, all blocks of the node's subtree; otherwise only that block."""
         is_subtree = self._windows[group] is None
         groups: Sequence[int] = (group,)
         if is_subtree:

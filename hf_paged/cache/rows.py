@@ -100,7 +100,7 @@ class CacheRows:
     @guarded
     def crop(self, num_removed: int) -> None:
         """Removes the last `num_removed` logical positions from every table, including borrowed
-        ones, then blocks that lie outside the windows. Raises `ValueError`, with nothing changed,
+        ones, then frees the blocks outside the windows. Raises `ValueError`, with nothing changed,
         if the block at the new end has left a window and been freed."""
         groups = list(self.groups.values())
         lengths = [max(0, group.length - num_removed) for group in groups]
@@ -149,9 +149,9 @@ class CacheRows:
 
     @guarded
     def __getstate__(self) -> dict[str, Any]:
-        """State for pickle. `groups` has, for each layer group, the tables as `(block numbers,
-        blocks dropped, tokens)` by row, and copies of their blocks on the host. Blocks are
-        numbered from 0 in each group, in the order of the copies."""
+        """State for pickle. `groups` has a pair for each layer group: the table of every row, as
+        `(block numbers, number of dropped blocks, number of tokens)`, and host copies of the
+        blocks. A block's number is its index in the copies."""
         arguments = ("memory", "specs", "counters", "is_borrowed", "num_operations")
         state = {name: getattr(self, name) for name in arguments}
         state["groups"] = []

@@ -27,10 +27,10 @@ class _WithWeakRefs:
 class SequenceBlocks(_WithWeakRefs):
     """The blocks of one sequence: `tables[i]` belongs to the manager's `groups[i]`. All tables hold
     the same number of tokens, except in a cache's own rows, whose layers advance one after another,
-    and after a forward that stored more tokens than it was given."""
+    and after a forward in which the model's own code added tokens."""
 
     tables: tuple[BlockTable, ...] = ()
-    epoch: int = 0  # the manager's epoch when the oldest block was begun
+    epoch: int = 0  # the epoch (`Epochs`) of the oldest block
     node: Node | None = None  # node of the last registered block in the prefix index
     num_registered: int = 0  # nodes of the prefix index up to and including `node`
     # number of tokens up to which a decode needs neither new nor copied blocks, but only raises
@@ -56,7 +56,8 @@ class SequenceBlocks(_WithWeakRefs):
         self.node, self.num_registered, self.capacity = None, 0, 0
 
     def limit_capacity(self, num_tokens: int = 0) -> None:
-        """Called when blocks from token `num_tokens` on are removed, shared or used by others."""
+        """Called when blocks from token `num_tokens` on are removed, shared, or used by a model's
+        own code."""
         self.capacity = min(self.capacity, num_tokens)
 
     def append(
@@ -174,9 +175,10 @@ class SequenceBlocks(_WithWeakRefs):
         """Frees every block of the sequence, and removes the sequence from the manager."""
         if not self.tables:
             return
-        is_counted = self in self.manager.live
+        is_live = self in self.manager.live
         for copies, table in zip(self.manager.copies, self.tables):
-            if table.block_ids and not is_counted:  # of a garbage-collected cycle: recounts miss it
+            # a sequence in a garbage-collected cycle is no longer in `live`, so recounts miss it
+            if table.block_ids and not is_live:
                 table.abandon()
             if copies:
                 for block_id in table.block_ids:
@@ -219,8 +221,9 @@ class SequenceBlocks(_WithWeakRefs):
         return num_tokens
 
     def num_shared_blocks(self, num_rows: int) -> int:
-        """Returns how many registered blocks of a sequence have more holders than the `num_rows`
-        rows of its request; 0 without prefix caching, or if cached prefixes need snapshots."""
+        """Returns how many registered blocks of this sequence have more holders than the `num_rows`
+        rows of its request; 0 without prefix caching, or if cached prefixes need snapshots of
+        states."""
         manager = self.manager
         if not manager.prefix_caching or manager.keeps_states:
             return 0

@@ -74,9 +74,9 @@ class BlockStorage:
         return (tensor for layer in self.layers.values() for tensor in layer.data)
 
     def reserve(self, reservation: Reservation, can_drop: bool) -> None:
-        """Sets the sizes of layers that are allocated or grown from now on. With `can_drop`, which
-        is allowed only while no block is used or cached, drops layers, released or not, that are
-        too small for this reservation if it is larger than the last."""
+        """Sets the sizes of layers that are allocated or grown from now on. With `can_drop`, if the
+        reservation is larger than the last, also drops allocated and released layers that are too
+        small for it. `can_drop` is allowed only while no block is used or cached."""
         previous, self._reservation = self._reservation, reservation
         num_blocks = reservation.num_blocks[self.spec]
         if can_drop and (previous is None or previous.num_blocks.get(self.spec, 0) < num_blocks):
@@ -148,21 +148,22 @@ class BlockStorage:
         )
 
     def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Returns a layer with one block for K/V like these, on the meta device."""
+        """Returns one block for K/V `(batch, heads, n, dim)` like these, on the meta device."""
         empty_keys = keys[:, :, :0].to("meta")
         empty_values = values[:, :, :0].to("meta")
         return self._allocate(1, empty_keys, empty_values)
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
-        """Allocates layer `index` for K/V like these, with all blocks of the pool and as many of
-        the reserved ones as memory allows; returns the layer's blocks. If memory runs out, raises
-        `MemoryError`, or torch's `RuntimeError`."""
+        """Allocates layer `index` for K/V `(batch, heads, n, dim)` like these, with all blocks of
+        the pool and as many of the reserved ones as memory allows, or reuses a released layer that
+        fits. Returns the layer's blocks. If memory runs out, raises `MemoryError`, or torch's
+        `RuntimeError`."""
         block_bytes = self.outline(keys, values).block_bytes
         num_reserved = self._num_reserved(block_bytes, keys.device)
         min_blocks = self.pool.num_blocks
         num_blocks = num_expected = max(min_blocks, num_reserved)
-        # a released layer need not have all reserved blocks, whose number changes with the memory
-        # that is free: recorded steps need its addresses
+        # a released layer is reused even if it has fewer blocks than are reserved, since recorded
+        # steps need its addresses, and the reserved number varies with the free memory
         layer = self.released.pop(index, None)
         if layer is not None and (layer.num_blocks < min_blocks or not layer.fits(keys, values)):
             layer = None  # frees its addresses
@@ -184,8 +185,8 @@ class BlockStorage:
         return layer
 
     def clear(self) -> None:
-        """Frees all memory. Layers whose memory can be given back without their addresses move to
-        `released`. No table may hold a block."""
+        """Frees all memory. Layers that can keep their addresses without memory move to `released`.
+        No table may hold a block."""
         released = dict(self.released)
         for index, layer in self.layers.items():
             if layer.rows is None and discard(layer.data):
@@ -211,15 +212,15 @@ def storage_of(
 
 
 def fit_blocks(config: PagedConfig, model_config: Any, device: torch.device) -> PagedConfig:
-    """Returns a config with the smallest block size, but at least the given one, that the storage
-    allows for this model configuration. Raises `ValueError` if the device or the model does not
-    support the storage."""
+    """Returns `config` with the smallest block size that its storage allows for this model, or
+    unchanged if its block size is already that large. Raises `ValueError` if the device or the
+    model does not support the storage."""
     room = _room(config)
     return config if room is None else room.fit_blocks(config, model_config, device)
 
 
 def _room(config: PagedConfig) -> rooms.VirtualRoom | None:
-    """Returns the room that makes a config's storage; `None` for plain blocks."""
+    """Returns the optional package that makes a config's storage; `None` for plain blocks."""
     if config.storage == "blocks":
         return None
     room: rooms.VirtualRoom = rooms.room("virtual", f"`storage={config.storage!r}`")

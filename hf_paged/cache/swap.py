@@ -116,9 +116,9 @@ class BlockSwapper:
         )
 
     def swap_out(self, request: Any) -> bool:
-        """Copies every block of `request` to host memory and releases it; a block that others hold
-        also stays in the pool. Returns `False`, with no block released, if host memory is too small
-        or a state is missing."""
+        """Copies every block of `request` to host memory and releases it; a block that other
+        requests hold stays in the pool as well. Returns `False`, with no block released, if host
+        memory is too small or a state is missing."""
         self.block_manager.flush_copies()
         sequences = [sequence for sequence in request.sequences if sequence.blocks.tables]
         with self.block_manager.memory.lock:
@@ -182,7 +182,7 @@ def _needed_rows(swapped_sequences: Iterable[Any]) -> list[list[int]]:
 
 
 def number_blocks(tables: Iterable[BlockTable]) -> dict[int, int]:
-    """Numbers the distinct blocks of some tables from 0, in order of appearance."""
+    """Returns a number for each distinct block id in some tables, from 0 in order of appearance."""
     block_ids = dict.fromkeys(block_id for table in tables for block_id in table.block_ids)
     return {block_id: number for number, block_id in enumerate(block_ids)}
 

@@ -1,5 +1,5 @@
-"""Decides which calls wait for blocks that calls of other threads or other models hold, and how
-long, so that calls that each hold a part of the memory do not wait for each other. Preempts no
+"""Decides which calls wait, and how long, for blocks that other threads' calls or other models
+hold. Calls that each hold a part of the memory do not wait for each other forever. Preempts no
 requests."""
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from ..interrupts import register_for_cleanup, restoring
 from . import budget
 
 _POLL_SECONDS = 0.01  # between attempts
-GRACE = 0.5  # seconds that callers get to drop the caches that finished calls returned
-# If no call on the memory makes a step for this many seconds, a waiting call assumes that the calls
-# that hold blocks wait for it in turn, as user code may arrange.
+GRACE = 0.5  # seconds for callers to drop the caches that their finished calls returned
+# If no call on the memory makes a step for this many seconds, a waiting call assumes that the
+# holders of the blocks are waiting for it, as user code may arrange.
 MAX_STALL = 60.0
 
 
 class Holder:
-    """A call of this thread that holds blocks of a memory while it is in `PagedMemory.holders`."""
+    """A call that may hold blocks of a memory while it is in `PagedMemory.holders`; made in the
+    thread that runs the call."""
 
     def __init__(self, memory: Any) -> None:
         self.memory = memory
@@ -32,12 +33,11 @@ class Holder:
         register_for_cleanup(self)
 
     def is_progressing(self, thread: int) -> bool:
-        """Whether a call of a thread other than `thread` runs and is not itself waiting for
-        blocks."""
+        """Whether this is a call of a thread other than `thread` and is not waiting for blocks."""
         return self.thread != thread and not self.is_waiting
 
     def withdraw(self) -> None:
-        """Removes this from the memory's holders, if it is among them."""
+        """Removes this holder from the memory's holders, if it is among them."""
         if self in self.memory.holders:
             self.memory.holders.remove(self)
 
@@ -53,10 +53,10 @@ class Holder:
 
 
 class Shortage:
-    """Decides whether a call that ran out of blocks tries again: while calls of other threads
-    progress, since they will free their blocks, and for `GRACE` seconds after the last progress or
-    the start. With `is_alone` (the caller itself holds all used blocks), the start does not
-    count."""
+    """Decides whether a call that ran out of blocks tries again. It does while calls of other
+    threads progress, since they will free their blocks, and for `GRACE` seconds afterwards. Unless
+    the caller itself holds all used blocks (`is_alone`), it also does so for `GRACE` seconds after
+    its first attempt."""
 
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory
@@ -80,7 +80,8 @@ class Shortage:
 
     @property
     def should_await_other_models(self) -> bool:
-        """Whether to try again, for up to `PATIENCE`, because other models hold the memory."""
+        """Whether to try again because other models hold memory: for up to `budget.PATIENCE`
+        seconds."""
         is_patient = time.monotonic() - self.started_at < budget.PATIENCE
         return is_patient and bool(self._memory.num_held_by_others)
 

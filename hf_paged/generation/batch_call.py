@@ -145,8 +145,8 @@ class BatchCall(Candidate):
                 call.slowed_by.update(loop.executor.slowed_by)
 
     def _assistance_for(self, decoding: Decoding) -> Assistance | None:
-        """Returns the source of drafts, if there is one. N-grams are used only where drafts do not
-        change the random numbers that rows draw."""
+        """Returns the source of the rows' drafts; `None` if there is none. N-grams are a source
+        only if drafts do not change the random numbers that rows draw."""
         if is_sharded(self.model):  # draft lengths depend on times, which differ by process
             return None
         may_use_ngrams = self.assistance is None and self.paged_config.speculation == "ngram"

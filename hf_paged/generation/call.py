@@ -59,13 +59,13 @@ def first_rows(value: Any, repeats: int) -> Any:
     return map_tensors(lambda tensor: tensor[::repeats].contiguous(), value)
 
 
-# calls of all threads that may still join the loop of other calls
+# calls, of all threads, that may still join the decoding loop of other calls
 starting_calls = set[Any]()
 
 
 class Call:
-    """One `generate` call: its caches, its route, and its switches, which are undone when it
-    ends."""
+    """One `generate` call: its caches, its route, and what it switches in the model (attention
+    functions, compiled layers), which is switched back when it ends."""
 
     def __init__(self, model: PreTrainedModel, has_custom_loop: bool = False) -> None:
         """`has_custom_loop`: whether `custom_generate` is a function."""
@@ -84,7 +84,7 @@ class Call:
         self.has_swapped_images = False  # whether the expansion gave rows the images of other rows
         self.route_name = "plain"
         self.reason = "cache_implementation is not 'paged'"
-        # how the call could get the paged cache that it requested and, as `reason` says, lacks
+        # how the call could get the paged cache that it requested, for the warning if it has none
         self.remedy: str | None = None
         self.reads_in_place = False  # whether attention is switched to read blocks in place
         self.is_running = False  # whether `running` has begun
@@ -97,8 +97,8 @@ class Call:
 
     @restoring
     def running(self) -> Iterator[None]:
-        """A context for the call: undoes its switches at the end and, if the call fails, frees the
-        caches that it built."""
+        """A context for the call: switches the model back at the end and, if the call fails, frees
+        the caches that it built."""
         variables: dict[ContextVar[Any], Any] = {
             current_call: self,
             mask_observer: None,
@@ -209,13 +209,13 @@ class Call:
             self._switch()
 
     def use_memory(self, memory: PagedMemory) -> PagedMemory:
-        """Makes `memory`, the model's, that of the call; returns it."""
+        """Sets the memory of the call to `memory`, the model's, and returns it."""
         self.memory = memory
         if self.is_running:
             memory.begin_call(self)
         return memory
 
-    def lack_cache(self, reason: str, remedy: str) -> None:
+    def note_missing_cache(self, reason: str, remedy: str) -> None:
         """Notes why the call lacks the paged cache that it requested, and how it could get one."""
         self.reason, self.remedy = reason, remedy
 
@@ -225,13 +225,13 @@ class Call:
         blocks fit alongside the claims of earlier calls that cannot be preempted."""
         model_kwargs = arguments.get("model_kwargs", {})
         embeds = model_kwargs.get("inputs_embeds")
-        encoded = model_kwargs.get("encoder_outputs")
+        encoder_outputs = model_kwargs.get("encoder_outputs")
         num_rows = len(arguments["input_ids"])
         lengths = {"self": arguments["generation_config"].max_length, "cross": 0}
         if embeds is not None:
             lengths["self"] += embeds.shape[1]
-        if encoded is not None:
-            lengths["cross"] = encoded[0].shape[1]
+        if encoder_outputs is not None:
+            lengths["cross"] = encoder_outputs[0].shape[1]
         num_needed = 0
         for cache in self.built_caches:
             length = lengths[cache.kind]

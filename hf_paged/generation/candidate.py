@@ -76,8 +76,8 @@ class Candidate:
         return next(self._reasons(), None)
 
     def _reasons(self) -> Iterator[str]:
-        """Yields the reasons, of which only the first counts: later checks may assume that earlier
-        checks have passed."""
+        """Yields reasons against serving the call. Only the first counts: later checks may assume
+        that earlier checks have passed."""
         yield from self._reasons_against_options()
         reason = next(self._reasons_against_packing(), None)
         is_invariant = self.paged_config.batch_invariant

@@ -111,7 +111,7 @@ def _run(generate: Invocation, is_requested: bool) -> Any:
     call = Call(generate.model, callable(generate.kwargs.get("custom_generate")))
     if is_requested:
         reason = f"{type(generate.model).__name__} prepares its cache itself"
-        call.lack_cache(reason, "Use a model that generates as transformers does")
+        call.note_missing_cache(reason, "Use a model that generates as transformers does")
     with call.running():
         return generate.run()
 
@@ -162,8 +162,9 @@ def _check_arguments(generate: Invocation) -> None:
 
 
 def _checked_ids(generate: Invocation) -> Any:
-    """Returns the argument with the prompts' token ids. Raises `ValueError` if it is a mapping and,
-    if token ids are the main input of a model without an encoder, for invalid ids."""
+    """Returns the argument that holds the prompts' token ids; `None` if there is none. Raises
+    `ValueError` if it is a mapping or, for a model without an encoder whose main input is token
+    ids, if the ids are invalid."""
     model = generate.model
     kwargs = generate.kwargs
     positional = generate.args[0] if generate.args else None
@@ -218,7 +219,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
             if is_passed and generation_config.cache_config:
                 check_options(model, caches, generation_config.cache_config)
         elif config is not None:
-            call.lack_cache(*_reason_and_remedy(model, is_passed, arguments))
+            call.note_missing_cache(*_reason_and_remedy(model, is_passed, arguments))
         if not call.built_caches:
             starting_calls.discard(call)
         if config is not None and config.batch_invariant and not call.built_caches:
@@ -392,9 +393,9 @@ def _native() -> rooms.NativeRoom:
 
 
 def _add_to_peft(module: Any) -> None:
-    """Replaces methods of `PeftModel` (of the module `peft.peft_model`) by those of the room
-    `adapters`. Adds those of continuous batching if `install` has replaced them; they call the
-    methods of the model inside."""
+    """Replaces methods of `PeftModel` (`module` is `peft.peft_model`) with those of the optional
+    package `adapters`. If `install` has replaced the methods of continuous batching, also adds
+    methods that call those of the wrapped model."""
     adapters: rooms.AdaptersRoom | None = rooms.room_if_installed("adapters")
     methods: Mapping[str, Method] = {}
     if adapters is not None:
@@ -458,14 +459,14 @@ def install(
 def install_from_environment() -> None:
     """Runs `install` with the options that HF_PAGED_INSTALL names. Raises `ValueError` for unknown
     names."""
-    allowed = inspect.signature(install).parameters.keys()
+    allowed_names = inspect.signature(install).parameters.keys()
     text = os.environ.get(INSTALL_VARIABLE, "")
     names = [name for name in text.split(",") if name]
-    unknown = [name for name in names if name not in allowed]
-    if unknown:
+    unknown_names = [name for name in names if name not in allowed_names]
+    if unknown_names:
         raise ValueError(
-            f"{INSTALL_VARIABLE} names {unknown}: it must be a comma-separated list of names among"
-            f" {', '.join(allowed)}"
+            f"{INSTALL_VARIABLE} names {unknown_names}: it must be a comma-separated list of names"
+            f" among {', '.join(allowed_names)}"
         )
     install(**dict.fromkeys(names, True))
 

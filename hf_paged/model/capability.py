@@ -26,8 +26,8 @@ from ..threads import step_lock
 from ..timing import timed
 from ..topics import Topic
 from .checks import (
+    classify_writes,
     invariance_check,
-    judge_writes,
     packed_check,
 )
 from .forwards import behavior_key, compute_device, hooks_of, tensors_of_module
@@ -50,7 +50,7 @@ _verdicts = weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]]()
 Verdicts = dict[Hashable, Any]
 """By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that
 keeps them while weights and configs do not change saves time: for a model of 100 modules, a look-up
-takes 0.15 ms, and `_judge` 1 ms."""
+takes 0.15 ms, and `_find_verdict` 1 ms."""
 
 
 class Capability:
@@ -77,8 +77,8 @@ class Capability:
 
     def choose_layout(self) -> Layout:
         """Returns the best layout in which each sequence gets the results that it gets alone. If
-        that is not packed and the room `rectangles` is not installed, the layout has only the
-        reason against packed forwards."""
+        that is not packed and the optional package `rectangles` is not installed, the layout has
+        only the reason against packed forwards."""
         verdict = self.verdict(packed_check, "packed")
         if isinstance(verdict, Layout):
             return verdict
@@ -88,8 +88,8 @@ class Capability:
         return rectangles.choose_layout(self, verdict)
 
     def reason_against_invariance(self) -> str | None:
-        """Why a model that runs packed cannot be served with `batch_invariant`; `None` if it can.
-        `make_runner` must make batch-invariant runners."""
+        """Returns why a model that runs packed cannot be served with `batch_invariant`; `None` if
+        it can. `make_runner` must make batch-invariant runners."""
         device = compute_device(self.model)
         if device.type != "cpu":
             return Topic.BATCH_INVARIANT(f"it is on {device}")
@@ -112,16 +112,16 @@ class Capability:
         with step_lock(self.model):  # steps of other threads may add hooks for adapters
             verdicts = self._caller_verdicts
             if verdicts is None:
-                return self._judge(check, layout_name, prompts, call_kind)
+                return self._find_verdict(check, layout_name, prompts, call_kind)
             quick_key = _quick_key(self.model)
             old_key, verdict = verdicts.get((check, call_kind), (None, None))
             if old_key != quick_key:
-                verdict = self._judge(check, layout_name, prompts, call_kind)
+                verdict = self._find_verdict(check, layout_name, prompts, call_kind)
                 if not isinstance(verdict, str):  # a reason may be temporary
                     verdicts[check, call_kind] = quick_key, verdict
             return verdict
 
-    def _judge(
+    def _find_verdict(
         self, check: Callable[[Trial], Any], layout_name: str, prompts: Any, call_kind: Any
     ) -> Any:
         model = self.model
@@ -155,13 +155,13 @@ class Capability:
                 verdict = check(trial)
                 # writes of forwards matter only if the verdict lets requests share prefixes
                 if isinstance(verdict, Layout) or getattr(verdict, "can_reuse", False):
-                    judge_writes(trial)
+                    classify_writes(trial)
         except ForwardFailedError as error:
             verdict = Topic.SELF_CHECK(str(error))
             if not error.is_permanent:  # the cause may be temporary: the next call checks again
                 return verdict
-        # a new key: keys leave out write-only attributes, and `judge_writes` may just have noted
-        # some
+        # a new key: keys leave out write-only attributes, and `classify_writes` may just have
+        # noted some
         self._code_key = _code_key(model, structure.modules)
         _store_verdict(model, _verdict_key(check, call_kind, cache, self._code_key), verdict)
         return verdict
@@ -175,8 +175,8 @@ def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> N
 
 
 def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
-    """A key for the modules' modes, hooks and forward functions, and for whether there are global
-    hooks. It is computed faster than `_code_key`."""
+    """Returns a key of the modules' modes, hooks and forward functions, and of whether there are
+    global hooks, faster than `_code_key`."""
     has_global_hooks = (
         bool(torch_module._global_forward_hooks),
         bool(torch_module._global_forward_pre_hooks),
@@ -211,9 +211,9 @@ def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
 
 
 def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """A key for the code of a model's forward, the shapes of its weights, and the dtypes, precision
-    and device with which it computes, but not for the values of weights. It is computed in about a
-    millisecond, and keeps no model alive."""
+    """Returns a key of the code of a model's forward, the shapes of its weights, and the dtypes,
+    precision and device with which it computes, but not of the weights' values. Takes about a
+    millisecond. The key keeps no model alive."""
     module_types = tuple((type(module), module.training) for module in modules)
     attributes: list[Any] = []
     # verdicts depend on shapes: a longer table has more positions
@@ -226,7 +226,7 @@ def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
                 attributes.append(value)
         attributes += (replaced_forward(module), *hooks_of(module))
         shapes += [tensor.shape for tensor in tensors_of_module(module)]
-    bases = dict.fromkeys(base for kind, _ in module_types for base in kind.__mro__)
+    bases = dict.fromkeys(base for module_type, _ in module_types for base in module_type.__mro__)
     members = itertools.chain.from_iterable(vars(base).values() for base in bases)
     functions = [member for member in members if isinstance(member, types.FunctionType)]
     configs = switchable_configs(modules)

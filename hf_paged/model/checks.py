@@ -131,9 +131,9 @@ def is_forward_failure(error: Exception) -> bool:
 
 
 def invariance_check(trial: Trial) -> str | None:
-    """Why rows are not batch-invariant: the reason that `packed_check` returns, or that logits
-    differ bitwise, either between a step and each of its rows alone or between a prefill and
-    decodes. `None`: they are invariant. Raises as `packed_check` does, and
+    """Returns why rows are not batch-invariant; `None` if they are. The reason is the one against
+    packed forwards (`packed_check`), or that logits differ bitwise: between a step and each of its
+    rows alone, or between a prefill and decodes. Raises as `packed_check` does, and
     `ForwardFailedError` if a later packed step fails."""
     layout = packed_check(trial)
     if isinstance(layout, str):
@@ -166,7 +166,7 @@ WriteKey = tuple[int, str]
 Writes = dict[WriteKey, Write]
 
 
-def judge_writes(trial: Trial) -> None:
+def classify_writes(trial: Trial) -> None:
     """Records in `writes.Notes` two kinds of attributes that the trial's forwards wrote: attributes
     that every forward overwrites and none reads, and attributes that the engine's forwards
     overwrite and later forwards read."""

@@ -1,5 +1,5 @@
 """Finds the hooks and wrappers that libraries and user code add to modules' forwards, the device on
-which these forwards compute, and the number of their input embeddings."""
+which a model computes, and the number of its input embeddings."""
 
 from __future__ import annotations
 

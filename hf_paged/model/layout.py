@@ -9,8 +9,8 @@ from ..cache.kv_blocks import LayerKV
 
 @dataclass(frozen=True)
 class Layout:
-    """How rows share a model's forward: packed, unless there is an `unsupported_reason`; then as
-    the subclass in the room `rectangles` describes."""
+    """How rows share a model's forward. They are packed unless there is an `unsupported_reason`;
+    then the subclass in the optional package `rectangles` says how they share it."""
 
     unsupported_reason: str | None = None  # why rows cannot be packed; `None`: they are packed
     # prompts of different lengths may share a forward, since padding changes no result; if not,
@@ -20,10 +20,10 @@ class Layout:
     is_side_by_side: bool = True
     # a prompt may be computed in chunks, and begin after cached tokens
     can_chunk: bool = True
-    # maximum number of tokens of a sequence, by the model's tables of positions; `None`: no limit
-    # is known
+    # number of positions in the model's shortest table of positions, which limits the tokens of a
+    # sequence; `None`: no limit is known
     max_positions: int | None = None
-    # whether forwards that are not packed grow these tables on demand
+    # whether forwards that are not packed grow this table on demand
     can_grow_unpacked: bool = False
     # the K/V that the cache's layers store, if rows may join and leave; otherwise empty
     layers: tuple[LayerKV, ...] = ()

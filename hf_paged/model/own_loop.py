@@ -77,7 +77,7 @@ def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, A
 
 
 def cache_output(cache: Any) -> ModelOutput:
-    """Returns the outputs of a forward of which only the cache is known."""
+    """Returns model outputs that contain only this cache."""
     return ModelOutput({compat.OUTPUT_CACHE: cache})
 
 
@@ -118,8 +118,8 @@ ROW_INPUTS = {
 
 
 def mismatched_rows(inputs: Mapping[str, Any], num_rows: int) -> str | None:
-    """Names an input with neither 1 nor `num_rows` rows, and its number of rows, as the start of a
-    message; `None` if there is no such input."""
+    """Returns the start of a message about an input whose number of rows is neither 1 nor
+    `num_rows`; `None` if there is no such input."""
     for name in sorted(ROW_INPUTS & inputs.keys()):
         value = inputs[name]
         if isinstance(value, Tensor) and value.dim():

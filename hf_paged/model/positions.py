@@ -155,9 +155,9 @@ def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: Positi
 
 
 def grow_positions(model: PreTrainedModel, length: int) -> None:
-    """Runs a plain forward of the last of `length` tokens, after repeated keys and values, which
-    replaces those tables that are too short for it and that forwards replace. The tables stay as
-    they are if the forward fails."""
+    """Makes the model replace its growing tables (`num_positions`) that have fewer than `length`
+    positions, by a plain forward of one token at position `length - 1`, after repeated keys and
+    values. If the forward fails, the tables stay as they are."""
     ids = sample_tokens(model)[:1, :1]
     cache = DynamicCache()
     inputs = {"input_ids": ids, compat.cache_name(model): cache, "use_cache": True}

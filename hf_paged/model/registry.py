@@ -119,10 +119,10 @@ def block_sizes(
     expected: Iterable[int] = (),
     observed: Iterable[int] = (),
 ) -> BlockSizes:
-    """Returns the config's block size or, if it is "auto", the data from which sizes are chosen:
-    lengths of sequences in tokens, `observed` or `expected`, and the kernel's times. If other
-    processes or calls need blocks of the same size, the data has no times, so that the default size
-    is chosen."""
+    """Returns the block sizes of a new memory: the config's or, if that is "auto", sizes chosen
+    with the kernel's times for the `observed` lengths of sequences, in tokens, or for the
+    `expected` ones. If other processes or calls need blocks of the same size, all blocks have the
+    default size."""
     if config.block_size != AUTO:
         return BlockSizes(block_size=config.block_size)
     reason = None

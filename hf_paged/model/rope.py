@@ -21,21 +21,21 @@ from .writes import restore_attributes
 
 class LengthRope:
     """Gives each token of a packed forward the rotary factors with which plain `generate` computes
-    it. For prompt tokens, these are the factors of the prompt's length; for a later token, of the
-    sequence's length including the token. But if plain `generate` recomputes all tokens when the
-    factors change (`must_recompute`), all tokens get the factors of the sequence's current length.
-    The id of factors is the shortest length that uses them, or 0 for the factors of short
-    sequences."""
+    it. A prompt token gets the factors for the prompt's length; a later token, those for the length
+    of the sequence up to and including that token. But if plain `generate` recomputes all tokens
+    when the factors change (`must_recompute`), all tokens get the factors for the sequence's
+    current length. The id of factors is the shortest length that uses them, or 0 for the factors of
+    short sequences."""
 
     def __init__(
         self, model: PreTrainedModel, module_types: dict[nn.Module, list[tuple[str, int]]]
     ) -> None:
-        """`module_types`: for each rotary embedding its types, each with the length up to which it
-        has the factors of short sequences."""
+        """`module_types`: for each rotary embedding, its types, as pairs of the type's name and the
+        length in tokens up to which this type uses the factors of short sequences."""
         self._modules = list(module_types)
         limits = {type_and_limit for types in module_types.values() for type_and_limit in types}
         # beyond these limits, every length has different factors
-        self._dynamic_limits = sorted(limit for kind, limit in limits if kind != "longrope")
+        self._dynamic_limits = sorted(limit for name, limit in limits if name != "longrope")
         self._limits = sorted((limit for _, limit in limits), reverse=True)
         self.must_recompute = any(_drops_cache(model, limit) for limit in self._limits)
         """Whether plain `generate` recomputes all tokens when a sequence's factors change."""
@@ -152,7 +152,7 @@ def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
     ]
 
 
-class _LengthOnly(DynamicCache):
+class _LengthOnlyCache(DynamicCache):
     """A cache that reports `length` tokens, but holds none."""
 
     def __init__(self, config: PreTrainedConfig, length: int) -> None:
@@ -166,7 +166,7 @@ class _LengthOnly(DynamicCache):
 def _drops_cache(model: Any, limit: int) -> bool:
     """Whether the model's `prepare_inputs_for_generation` drops the cache for the first forward
     beyond `limit` tokens."""
-    cache = _LengthOnly(model.config.get_text_config(decoder=True), limit)
+    cache = _LengthOnlyCache(model.config.get_text_config(decoder=True), limit)
     ids = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
     prepared = model.prepare_inputs_for_generation(
         ids,

@@ -1,5 +1,5 @@
-"""Models that are sharded over several processes, which compute every forward together. The room
-`ranks` implements the messages between the processes."""
+"""Models that are sharded over several processes, which compute every forward together. The
+optional package `ranks` implements the messages between the processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ def reserving(model: nn.Module) -> contextlib.AbstractContextManager[None]:
 
 def deferring_signals(model: nn.Module) -> contextlib.AbstractContextManager[None]:
     """A context for a call that all processes of a sharded model make together: defers signals
-    until the context ends. For other models, and without the room `ranks`, it does nothing."""
+    until the context ends. For other models, and without the optional package `ranks`, it does
+    nothing."""
     if not is_sharded(model) or not is_installed("ranks"):
         return NOTHING
     return _ranks().deferring_signals()
@@ -72,8 +73,8 @@ def serve_rank(model: Any) -> None:
             hf_paged.serve_rank(model)
 
     Args:
-        model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the mode (train or
-            eval) of process 0's.
+        model ([`PreTrainedModel`] or `PeftModel`): This process's shard, in the same mode (train
+            or eval) as the shard of process 0.
 
     Raises:
         ValueError: in process 0, and for a model that is not sharded.

@@ -1,5 +1,5 @@
-"""Whether a model's prefixes can be cached, and the fingerprint that says whether the model has
-changed. The room `fingerprints` reads the model."""
+"""Whether a model's prefixes can be cached, and the fingerprint that shows whether the model has
+changed. The optional package `fingerprints` reads the model."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from .writes import notes_of
 
 
 class ModelState(Protocol):
-    """The state of a model that determines the results of its forward. The room `fingerprints`
-    reads it, with the reference of `is_in_place`."""
+    """The state of a model that determines the results of its forward. The optional package
+    `fingerprints` reads it, and at that moment records the tensors for `is_in_place`."""
 
     undetectable: str | None
-    """Message about a value that user code reads and whose changes cannot be detected, if any."""
+    """Message about a value that user code reads and whose changes cannot be detected; `None` if
+    there is no such value."""
 
     tensors: list[Tensor]
     """The distinct tensors of the model whose content its forward reads."""
@@ -32,9 +33,9 @@ class ModelState(Protocol):
         addresses of `tensors` and of `overwritten`."""
 
     def read_values(self) -> tuple[Any, ...] | None:
-        """Returns the values other than tensors that Python code of the forward reads, and then
-        items that are equal if a later call returns the same values. `None`: they cannot be read
-        now."""
+        """Returns the values, other than tensors, that the forward's Python code reads, followed by
+        items that identify them: two calls with equal items have read the same values. Returns
+        `None` if the values cannot be read now."""
 
     def is_like(self, other: ModelState) -> bool:
         """Whether both states describe equal models."""
@@ -46,25 +47,25 @@ class ModelState(Protocol):
         """Called after code has run that may have changed the model."""
 
     def is_in_place(self) -> bool:
-        """Whether the model has the same modules and tensors, with the tensors at the same
-        addresses. Reads them once after each `mark_unchecked`."""
+        """Whether the model still has the recorded modules and tensors, with the tensors at the
+        same addresses. Reads them once after each `mark_unchecked`."""
 
     def accept(self) -> None:
-        """Takes the reference of `is_same` for everything but modules and tensors. Must be called
-        before other code can run, and again after each forward, whose writes are not changes."""
+        """Records the model for `is_same`, except modules and tensors. Must be called before other
+        code can run, and again after each forward, whose writes are not changes."""
 
     def watch(self) -> None:
-        """Takes the reference of `is_same` for writes to tensors."""
+        """Records the tensors for `is_same`, so that it detects writes to them."""
 
     def is_same(self) -> bool:
-        """Whether the model is unchanged since the references were taken. After `False`, the model
-        may still be equal (`is_like`)."""
+        """Whether the model is as it was when this state was read, at the last `accept` and, if it
+        was called, at the last `watch`. After `False`, the model may still be equal (`is_like`)."""
 
 
 def carries_state(model: nn.Module) -> bool:
     """Whether forwards of the model read values that earlier forwards wrote into it, so a prefix's
     keys and values depend on those forwards. If so, logs a warning, once per model and reason."""
-    name = notes_of(model).carried
+    name = notes_of(model).carried_attribute
     if name is None:
         return False
     warn_uncached(
@@ -76,8 +77,8 @@ def carries_state(model: nn.Module) -> bool:
 
 
 def warn_uncached(model: nn.Module, reason: object) -> None:
-    """Warns, once per model and reason, that the model's prefixes are not cached. Reasons may name
-    sizes that differ each time."""
+    """Warns, once per model and reason, that the model's prefixes are not cached. Reasons that
+    differ only in numbers count as one."""
     message = Topic.PREFIX_CACHE(f"runs without prefix caching: {reason}")
     warn_once(model, message, counts_numbers=False)
 
@@ -85,9 +86,9 @@ def warn_uncached(model: nn.Module, reason: object) -> None:
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
     """Returns 32 bytes that change with the state of the model, the content of its tensors
     included; `None`, with a warning once per model and reason, if the model carries state or cannot
-    be read. `state`: the model's state, if it has just been read. Without the room `fingerprints`,
-    returns random bytes, which equal no other fingerprint, so that blocks are served only in the
-    span that computed them."""
+    be read. `state`: the model's state, if it has just been read. Without the optional package
+    `fingerprints`, returns random bytes, which equal no other fingerprint, so that blocks are
+    served only in the span that computed them."""
     if carries_state(model):
         return None
     fingerprints: FingerprintsRoom | None = room_if_installed("fingerprints")

@@ -114,7 +114,7 @@ def _input_reasons(
         if not is_packed:
             unsupported_layers -= _STATE_LAYERS
         if unsupported_layers:
-            names = ", ".join(sorted(kind.__name__ for kind in unsupported_layers))
+            names = ", ".join(sorted(layer_type.__name__ for layer_type in unsupported_layers))
             yield Topic.CACHE(f"its cache has layers that hold more than keys and values: {names}")
 
 
@@ -137,8 +137,8 @@ def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iter
     config = model.config.get_text_config(decoder=True)
     is_configured = compat.attention_of(config) == NAME
     must_switch = is_packed and not has_own_attention and not is_configured
-    needed_rooms = {"latent": have_latents(structure.modules), "own_attention": has_own_attention}
-    for name, is_needed in needed_rooms.items():
+    needs_room = {"latent": have_latents(structure.modules), "own_attention": has_own_attention}
+    for name, is_needed in needs_room.items():
         message = rooms.missing(name, "its attention") if is_packed and is_needed else None
         if message:
             yield Topic.MODEL_CODE(message)
@@ -204,7 +204,7 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 
 
 def overridden(model: PreTrainedModel, loop: str) -> str | None:
-    """The first method that the model overrides and that `loop`, a method of transformers, calls
-    but the engine's loop does not; `None` if there is none."""
+    """Returns the name of the first method that the model overrides, that transformers' method
+    `loop` calls, and that the engine's loop does not call; `None` if there is none."""
     names = compat.REPLACED_METHODS[loop]
     return next((name for name in names if not is_stock(model, name)), None)

@@ -1,5 +1,5 @@
 """Runs short forwards of a model, both plain forwards and an engine's steps, and compares their
-logits. `checks` decides what to compare, and judges the layouts."""
+logits. `checks` decides what to compare, and which layouts the model supports."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ class Trial:
     @restoring
     def forwards(self, by_engine: bool = False) -> Iterator[None]:
         """A context for forwards. When it ends, it adds their writes into modules to `writes`,
-        undoes these, and restores the random state. As in an engine's steps, layers with a cache do
-        not run compiled code. `by_engine`: the forwards are an engine's, which call our attention;
-        otherwise they are plain. Raises `ForwardFailedError` if a forward raises anything but an
-        interrupt or an out-of-memory error, draws random numbers, or makes writes that cannot be
-        undone."""
+        undoes them, and restores the random state. As in an engine's steps, layers with a cache do
+        not run compiled code. `by_engine`: whether the forwards are an engine's, which call our
+        attention; otherwise they are plain. Raises `ForwardFailedError` if a forward raises
+        anything but an interrupt or an out-of-memory error, draws random numbers, or makes writes
+        that cannot be undone."""
         model = self.model
         device = compute_device(model)
         devices: list[torch.device] = []
@@ -147,9 +147,9 @@ class Trial:
     ) -> Tensor:
         """Returns the logits `(1 + n, rows, vocab_size)` of plain forwards: after `ids` `(rows,
         length)`, and after each of the `new_tokens` `(rows or 1, n)` that follow. The forward that
-        ends after `length` tokens runs in the context `make_context(length)`; all but the first get
-        `later_inputs` in place of the `inputs` of these names. Adds the dtypes of the cached
-        tensors to `dtypes`."""
+        ends after `length` tokens runs in the context `make_context(length)`. Every forward but the
+        first gets `later_inputs` in place of the `inputs` of these names. Adds the dtypes of the
+        cached tensors to `dtypes`."""
         model = self.model
         cache: Any = stock_cache(model)
         if model.config.is_encoder_decoder:
@@ -169,9 +169,9 @@ class Trial:
         return torch.stack(logits)
 
     def decode_rows(self, rows: Tensor, prompt_length: int, padding: int = 0) -> Tensor:
-        """As `decode`, for token ids `rows` `(rows, length)`: returns the logits after the first
-        `prompt_length` tokens, of which the first `padding` are masked, and after each later
-        token."""
+        """Returns the logits of `decode` for token ids `rows` `(rows, length)`: after the first
+        `prompt_length` tokens, and after each later token. The first `padding` tokens are
+        masked."""
         ids = rows[:, :prompt_length]
         mask = torch.ones_like(ids)
         mask[:, :padding] = 0
@@ -254,7 +254,7 @@ class TrialRunner:
         self.manager, self.runner = trial.make_runner(trial.model, cache, layout)
 
     def add(self, tokens: list[int], num_prompt_tokens: int, **fields: Any) -> TrialRow:
-        """Makes a row of `tokens`, of which the first `num_prompt_tokens` are its prompt."""
+        """Makes a row of `tokens`; the first `num_prompt_tokens` are its prompt."""
         return TrialRow(tokens, num_prompt_tokens, self.manager.new(), **fields)
 
     def add_prompts(self, prompts: Any, new_tokens: Tensor) -> list[TrialRow]:
@@ -318,7 +318,7 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
     call, and without the special tokens whose ids are integers in the config."""
     config = model.config.get_text_config(decoder=True)
     attributes = {**vars(model.config), **vars(config)}
-    special = {
+    special_ids = {
         value
         for name, value in attributes.items()
         if name.endswith("token_id") and isinstance(value, int)
@@ -327,10 +327,10 @@ def sample_tokens(model: PreTrainedModel) -> Tensor:
     if vocab_size == sys.maxsize:
         raise ForwardFailedError("the size of its vocabulary is unknown")
     num_candidates = min(vocab_size, 4096)
-    usable = [token for token in range(num_candidates) if token not in special]
+    usable_ids = [token for token in range(num_candidates) if token not in special_ids]
     generator = torch.Generator().manual_seed(0)
-    indices = torch.randint(len(usable), (3, LENGTH), generator=generator, device="cpu")
-    tokens = torch.tensor(usable, device="cpu")[indices]
+    indices = torch.randint(len(usable_ids), (3, LENGTH), generator=generator, device="cpu")
+    tokens = torch.tensor(usable_ids, device="cpu")[indices]
     return tokens.to(compute_device(model))
 
 
@@ -350,10 +350,11 @@ def product_precision(device: torch.device) -> tuple[str, bool]:
 def significant_difference(
     plain: Tensor, computed: Tensor, dtypes: Iterable[torch.dtype | None]
 ) -> str | None:
-    """Returns by how many standard deviations logits `(n, vocab_size)` that were computed in
-    `dtypes` differ, as text; `None` if that is within the tolerance. The difference is the worst
-    row's or, in half precision, where a router may choose another expert for some rows, the median
-    over all rows. It is infinite unless both have finite logits at the same positions."""
+    """Returns, as text, by how many standard deviations of the `plain` logits the `computed` ones
+    differ from them, both `(n, vocab_size)`; `None` if the difference is within the tolerance for
+    `dtypes`, in which they were computed. The difference is the worst row's or, in half precision,
+    where a router may choose another expert for some rows, the median over all rows. It is infinite
+    unless both have finite logits at the same positions."""
     finite = plain.isfinite()
     plain = plain.float()
     computed = computed.float()

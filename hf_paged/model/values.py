@@ -1,5 +1,5 @@
-"""Kinds of values that a model's modules hold, and its tensors, for the files that read or watch a
-model (`fingerprints.reading`, `writes`, `positions`)."""
+"""Classifies the values that a model's modules hold, and finds the tensors in them, for the code
+that reads or watches a model (`fingerprints.reading`, `writes`, `positions`)."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def is_user_object(value: Any) -> bool:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yields the plain tensors of which a tensor consists: the tensor itself, or the parts that its
-    `__tensor_flatten__` names."""
+    """Yields the plain tensors that make up a tensor: the tensor itself or, if it has a
+    `__tensor_flatten__`, the plain tensors in the parts that this method names."""
     if not hasattr(tensor, "__tensor_flatten__"):
         yield tensor
         return
@@ -75,7 +75,8 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
-    """The addresses of the storages of the strided tensors."""
+    """Returns the addresses of the tensors' storages. Only strided tensors, and strided parts of
+    tensor subclasses (`plain_tensors`), have one."""
     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
     return {part.untyped_storage().data_ptr() for part in parts if part.layout is torch.strided}
 
@@ -89,9 +90,9 @@ def attributes_of(item: Any) -> Iterator[tuple[str, Any]]:
 
 
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
+def _slots(object_type: type) -> tuple[str, ...]:
     names: list[str] = []
-    for base in kind.__mro__:
+    for base in object_type.__mro__:
         slots = vars(base).get("__slots__", ())
         names += [slots] if isinstance(slots, str) else slots
     return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

@@ -1,5 +1,5 @@
-"""Finds the model inside wrappers, and imports the room `adapters` for models and requests that
-need it."""
+"""Finds the model inside wrappers, and imports the optional package `adapters` for models and
+requests that need it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from ..switches import NOTHING
 
 
 def adapters_room_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | None:
-    """The room `adapters`, if a request names an `adapter` or if PEFT has added adapters to the
-    model; otherwise `None`. Raises `RoomMissingError` if the room is needed but not installed."""
+    """Returns the optional package `adapters` if a request names an `adapter` or if PEFT has added
+    adapters to the model; otherwise `None`. Raises `RoomMissingError` if the package is needed but
+    not installed."""
     if adapter is None and not getattr(model, "peft_config", None):
         return None
     adapters: AdaptersRoom = room("adapters", "a PEFT adapter, in `adapter` or on the model,")
@@ -24,8 +25,8 @@ def adapters_room_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | No
 
 
 def resolve_adapter(model: Any, name: str | None, has_only_ids: bool = True) -> ResolvedAdapter:
-    """As `AdaptersRoom.resolve_adapter`, but returns an empty [`ResolvedAdapter`] if the room is
-    not needed."""
+    """As `AdaptersRoom.resolve_adapter`, but returns an empty [`ResolvedAdapter`] if neither the
+    request nor the model has an adapter."""
     adapters = adapters_room_for(model, name)
     if adapters is None:
         return ResolvedAdapter()
@@ -47,8 +48,8 @@ def unwrap_model(model: Any) -> Any:
     levels = [model]
     while (inner := _inner_model(levels[-1])) is not None:
         levels.append(inner)
-    rooms = (adapters_room_for(level) for level in levels)
-    adapters = next(filter(None, rooms), None)
+    packages = (adapters_room_for(level) for level in levels)
+    adapters = next(filter(None, packages), None)
     if adapters is not None:
         adapters.check_wrapped(levels)
     return levels[-1]

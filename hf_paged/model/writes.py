@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from ..interrupts import is_interrupt
 from .values import ABSENT, BOOKKEEPING, CONTAINERS, SCALARS, SKIPPED, is_user_object, plain_tensors
 
-MAX_COPIED = 256 << 20
+MAX_COPIED_BYTES = 256 << 20
 """Maximum bytes of tensors that a [`Snapshot`] copies, the smallest first."""
 
-# maximum number of containers and objects copied per attribute, from which half of the process's
-# objects may be reachable
+# maximum number of containers and objects that are copied for one attribute: through references,
+# an attribute may lead to half of the objects of the process
 _MAX_CONTAINERS = 10_000
 
 
@@ -33,7 +33,7 @@ class Write(NamedTuple):
     before: Any
     after: Any  # a copy
     by_engine: bool  # whether one of the engine's forwards wrote it, not a plain forward
-    is_in_place: bool  # whether it is a tensor that stayed the same object
+    is_in_place: bool  # whether the value is a tensor, and the same object as before
 
 
 Modes = tuple[bool, ...]  # whether each of a model's modules is in training mode
@@ -44,14 +44,14 @@ class Notes:
     modes."""
 
     def __init__(self) -> None:
-        # name of an attribute that forwards read and earlier forwards wrote; unless it is `None`,
-        # prefix caching is off
-        self.carried: str | None = None
+        # an attribute, as "class.name", that forwards read and earlier forwards wrote; unless it is
+        # `None`, prefix caching is off
+        self.carried_attribute: str | None = None
         # by module, the attributes that each forward overwrites and none reads, so they are not
         # part of the model's state; `ModelState` reads the values in this dict instead
         self.write_only = weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]()
-        # by module, such attributes whose tensor each forward overwrites in place: of the tensor,
-        # only the content is not part of the model's state
+        # by module, such attributes whose tensor each forward overwrites in place: the tensor is
+        # part of the model's state, but its content is not
         self.overwritten = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 
     def overwritten_ids(self) -> set[int]:
@@ -81,7 +81,7 @@ def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
     later forwards read the value."""
     notes = _notes.setdefault(model, {}).setdefault(_modes(model), Notes())
     if is_read:
-        notes.carried = f"{type(write.module).__name__}.{write.name}"
+        notes.carried_attribute = f"{type(write.module).__name__}.{write.name}"
         return
     if write.is_in_place:
         notes.overwritten.setdefault(write.module, set()).add(write.name)
@@ -93,10 +93,10 @@ def note_write(model: nn.Module, write: Write, is_read: bool) -> None:
 
 
 class Snapshot:
-    """A copy of all that modules hold besides parameters, submodules and hooks: attributes, the
-    elements of containers, the attributes of user classes' objects, the content of tensors and the
-    state of generators. It leaves out tensors that are not strided, tensors for which `MAX_COPIED`
-    or memory does not suffice, and containers beyond `_MAX_CONTAINERS`."""
+    """A copy of the values that modules hold, except parameters, submodules and hooks: attributes,
+    the elements of containers, the attributes of user classes' objects, the content of tensors and
+    the state of generators. It leaves out tensors that are not strided, the largest tensors if
+    `MAX_COPIED_BYTES` or memory does not suffice, and containers beyond `_MAX_CONTAINERS`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [
@@ -123,7 +123,7 @@ class Snapshot:
                         tensors[id(tensor)] = tensor
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._uncopied: list[tuple[Tensor, int]] = []
-        num_bytes_left = MAX_COPIED
+        num_bytes_left = MAX_COPIED_BYTES
         for tensor in sorted(tensors.values(), key=lambda tensor: tensor.nbytes):
             num_bytes_left -= tensor.nbytes
             if num_bytes_left < 0 or not self._try_copy(tensor):
@@ -147,13 +147,13 @@ class Snapshot:
 
     @property
     def num_lost_bytes(self) -> int:
-        """Bytes of the tensors that were written to and that the snapshot has not copied. (Writes
-        to inference tensors are not counted.)"""
+        """Bytes of the tensors that were written to, but that the snapshot has not copied: they
+        cannot be restored. (Writes to inference tensors are not counted.)"""
         return sum(x.nbytes for x, version in self._uncopied if x._version != version)
 
     def restore(self, by_engine: bool, writes: list[Write]) -> None:
-        """Adds the differences to `writes`, then restores everything in the copy but
-        `BOOKKEEPING`."""
+        """Adds what has changed since the snapshot to `writes`, then restores it, except for the
+        attributes in `BOOKKEEPING`. `by_engine`: as in `Write`."""
         changed_tensors = [
             (x, saved) for x, saved in self._copies if not _parts_are_equal(x, saved)
         ]
@@ -180,8 +180,8 @@ class Snapshot:
             restore_attributes(table, {**before, **kept_attributes})
 
     def _writes(self, changed_ids: set[int], by_engine: bool) -> Iterator[Write]:
-        """Yields the differences. `changed_ids`: ids of tensors and containers whose content has
-        changed."""
+        """Yields a `Write` for each attribute and buffer that is new or has changed. `changed_ids`:
+        the `id`s of tensors and containers whose content has changed."""
         for module, table, attributes in self._tables:
             for name, after in table.items():
                 before = attributes.get(name, ABSENT)
@@ -191,21 +191,21 @@ class Snapshot:
                     is_written = not changed_ids.isdisjoint(_reachable_ids(after))
                 if is_written and name not in SKIPPED:
                     is_in_place = isinstance(after, Tensor) and not is_new
-                    copied = copy_value(after)
-                    yield Write(module, table, name, before, copied, by_engine, is_in_place)
+                    after_copy = copy_value(after)
+                    yield Write(module, table, name, before, after_copy, by_engine, is_in_place)
 
 
 def restore_attributes(table: dict[str, Any], before: dict[str, Any]) -> None:
-    """Makes `before` the items of a dict again."""
+    """Restores the items of the dict `table` to those of `before`."""
     for name in table.keys() - before.keys():
         del table[name]
     table.update(before)
 
 
 def _leaves(value: Any, containers: dict[int, tuple[Any, list[Any]]]) -> Iterator[Any]:
-    """Yields a value or, for a container or an object of a user class, the values inside, unless
-    all are scalars. Adds these containers and the dicts of these objects, at most
-    `_MAX_CONTAINERS`, to `containers`, by id, with their elements."""
+    """Yields the value or, if it is a container or an object of a user class, the values in it, at
+    any depth, but not the elements of containers that hold only scalars. Adds the containers and
+    the objects' dicts, at most `_MAX_CONTAINERS`, to `containers`: by `id`, with their elements."""
     pending = [value]
     max_containers = len(containers) + _MAX_CONTAINERS
     while pending:
@@ -222,15 +222,15 @@ def _leaves(value: Any, containers: dict[int, tuple[Any, list[Any]]]) -> Iterato
 
 
 def _reachable_ids(value: Any) -> set[int]:
-    """The ids of the containers and of the plain tensors in a value, at any depth."""
+    """Returns the `id`s of the containers and of the plain tensors in a value, at any depth."""
     containers: dict[int, tuple[Any, list[Any]]] = {}
     tensors = [leaf for leaf in _leaves(value, containers) if isinstance(leaf, Tensor)]
     return {*containers, *(id(part) for tensor in tensors for part in plain_tensors(tensor))}
 
 
 def _elements(value: Any) -> list[Any]:
-    """The elements of a container: of a dict, its keys, then its values. Empty for a container that
-    cannot be iterated."""
+    """Returns the elements of a container; for a dict, its keys, then its values. Empty if
+    iterating over the container raises an error."""
     try:
         if isinstance(value, dict):
             return [*value, *value.values()]
@@ -258,8 +258,9 @@ def _refill(value: Any, elements: list[Any]) -> None:
 
 
 def values_are_equal(a: Any, b: Any) -> bool:
-    """Whether two values, or the elements of two containers, are equal: tensors in all elements
-    and scalars of one type by `==` (NaN equals NaN), other values only if they are identical."""
+    """Whether two values are equal or, for two containers of the same type, their elements. Tensors
+    of one shape, dtype and device and scalars of one type are compared by value (NaN equals NaN),
+    other values by identity."""
     if isinstance(a, CONTAINERS) and type(a) is type(b):
         return len(a) == len(b) and all(map(_parts_are_equal, _elements(a), _elements(b)))
     return _parts_are_equal(a, b)
@@ -272,9 +273,9 @@ def _parts_are_equal(a: Any, b: Any) -> bool:
         if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
             return False
         return torch.equal(a, b) or bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
-    kind = type(a)
+    value_type = type(a)
     both_are_nan = a != a and b != b
-    return kind is type(b) and kind in SCALARS and (a == b or both_are_nan)
+    return value_type is type(b) and value_type in SCALARS and (a == b or both_are_nan)
 
 
 def copy_value(value: Any) -> Any:
@@ -285,9 +286,9 @@ def copy_value(value: Any) -> Any:
 
 
 def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
-    """Applies `function` to a value, or to the elements of a container (of a dict, its values), and
-    returns the result: for a container, a copy of the same class (with the factory of a
-    `defaultdict` and the `maxlen` of a deque) or, if it cannot be copied, of the base class."""
+    """Returns `function(value)`. For a container, returns a copy with `function` applied to its
+    elements (for a dict, to its values). The copy has the same class, with a `defaultdict`'s
+    factory and a deque's `maxlen`; if the container cannot be copied, it has the base class."""
     if not isinstance(value, CONTAINERS):
         return function(value)
     result: Any = value
@@ -297,7 +298,7 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
         if is_interrupt(error):
             raise
     if result is value or type(result) is not type(value):
-        result = next(kind for kind in CONTAINERS if isinstance(value, kind))(value)
+        result = next(base for base in CONTAINERS if isinstance(value, base))(value)
     # calls methods of the base class, since those of a user's class may refuse changes
     if isinstance(value, dict):
         dict.update(result, zip(value, map(function, value.values())))

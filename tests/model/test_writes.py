@@ -291,7 +291,7 @@ def test_a_check_that_ends_early_leaves_no_trace(turn: int, error: type[BaseExce
 
 
 def test_a_write_that_could_not_be_taken_back_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writes, "MAX_COPIED", 1 << 10)
+    monkeypatch.setattr(writes, "MAX_COPIED_BYTES", 1 << 10)
     model, module = with_layer(Running)
     module.count = torch.zeros(1 << 10)
     module.forward = lambda hidden: (module.count.add_(1), module.inner(hidden))[1]

@@ -185,7 +185,7 @@ class Snapshot:
         for module, table, attributes in self._tables:
             for name, after in table.items():
                 before = attributes.get(name, ABSENT)
-                is_new = after is not before and (type(after) not in SCALARS or after != before)
+                is_new = after is not before and not _are_equal_scalars(after, before)
                 is_written = is_new
                 if not is_written and changed_ids and type(after) not in SCALARS:
                     is_written = not changed_ids.isdisjoint(_reachable_ids(after))
@@ -273,9 +273,15 @@ def _parts_are_equal(a: Any, b: Any) -> bool:
         if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
             return False
         return torch.equal(a, b) or bool(torch.isclose(a, b, 0, 0, equal_nan=True).all())
-    value_type = type(a)
-    both_are_nan = a != a and b != b
-    return value_type is type(b) and value_type in SCALARS and (a == b or both_are_nan)
+    return _are_equal_scalars(a, b)
+
+
+def _are_equal_scalars(a: Any, b: Any) -> bool:
+    """Whether two values are scalars of one type and equal, or both NaN. Compares nothing else: a
+    comparison of tensors or arrays is no truth value."""
+    if type(a) is not type(b) or type(a) not in SCALARS:
+        return False
+    return bool(a == b or (a != a and b != b))
 
 
 def copy_value(value: Any) -> Any:

@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -66,6 +67,20 @@ class Counting(Wrapped):
         self.recent.append(self.number)
         self.by_name["count"] += 1
         self.by_name["tensor"] += 1
+        return self.inner(hidden)
+
+
+class Retyping(Wrapped):
+    """Stores values whose comparison is no truth value, and scalars in their place."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__(inner)
+        self.plain: Any = torch.zeros(3)
+        self.number: Any = np.zeros(2)
+        self.log: list[Any] = [torch.zeros(3)]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.plain, self.number, self.log = 0.5, None, [np.ones(2)]
         return self.inner(hidden)
 
 
@@ -197,7 +212,7 @@ def state(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("make", [Counting, Nesting, Normed, Drawing])
+@pytest.mark.parametrize("make", [Counting, Retyping, Nesting, Normed, Drawing])
 def test_a_call_leaves_the_model_as_the_plain_call_does(
     make: Callable[[nn.Module], Wrapped],
 ) -> None:

@@ -63,7 +63,8 @@ class EngineCore(EngineLoop):
         # `settle` does; finalizers append without the lock
         self.cancelled: deque[RequestState] = deque()
         self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
-        self._pool_thread_ids: dict[object, int] = {}  # by open `keeping_pool` context
+        # by open `keeping_pool` context: the id of the thread that opened it
+        self._pool_thread_ids: dict[object, int] = {}
         self._last_step_failed = False  # if so, another failure ends the step's requests
         # set while steps wait for memory that other models hold
         self._shortage: Shortage | None = None
@@ -178,10 +179,10 @@ class EngineCore(EngineLoop):
         return dataclasses.replace(options, request_id=request_id)
 
     def check_length(self, ids: list[int], request_id: Hashable, num_new_tokens: int = 1) -> None:
-        """Raises, as `add` does, `IndexError` if a prompt of token ids is longer than the model's
-        table of positions, and `OutOfBlocksError` if the prompt and `num_new_tokens` new tokens can
-        never fit into the memory. Does not wait for a forward in progress. Checks nothing if no
-        request is unfinished, or if the model has an encoder."""
+        """Raises `IndexError` if a prompt of token ids is longer than the model's table of
+        positions, unless `add` can make the table longer, and `OutOfBlocksError` if the prompt and
+        `num_new_tokens` new tokens can never fit into the memory. Does not wait for a forward in
+        progress. Checks nothing if no request is unfinished, or if the model has an encoder."""
         loop = self.loop
         if loop is None or not self.requests or self.model.config.is_encoder_decoder:
             return
@@ -200,9 +201,10 @@ class EngineCore(EngineLoop):
         last_outputs: list[RequestOutput] | None = None,
         reason: str = "error",
     ) -> None:
-        """Removes a request, frees its blocks and queues its result, with `last_outputs` (default:
-        all tokens that no output has reported). `reason` as in `RequestState.result`. Raises an
-        interrupt that came while the tokenizer decoded the result."""
+        """Removes a request, frees its blocks, and queues `last_outputs` (default: outputs of all
+        tokens that no output has reported), the last of which gets the result. `reason` as in
+        `RequestState.result`. Raises an interrupt that came while the tokenizer decoded the
+        result."""
         result = state.result(reason)
         if last_outputs is None:
             last_outputs = state.remaining_outputs(result)
@@ -254,8 +256,8 @@ class EngineCore(EngineLoop):
         self._end_cancelled()
 
     def settle(self) -> None:
-        """Ends the requests in `cancelled`, unless a step is in progress, which does so at its end.
-        The caller holds the lock."""
+        """Ends the requests in `cancelled`. If a step is in progress, leaves that to the end of the
+        step. The caller holds the lock."""
         if self._stepping_thread_id is None:
             self._end_cancelled()
 
@@ -319,8 +321,8 @@ class EngineCore(EngineLoop):
 
     @guarded
     def handle_weight_change(self, recompute: bool) -> None:
-        """As `StepLoop.handle_weight_change`; with `recompute`, also prepares the requests' inputs
-        again."""
+        """Calls `StepLoop.handle_weight_change`. With `recompute`, also prepares the requests'
+        inputs again, and ends the requests for which that fails."""
         with self.lock:
             if self.loop is not None:
                 self.loop.handle_weight_change(recompute)
@@ -385,10 +387,10 @@ class EngineCore(EngineLoop):
     @guarded
     def step(self, span: StableSpan) -> None:
         """Takes a step and queues its outputs. Raises interrupts, and the error of a step that
-        cannot be completed; the next call repeats that step. If the step fails again, the requests
-        that it would compute end with the error, which is not raised. A step that lacks memory
-        because other models hold it returns without an error, for up to `budget.PATIENCE` seconds.
-        Does not wait for pauses."""
+        cannot be completed; the next call repeats that step. If the step fails again, raises
+        nothing: the requests that the step would compute end with the error. While other models
+        hold the memory that a step needs, returns without an error, for up to `budget.PATIENCE`
+        seconds. Does not wait for pauses."""
         if self.loop is None:
             self._end_orphaned()
         loop = self.get_loop()
@@ -431,8 +433,8 @@ class EngineCore(EngineLoop):
             self.note_route()
 
     def _fail_requests(self, loop: StepLoop, error: Exception) -> None:
-        """Ends the requests of a step that failed twice, the second time with `error`; all requests
-        if `StepLoop.generations_to_fail` finds none of them."""
+        """Ends the requests of a step that failed twice, the second time with `error`
+        (`StepLoop.generations_to_fail`). If none of them is left, ends all requests."""
         failing_generations = loop.generations_to_fail(error)
         states = [state for state in self.requests.values() if state in failing_generations]
         for state in states or list(self.requests.values()):

@@ -90,7 +90,7 @@ class RequestStream:
         self.output_queue: deque[RequestOutput] = deque()
         self.span = StableSpan()
         self.request_ids: list[str] = []  # in the order of the prompts
-        self.unfinished: set[str] = set()  # ids of requests without a result
+        self.unfinished_ids: set[str] = set()  # ids of requests without a result
 
     def _run(self) -> Generator[RequestOutput | None, None, None]:
         """Yields `None` once all requests are added, then their outputs. A request that cannot be
@@ -122,15 +122,15 @@ class RequestStream:
                     result = RequestResult(request_id, ids, error=error)
                     self.output_queue.append(RequestOutput(request_id, result=result))
                 self.request_ids.append(request_id)
-            self.unfinished.update(self.request_ids)
+            self.unfinished_ids.update(self.request_ids)
             yield None
-            while self.unfinished or self.output_queue:
+            while self.unfinished_ids or self.output_queue:
                 while self.output_queue:
                     output = self.output_queue.popleft()
                     if output.finished:
-                        self.unfinished.discard(output.request_id)
+                        self.unfinished_ids.discard(output.request_id)
                     yield output
-                if self.unfinished:
+                if self.unfinished_ids:
                     span = self.span
                     if not span.is_call:
                         span = StableSpan()
@@ -153,7 +153,7 @@ class RequestStream:
             reporting_ids = {
                 request_id for request_id, state in states if state.output_queue is queue
             }
-            missing_ids = self.unfinished - reporting_ids
+            missing_ids = self.unfinished_ids - reporting_ids
             if missing_ids:
                 raise RuntimeError(
                     f"requests {sorted(missing_ids)} are gone without a result: another thread has"
@@ -259,7 +259,7 @@ class RequestStream:
         exhausted = object()
         generator_lock = threading.Lock()  # a generator cannot be closed while it runs
         event_loop = asyncio.get_running_loop()
-        step_lock = self.core.reader_locks.setdefault(event_loop, asyncio.Lock())
+        reader_lock = self.core.reader_locks.setdefault(event_loop, asyncio.Lock())
 
         def locked(function: Callable[..., Any], *args: Any) -> Any:
             with generator_lock:
@@ -268,7 +268,7 @@ class RequestStream:
         async def read() -> Any:
             # the first `next` adds the requests, and the last one ends the call: neither takes a
             # step
-            lock = step_lock if self.unfinished else contextlib.nullcontext()
+            lock = reader_lock if self.unfinished_ids else contextlib.nullcontext()
             async with lock:
                 if self.output_queue:
                     return None

@@ -10,7 +10,7 @@ from ..request import Request, Sequence
 
 
 @dataclass
-class Scheduled:
+class ScheduledRows:
     """The sequences scheduled so far, from which `plan` makes the step's plan."""
 
     decodes: list[Sequence] = field(default_factory=list)  # one token of each

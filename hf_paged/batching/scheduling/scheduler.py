@@ -15,7 +15,7 @@ from ...seams import Adapters, Drafter
 from ..request import Request, RequestListener, Rope, Sequence, Status
 from .preemption import Preemption
 from .queue import RequestQueue
-from .scheduled import Scheduled
+from .scheduled import ScheduledRows
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Scheduler:
         self.queue = RequestQueue(self.preemption, self.timeline, self.adapters)
         # the waiting request at which admission stopped, because rows or blocks were too few
         self._blocked_request: Request | None = None
-        self._scheduled = Scheduled()
+        self._scheduled = ScheduledRows()
         self._is_committed = False  # whether the rows of the last step may have advanced
 
     def add(self, *requests: Request) -> None:
@@ -69,9 +69,9 @@ class Scheduler:
         models hold the blocks that the first request needs, and `NeverFitsError` if none of these
         holds any. After any other exception the caller must call `recover`."""
         self._is_committed = False
-        scheduled = self._scheduled = Scheduled()
+        scheduled = self._scheduled = ScheduledRows()
         self.blocks.index.begin_step()
-        self.queue.allowed = self.queue.suspects.first() if self.queue.suspects else None
+        self.queue.allowed_requests = self.queue.suspects.first() if self.queue.suspects else None
         if self.preemption.awaited_prefixes:
             self.preemption.awaited_prefixes.clear()
         self._blocked_request = None
@@ -141,9 +141,9 @@ class Scheduler:
         scheduled = self._scheduled
         decodes = scheduled.decodes
         max_tokens = self.max_num_batched_tokens
-        allowed = self.queue.allowed
+        allowed_requests = self.queue.allowed_requests
         for request in self.queue.running:  # the body removes only later ones, or returns
-            if allowed is not None and request not in allowed:
+            if allowed_requests is not None and request not in allowed_requests:
                 continue
             for sequence in request.sequences:
                 num_tokens = len(sequence.token_ids)
@@ -369,7 +369,7 @@ class Scheduler:
     def recompute(self) -> list[Request]:
         """Called between steps: drops the K/V of all unfinished requests. Preempts the running
         requests and returns them."""
-        self._scheduled = Scheduled()
+        self._scheduled = ScheduledRows()
         for request in list(self.queue.running):
             self._preempt(request, may_swap=False)
         for request in self.queue.waiting:
@@ -398,7 +398,7 @@ class Scheduler:
         if self._is_committed:  # blocks that left windows may already have been freed
             requests_to_requeue = dict.fromkeys(sequence.request for sequence in plan.sequences)
         self._is_committed = False
-        self._scheduled = Scheduled()
+        self._scheduled = ScheduledRows()
         for request in requests_to_requeue:
             if request.status is Status.RUNNING:
                 self._requeue(request)
@@ -417,7 +417,7 @@ class Scheduler:
         requests_to_reset = dict.fromkeys([*requests, *self.queue.running, *self.queue.waiting])
         self.queue.clear()
         self._blocked_request = None
-        self._scheduled = Scheduled()
+        self._scheduled = ScheduledRows()
         for request in requests_to_reset:
             self.preemption.reset(request)
             if request in requests and not request.is_finished:

@@ -178,9 +178,9 @@ class RequestStream:
     @guarded
     def _end(self) -> None:
         """Closes the span of a call's steps, and cancels the requests that still report to the
-        output queue, which nobody reads any more. Cancelling waits for no lock, since a finalizer
+        output queue, which nobody reads any more. Cancelling waits for no lock, since the finalizer
         of a stream may run in any thread and under any lock: unless all locks are free, the
-        requests end with the step in progress, or in the next step or call (`core.settle`)."""
+        requests end after the step in progress, or in the next step or call (`core.settle`)."""
         core = self.core
         if self.span.is_call:  # a call of `results`, which no finalizer ends
             with core.lock:
@@ -252,9 +252,9 @@ class RequestStream:
         return ordered_results
 
     async def astream(self) -> AsyncGenerator[RequestOutput, None]:
-        """As `stream`, with each step in a worker thread. The readers in one event loop take one
-        step at a time, which fills the output queues of all of them. A cancelled reader does not
-        wait for the end of a step in progress."""
+        """Yields all outputs, like `stream`, but takes each step in a worker thread. The readers in
+        one event loop take one step at a time, which fills the output queues of all readers. A
+        cancelled reader does not wait for the end of a step in progress."""
         outputs = self._run()
         exhausted = object()
         generator_lock = threading.Lock()  # a generator cannot be closed while it runs

@@ -169,7 +169,7 @@ class Scheduler:
         `_continue_running`. Returns whether later sequences may get tokens."""
         scheduled = self._scheduled
         if num_to_compute > 1:
-            limit = self._chunk_limit(scheduled.num_reserved(self.queue.running))
+            limit = self._chunk_limit(scheduled.num_pending_decodes(self.queue.running))
             first = self.queue.first_waiting
             if first is not None and first.sort_key < request.sort_key:
                 # leaves half of the tokens to a waiting request that sorts before this one
@@ -180,7 +180,8 @@ class Scheduler:
             # leaves a token to each row; chunks of this step may have taken more than that
             max_drafted = self.max_num_batched_tokens - self.queue.num_rows
             max_drafted -= scheduled.num_draft_tokens
-            max_drafted = min(max_drafted, limit - scheduled.num_reserved(self.queue.running))
+            num_pending_decodes = scheduled.num_pending_decodes(self.queue.running)
+            max_drafted = min(max_drafted, limit - num_pending_decodes)
             num_drafted = sequence.append_draft(max_drafted)
             if num_drafted:
                 scheduled.add_drafted(sequence, 1 + num_drafted)
@@ -260,9 +261,9 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts `request`, which needs blocks while no later request runs. Then, if no request
-        runs and no other model holds memory, releases unused memory, or raises `OutOfBlocksError`
-        if `request` had the same total length at its last such preemption."""
+        """Preempts `request`, which lacks blocks although no later request runs. If then no request
+        runs, and no other model holds memory, raises `OutOfBlocksError` if `request` had the same
+        total length at its last such preemption, and otherwise releases unused memory."""
         is_only_model = not self.blocks.memory.num_held_by_others
         self._preempt(request)
         if self.queue.running or not is_only_model:
@@ -312,8 +313,8 @@ class Scheduler:
 
     def _admit(self, ignores_row_limit: bool = False) -> None:
         """Admits waiting requests while tokens, rows and blocks last; with `ignores_row_limit`, the
-        first one may exceed the limit on rows. Postpones requests that can soon reuse a prefix that
-        a scheduled request is computing (`Preemption.awaited_prefixes`)."""
+        first one may exceed the limit on rows. Postpones requests that can soon reuse a prefix
+        which a scheduled request computes (`Preemption.awaited_prefixes`)."""
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
@@ -388,9 +389,9 @@ class Scheduler:
             self.queue.enqueue(request)
 
     def undo_step(self) -> None:
-        """Undoes the last step: one whose forward raised an exception or, in a forked child, one
-        that another thread of the parent was taking. The latter may be only partly scheduled, or
-        already computed, with logits that are not delivered yet."""
+        """Undoes the last step, because its forward raised an exception or because, in a forked
+        child, another thread of the parent was taking it. In the second case the step may be only
+        partly scheduled, or already computed, with logits that are not delivered yet."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
         # admitted requests may share blocks that other rows of the step should have written

@@ -61,7 +61,7 @@ class EngineCore(EngineLoop):
         self.totals = RequestTotals()
         # requests to end: the step in progress ends them when it finishes, otherwise the next
         # `settle` does; finalizers append without the lock
-        self.cancelled: deque[RequestState] = deque()
+        self.cancelled_requests: deque[RequestState] = deque()
         self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
         # by open `keeping_pool` context: the id of the thread that opened it
         self._pool_thread_ids: dict[object, int] = {}
@@ -130,10 +130,10 @@ class EngineCore(EngineLoop):
         state: RequestState | None = None
         try:
             with self.lock, setting(setup_seconds, self.setup_seconds):
-                if self.cancelled:
+                if self.cancelled_requests:
                     self.settle()
                 if self.loop is None:
-                    self._end_orphaned()
+                    self._end_orphaned_requests()
                 new_state = make_state(self._check_options(options))
                 loop = self.get_loop()  # may allocate memory, hence after the checks
                 self.prepare(new_state)
@@ -238,7 +238,7 @@ class EngineCore(EngineLoop):
     def cancel(self, *states: RequestState) -> None:
         """Ends requests early. If this is called during a step (from a caller's code or a
         finalizer), they end after the step."""
-        self.cancelled.extend(states)
+        self.cancelled_requests.extend(states)
         self.settle()
 
     def free(self) -> None:
@@ -249,24 +249,24 @@ class EngineCore(EngineLoop):
             finally:
                 self.retire()
 
-    def _end_orphaned(self) -> None:
+    def _end_orphaned_requests(self) -> None:
         """Ends requests whose loop is gone, because `free` was interrupted or called during a
         step."""
-        self.cancelled.extend(reversed(self.requests.values()))  # the stack reverses them
-        self._end_cancelled()
+        self.cancelled_requests.extend(reversed(self.requests.values()))  # the stack reverses them
+        self._end_cancelled_requests()
 
     def settle(self) -> None:
-        """Ends the requests in `cancelled`. If a step is in progress, leaves that to the end of the
-        step. The caller holds the lock."""
+        """Ends the requests in `cancelled_requests`. If a step is in progress, leaves that to the
+        end of the step. The caller holds the lock."""
         if self._stepping_thread_id is None:
-            self._end_cancelled()
+            self._end_cancelled_requests()
 
-    def _end_cancelled(self) -> None:
+    def _end_cancelled_requests(self) -> None:
         with contextlib.ExitStack() as stack:  # ends all requests, even if ending one raises
-            for state in self.cancelled.copy():
+            for state in self.cancelled_requests.copy():
                 stack.callback(self._end_if_unfinished, state)
-        while self.cancelled and self.cancelled[0] not in self.requests.values():
-            self.cancelled.popleft()
+        while self.cancelled_requests and self.cancelled_requests[0] not in self.requests.values():
+            self.cancelled_requests.popleft()
 
     def _end_if_unfinished(self, state: RequestState) -> None:
         if self.requests.get(state.request_id) is state:
@@ -277,7 +277,7 @@ class EngineCore(EngineLoop):
         `interrupts.register_for_cleanup`)."""
         if self._stepping_thread_id == threading.get_ident():
             with self.lock:
-                self._end_cancelled()
+                self._end_cancelled_requests()
                 setup_seconds.set(None)
                 self._stepping_thread_id = None
 
@@ -348,10 +348,10 @@ class EngineCore(EngineLoop):
         if self.inner_lock in freed:
             self.requests = {}
             self.pending_outputs.clear()
-            self.cancelled, self._stepping_thread_id = deque(), None
+            self.cancelled_requests, self._stepping_thread_id = deque(), None
             self.retire()
 
-    def _end_unsupported(self) -> None:
+    def _end_unsupported_requests(self) -> None:
         """Ends requests whose adapter only PEFT's own `generate` can compute. `add` rejects such
         adapters, but the caller may have activated one since."""
         adapters = adapters_room_for(self.model)
@@ -392,7 +392,7 @@ class EngineCore(EngineLoop):
         hold the memory that a step needs, returns without an error, for up to `budget.PATIENCE`
         seconds. Does not wait for pauses."""
         if self.loop is None:
-            self._end_orphaned()
+            self._end_orphaned_requests()
         loop = self.get_loop()
         if not self.requests:
             return
@@ -402,7 +402,7 @@ class EngineCore(EngineLoop):
         # cheaper than a context in every step
         reset_token = setup_seconds.set(self.setup_seconds)
         try:
-            self._end_unsupported()
+            self._end_unsupported_requests()
             try:
                 if self.requests:
                     loop.step(span)
@@ -426,8 +426,8 @@ class EngineCore(EngineLoop):
         finally:
             setup_seconds.reset(reset_token)
             if is_outermost:
-                if self.cancelled:
-                    self._end_cancelled()
+                if self.cancelled_requests:
+                    self._end_cancelled_requests()
                 self._stepping_thread_id = None
         if not self.requests or len(loop.executor.slowed_by) > num_slowdowns:
             self.note_route()
@@ -478,7 +478,7 @@ class EngineCore(EngineLoop):
     def get_loop(self) -> StepLoop:
         """Calls `settle`, then returns the loop. Without a loop or unfinished requests, acts as
         `renew`."""
-        if self.cancelled:
+        if self.cancelled_requests:
             self.settle()
         if self.loop is None or not self.requests:
             return self.renew(keeps_block_sizes=bool(self._pool_thread_ids))

@@ -182,12 +182,12 @@ class EngineLoop:
             return None
         reason = self.layout.unsupported_reason
         slowed_by = self.loop.executor.slowed_by
-        kind = "engine"
+        road = "engine"
         if not self.layout.is_side_by_side:
             slowed_by = {*slowed_by, f"requests run one by one, not packed: {reason}"}
-            kind = "rows"
+            road = "rows"
         return route_of(
-            kind,
+            road,
             self.layout.reason,
             [self._counters],
             slowed_by,
@@ -233,10 +233,10 @@ class EngineLoop:
         limit = MAX_GROWTH * max(max_positions, request.num_prompt_tokens)
         grow_positions(self.model, min(num_positions, limit))
         probe_cache = empty_cache(self.model, PagedMemory(self.config))
-        grown = choose_layout(self.model, probe_cache, self.config.batch_invariant)
+        grown_layout = choose_layout(self.model, probe_cache, self.config.batch_invariant)
         # if the model can no longer run in the loop's layout, the next step notices it
-        if dataclasses.replace(grown, max_positions=max_positions) == layout:
-            self.layout = grown
+        if dataclasses.replace(grown_layout, max_positions=max_positions) == layout:
+            self.layout = grown_layout
 
     def _prepare_inputs(self, state: RequestState) -> None:
         """Prepares a prompt with inputs besides token ids. Raises `ValueError` if the engine cannot

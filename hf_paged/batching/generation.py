@@ -86,8 +86,9 @@ class Generation:
     @property
     def can_split(self) -> bool:
         """Whether the generation has several requests whose rows can advance independently."""
-        is_whole = not (self.parts or self.is_sampling)
-        return is_whole and self.decoding.can_split and len(self.requests) > 1
+        if self.parts or self.is_sampling:
+            return False
+        return self.decoding.can_split and len(self.requests) > 1
 
     def split(self) -> None:
         """Makes a part for each row, so that the rows advance independently, and moves kept blocks
@@ -435,11 +436,11 @@ class RequestState(Generation):
             if not decoding.is_done:  # no beam is final
                 return [SequenceResult([], reason) for _ in decoding.finish_reasons], None
             if decoding.finish_reasons[0] is None:
-                no_beam = RuntimeError(
+                no_beam_error = RuntimeError(
                     "no beam could end: the scores contain nan, or too few tokens have a finite"
                     " score"
                 )
-                return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam
+                return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam_error
             reason = "error"  # for beams that could not end although others did
             ids, scores = decoding.final()
         results: list[SequenceResult] = []

@@ -67,7 +67,8 @@ def _row_mask(mask: Any, ids: Any, has_encoder: bool) -> Tensor:
     """Returns the attention mask, `(1, length)`, of a prompt with inputs besides token ids. Keeps
     even a mask of ones: without a mask, a model may make its own, which may hide pad tokens inside
     the prompt, or cover only the tokens and not the patches of an image. Raises `ValueError` for a
-    mask of another shape than the ids and, unless `has_encoder`, for a mask with zeros."""
+    mask that is not a tensor, has another shape than the ids or, unless `has_encoder`, hides
+    tokens."""
     are_tensors = isinstance(mask, Tensor) and isinstance(ids, Tensor)
     if are_tensors and mask.shape != ids.shape:
         raise ValueError(
@@ -170,13 +171,15 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
                 " numbers of shape (length,) or (1, length), one request for each prompt"
             )
         prompt = prompt.tolist()
-    invalid: Any = None
+    not_an_index: Any = None  # for which `operator.index` raises `TypeError`
     if isinstance(prompt, (bytes, bytearray)):  # their items are whole numbers, but not token ids
         raise ValueError(
             f"the prompt is {reprlib.repr(prompt)}: decode it, and pass text or token ids"
         )
     try:
-        return [operator.index(invalid if isinstance(token, bool) else token) for token in prompt]
+        return [
+            operator.index(not_an_index if isinstance(token, bool) else token) for token in prompt
+        ]
     except TypeError:  # not iterable, or not whole numbers
         problem = f"the prompt is {reprlib.repr(prompt)}"
         if isinstance(prompt, (list, tuple)) and all(

@@ -92,24 +92,24 @@ class RequestResult:
     num_accepted_tokens: int = 0
 
     @property
-    def _first(self) -> SequenceResult:
+    def _first_sequence(self) -> SequenceResult:
         return self.sequences[0] if self.sequences else SequenceResult([], "error")
 
     @property
     def token_ids(self) -> list[int]:
-        return self._first.token_ids
+        return self._first_sequence.token_ids
 
     @property
     def text(self) -> str | None:
-        return self._first.text
+        return self._first_sequence.text
 
     @property
     def finish_reason(self) -> str:
-        return self._first.finish_reason
+        return self._first_sequence.finish_reason
 
     @property
     def logprobs(self) -> list[tuple[float, float]] | None:
-        return self._first.logprobs
+        return self._first_sequence.logprobs
 
 
 @dataclass

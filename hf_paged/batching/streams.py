@@ -188,10 +188,10 @@ class RequestStream:
                     core.loop.executor.close(self.span)
         for state in list(core.requests.values()):
             if state.output_queue is self.output_queue:
-                core.cancelled.append(state)
+                core.cancelled_requests.append(state)
         locks = (core.inner_lock, step_lock(core.model), core.memory.lock)
         # if this thread holds a lock, it may be in the middle of a change
-        if not core.cancelled or any(map(_is_owned, locks)):
+        if not core.cancelled_requests or any(map(_is_owned, locks)):
             return
         with contextlib.ExitStack() as stack:
             if all(stack.enter_context(attempt(lock)) for lock in locks):
@@ -256,7 +256,7 @@ class RequestStream:
         one event loop take one step at a time, which fills the output queues of all readers. A
         cancelled reader does not wait for the end of a step in progress."""
         outputs = self._run()
-        exhausted = object()
+        end_marker = object()
         generator_lock = threading.Lock()  # a generator cannot be closed while it runs
         event_loop = asyncio.get_running_loop()
         reader_lock = self.core.reader_locks.setdefault(event_loop, asyncio.Lock())
@@ -272,28 +272,28 @@ class RequestStream:
             async with lock:
                 if self.output_queue:
                     return None
-                return await submit(locked, next, outputs, exhausted)
+                return await submit(locked, next, outputs, end_marker)
 
-        pending: asyncio.Task[Any] | None = None
+        read_task: asyncio.Task[Any] | None = None
         try:
             while True:
                 if self.output_queue:
                     output = next(outputs)  # returns at once
                 else:
-                    pending = asyncio.ensure_future(read())
-                    output = await asyncio.shield(pending)  # cancellation cannot stop the thread
-                if output is exhausted:
+                    read_task = asyncio.ensure_future(read())
+                    output = await asyncio.shield(read_task)  # cancellation cannot stop the thread
+                if output is end_marker:
                     return
                 if output is not None:
                     yield output
         finally:
-            closing: asyncio.Future[Any] | None = None
+            close_future: asyncio.Future[Any] | None = None
             try:
-                closing = submit(locked, outputs.close)
+                close_future = submit(locked, outputs.close)
             except RuntimeError:  # no thread or executor is available: close in this thread
                 locked(outputs.close)
-            if closing is not None and (pending is None or pending.done()):
-                await asyncio.shield(closing)
-            elif pending is not None:
+            if close_future is not None and (read_task is None or read_task.done()):
+                await asyncio.shield(close_future)
+            elif read_task is not None:
                 # retrieve the step's exception, so that asyncio does not log it
-                pending.add_done_callback(lambda task: task.cancelled() or task.exception())
+                read_task.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -284,8 +284,8 @@ class PackedRunner(Runner):
             buffer.extend(group.slots)
         for axis in tokens.axes or ():
             buffer.extend(axis)
-        on_host = torch.frombuffer(buffer, dtype=torch.long)
-        rows = on_host.view(-1, len(tokens.token_ids))
+        host_tensor = torch.frombuffer(buffer, dtype=torch.long)
+        rows = host_tensor.view(-1, len(tokens.token_ids))
         inputs = to_device(rows, self.device)
         query_start = tuple(tokens.query_start)
         steps = []

@@ -202,8 +202,8 @@ class EngineCore(EngineLoop):
         reason: str = "error",
     ) -> None:
         """Removes a request, frees its blocks, and queues `last_outputs` (default: outputs of all
-        tokens that no output has reported), the last of which gets the result. `reason` as in
-        `RequestState.result`. Raises an interrupt that came while the tokenizer decoded the
+        tokens that no output has reported). The last output gets the request's result. `reason` as
+        in `RequestState.result`. Raises an interrupt that came while the tokenizer decoded the
         result."""
         result = state.result(reason)
         if last_outputs is None:

@@ -81,7 +81,7 @@ class EngineLoop:
         model = self.model
         config = self.config
         probe_cache = empty_cache(model, PagedMemory(config))  # never gets a block
-        # `verdicts` caches the results of checks of prompts while the model is unchanged
+        # `verdicts` caches the results of prompt checks while the model is unchanged
         self._capability = Capability(model, probe_cache, make_runner, verdicts={})
         choose = functools.partial(choose_layout, model, probe_cache, config.batch_invariant)
         layout = choose() if self.leader is None else self.leader.choose_layout(choose)

@@ -18,8 +18,8 @@ from .request import Request
 from .scheduling.scheduler import Scheduler
 
 Ready = list[tuple[Generation, LogitRows]]
-"""Generations that can be sampled, each with the logits of all its open rows, in order; for a row
-with a draft, also the logits after each draft token."""
+"""Generations that can be sampled, each with the logits of all its open rows, in order. A row with
+a draft also has the logits after each draft token."""
 
 
 @dataclass(eq=False, repr=False)

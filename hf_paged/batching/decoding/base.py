@@ -24,8 +24,8 @@ Fetch = Callable[[Tensor], list[int]]
 """Copies tokens `(n,)` to the host."""
 
 Alternatives = list[tuple[int, float, float]]
-"""The tokens at one position that are most probable before logits processors, best first, each with
-its log-probabilities before and after them."""
+"""The tokens at one position that are most probable before logits processors, in descending order:
+the id of each token, and its log-probabilities before and after processors."""
 
 Record = tuple[tuple[float, float], Alternatives]
 """The log-probabilities of a token, before and after logits processors, and its alternatives."""
@@ -134,9 +134,9 @@ class StopChecker:
                 self.callers_criteria.append(criterion)
 
     def finish_reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
-        """Returns why a row of `length` tokens, the last of which is `token`, ends; `None` if it
-        continues. `hits_stop_string`: whether `token` completes a stop string. Does not evaluate
-        `callers_criteria`."""
+        """Returns why a row ends that has `length` tokens including the new one, `token`; `None` if
+        the row continues. `hits_stop_string`: whether `token` completes a stop string. Does not
+        evaluate `callers_criteria`."""
         if token in self.eos_ids:
             return "eos"
         for criterion in self._time_criteria:

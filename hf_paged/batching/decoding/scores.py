@@ -36,8 +36,8 @@ _SCORE_ONLY: dict[type, str | None] = {
     stock.LogitNormalization: None,
 }
 
-# Processors that read only the scores and the length, each with a predicate of (processor, length)
-# that says whether the processor changes scores.
+# Processors that read only the scores and the length, each with a predicate of (processor, length):
+# whether the processor changes scores at this length.
 _LENGTH_DEPENDENT: dict[type, Callable[[Any, int], bool]] = {
     stock.MinLengthLogitsProcessor: lambda p, length: length < p.min_length,
     stock.MinNewTokensLengthLogitsProcessor: lambda p, length: (
@@ -51,9 +51,10 @@ _LENGTH_DEPENDENT: dict[type, Callable[[Any, int], bool]] = {
 
 _MIN_LENGTH_PROCESSORS = (stock.MinLengthLogitsProcessor, stock.MinNewTokensLengthLogitsProcessor)
 
-# Processors that decodings can share (`BatchableProcessors`), and processors that compute each row
-# from that row alone. Some of the latter hold a value for each row (`narrow_processors`).
+# Processors that decodings can share (`BatchableProcessors`).
 _BATCHABLE = {*_SCORE_ONLY, *_LENGTH_DEPENDENT, _REPETITION_PENALTY}
+# Processors that compute each row from that row alone. Some of them hold a value for each row
+# (`narrow_processors`).
 _ROW_WISE = {
     *_BATCHABLE,
     stock.NoRepeatNGramLogitsProcessor,
@@ -398,7 +399,7 @@ def top_tokens(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
 
 
 def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
-    """As `top_tokens`, with log-probabilities instead of logits and scores."""
+    """Returns the same as `top_tokens`, with log-probabilities instead of logits and scores."""
     ids, best, processed = top_tokens(raw, scores, count)
     unprocessed = best - raw.logsumexp(dim=-1, keepdim=True)
     return [ids, unprocessed, processed - scores.logsumexp(dim=-1, keepdim=True)]

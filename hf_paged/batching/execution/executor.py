@@ -279,8 +279,8 @@ class Executor:
             unsupported_reasons.reset(reset_tokens[1])
 
     def run(self, plan: StepPlan) -> Tensor:
-        """Returns logits as `Runner.run` does: for leading rows that were launched ahead, their
-        logits from that launch; for the other rows, newly computed ones."""
+        """Returns the logits of a step, as `Runner.run` does. Leading rows that were launched ahead
+        get their logits from that launch; the other rows are computed now."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
         launched_logits, num_launched = None, 0

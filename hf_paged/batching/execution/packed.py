@@ -90,9 +90,9 @@ class PackedRunner(Runner):
         self.is_packed = True
 
     def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
-        """Called between forwards: from now on each forward, except those of whole prompts, passes
-        the last hidden states of its tokens, `(1, n, hidden_size)`, to `store`, while the cache
-        still holds the forward's steps."""
+        """Called between forwards: from now on each forward, except forwards of whole prompts,
+        passes the last hidden states of its tokens, `(1, n, hidden_size)`, to `store`, while the
+        cache still holds the forward's `StepMetadata`."""
         self.store_hidden = store
 
     def unpack(self, reason: str | None) -> str | None:

@@ -177,7 +177,7 @@ class Scheduler:
         elif limit <= 0:
             return False
         elif sequence.draft:
-            # leaves a token to each row; chunks of this step may have taken more than that
+            # leaves one token to each row; `limit` also counts the tokens of this step's chunks
             max_drafted = self.max_num_batched_tokens - self.queue.num_rows
             max_drafted -= scheduled.num_draft_tokens
             num_pending_decodes = scheduled.num_pending_decodes(self.queue.running)
@@ -351,7 +351,8 @@ class Scheduler:
                     limit = self._chunk_limit()
                     self._schedule_tokens(request, sequence, limit, may_preempt=False)
             if self._scheduled.num_tokens == num_tokens_before:
-                # tokens or blocks ran out; blocks that it shares may be computed only in this step
+                # tokens or blocks ran out; a request that was not swapped in may share blocks that
+                # this step has yet to compute, so it must not be swapped out
                 self._requeue(request, may_swap=was_swapped)
                 return
             self._scheduled.admitted.append(request)

@@ -182,9 +182,9 @@ def make_runner(
     processes: Processes | None = None,
 ) -> tuple[BlockManager, Runner]:
     """Returns the block manager of the model's sequences in this layout, and the runner that
-    computes their steps. Only packed layouts use `batch_invariant` and `processes`, which compute
-    each step together. `Capability` passes neither `make_recorder`, since its checks take too few
-    steps to replay any, nor `processes`."""
+    computes their steps. Only packed layouts use `batch_invariant` and `processes`; the processes
+    compute each step together. `Capability` passes neither `make_recorder`, since its checks take
+    too few steps to replay any, nor `processes`."""
     recorder = None if make_recorder is None else make_recorder(model, cache)
     if layout.unsupported_reason is None:
         runner = PackedRunner(

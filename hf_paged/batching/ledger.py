@@ -202,7 +202,7 @@ class Ledger:
             self._assign_rows_to_parts()
 
     def _assign_rows_to_parts(self) -> None:
-        """Replaces each generation in `rows` that was split with its parts."""
+        """Replaces split generations in `rows` with their parts."""
         for rows in self.rows.values():
             rows[:] = [(part.parts[row], 0) if part.parts else (part, row) for part, row in rows]
 

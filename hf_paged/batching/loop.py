@@ -388,8 +388,8 @@ class StepLoop:
                 if any(map(error.concerns, generation.requests))
             ]
         elif len(whole_generations) > 1:
-            requests = [generation.requests for generation in whole_generations]
-            self.scheduler.queue.suspects.halve(requests)
+            request_lists = [generation.requests for generation in whole_generations]
+            self.scheduler.queue.suspects.halve(request_lists)
             logger.debug(
                 "a forward for %d generations failed and is repeated in halves: %s",
                 len(whole_generations),

@@ -134,7 +134,7 @@ class StopChecker:
                 self.callers_criteria.append(criterion)
 
     def finish_reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
-        """Returns why a row ends that has `length` tokens including the new one, `token`; `None` if
+        """Returns why the new token `token` ends its row, which now has `length` tokens; `None` if
         the row continues. `hits_stop_string`: whether `token` completes a stop string. Does not
         evaluate `callers_criteria`."""
         if token in self.eos_ids:

@@ -104,8 +104,8 @@ class Executor:
         in flight. `check_weights`: must be set if the prefix cache is used. `switch_attention`:
         whether each step sets the model's attention to `"hf_paged"`; if not, the caller has set it.
         `allow_replays`: whether recorded steps may be replayed, for which the model's state is read
-        (never without the optional package `fingerprints`). `runs_user_code`: whether other code
-        than transformers' and the model's runs between steps. These options, except
+        (never without the optional package `fingerprints`). `runs_user_code`: whether code
+        other than transformers' and the model's runs between steps. These options, except
         `switch_attention`, stay set if an earlier call has set them."""
         self._device = compute_device(self.model)
         # the autocast dtype of all forwards, whichever thread runs the steps; `None`: no autocast
@@ -199,8 +199,8 @@ class Executor:
             self.run_ahead.clear()
 
     def handle_model_change(self) -> None:
-        """Calls `forget_model` if the guard has detected a change to the model since the last
-        call."""
+        """Calls `forget_model` if the guard has detected a change to the model since
+        `forget_model` was last called."""
         if self.guard.num_changes != self._num_handled_changes:
             self.forget_model()
 

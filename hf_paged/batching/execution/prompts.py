@@ -175,7 +175,7 @@ def prompts_of(
     as padding, and only in rows that also have ones."""
     ids, inputs = unexpanded
     inputs = {
-        # without their autograd graph, so that they can be deep-copied and keep no tensors alive
+        # detached from their graph, so that they can be deep-copied and keep no other tensors alive
         name: map_tensors(lambda x: x.detach() if x.requires_grad else x, value)
         for name, value in {**model_kwargs, **inputs}.items()
         if name not in compat.CACHE_NAMES

@@ -177,7 +177,7 @@ def check_weights(model: Any) -> None:
 
 def check_path(name_or_path: Any) -> None:
     """Raises `ValueError` unless `name_or_path` is a string or a path, and `FileNotFoundError` if
-    it starts with `/`, `.` or `~`, as no name on the Hub does, and does not exist."""
+    it does not exist and cannot be a name on the Hub, since it starts with `/`, `.` or `~`."""
     if not isinstance(name_or_path, (str, os.PathLike)):
         raise ValueError(
             f"`name_or_path` is {shown(name_or_path)}: pass a name or a folder, or call"
@@ -356,9 +356,9 @@ def check_ids(value: Any, mask: Any, is_whole_prompt: bool) -> None:
 
 
 def check_numbers(options: Mapping[str, Any], *, check_range: bool = True) -> None:
-    """Raises `ValueError` unless `num_beams` and `num_return_sequences` are integers, and the
-    limits on tokens are numbers or tensors; each may also be `None`. With `check_range`, the two
-    counts must also be at least 1, and must not be bools."""
+    """Raises `ValueError` unless `num_beams` and `num_return_sequences` are integers or `None`, and
+    the limits on tokens are numbers, tensors or `None`. With `check_range`, `num_beams` and
+    `num_return_sequences` must also be at least 1, and must not be bools."""
     for name in ("num_beams", "num_return_sequences"):
         value = options.get(name)
         if value is None:

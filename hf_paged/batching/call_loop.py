@@ -1,5 +1,5 @@
-"""`CallLoop` runs one `generate` call in a separate `StepLoop`. The room `overlap` extends it, so
-that overlapping calls share a loop."""
+"""`CallLoop` runs one `generate` call in a separate `StepLoop`. The optional package `overlap`
+extends it, so that overlapping calls share a loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .generation import Generation
 from .ledger import Ready
 from .loop import StepLoop
 
-# seconds after which a waiting thread checks for signals, and a step that lacked blocks is repeated
+# how long a waiting thread sleeps before it checks for signals or repeats a step that lacked blocks
 POLL_SECONDS = 0.05
 
 T = TypeVar("T")
@@ -25,8 +25,8 @@ class CallLoop(Holder):
     """The loop of one `generate` call, whose thread takes the steps. Calls of other threads on the
     same memory have separate loops, whose steps take turns under the model's lock. The processors,
     criteria and streamer of a call run without a lock, so they may wait for such calls. Loops
-    cannot preempt each other's requests: a step that is short of blocks is repeated until other
-    calls free theirs, and fails once none of these progresses (`cache.waits.Shortage`)."""
+    cannot preempt each other's requests: a step that lacks blocks is repeated until other calls
+    free theirs, and fails once none of these calls makes progress (`cache.waits.Shortage`)."""
 
     def __init__(self, loop: StepLoop) -> None:
         super().__init__(loop.memory)
@@ -80,8 +80,9 @@ class CallLoop(Holder):
 
     def _wait_for_logits(self, generation: Generation) -> Ready:
         """Takes steps until the generation or parts of it have logits, and returns these. Raises
-        the error that ended the generation; while blocks are too few, repeats the step as long as
-        calls of other threads may free blocks, or other models hold the memory."""
+        the error that ended the generation. Repeats a step that lacks blocks as long as calls of
+        other threads may free some, or other models hold the memory; then raises
+        `OutOfBlocksError`."""
         shortage: Shortage | None = None
         ready = Ready()
         while not ready:
@@ -106,7 +107,8 @@ class CallLoop(Holder):
         return run_ahead
 
     def _raise_error(self, generation: Generation) -> None:
-        """Raises the error that ended the generation or a part of it, if one did."""
+        """Raises the error that ended the generation or a part of it, if there is one. Removes the
+        generations that it reads from the loop's `unreported`."""
         while self.loop.unreported:
             error = self.loop.unreported.popleft().error
             if error is not None:

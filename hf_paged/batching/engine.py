@@ -170,8 +170,8 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
                 `(1, length)`. A list of dicts is a chat, `[{"role": "user", "content": ...},
                 ...]`, rendered with the tokenizer's chat template. A mapping is the output of a
                 tokenizer or processor for one text, with its images or audio.
-            inputs (`dict`, *optional*): The inputs of one prompt that the model's `generate` takes
-                besides, or instead of, token ids: `{"pixel_values": ..., "image_grid_thw": ...}`
+            inputs (`dict`, *optional*): The inputs of one prompt, besides or instead of token ids,
+                as the model's `generate` takes them: `{"pixel_values": ..., "image_grid_thw": ...}`
                 for images, `{"input_features": ...}` for audio. This call runs the encoder of an
                 encoder-decoder model; vision towers run with the prefill, or in this call if the
                 model does not run packed. Prompts that differ only in text, length and float inputs
@@ -195,7 +195,7 @@ class PagedEngine(EngineReports, contextlib.AbstractContextManager["PagedEngine"
             seed (`int` from -2**63 to 2**64 - 1, *optional*): Draws as `generate` does after
                 `torch.manual_seed(seed)`.
             return_logprobs (`bool`): Records log-probabilities of the new tokens, under the model
-                and under the distribution that they were chosen from ([`SequenceResult`]).
+                and under the distribution from which they were chosen ([`SequenceResult`]).
             top_logprobs (`int`): Number of the most probable tokens to record at each position, for
                 `return_logprobs` and `prompt_logprobs`.
             prompt_logprobs (`bool`): Records log-probabilities of the prompt's tokens

@@ -61,9 +61,10 @@ class EngineCore(EngineLoop):
         self.totals = RequestTotals()
         # requests to end: the step in progress ends them when it finishes, otherwise the next
         # `settle` does; finalizers append without the lock
-        self.cancelled: deque[RequestState] = deque()
+        self.cancelled_requests: deque[RequestState] = deque()
         self._stepping_thread_id: int | None = None  # id of the thread that is taking a step
-        self._pool_thread_ids: dict[object, int] = {}  # by open `keeping_pool` context
+        # by open `keeping_pool` context: the id of the thread that opened it
+        self._pool_thread_ids: dict[object, int] = {}
         self._last_step_failed = False  # if so, another failure ends the step's requests
         # set while steps wait for memory that other models hold
         self._shortage: Shortage | None = None
@@ -129,10 +130,10 @@ class EngineCore(EngineLoop):
         state: RequestState | None = None
         try:
             with self.lock, setting(setup_seconds, self.setup_seconds):
-                if self.cancelled:
+                if self.cancelled_requests:
                     self.settle()
                 if self.loop is None:
-                    self._end_orphaned()
+                    self._end_orphaned_requests()
                 new_state = make_state(self._check_options(options))
                 loop = self.get_loop()  # may allocate memory, hence after the checks
                 self.prepare(new_state)
@@ -178,10 +179,10 @@ class EngineCore(EngineLoop):
         return dataclasses.replace(options, request_id=request_id)
 
     def check_length(self, ids: list[int], request_id: Hashable, num_new_tokens: int = 1) -> None:
-        """Raises, as `add` does, `IndexError` if a prompt of token ids is longer than the model's
-        table of positions, and `OutOfBlocksError` if the prompt and `num_new_tokens` new tokens can
-        never fit into the memory. Does not wait for a forward in progress. Checks nothing if no
-        request is unfinished, or if the model has an encoder."""
+        """Raises `IndexError` if a prompt of token ids is longer than the model's table of
+        positions, unless `add` can make the table longer, and `OutOfBlocksError` if the prompt and
+        `num_new_tokens` new tokens can never fit into the memory. Does not wait for a forward in
+        progress. Checks nothing if no request is unfinished, or if the model has an encoder."""
         loop = self.loop
         if loop is None or not self.requests or self.model.config.is_encoder_decoder:
             return
@@ -200,9 +201,10 @@ class EngineCore(EngineLoop):
         last_outputs: list[RequestOutput] | None = None,
         reason: str = "error",
     ) -> None:
-        """Removes a request, frees its blocks and queues its result, with `last_outputs` (default:
-        all tokens that no output has reported). `reason` as in `RequestState.result`. Raises an
-        interrupt that came while the tokenizer decoded the result."""
+        """Removes a request, frees its blocks, and queues `last_outputs` (default: outputs of all
+        tokens that no output has reported). The last output gets the request's result. `reason` as
+        in `RequestState.result`. Raises an interrupt that came while the tokenizer decoded the
+        result."""
         result = state.result(reason)
         if last_outputs is None:
             last_outputs = state.remaining_outputs(result)
@@ -236,7 +238,7 @@ class EngineCore(EngineLoop):
     def cancel(self, *states: RequestState) -> None:
         """Ends requests early. If this is called during a step (from a caller's code or a
         finalizer), they end after the step."""
-        self.cancelled.extend(states)
+        self.cancelled_requests.extend(states)
         self.settle()
 
     def free(self) -> None:
@@ -247,24 +249,24 @@ class EngineCore(EngineLoop):
             finally:
                 self.retire()
 
-    def _end_orphaned(self) -> None:
+    def _end_orphaned_requests(self) -> None:
         """Ends requests whose loop is gone, because `free` was interrupted or called during a
         step."""
-        self.cancelled.extend(reversed(self.requests.values()))  # the stack reverses them
-        self._end_cancelled()
+        self.cancelled_requests.extend(reversed(self.requests.values()))  # the stack reverses them
+        self._end_cancelled_requests()
 
     def settle(self) -> None:
-        """Ends the requests in `cancelled`, unless a step is in progress, which does so at its end.
-        The caller holds the lock."""
+        """Ends the requests in `cancelled_requests`. If a step is in progress, leaves that to the
+        end of the step. The caller holds the lock."""
         if self._stepping_thread_id is None:
-            self._end_cancelled()
+            self._end_cancelled_requests()
 
-    def _end_cancelled(self) -> None:
+    def _end_cancelled_requests(self) -> None:
         with contextlib.ExitStack() as stack:  # ends all requests, even if ending one raises
-            for state in self.cancelled.copy():
+            for state in self.cancelled_requests.copy():
                 stack.callback(self._end_if_unfinished, state)
-        while self.cancelled and self.cancelled[0] not in self.requests.values():
-            self.cancelled.popleft()
+        while self.cancelled_requests and self.cancelled_requests[0] not in self.requests.values():
+            self.cancelled_requests.popleft()
 
     def _end_if_unfinished(self, state: RequestState) -> None:
         if self.requests.get(state.request_id) is state:
@@ -275,7 +277,7 @@ class EngineCore(EngineLoop):
         `interrupts.register_for_cleanup`)."""
         if self._stepping_thread_id == threading.get_ident():
             with self.lock:
-                self._end_cancelled()
+                self._end_cancelled_requests()
                 setup_seconds.set(None)
                 self._stepping_thread_id = None
 
@@ -319,8 +321,8 @@ class EngineCore(EngineLoop):
 
     @guarded
     def handle_weight_change(self, recompute: bool) -> None:
-        """As `StepLoop.handle_weight_change`; with `recompute`, also prepares the requests' inputs
-        again."""
+        """Calls `StepLoop.handle_weight_change`. With `recompute`, also prepares the requests'
+        inputs again, and ends the requests for which that fails."""
         with self.lock:
             if self.loop is not None:
                 self.loop.handle_weight_change(recompute)
@@ -346,10 +348,10 @@ class EngineCore(EngineLoop):
         if self.inner_lock in freed:
             self.requests = {}
             self.pending_outputs.clear()
-            self.cancelled, self._stepping_thread_id = deque(), None
+            self.cancelled_requests, self._stepping_thread_id = deque(), None
             self.retire()
 
-    def _end_unsupported(self) -> None:
+    def _end_unsupported_requests(self) -> None:
         """Ends requests whose adapter only PEFT's own `generate` can compute. `add` rejects such
         adapters, but the caller may have activated one since."""
         adapters = adapters_room_for(self.model)
@@ -385,12 +387,12 @@ class EngineCore(EngineLoop):
     @guarded
     def step(self, span: StableSpan) -> None:
         """Takes a step and queues its outputs. Raises interrupts, and the error of a step that
-        cannot be completed; the next call repeats that step. If the step fails again, the requests
-        that it would compute end with the error, which is not raised. A step that lacks memory
-        because other models hold it returns without an error, for up to `budget.PATIENCE` seconds.
-        Does not wait for pauses."""
+        cannot be completed; the next call repeats that step. If the step fails again, raises
+        nothing: the requests that the step would compute end with the error. While other models
+        hold the memory that a step needs, returns without an error, for up to `budget.PATIENCE`
+        seconds. Does not wait for pauses."""
         if self.loop is None:
-            self._end_orphaned()
+            self._end_orphaned_requests()
         loop = self.get_loop()
         if not self.requests:
             return
@@ -400,7 +402,7 @@ class EngineCore(EngineLoop):
         # cheaper than a context in every step
         reset_token = setup_seconds.set(self.setup_seconds)
         try:
-            self._end_unsupported()
+            self._end_unsupported_requests()
             try:
                 if self.requests:
                     loop.step(span)
@@ -424,15 +426,15 @@ class EngineCore(EngineLoop):
         finally:
             setup_seconds.reset(reset_token)
             if is_outermost:
-                if self.cancelled:
-                    self._end_cancelled()
+                if self.cancelled_requests:
+                    self._end_cancelled_requests()
                 self._stepping_thread_id = None
         if not self.requests or len(loop.executor.slowed_by) > num_slowdowns:
             self.note_route()
 
     def _fail_requests(self, loop: StepLoop, error: Exception) -> None:
-        """Ends the requests of a step that failed twice, the second time with `error`; all requests
-        if `StepLoop.generations_to_fail` finds none of them."""
+        """Ends the requests of a step that failed twice, the second time with `error`
+        (`StepLoop.generations_to_fail`). If none of them is left, ends all requests."""
         failing_generations = loop.generations_to_fail(error)
         states = [state for state in self.requests.values() if state in failing_generations]
         for state in states or list(self.requests.values()):
@@ -476,7 +478,7 @@ class EngineCore(EngineLoop):
     def get_loop(self) -> StepLoop:
         """Calls `settle`, then returns the loop. Without a loop or unfinished requests, acts as
         `renew`."""
-        if self.cancelled:
+        if self.cancelled_requests:
             self.settle()
         if self.loop is None or not self.requests:
             return self.renew(keeps_block_sizes=bool(self._pool_thread_ids))

@@ -38,8 +38,8 @@ from .loop import StepLoop
 from .request import Request, RequestListener
 
 MAX_GROWTH = 8
-"""How many times as many positions a table may get for one request as it has, or as the prompt
-has tokens: callers may ask for many more tokens than a request generates."""
+"""The table of positions grows for a request to at most this many times its length or, if that is
+longer, the prompt's length: callers may ask for many more tokens than a request generates."""
 
 
 class EngineLoop:
@@ -67,7 +67,7 @@ class EngineLoop:
         self.layout = Layout()  # of the loop's forwards
         # seconds spent on preparations that later requests reuse, by part (`Route.setup_seconds`)
         self.setup_seconds: dict[str, float] = {}
-        # whether a request so far had several rows, for which its prompt is computed only once
+        # whether any request so far had several rows, for which its prompt is computed only once
         self.has_shared_prefills = False
         self._loop_key: tuple[Any, ...] = ()  # properties of the model that the loop was made for
         self._loop_config_repr = ""  # `_config_repr` of the model when the loop was made
@@ -81,7 +81,7 @@ class EngineLoop:
         model = self.model
         config = self.config
         probe_cache = empty_cache(model, PagedMemory(config))  # never gets a block
-        # `verdicts` caches the results of checks of prompts while the model is unchanged
+        # `verdicts` caches the results of prompt checks while the model is unchanged
         self._capability = Capability(model, probe_cache, make_runner, verdicts={})
         choose = functools.partial(choose_layout, model, probe_cache, config.batch_invariant)
         layout = choose() if self.leader is None else self.leader.choose_layout(choose)
@@ -143,8 +143,7 @@ class EngineLoop:
             raise ValueError(
                 f"the config now has the layers {new_names} (type and window), but unfinished"
                 f" requests began with {old_names}: change `sliding_window` and `layer_types` only"
-                " when all"
-                " requests have finished"
+                " when all requests have finished"
             )
 
     def _new_memory(self, observed_lengths: Iterable[int] = ()) -> PagedMemory:
@@ -183,12 +182,12 @@ class EngineLoop:
             return None
         reason = self.layout.unsupported_reason
         slowed_by = self.loop.executor.slowed_by
-        kind = "engine"
+        road = "engine"
         if not self.layout.is_side_by_side:
             slowed_by = {*slowed_by, f"requests run one by one, not packed: {reason}"}
-            kind = "rows"
+            road = "rows"
         return route_of(
-            kind,
+            road,
             self.layout.reason,
             [self._counters],
             slowed_by,
@@ -204,8 +203,8 @@ class EngineLoop:
             note_route(self.model, self.route)
 
     def prepare(self, state: RequestState) -> None:
-        """Prepares a request for the loop's forwards. Raises `ValueError` if these cannot compute
-        it, and `IndexError` if the prompt is longer than the model's table of positions."""
+        """Prepares a request for the loop's forwards. Raises `ValueError` if the forwards cannot
+        compute it, and `IndexError` if the prompt is longer than the model's table of positions."""
         reason = self.layout.unsupported_reason
         reason_against_drafts = self.layout.reason_against_drafts
         if state.request.inputs is None:
@@ -222,8 +221,9 @@ class EngineLoop:
         self._choose_speculation(state, reason_against_drafts)
 
     def _grow_positions(self, request: Request) -> None:
-        """Makes the model's table of positions longer, but at most `MAX_GROWTH` times, if it is too
-        short for a request and plain forwards make it longer."""
+        """Makes the model's table of positions longer, within `MAX_GROWTH`, if it is too short for
+        a request and the model's own forwards, when not packed, make it longer on demand. Does
+        nothing for a model that is sharded over several processes."""
         layout, max_positions = self.layout, self.layout.max_positions
         num_positions = request.max_num_tokens - 1  # no forward computes the last token
         if max_positions is None or num_positions <= max_positions:
@@ -233,13 +233,14 @@ class EngineLoop:
         limit = MAX_GROWTH * max(max_positions, request.num_prompt_tokens)
         grow_positions(self.model, min(num_positions, limit))
         probe_cache = empty_cache(self.model, PagedMemory(self.config))
-        grown = choose_layout(self.model, probe_cache, self.config.batch_invariant)
-        # a model that cannot run in the loop's layout now is noticed in the next step
-        if dataclasses.replace(grown, max_positions=max_positions) == layout:
-            self.layout = grown
+        grown_layout = choose_layout(self.model, probe_cache, self.config.batch_invariant)
+        # if the model can no longer run in the loop's layout, the next step notices it
+        if dataclasses.replace(grown_layout, max_positions=max_positions) == layout:
+            self.layout = grown_layout
 
     def _prepare_inputs(self, state: RequestState) -> None:
-        """Prepares a prompt with inputs besides token ids. Raises as `prepare`."""
+        """Prepares a prompt with inputs besides token ids. Raises `ValueError` if the engine cannot
+        compute it."""
         assert state.request.inputs is not None
         if self.config.batch_invariant:
             raise batch_invariant_error(self.model, "prompts are more than token ids")
@@ -261,9 +262,9 @@ class EngineLoop:
             self.note_route()
 
     def _choose_speculation(self, state: RequestState, reason: str | None) -> None:
-        """Clears the request's `assistance` if no drafts are requested or possible. `reason` says
-        why they are impossible; `None` if the layout allows them. Raises `ValueError` if the
-        request's own options ask for impossible drafts."""
+        """Sets the request's `assistance` to `None` unless drafts are requested and possible.
+        `reason`: why the layout or the prompt rules drafts out; `None` if neither does. Raises
+        `ValueError` if the request's own options ask for drafts that are not possible."""
         assistance = state.assistance
         config = state.decoding.config
         assert assistance is not None and self.loop is not None

@@ -102,18 +102,18 @@ class EngineReports:
 
     def plot_memory(self, ax: Any = None) -> Any:
         """Plots `block_map`: free, used and cached blocks, and how many sequences share each block.
-        Returns a matplotlib `Figure`: that of `ax` (`matplotlib.axes.Axes`), or a new one, 800
-        pixels wide. Raises `ImportError` without matplotlib, which the extra `viz` installs."""
+        Returns the matplotlib `Figure` of `ax` (`matplotlib.axes.Axes`) or, without `ax`, a new
+        figure, 800 pixels wide. Raises `ImportError` without matplotlib, which the extra `viz`
+        installs."""
         return rooms.room("tools", "`plot_memory`").plot_engine(self, ax)
 
     def plot_timeline(self, unit: str = "steps", ax: Any = None, max_requests: int = 40) -> Any:
-        """Plots when requests were in the batch, over `unit` (`"steps"` or `"seconds"`); `ax` and
-        the returned figure as in `plot_memory`. One row for each of the last `max_requests`
-        requests shows when the request was in prefill, in decode, recomputed, waiting, preempted or
-        swapped out. Each step that verified a draft shows the draft's length and the number of
-        accepted tokens. Covers only the last 4096 closed `timeline.intervals()`, and the last 4096
-        `timeline.verifications()`. Raises `ValueError` for another unit, or for `max_requests`
-        below 1."""
+        """Plots the history of the last `max_requests` requests, one row per request, over `unit`
+        (`"steps"` or `"seconds"`): when the request was in prefill, in decode, recomputed, waiting,
+        preempted or swapped out. Each step that verified a draft shows the draft's length and the
+        number of accepted tokens. Covers only the last 4096 closed `timeline.intervals()`, and the
+        last 4096 `timeline.verifications()`. `ax` and the returned figure as in `plot_memory`.
+        Raises `ValueError` for another unit, or for `max_requests` below 1."""
         tools = rooms.room("tools", "`plot_timeline`")
         with self._core.lock:
             intervals = self.timeline.intervals()

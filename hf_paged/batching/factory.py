@@ -59,7 +59,7 @@ def make_loop(
     """Makes a loop that runs forwards of the model in this layout, on the memory of `cache`, the
     model's empty cache. `config` is a separate argument, since calls of other threads may replace
     the memory's config; `max_num_seqs` overrides the value in `config`. Raises `RoomMissingError`
-    if an option needs a room that is not installed."""
+    if an option needs an optional package that is not installed."""
     memory = cache.memory
     processes = memory.processes
     make_recorder = parts.recorder
@@ -90,8 +90,8 @@ def make_loop(
     max_tokens = config.max_num_batched_tokens if is_packed else UNLIMITED
 
     def make_drafter() -> Drafter:
-        # without the room, the error names the config's `speculation`: for drafts that a request's
-        # own options ask for, `EngineLoop` or `Candidate` has already imported the room
+        # if the package is missing, the error names the config's `speculation`: for drafts that a
+        # request's own options ask for, `EngineLoop` or `Candidate` has already imported it
         drafter_class = parts.drafter or room("speculation", "`speculation`").Speculator
         make_assistant_runner = functools.partial(make_runner, make_recorder=make_recorder)
         return drafter_class(model, config, memory, runner, weak_scheduler, make_assistant_runner)
@@ -135,9 +135,9 @@ def choose_layout(
     capability: Capability | None = None,
 ) -> Layout:
     """Returns the best layout in which each sequence gets the same results as alone. With
-    `batch_invariant`, raises `ValueError` if the numbers of a row would still depend on other rows,
-    and `RoomMissingError` without the room `tape`, which computes rows in a fixed order.
-    `capability`: for the model and `cache`, if the caller has one."""
+    `batch_invariant`, raises `ValueError` if the bits of a row's logits would still depend on other
+    rows, and `RoomMissingError` without the optional package `tape`, which computes rows in a fixed
+    order. `capability`: the `Capability` of the model and `cache`, if the caller has one."""
     layout = (capability or Capability(model, cache, make_runner)).choose_layout()
     if batch_invariant:
         room("tape", "`batch_invariant`")
@@ -152,7 +152,7 @@ def choose_layout(
 
 
 def batch_invariant_error(model: PreTrainedModel, reason: str) -> ValueError:
-    """Returns the error of a model that cannot serve `batch_invariant`; `reason` says why rows
+    """Returns the error for a model that cannot serve `batch_invariant`; `reason` says why rows
     would depend on one another."""
     return ValueError(
         f"`batch_invariant` is True, but rows of {type(model).__name__} would depend on one"
@@ -162,8 +162,8 @@ def batch_invariant_error(model: PreTrainedModel, reason: str) -> ValueError:
 
 
 def find_recorder(model: PreTrainedModel, cache: PagedCache, capture: bool) -> Recorder | None:
-    """Returns the recorder of the model's steps; `None` if `capture` is `False`, if the room `tape`
-    or `fingerprints` is not installed, or if the steps cannot be recorded."""
+    """Returns the recorder of the model's steps; `None` if `capture` is `False`, if the optional
+    package `tape` or `fingerprints` is not installed, or if the steps cannot be recorded."""
     # communication between the processes of a sharded model cannot be recorded
     if not capture or is_sharded(model):
         return None
@@ -183,7 +183,7 @@ def make_runner(
 ) -> tuple[BlockManager, Runner]:
     """Returns the block manager of the model's sequences in this layout, and the runner that
     computes their steps. Only packed layouts use `batch_invariant` and `processes`; the processes
-    compute each step together. The checks of a model pass neither `make_recorder`, since they take
+    compute each step together. `Capability` passes neither `make_recorder`, since its checks take
     too few steps to replay any, nor `processes`."""
     recorder = None if make_recorder is None else make_recorder(model, cache)
     if layout.unsupported_reason is None:
@@ -195,6 +195,7 @@ def make_runner(
 
 
 def find_rectangles() -> RectanglesRoom:
-    """Returns the room `rectangles`. Raises `RoomMissingError` if it is not installed."""
+    """Returns the optional package `rectangles`. Raises `RoomMissingError` if it is not
+    installed."""
     rectangles: RectanglesRoom = room("rectangles", "serving rows that cannot be packed")
     return rectangles

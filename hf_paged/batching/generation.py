@@ -51,7 +51,8 @@ class Generation:
     kept_blocks: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
     parts: list[Generation] = field(default_factory=list)  # after `split`, one per row
     drafter: Drafter | None = None  # attached to its only row (`attach_drafter`)
-    # counts of verified drafts and their tokens, by field name of `RequestResult`; parts share it
+    # counts of verified drafts and their tokens, by field name of `RequestResult`; parts share the
+    # counter
     draft_counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None  # the error that ended it early
     is_closed: bool = False  # whether it has ended: its rows need no further step
@@ -85,8 +86,9 @@ class Generation:
     @property
     def can_split(self) -> bool:
         """Whether the generation has several requests whose rows can advance independently."""
-        is_whole = not (self.parts or self.is_sampling)
-        return is_whole and self.decoding.can_split and len(self.requests) > 1
+        if self.parts or self.is_sampling:
+            return False
+        return self.decoding.can_split and len(self.requests) > 1
 
     def split(self) -> None:
         """Makes a part for each row, so that the rows advance independently, and moves kept blocks
@@ -111,10 +113,10 @@ class Generation:
         self.kept_blocks, self._logits, self.parts = {}, {}, parts
 
     def take_logits(self, logits: Tensor | None, index_by_row: dict[int, int]) -> Tensor | None:
-        """Takes a step's logits `(n, vocab)`, with row `r`'s at index `index_by_row[r]`. If
-        all open rows have logits now, returns these in order, `(len(open_rows), vocab)`, and keeps
-        none. Otherwise keeps copies of the new ones and returns `None`. Also returns `None` if no
-        row is open."""
+        """Takes a step's logits `(n, vocab)`; row `r` has the logits at index `index_by_row[r]`. If
+        all open rows now have logits, returns them in the order of `open_rows`, `(len(open_rows),
+        vocab)`, and keeps none. Otherwise keeps copies of the new ones and returns `None`. Also
+        returns `None` if no row is open."""
         rows = self.decoding.open_rows
         if self.is_closed or not rows:
             return None
@@ -165,8 +167,8 @@ class Generation:
         self.sequence().draft = draft.tokens
 
     def drop_logits(self) -> None:
-        """Drops the logits of rows that wait for other rows. The caller has these rows
-        recomputed."""
+        """Drops the logits of rows that wait for other rows. The caller makes sure that these rows
+        are recomputed."""
         self._logits = {}
 
     def close(self) -> None:
@@ -176,7 +178,7 @@ class Generation:
     def fail(self, error: BaseException) -> None:
         """Sets the error that ends the generation: for an interrupt, a `RuntimeError`."""
         if not isinstance(error, Exception) or is_interrupt(error):
-            error = interrupted(error)
+            error = interruption_error(error)
         self.error = error
 
     def attach_drafter(self, drafter: Drafter) -> None:
@@ -227,12 +229,11 @@ class RequestState(Generation):
             if set_stop_tokens is not None:
                 set_stop_tokens(compat.special_token(decoding.config, "eos"), decoding.has_beams)
         check_streamed_rows(options.streamer, decoding.num_rows, "ask for one sequence per request")
-        # in tokens, without positions passed as embeddings; of the decoder's prompt, if the model
-        # has an encoder
+        # number of prompt tokens with ids; if the model has an encoder, of the decoder's prompt
         self._prompt_length = decoding.length
         tokens = decoding.input_ids[0].tolist()
-        prompts = None if call is None else _prompts_of(model, call)
-        # number of prompt positions passed as embeddings, which have no token ids
+        prompts = None if call is None else _single_prompt(model, call)
+        # number of prompt positions that are passed as embeddings, without token ids
         num_embedded = 0 if prompts is None else prompts.length - len(tokens)
         prompt_logprobs = None
         if options.prompt_logprobs:
@@ -270,8 +271,9 @@ class RequestState(Generation):
         # after queueing the result
         self.interrupt: BaseException | None = None
         self.is_reported = False  # whether its result is in `output_queue`
-        # of the last call of `outputs`: the decoding's length, the outputs, and the tracker after
-        # them, or `None` without text; assigned together, so that an interrupt leaves all or none
+        # the decoding's length at the last call of `outputs`, the outputs that it returned, and the
+        # text tracker after them (`None` without text); one tuple, so that an interrupt leaves all
+        # three unchanged or none
         tracker = None if tokenizer is None else TextTracker(tokenizer)
         self._last_report: tuple[int, list[RequestOutput], TextTracker | None]
         self._last_report = self._prompt_length, [], tracker
@@ -284,7 +286,7 @@ class RequestState(Generation):
             _, call = self._prepare()
             assert call is not None
             has_encoded_media = compat.MEDIA in prompts.model_kwargs
-            prompts.model_kwargs = _prompts_of(model, call).model_kwargs
+            prompts.model_kwargs = _single_prompt(model, call).model_kwargs
             if has_encoded_media:
                 self.encode_media(model)
 
@@ -297,9 +299,9 @@ class RequestState(Generation):
             prompts.model_kwargs = compat.encode_media(model, prompts.model_kwargs)
 
     def outputs(self) -> list[RequestOutput]:
-        """Returns the tokens that no output has reported, with their text, in order; an empty list
-        if tokens are not reported. Sets `error` if the tokenizer raises. Repeated calls in a step,
-        even after an interrupted one, return the same outputs."""
+        """Returns outputs, in order, of the tokens that no earlier output has reported, with their
+        text; an empty list if tokens are not reported. Sets `error` if the tokenizer raises.
+        Repeated calls in a step, even after an interrupted call, return the same outputs."""
         if self._first_token_seconds is None:
             self._first_token_seconds = time.perf_counter() - self._added_at
         if not self.reports_tokens:
@@ -327,11 +329,11 @@ class RequestState(Generation):
         return outputs
 
     def remaining_outputs(self, result: RequestResult) -> list[RequestOutput]:
-        """Returns the tokens of the result that no output has reported, in the form of `outputs`:
-        there may be some if a step failed, or if the request was cancelled during a step. The last
-        output includes the text that the text tracker has held back. The tokens have no text if the
-        tokenizer raises: the result, which is already made, does not hold the error, and an
-        interrupt is stored in `interrupt`."""
+        """Returns outputs of the result's tokens that no output has reported: there may be some if
+        a step failed, or if the request was cancelled during a step. The last output includes the
+        text that the text tracker has held back. If the tokenizer raises, the tokens from there on
+        have no text, and the result, which is already made, does not hold the error; after an
+        interrupt, which is stored in `interrupt`, no token has text."""
         if not self.reports_tokens:
             return []
         sequences = [] if self.decoding.has_beams else result.sequences
@@ -348,10 +350,10 @@ class RequestState(Generation):
     def _with_text(
         self, tokens_by_position: list[dict[int, int]], is_last: bool
     ) -> tuple[list[RequestOutput], TextTracker | None]:
-        """Returns the tokens of consecutive positions with their text, and the text tracker after
-        them. With `is_last`, the last output gets the text that the tracker has held back. If the
-        tokenizer raises, sets `error`, unless it is already set, and returns the remaining tokens
-        without text."""
+        """Returns an output for each of these consecutive positions, with its tokens and text, and
+        the text tracker after them. With `is_last`, the last output gets the text that the tracker
+        has held back. If the tokenizer raises, sets `error`, unless it is already set; the
+        remaining outputs then have no text, and the tracker is `None`."""
         outputs = [RequestOutput(self.request_id, tokens) for tokens in tokens_by_position or [{}]]
         tracker = copy.copy(self._last_report[2])
         if tracker is None:
@@ -370,8 +372,8 @@ class RequestState(Generation):
         return outputs, tracker
 
     def _result_error(self, error: BaseException) -> Exception:
-        """Returns the error that the result holds for an exception of the tokenizer: for an
-        interrupt, which is stored in `interrupt`, a `RuntimeError`; otherwise the exception."""
+        """Returns the error that the result holds after the tokenizer raised `error`: a
+        `RuntimeError` for an interrupt, which is stored in `interrupt`; otherwise `error`."""
         if isinstance(error, Exception) and not is_interrupt(error):
             return error
         self.interrupt = error
@@ -380,9 +382,10 @@ class RequestState(Generation):
         )
 
     def result(self, reason: str) -> RequestResult:
-        """Makes the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of sequences
-        that have none. An error that occurs here becomes the result's error, unless `error` is set.
-        An interrupt of the tokenizer is stored in `interrupt`; others are raised."""
+        """Returns the result. `reason`, `"cancelled"` or `"error"`, is the finish reason of
+        sequences that have none. An error that occurs here becomes the result's error, unless
+        `error` is set. An interrupt of the tokenizer is stored in `interrupt`; other interrupts are
+        raised."""
         sequences: list[SequenceResult] = []
         failure: Exception | None = None
         for _ in range(2):  # a lack of memory may be momentary
@@ -409,7 +412,7 @@ class RequestState(Generation):
             num_prefix_hit_tokens=self.request.num_hit_tokens,
             num_preemptions=self.request.num_preemptions,
             prompt_logprobs=None if logprobs is None else logprobs.values,
-            prompt_top_logprobs=logprobs.top
+            prompt_top_logprobs=logprobs.alternatives
             if logprobs is not None and logprobs.num_alternatives
             else None,
             **self.draft_counts,
@@ -433,11 +436,11 @@ class RequestState(Generation):
             if not decoding.is_done:  # no beam is final
                 return [SequenceResult([], reason) for _ in decoding.finish_reasons], None
             if decoding.finish_reasons[0] is None:
-                no_beam = RuntimeError(
+                no_beam_error = RuntimeError(
                     "no beam could end: the scores contain nan, or too few tokens have a finite"
                     " score"
                 )
-                return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam
+                return [SequenceResult([], "error") for _ in decoding.finish_reasons], no_beam_error
             reason = "error"  # for beams that could not end although others did
             ids, scores = decoding.final()
         results: list[SequenceResult] = []
@@ -466,20 +469,20 @@ class RequestState(Generation):
 
 
 def _by_position(token_rows: list[list[int]]) -> list[dict[int, int]]:
-    """Returns the tokens of each position, by row."""
+    """Returns, for each position, a dict from each row that has a token there to the token."""
     return [
         {row: token for row, token in enumerate(column) if token is not None}
         for column in itertools.zip_longest(*token_rows)
     ]
 
 
-def interrupted(cause: BaseException) -> RuntimeError:
-    """Returns the error of a generation whose sampling stopped because of `cause`."""
+def interruption_error(cause: BaseException) -> RuntimeError:
+    """Returns the error for a generation whose sampling was stopped by `cause`."""
     return RuntimeError(f"interrupted by {cause!r} while the request's next token was being chosen")
 
 
-def _prompts_of(model: PreTrainedModel, call: LoopCall) -> Prompts:
-    """Returns the single prompt of a request. Raises `ValueError` if its inputs hold several
+def _single_prompt(model: PreTrainedModel, call: LoopCall) -> Prompts:
+    """Returns the single prompt of a request. Raises `ValueError` if the inputs hold several
     different prompts."""
     model_kwargs = call.arguments["model_kwargs"]
     unexpanded = call.unexpanded or (call.arguments["input_ids"], model_kwargs)

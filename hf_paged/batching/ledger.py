@@ -18,8 +18,8 @@ from .request import Request
 from .scheduling.scheduler import Scheduler
 
 Ready = list[tuple[Generation, LogitRows]]
-"""Generations that can be sampled, each with the logits of all its open rows, in order; for a row
-with a draft, also the logits after each draft token."""
+"""Generations that can be sampled, each with the logits of all its open rows, in order. A row with
+a draft also has the logits after each draft token."""
 
 
 @dataclass(eq=False, repr=False)
@@ -35,8 +35,9 @@ class Ledger:
     rows: dict[Request, list[tuple[Generation, int]]] = field(default_factory=dict)
     # parts of generations that were split since the last step; some may already have logits
     pending_parts: list[Generation] = field(default_factory=list)
-    # generations, each with the request whose next forward would read past the table of positions
-    past_positions: deque[tuple[Generation, Request]] = field(default_factory=deque)
+    # requests whose next forward would read past the model's table of positions, each after its
+    # generation
+    overlong_requests: deque[tuple[Generation, Request]] = field(default_factory=deque)
 
     def add(self, generation: Generation) -> None:
         """Adds a generation whose requests the scheduler has queued."""
@@ -63,7 +64,7 @@ class Ledger:
         }
 
     def deliver(self, plan: StepPlan, logits: Tensor | None, ready: Ready) -> None:
-        """Gives a step's logits `(n, vocab)` to its generations, and adds to `ready` the
+        """Gives a step's logits `(n, vocab)` to the step's generations, and adds to `ready` the
         generations whose open rows all have logits now. Forks the sequence of a prompt that was
         computed once for several rows. `logits`: `None` if the step had no forward, or if the
         forward failed."""
@@ -100,7 +101,7 @@ class Ledger:
         indices: dict[Generation, dict[int, int]],
         ready: Ready,
     ) -> None:
-        """Adds to `ready` the generations with several rows that have all their logits now, and
+        """Adds to `ready` the generations of several rows whose open rows all have logits now, and
         parts whose logits were computed before the split. `indices` holds, by generation and row,
         the row's index in the step's `logits`, `(n, vocab)`."""
         parts: dict[Generation, dict[int, int]] = {part: {} for part in self.pending_parts}
@@ -117,50 +118,51 @@ class Ledger:
         token_ids.append(token)
         self.num_generated_tokens += 1
         if len(token_ids) > request.max_forward_tokens:
-            self.past_positions.append((generation, request))
+            self.overlong_requests.append((generation, request))
 
-    def apply(self, generation: Generation, sampled: SampledTokens) -> None:
+    def apply(self, generation: Generation, result: SampledTokens) -> None:
         """Appends a step's tokens to the generation's sequences, and ends its finished rows."""
-        finished = set(sampled.finished)
-        if sampled.parents is not None:
-            self._apply_beams(generation, sampled, finished)
+        finished_rows = set(result.finished)
+        if result.parents is not None:
+            self._apply_beams(generation, result, finished_rows)
             return
         draft = generation.decoding.draft
         if draft is not None:
-            self._commit_draft(generation, draft, sampled.earlier)
-        self.num_generated_tokens += len(sampled.rows) - sampled.num_ended
-        for row in sampled.rows:
+            self._commit_draft(generation, draft, result.earlier_tokens)
+        self.num_generated_tokens += len(result.rows) - result.num_ended
+        for row in result.rows:
             sequence = generation.sequence(row)
-            sequence.token_ids.append(sampled.tokens[row])
-            if row in finished:
+            sequence.token_ids.append(result.tokens[row])
+            if row in finished_rows:
                 self._end_row(generation, row)
             elif sequence.num_tokens > sequence.request.max_forward_tokens:
-                self.past_positions.append((generation, sequence.request))
+                self.overlong_requests.append((generation, sequence.request))
         if draft is not None and generation.drafter is not None:
-            generation.drafter.note_verified(generation, len(draft.tokens), len(sampled.earlier))
-        if finished and generation.decoding.is_done:
+            num_accepted = len(result.earlier_tokens)
+            generation.drafter.note_verified(generation, len(draft.tokens), num_accepted)
+        if finished_rows and generation.decoding.is_done:
             self._close_rows(generation)
 
     def _apply_beams(
-        self, generation: Generation, sampled: SampledTokens, finished: set[int]
+        self, generation: Generation, result: SampledTokens, finished_rows: set[int]
     ) -> None:
         """Makes each beam a fork of its parent beam, and appends the beam's new token."""
-        assert sampled.parents is not None
+        assert result.parents is not None
         for request in generation.requests:
             if request.is_finished:
                 continue
             first_row = self.rows[request][0][1]
             rows = range(first_row, first_row + len(self.rows[request]))
-            parents = [sampled.parents[row] - first_row for row in rows]
-            tokens = [sampled.tokens[row] for row in rows]
+            parents = [result.parents[row] - first_row for row in rows]
+            tokens = [result.tokens[row] for row in rows]
             request.continue_beams(parents, tokens)
             self.num_generated_tokens += len(rows)
-            is_finished = all(row in finished for row in rows)
+            is_finished = all(row in finished_rows for row in rows)
             if is_finished and not generation.decoding.is_done:
                 self._finish(request)
             if request.exceeds_positions:
-                self.past_positions.append((generation, request))
-        if generation.decoding.is_done:  # even if no row is in `finished`
+                self.overlong_requests.append((generation, request))
+        if generation.decoding.is_done:  # even if no row is in `finished_rows`
             self._close_rows(generation)
 
     def _close_rows(self, generation: Generation) -> None:
@@ -200,7 +202,7 @@ class Ledger:
             self._assign_rows_to_parts()
 
     def _assign_rows_to_parts(self) -> None:
-        """In `rows`, replaces generations that were split by their parts."""
+        """Replaces split generations in `rows` with their parts."""
         for rows in self.rows.values():
             rows[:] = [(part.parts[row], 0) if part.parts else (part, row) for part, row in rows]
 

@@ -24,7 +24,7 @@ from ..seams import Drafter
 from .decoding.base import Fetch, Result, SampledTokens
 from .decoding.sampler import sample_step, unknown_token_error
 from .execution.executor import Executor, StableSpan
-from .generation import Generation, interrupted
+from .generation import Generation, interruption_error
 from .ledger import Ledger, Ready
 from .progress import Progress
 from .request import RowsError
@@ -238,15 +238,15 @@ class StepLoop:
         self, ready: Ready, span: StableSpan, fetch: Fetch | None = None
     ) -> BaseException | None:
         """Samples the next tokens of generations that `compute` returned (`fetch` as in
-        `sample_step`). Adds to `unreported` the generations that ended or report every step (not
-        `skips_reports`). Interrupted sampling is repeated in a later step; generations
-        that cannot repeat it end. Returns an interrupt that stopped the sampling of one generation;
-        raises an exception that stopped the sampling of all. Another thread may compute other
-        generations meanwhile."""
+        `sample_step`). Adds to `unreported` the generations that ended, and all others without
+        `skips_reports`. Interrupted sampling is repeated in a later step; generations that cannot
+        repeat it end. Returns an interrupt that stopped the sampling of one generation; raises an
+        exception that stopped the sampling of all. Another thread may compute other generations
+        meanwhile."""
         interrupt: BaseException | None = None
         results: list[Result] = []
         to_repeat: list[Generation] = []
-        applying: Generation | None = None  # the generation whose result is being applied
+        current_generation: Generation | None = None  # its result is being applied
         decodings = [generation.decoding for generation, _ in ready]
         runs_callers_code = any(map(_RUNS_CALLERS_CODE, decodings))
         # transformers' own streamers may pass the text to another thread of the caller
@@ -265,7 +265,7 @@ class StepLoop:
                 for (generation, _), result in zip(ready, results):
                     if must_check_ids:
                         result = unknown_token_error(result, self.executor.num_embeddings) or result
-                    applying = generation
+                    current_generation = generation
                     if type(result) is int:
                         self.ledger.append(generation, result)
                     elif type(result) is SampledTokens:
@@ -284,7 +284,7 @@ class StepLoop:
                     generation.is_sampling = False
             self._rewind(to_repeat)
         except BaseException as cause:
-            self._fail_interrupted(ready, to_repeat, applying, cause, bool(results))
+            self._fail_interrupted(ready, to_repeat, current_generation, cause, bool(results))
             raise
         finally:
             self.executor.is_unchecked |= runs_callers_code
@@ -300,8 +300,8 @@ class StepLoop:
             self.memory.free_abandoned()
             with self.memory.lock:
                 # under the lock until the copies are made: other threads may change tables
-                if self.ledger.past_positions:
-                    self._end_past_positions()
+                if self.ledger.overlong_requests:
+                    self._end_overlong_generations()
                 start = time.perf_counter()
                 try:
                     plan = self.scheduler.schedule()
@@ -378,7 +378,7 @@ class StepLoop:
         failed_generations = self.ledger.generations_of(
             sequence.request for sequence in plan.sequences
         )
-        units = list(
+        whole_generations = list(
             dict.fromkeys(generation.parent or generation for generation in failed_generations)
         )
         if isinstance(error, RowsError):
@@ -387,22 +387,23 @@ class StepLoop:
                 for generation in failed_generations
                 if any(map(error.concerns, generation.requests))
             ]
-        elif len(units) > 1:
-            self.scheduler.queue.suspects.halve([unit.requests for unit in units])
+        elif len(whole_generations) > 1:
+            request_lists = [generation.requests for generation in whole_generations]
+            self.scheduler.queue.suspects.halve(request_lists)
             logger.debug(
                 "a forward for %d generations failed and is repeated in halves: %s",
-                len(units),
+                len(whole_generations),
                 error,
             )
             return
         for generation in failed_generations:
             self._fail(generation, cause)
 
-    def _end_past_positions(self) -> None:
+    def _end_overlong_generations(self) -> None:
         """Ends generations whose next forward would read past the model's table of positions."""
-        past_positions = self.ledger.past_positions
-        while past_positions:
-            generation, request = past_positions.popleft()
+        overlong_requests = self.ledger.overlong_requests
+        while overlong_requests:
+            generation, request = overlong_requests.popleft()
             if request.exceeds_positions and not generation.is_closed:
                 max_positions = request.max_forward_tokens
                 error = IndexError(
@@ -424,13 +425,13 @@ class StepLoop:
                 self.scheduler.recompute()
             self.executor.forget_model()
 
-    def recover(self, unsampled: Iterable[Generation] = ()) -> None:
+    def recover(self, unsampled_generations: Iterable[Generation] = ()) -> None:
         """Called after an exception that may have left the bookkeeping half changed: makes pools
         and queues consistent with the unfinished requests, which are recomputed from their tokens.
-        The logits of `unsampled` generations are dropped. If this raises, the next call of `add`,
-        `drop`, `handle_weight_change`, `compute` or `step` repeats it first."""
+        `unsampled_generations` lose logits that are ready and not sampled. If this raises, the next
+        call of `add`, `drop`, `handle_weight_change`, `compute` or `step` repeats it first."""
         self._is_recovery_due = True
-        for generation in unsampled:
+        for generation in unsampled_generations:
             generation.is_sampling = False
         with self.executor.lock, self.memory.lock:
             self.memory.recover()
@@ -462,15 +463,15 @@ class StepLoop:
         self,
         ready: Ready,
         to_repeat: list[Generation],
-        applying: Generation | None,
+        current_generation: Generation | None,
         cause: BaseException,
         is_mid_update: bool,
     ) -> None:
         """Handles the exception `cause`, which stopped the sampling of `ready`. Generations in
         `to_repeat` are sampled again; if `cause` is an interrupt, so are all others that can
-        repeat, except `applying`, whose token may be half appended. The remaining generations end,
-        since it is unknown whether they advanced. `is_mid_update`: whether results were being
-        applied."""
+        repeat, except `current_generation`, whose token may be half appended. The remaining
+        generations end, since it is unknown whether they advanced. `is_mid_update`: whether results
+        were being applied."""
         for generation in self.unreported:  # these have advanced, even if `is_sampling` is set
             generation.is_sampling = False
         stopped_generations = [generation for generation, _ in ready if generation.is_sampling]
@@ -478,7 +479,7 @@ class StepLoop:
             to_repeat = [
                 generation
                 for generation in stopped_generations
-                if generation.can_repeat and generation is not applying
+                if generation.can_repeat and generation is not current_generation
             ]
         try:
             self._rewind(to_repeat)
@@ -487,4 +488,4 @@ class StepLoop:
         finally:
             for generation in stopped_generations:
                 if generation not in to_repeat:
-                    self._fail(generation, interrupted(cause))
+                    self._fail(generation, interruption_error(cause))

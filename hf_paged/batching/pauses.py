@@ -14,9 +14,9 @@ from ..threads import wait
 
 
 class Pause(contextlib.AbstractContextManager["Pause", None]):
-    """One pause of an engine, which lasts until `close`. Unless `Pauses.persistent` holds this
-    object, the pause also ends when the object is garbage-collected, since an interrupt may come
-    before `__exit__` begins. A pause that is used as a context leaves `persistent`."""
+    """One pause of an engine, which lasts until `close`. Unless `Pauses.persistent_pauses` holds
+    this object, the pause also ends when the object is garbage-collected, since an interrupt may
+    come before `__exit__` begins. A pause that is used as a context leaves `persistent_pauses`."""
 
     def __init__(self, pauses: Pauses) -> None:
         self._pauses = pauses
@@ -24,9 +24,9 @@ class Pause(contextlib.AbstractContextManager["Pause", None]):
         # single call of C code, which no interrupt can split
         self.thread_ids: list[int] = []
         self.key = object()
-        # removes the pause from `persistent` and returns it (`None` if it is not there), which is
-        # also a single call of C code
-        self._enter = functools.partial(pauses.persistent.pop, self.key, None)
+        # removes the pause from `persistent_pauses` and returns it (`None` if it is not there),
+        # which is also a single call of C code
+        self._enter = functools.partial(pauses.persistent_pauses.pop, self.key, None)
 
     __enter__: Any = property(operator.attrgetter("_enter"))
 
@@ -38,10 +38,10 @@ class Pause(contextlib.AbstractContextManager["Pause", None]):
         try:
             with self._pauses.lock:
                 self.thread_ids.clear()
-                self._pauses.ended.notify_all()
+                self._pauses.end_condition.notify_all()
         finally:
             self.thread_ids.clear()  # if an interrupt came while this waited for the lock
-            self._pauses.persistent.pop(self.key, None)
+            self._pauses.persistent_pauses.pop(self.key, None)
 
 
 class Pauses:
@@ -51,25 +51,25 @@ class Pauses:
     def __init__(self, lock: threading.RLock) -> None:
         self.lock = lock
         # by key: pauses that are not used as contexts, kept alive until they end
-        self.persistent: dict[object, Pause] = {}
-        self._pauses: list[weakref.ref[Pause]] = []
-        self.ended = threading.Condition(lock)  # notified when a pause has ended
+        self.persistent_pauses: dict[object, Pause] = {}
+        self._pause_refs: list[weakref.ref[Pause]] = []
+        self.end_condition = threading.Condition(lock)  # notified when a pause has ended
 
     def begin(self, is_persistent: bool = False) -> Pause:
-        """Waits for the step in progress, and returns a new pause of this thread. A pause with
-        `is_persistent` that is not used as a context lasts until `end` or `close`, even if the
-        caller drops the object."""
+        """Waits for the step in progress, and returns a new pause of this thread. With
+        `is_persistent`, a pause that is not used as a context lasts until `end` or `close`, even if
+        the caller drops the object."""
         pause = Pause(self)
         try:
             with self.lock:
                 if is_persistent:
-                    self.persistent[pause.key] = pause
-                self._pauses.append(weakref.ref(pause))
+                    self.persistent_pauses[pause.key] = pause
+                self._pause_refs.append(weakref.ref(pause))
                 pause.thread_ids.append(threading.get_ident())
             return pause
         except BaseException:
             pause.thread_ids.clear()
-            self.persistent.pop(pause.key, None)
+            self.persistent_pauses.pop(pause.key, None)
             raise
 
     def end(self) -> None:
@@ -87,7 +87,7 @@ class Pauses:
     def wait(self) -> None:
         """Waits until all pauses have ended. The caller holds the lock. Raises `RuntimeError` in a
         thread that has paused the engine."""
-        if not self._pauses:
+        if not self._pause_refs:
             return
         thread_id = threading.get_ident()
         if any(thread_id in pause.thread_ids for pause in self._open_pauses()):
@@ -97,17 +97,17 @@ class Pauses:
                 " step"
             )
         while self._open_pauses():
-            wait(self.ended, self.lock, 0.05)
+            wait(self.end_condition, self.lock, 0.05)
 
     def _open_pauses(self) -> list[Pause]:
         """Returns the pauses that have not ended, and forgets the others."""
-        pauses = [pause for ref in self._pauses if (pause := ref()) and pause.thread_ids]
-        self._pauses = [weakref.ref(pause) for pause in pauses]
+        pauses = [pause for ref in self._pause_refs if (pause := ref()) and pause.thread_ids]
+        self._pause_refs = [weakref.ref(pause) for pause in pauses]
         return pauses
 
     def after_fork(self) -> None:
         """In a forked child: drops the pauses of other threads, which do not exist there."""
-        self.ended = threading.Condition(self.lock)
+        self.end_condition = threading.Condition(self.lock)
         thread_id = threading.get_ident()
         for pause in self._open_pauses():
             if thread_id not in pause.thread_ids:

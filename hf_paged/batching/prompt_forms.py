@@ -30,8 +30,8 @@ def split_inputs(
     """Separates a prompt from its model inputs besides token ids: `inputs` and, if `prompt` is the
     output of a processor, its entries that `inputs` lacks. Returns the prompt and the inputs,
     either of which may be `None`. `has_encoder`: whether the ids are an encoder's, whose mask may
-    hide tokens. Raises `ValueError` for invalid names, other padding, and inputs of several
-    prompts."""
+    hide tokens. Raises `ValueError` for names that are not model inputs, for a mask that hides
+    tokens although it must not, and for inputs of several prompts."""
     if inputs is not None and not isinstance(inputs, Mapping):
         raise ValueError(
             f"`inputs` is {shown(inputs)}: pass a dict of the model's inputs besides token ids"
@@ -64,9 +64,11 @@ def split_inputs(
 
 
 def _row_mask(mask: Any, ids: Any, has_encoder: bool) -> Tensor:
-    """Returns the attention mask of a prompt with further inputs, `(1, length)`. It stays an input
-    even if it hides nothing, since without one a model may choose another: one that hides pad
-    tokens inside the prompt, or that knows only the tokens, but not the patches of an image."""
+    """Returns the attention mask, `(1, length)`, of a prompt with inputs besides token ids. Keeps
+    even a mask of ones: without a mask, a model may make its own, which may hide pad tokens inside
+    the prompt, or cover only the tokens and not the patches of an image. Raises `ValueError` for a
+    mask that is not a tensor, has another shape than the ids or, unless `has_encoder`, hides
+    tokens."""
     are_tensors = isinstance(mask, Tensor) and isinstance(ids, Tensor)
     if are_tensors and mask.shape != ids.shape:
         raise ValueError(
@@ -169,13 +171,15 @@ def prompt_ids(prompt: Prompt, tokenizer: Any) -> list[int]:
                 " numbers of shape (length,) or (1, length), one request for each prompt"
             )
         prompt = prompt.tolist()
-    invalid: Any = None
+    not_an_index: Any = None  # for which `operator.index` raises `TypeError`
     if isinstance(prompt, (bytes, bytearray)):  # their items are whole numbers, but not token ids
         raise ValueError(
             f"the prompt is {reprlib.repr(prompt)}: decode it, and pass text or token ids"
         )
     try:
-        return [operator.index(invalid if isinstance(token, bool) else token) for token in prompt]
+        return [
+            operator.index(not_an_index if isinstance(token, bool) else token) for token in prompt
+        ]
     except TypeError:  # not iterable, or not whole numbers
         problem = f"the prompt is {reprlib.repr(prompt)}"
         if isinstance(prompt, (list, tuple)) and all(
@@ -226,7 +230,7 @@ def split_prompts(
         has_mask = prompts.get("attention_mask") is not None
         prompts, is_single = _mapping_ids(prompts)
         if has_mask and not is_single:
-            prompts = [{"input_ids": [x], "attention_mask": [[1] * len(x)]} for x in prompts]
+            prompts = [{"input_ids": [ids], "attention_mask": [[1] * len(ids)]} for ids in prompts]
     if is_single:
         raise ValueError(
             f"{reprlib.repr(prompts)} is one prompt: pass a list of prompts, or call `add_request`"
@@ -249,7 +253,7 @@ def split_prompts(
 
 def _mapping_ids(inputs: Mapping[str, Any]) -> tuple[list[Prompt], bool]:
     """Returns the ids of each text in a tokenizer's output, without padding, and whether the output
-    is that of a single text (a flat list). Raises `ValueError` for invalid ids or masks."""
+    is a flat list, for a single text. Raises `ValueError` for invalid ids or masks."""
     if "input_ids" not in inputs:
         raise ValueError(
             f"the mapping of prompts has no `input_ids`, only {quoted(map(str, inputs))}: tokenize"

@@ -92,24 +92,24 @@ class RequestResult:
     num_accepted_tokens: int = 0
 
     @property
-    def _first(self) -> SequenceResult:
+    def _first_sequence(self) -> SequenceResult:
         return self.sequences[0] if self.sequences else SequenceResult([], "error")
 
     @property
     def token_ids(self) -> list[int]:
-        return self._first.token_ids
+        return self._first_sequence.token_ids
 
     @property
     def text(self) -> str | None:
-        return self._first.text
+        return self._first_sequence.text
 
     @property
     def finish_reason(self) -> str:
-        return self._first.finish_reason
+        return self._first_sequence.finish_reason
 
     @property
     def logprobs(self) -> list[tuple[float, float]] | None:
-        return self._first.logprobs
+        return self._first_sequence.logprobs
 
 
 @dataclass
@@ -160,7 +160,7 @@ class Histogram:
         return Histogram(self.bounds, tuple(counts), self.total + value)
 
 
-# bounds in seconds: 1, 2 and 5 times powers of ten; the lowest suit small models
+# bounds in seconds: 1, 2 and 5 times powers of ten; the lowest bounds suit small models
 FIRST_TOKEN_SECONDS = Histogram(
     (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0)
 )
@@ -264,7 +264,7 @@ class EngineStats(BlockStats):
 
 
 def decode(tokenizer: Any, token_ids: list[int]) -> Any:
-    """Returns the text of tokens, without special tokens. Raises the tokenizer's errors. A panic in
+    """Returns the text of tokens, without special tokens. Raises the tokenizer's errors. A panic of
     a Rust tokenizer, which is not an `Exception`, becomes a `RuntimeError`, so that it ends one
     request instead of the thread."""
     try:
@@ -291,9 +291,9 @@ class TextTracker:
         cleans_up = getattr(text_tokenizer, "clean_up_tokenization_spaces", False)
         self._incomplete = _INCOMPLETE_OR_CLEANABLE if cleans_up else _INCOMPLETE
         self.token_ids: list[int] = []
-        # index of the first token that is decoded again, as context for later tokens; number of
-        # tokens whose text was returned
-        self._context_start = self._num_returned = 0
+        # index of the first token that is decoded again, as context for later tokens
+        self._context_start = 0
+        self._num_returned = 0  # number of tokens whose text was returned
 
     def add(self, token_ids: list[int], is_last: bool = False) -> str:
         """Adds tokens, and returns the text that they complete; all remaining text if `is_last`. If
@@ -318,8 +318,8 @@ MAX_PENDING_OUTPUTS = 1 << 14  # limit on outputs without a result, which take a
 
 
 def trim_pending(outputs: list[RequestOutput]) -> None:
-    """Drops all outputs without a result but the last `MAX_PENDING_OUTPUTS`. The results will
-    contain the dropped tokens."""
+    """Removes outputs from the list: keeps all outputs with a result, and the last
+    `MAX_PENDING_OUTPUTS` of the others. The results will contain the removed tokens."""
     if len(outputs) <= MAX_PENDING_OUTPUTS:
         return
     unfinished_outputs = [output for output in outputs if not output.finished]

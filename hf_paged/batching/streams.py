@@ -90,7 +90,7 @@ class RequestStream:
         self.output_queue: deque[RequestOutput] = deque()
         self.span = StableSpan()
         self.request_ids: list[str] = []  # in the order of the prompts
-        self.unfinished: set[str] = set()  # ids of requests without a result
+        self.unfinished_ids: set[str] = set()  # ids of requests without a result
 
     def _run(self) -> Generator[RequestOutput | None, None, None]:
         """Yields `None` once all requests are added, then their outputs. A request that cannot be
@@ -122,15 +122,15 @@ class RequestStream:
                     result = RequestResult(request_id, ids, error=error)
                     self.output_queue.append(RequestOutput(request_id, result=result))
                 self.request_ids.append(request_id)
-            self.unfinished.update(self.request_ids)
+            self.unfinished_ids.update(self.request_ids)
             yield None
-            while self.unfinished or self.output_queue:
+            while self.unfinished_ids or self.output_queue:
                 while self.output_queue:
                     output = self.output_queue.popleft()
                     if output.finished:
-                        self.unfinished.discard(output.request_id)
+                        self.unfinished_ids.discard(output.request_id)
                     yield output
-                if self.unfinished:
+                if self.unfinished_ids:
                     span = self.span
                     if not span.is_call:
                         span = StableSpan()
@@ -153,7 +153,7 @@ class RequestStream:
             reporting_ids = {
                 request_id for request_id, state in states if state.output_queue is queue
             }
-            missing_ids = self.unfinished - reporting_ids
+            missing_ids = self.unfinished_ids - reporting_ids
             if missing_ids:
                 raise RuntimeError(
                     f"requests {sorted(missing_ids)} are gone without a result: another thread has"
@@ -178,9 +178,9 @@ class RequestStream:
     @guarded
     def _end(self) -> None:
         """Closes the span of a call's steps, and cancels the requests that still report to the
-        output queue, which nobody reads any more. Cancelling waits for no lock, since a finalizer
+        output queue, which nobody reads any more. Cancelling waits for no lock, since the finalizer
         of a stream may run in any thread and under any lock: unless all locks are free, the
-        requests end with the step in progress, or in the next step or call (`core.settle`)."""
+        requests end after the step in progress, or in the next step or call (`core.settle`)."""
         core = self.core
         if self.span.is_call:  # a call of `results`, which no finalizer ends
             with core.lock:
@@ -188,10 +188,10 @@ class RequestStream:
                     core.loop.executor.close(self.span)
         for state in list(core.requests.values()):
             if state.output_queue is self.output_queue:
-                core.cancelled.append(state)
+                core.cancelled_requests.append(state)
         locks = (core.inner_lock, step_lock(core.model), core.memory.lock)
         # if this thread holds a lock, it may be in the middle of a change
-        if not core.cancelled or any(map(_is_owned, locks)):
+        if not core.cancelled_requests or any(map(_is_owned, locks)):
             return
         with contextlib.ExitStack() as stack:
             if all(stack.enter_context(attempt(lock)) for lock in locks):
@@ -252,14 +252,14 @@ class RequestStream:
         return ordered_results
 
     async def astream(self) -> AsyncGenerator[RequestOutput, None]:
-        """As `stream`, with each step in a worker thread. The readers in one event loop take one
-        step at a time, which fills the output queues of all of them. A cancelled reader does not
-        wait for the end of a step in progress."""
+        """Yields all outputs, like `stream`, but takes each step in a worker thread. The readers in
+        one event loop take one step at a time, which fills the output queues of all readers. A
+        cancelled reader does not wait for the end of a step in progress."""
         outputs = self._run()
-        exhausted = object()
+        end_marker = object()
         generator_lock = threading.Lock()  # a generator cannot be closed while it runs
         event_loop = asyncio.get_running_loop()
-        step_lock = self.core.reader_locks.setdefault(event_loop, asyncio.Lock())
+        reader_lock = self.core.reader_locks.setdefault(event_loop, asyncio.Lock())
 
         def locked(function: Callable[..., Any], *args: Any) -> Any:
             with generator_lock:
@@ -268,32 +268,32 @@ class RequestStream:
         async def read() -> Any:
             # the first `next` adds the requests, and the last one ends the call: neither takes a
             # step
-            lock = step_lock if self.unfinished else contextlib.nullcontext()
+            lock = reader_lock if self.unfinished_ids else contextlib.nullcontext()
             async with lock:
                 if self.output_queue:
                     return None
-                return await submit(locked, next, outputs, exhausted)
+                return await submit(locked, next, outputs, end_marker)
 
-        pending: asyncio.Task[Any] | None = None
+        read_task: asyncio.Task[Any] | None = None
         try:
             while True:
                 if self.output_queue:
                     output = next(outputs)  # returns at once
                 else:
-                    pending = asyncio.ensure_future(read())
-                    output = await asyncio.shield(pending)  # cancellation cannot stop the thread
-                if output is exhausted:
+                    read_task = asyncio.ensure_future(read())
+                    output = await asyncio.shield(read_task)  # cancellation cannot stop the thread
+                if output is end_marker:
                     return
                 if output is not None:
                     yield output
         finally:
-            closing: asyncio.Future[Any] | None = None
+            close_future: asyncio.Future[Any] | None = None
             try:
-                closing = submit(locked, outputs.close)
+                close_future = submit(locked, outputs.close)
             except RuntimeError:  # no thread or executor is available: close in this thread
                 locked(outputs.close)
-            if closing is not None and (pending is None or pending.done()):
-                await asyncio.shield(closing)
-            elif pending is not None:
+            if close_future is not None and (read_task is None or read_task.done()):
+                await asyncio.shield(close_future)
+            elif read_task is not None:
                 # retrieve the step's exception, so that asyncio does not log it
-                pending.add_done_callback(lambda task: task.cancelled() or task.exception())
+                read_task.add_done_callback(lambda task: task.cancelled() or task.exception())

@@ -287,7 +287,7 @@ def test_a_stream_that_is_closed_under_the_models_lock_ends_in_the_next_call(how
             assert run_all(engine)["gone"].finish_reason == "length"
         else:
             getattr(engine, how)()
-        assert not engine._core.requests and not engine._core.cancelled
+        assert not engine._core.requests and not engine._core.cancelled_requests
         assert engine.memory.num_used == 0
         assert_drained(engine)
 

@@ -24,8 +24,8 @@ Fetch = Callable[[Tensor], list[int]]
 """Copies tokens `(n,)` to the host."""
 
 Alternatives = list[tuple[int, float, float]]
-"""The tokens at one position that are most probable before logits processors, best first, each with
-its log-probabilities before and after them."""
+"""The tokens at one position that are most probable before logits processors, in descending order:
+the id of each token, and its log-probabilities before and after processors."""
 
 Record = tuple[tuple[float, float], Alternatives]
 """The log-probabilities of a token, before and after logits processors, and its alternatives."""
@@ -61,16 +61,16 @@ def join_rows(parts: Sequence[LogitRows]) -> Tensor:
 
 
 class SampledTokens(NamedTuple):
-    """The tokens that a decoding chose in one step. Rows are the decoding's."""
+    """The tokens that a decoding chose in one step. Rows are numbered within the decoding."""
 
-    # next token of every row; padding for rows that had ended, if EOS ends rows
+    # next token of every row; padding in rows that had ended, if the criteria include EOS
     tokens: list[int]
     # with beams, row i continues row parents[i]; otherwise `None`: every row continues itself
     parents: list[int] | None
     finished: list[int]  # the `rows` that need no forward after this step
     rows: list[int]  # rows that were open before the step
-    # of a decoding with a draft, which has a single row: the step's new tokens except the last
-    earlier: tuple[int, ...] = ()
+    # of the single row of a decoding with a draft: the step's new tokens except the last
+    earlier_tokens: tuple[int, ...] = ()
     num_ended: int = 0  # how many of `rows` had ended before the step
 
 
@@ -134,9 +134,9 @@ class StopChecker:
                 self.callers_criteria.append(criterion)
 
     def finish_reason(self, token: int, length: int, hits_stop_string: bool) -> str | None:
-        """Returns why a row of `length` tokens, the last of which is `token`, ends; `None` if it
-        continues. `hits_stop_string`: whether `token` completes a stop string. Does not evaluate
-        `callers_criteria`."""
+        """Returns why the new token `token` ends its row, which now has `length` tokens; `None` if
+        the row continues. `hits_stop_string`: whether `token` completes a stop string. Does not
+        evaluate `callers_criteria`."""
         if token in self.eos_ids:
             return "eos"
         for criterion in self._time_criteria:
@@ -159,7 +159,7 @@ def hits(
     ids: Tensor,
     scores: tuple[Tensor, ...] | None,
 ) -> list[bool]:
-    """Returns, for each row of `(rows, length)` ids, whether a criterion ends it. As in
+    """Returns, for each row of `(rows, length)` ids, whether a criterion ends the row. As in
     transformers' `StoppingCriteriaList`, the criterion may return a single bool for all rows.
     Raises the criterion's error, or `TypeError` for a result that is neither a single value nor one
     value per row."""
@@ -201,8 +201,8 @@ class Draft:
         self.position = 0  # index in `tokens` of the token that is chosen next
 
     def advance(self, tokens: list[int]) -> bool:
-        """Moves to the next position if the `tokens` chosen at this one equal the draft's; returns
-        whether they do."""
+        """Moves to the next position if `tokens`, the single token chosen at this position, equal
+        the draft's. Returns whether they do."""
         is_equal = tokens == self.tokens[self.position : self.position + 1]
         self.position += is_equal
         return is_equal

@@ -164,9 +164,9 @@ def request_decoding(
     options: RequestOptions,
     tokenizer: Any = None,
 ) -> tuple[Decoding, LoopCall | None]:
-    """Prepares the decoding of one prompt with the model's own methods; the decoding sends only new
-    tokens to the streamer. Also returns the captured loop call for a model with an encoder or a
-    prompt with inputs besides token ids, and otherwise `None`. Raises `ValueError` for an empty
+    """Returns the decoding of one prompt, prepared with the model's own methods, and the captured
+    loop call, which is `None` unless the model has an encoder or the prompt has inputs besides
+    token ids. The decoding sends only new tokens to the streamer. Raises `ValueError` for an empty
     prompt, for ids outside the vocabulary (`check_vocabulary`), and for options that are invalid or
     that only `generate` serves."""
     generator = None
@@ -228,7 +228,7 @@ def _prepare_request_call(
     options: RequestOptions,
     tokenizer: Any,
 ) -> LoopCall:
-    """Prepares the loop call of a prompt of token ids as `generate` does, without calling
+    """Returns the loop call that `generate` would make for a prompt of token ids. Does not call
     `generate`."""
     ids = _ids_tensor(model, input_ids)
     assistant_options: Keywords = {}
@@ -276,8 +276,8 @@ def _capture_request_call(
     options: RequestOptions,
     tokenizer: Any,
 ) -> LoopCall:
-    """Captures the loop call of a prompt for a model with an encoder, or of a prompt with inputs
-    besides, or instead of, token ids."""
+    """Returns the loop call that `generate` makes (`capture_call`), for a model with an encoder or
+    a prompt with inputs besides, or instead of, token ids."""
     device = compute_device(model)
     arguments: Keywords = {}
     for name, value in (options.inputs or {}).items():
@@ -327,9 +327,9 @@ def _generate_keywords(
     generation_config: GenerationConfig | Mapping[str, Any] | None,
 ) -> Keywords:
     """Returns the generation config as keyword arguments of `generate`. The options of a dict
-    become arguments, even if they are `None`, since a missing option gets its default. Options in
-    `_RESTRICTED`, and those of a saved config (`is_saved_config`), are left out if they are `None`.
-    Raises `ValueError` for options that an engine does not support."""
+    become arguments, even if they are `None`, since a missing option gets its default; but `None`
+    is left out for options in `_RESTRICTED`, and for all options of a saved config
+    (`is_saved_config`). Raises `ValueError` for options that an engine does not support."""
     check_generation_config(generation_config)
     keywords: Keywords = {"generation_config": generation_config}
     defaults = model.generation_config

@@ -1,6 +1,6 @@
-"""Errors that name the caller's logits processor or stopping criterion that returned an invalid
-result. The results are checked only after another error, so that a step without errors pays for no
-check."""
+"""Raises errors that name the caller's logits processor or stopping criterion if it returned an
+invalid result. Results are checked only after another error, so that steps without errors pay for
+no check."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_scores(processors: Any, logits: Tensor, scores: Any, error: Exception)
 
 
 def check_criterion_result(criterion: Any, result: Any, num_rows: int, error: Exception) -> None:
-    """Raises a `TypeError` that names `criterion`, after the use of its `result` has raised
+    """Raises a `TypeError` that names `criterion`. Called after the use of its `result` has raised
     `error`. Does nothing if the result is valid, since the error then has another cause (such as a
     kernel that failed earlier), or if `error` is an interrupt."""
     is_valid = isinstance(result, bool) or (
@@ -57,7 +57,8 @@ def check_criterion_result(criterion: Any, result: Any, num_rows: int, error: Ex
 
 
 def _describe(result: Any) -> str:
-    """Describes a result in an error message; `NotImplemented` stands for an unknown result."""
+    """Returns a description of a result for an error message. `NotImplemented` stands for an
+    unknown result."""
     if result is NotImplemented:
         return "an invalid result"
     if isinstance(result, Tensor):

@@ -45,9 +45,9 @@ class RowStreamers(BaseStreamer):
         self.streamers = list(streamers)
         self.attention_mask = attention_mask
         self._has_prompt = False
-        self._ended: set[int] = set()
+        self._ended_rows: set[int] = set()
         # rows that the stopping criteria have ended: `end` follows their next `put`
-        self.ending: set[int] = set()
+        self.ending_rows: set[int] = set()
 
     def put(self, value: Tensor) -> None:
         """Takes prompts `(rows, length)` first, then one token per row, `(rows,)`. Raises
@@ -58,7 +58,7 @@ class RowStreamers(BaseStreamer):
                 " row"
             )
         for row, streamer in enumerate(self.streamers):
-            if row in self._ended:
+            if row in self._ended_rows:
                 continue
             ids = value[row : row + 1]
             if not self._has_prompt and self.attention_mask is not None:
@@ -69,14 +69,14 @@ class RowStreamers(BaseStreamer):
                     ids = ids[:, is_token]
             streamer.put(ids)
         self._has_prompt = True
-        self.end(self.ending)
+        self.end(self.ending_rows)
 
     def end(self, rows: Iterable[int] | None = None) -> None:
         """Ends the streamers of `rows` (default: all) that have not ended."""
         if rows is None:
             rows = range(len(self.streamers))
-        for row in sorted({*rows} - self._ended):
-            self._ended.add(row)
+        for row in sorted({*rows} - self._ended_rows):
+            self._ended_rows.add(row)
             self.streamers[row].end()
 
 
@@ -95,7 +95,7 @@ class ObservedCriteria(StoppingCriteriaList):
     ) -> Tensor:
         is_done = super().__call__(input_ids, scores, **kwargs)
         rows = is_done.nonzero().flatten().tolist()
-        self._streamers.ending.update(rows)
+        self._streamers.ending_rows.update(rows)
         return is_done
 
 
@@ -140,7 +140,7 @@ class SampleDecoding(Decoding):
         self.batchable: BatchableProcessors | None = None
         if is_single_row and not self._keeps_scores and not checker.callers_criteria:
             self.batchable = BatchableProcessors.of(processors, inputs.input_ids)
-        if self.batchable is not None and not self.batchable.length_bound:
+        if self.batchable is not None and not self.batchable.length_dependent:
             self.constant_key = (self.batchable.key, self.do_sample)
         # Rows can be split if no caller's code reads the batch, and no row depends on when others
         # end. After a split, sampled rows consume their common random numbers in another order.
@@ -172,7 +172,7 @@ class SampleDecoding(Decoding):
         if batchable is None or is_drawn:
             return None
         if any(
-            is_active(processor, self.length) for is_active, processor in batchable.length_bound
+            is_active(processor, self.length) for is_active, processor in batchable.length_dependent
         ):
             return None
         return batchable.key, self.do_sample
@@ -325,7 +325,7 @@ class SampleDecoding(Decoding):
         ended, and ends the streamer once the decoding is done."""
         assert self.streamer is not None
         if isinstance(self.streamer, RowStreamers):
-            self.streamer.ending.update(ended_rows)
+            self.streamer.ending_rows.update(ended_rows)
         self.streamer.put(torch.tensor(tokens, device="cpu"))
         if self.is_done:
             self.has_ended_streamer = True  # even if its `end` raises
@@ -333,8 +333,8 @@ class SampleDecoding(Decoding):
 
     @staticmethod
     def accept_simple(batch: Sequence[SampleDecoding], tokens: Sequence[int]) -> list[Result]:
-        """As `accept` for each of these simple decodings (`is_simple`), but faster, since most of
-        them only append their token. An error becomes the result of its decoding."""
+        """Does the same as `accept` for each of these simple decodings (`is_simple`), but faster,
+        since most of them only append their token. An error becomes the result of its decoding."""
         results: list[Result] = []
         for decoding, token in zip(batch, tokens):
             checker = decoding.stop_checker
@@ -355,8 +355,9 @@ class SampleDecoding(Decoding):
 
     @property
     def can_repeat(self) -> bool:
-        """Whether an interrupted step can be undone (`rewind`) and repeated: it has a single row,
-        no other code has read the step's token, and no seeded generator has drawn it."""
+        """Whether an interrupted step can be undone (`rewind`) and repeated: the decoding has a
+        single row, no other code has read the step's token, and no seeded generator has drawn
+        it."""
         if not self.is_simple or self.draft is not None:
             return False
         if self.do_sample and self.generator is not None:
@@ -370,7 +371,7 @@ class SampleDecoding(Decoding):
         self._ids, self._new_tokens = self.input_ids[:, : self.length].contiguous(), []
         self.finish_reasons, self._end_lengths = [None], [0]
         self.open_rows = [0]
-        if self.batchable is not None:  # its `penalized` tokens may be half written
+        if self.batchable is not None:  # its `penalty_mask` may be half written
             self.batchable = BatchableProcessors.of(self.logits_processor, self._ids)
 
     def accept_run(self, chosen_tokens: Sequence[int]) -> SampledTokens:
@@ -395,7 +396,7 @@ class SampleDecoding(Decoding):
             self._end_lengths = [self.length]
             self.open_rows = []
             finished = [0]
-        return SampledTokens(tokens[-1:], None, finished, [0], earlier=tuple(tokens[:-1]))
+        return SampledTokens(tokens[-1:], None, finished, [0], earlier_tokens=tuple(tokens[:-1]))
 
     def split(self) -> list[SampleDecoding]:
         """Returns one decoding per row, which continues the row from here, padding included. Raises

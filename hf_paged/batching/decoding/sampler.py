@@ -45,12 +45,12 @@ _IS_SIMPLE = operator.attrgetter("is_simple")
 class SampledBatch:
     """The next tokens, on the device, of decodings that were sampled together."""
 
-    indices: list[int]  # of the decodings in the step
+    indices: list[int]  # indices of the decodings in the step
     decodings: list[SampleDecoding]
     tokens: Tensor  # (open rows,) int64; may contain `_NO_TOKEN`
-    # empty if no row is recorded; otherwise the tokens' log-probabilities before and after
-    # processors, (recorded rows,); then, if any row has alternatives, their ids, and their
-    # log-probabilities before and after processors, (recorded rows, k)
+    # empty if no row records log-probabilities; otherwise the tokens' log-probabilities before and
+    # after processors, (recording rows,); then, if any row records alternatives, their ids, and
+    # their log-probabilities before and after processors, (recording rows, k)
     logprobs: list[Tensor]
 
     def accept(self, tokens: list[int], columns: list[list[Any]]) -> list[Result]:
@@ -85,10 +85,11 @@ def sample_step(
     ready: Sequence[tuple[Decoding, LogitRows]],
     fetch: Fetch | None,
 ) -> list[Result]:
-    """Takes one step of each decoding, which has a row of logits for each of its open rows, or `n +
-    1` rows of logits if it has a draft of `n` tokens. A decoding with a draft accepts the leading
-    tokens that equal the draft's, and one more, each as if it were sampled in a separate step.
-    `fetch` as in `sample_position`, but not called if any decoding has a draft."""
+    """Takes one step of each decoding in `ready`, and returns their results. A decoding comes with
+    a row of logits for each of its open rows, or with `n + 1` rows if it has a draft of `n` tokens;
+    it then accepts the leading tokens that equal the draft's, and one more, each as if it were
+    sampled in a separate step. `fetch` as in `sample_position`, but not called if any decoding has
+    a draft."""
     draft_indices = [
         index for index, (decoding, _) in enumerate(ready) if decoding.draft is not None
     ]
@@ -138,10 +139,10 @@ def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | Non
 
 def _with_earlier(previous: Result | None, result: Result) -> Result:
     """Returns `result` with all tokens of `previous`, the previous position's result, as its
-    `earlier` tokens."""
+    `earlier_tokens`."""
     if isinstance(previous, SampledTokens) and isinstance(result, SampledTokens):
-        earlier = (*previous.earlier, *previous.tokens)
-        return result._replace(earlier=earlier)
+        earlier_tokens = (*previous.earlier_tokens, *previous.tokens)
+        return result._replace(earlier_tokens=earlier_tokens)
     return result
 
 
@@ -166,12 +167,13 @@ def sample_position(
     ready: Sequence[tuple[Decoding, LogitRows]],
     fetch: Fetch | None = None,
 ) -> list[Result]:
-    """Takes one step of each decoding, which has a row of logits for each of its open rows.
-    Single-row decodings with equal `batch_key` are sampled as one batch; in a batch of several
-    decodings, those without a seeded generator draw by `draw_by_inversion`. An error or an
-    interrupt in a caller's code becomes the result of its decoding only. `fetch` (default:
-    `Tensor.tolist`) copies the tokens of all open rows to the host, in the order of the decodings.
-    It is called at most once, and only if every decoding has chosen tokens on the device."""
+    """Chooses the next token of each open row of the decodings in `ready`, from one row of logits
+    per open row, and returns the decodings' results. Single-row decodings with equal `batch_key`
+    are sampled as one batch; in a batch of several decodings, those without a seeded generator draw
+    by `draw_by_inversion`. An error or an interrupt in a caller's code becomes the result of its
+    decoding only. `fetch` (default: `Tensor.tolist`) copies the tokens of all open rows to the
+    host, in the order of the decodings. It is called at most once, and only if every decoding has
+    chosen tokens on the device."""
     if torch.is_grad_enabled():
         with torch.no_grad():
             return sample_position(ready, fetch)
@@ -333,6 +335,6 @@ def _fetch(batches: list[SampledBatch], fetch: Fetch) -> list[list[int]]:
         for index, decoding in zip(batch.indices, batch.decodings):
             indices += [index] * len(decoding.open_rows)
     order = sorted(range(len(indices)), key=indices.__getitem__)
-    by_row = dict(zip(order, fetch(tokens[numbers_on(device, order)])))
+    token_by_row = dict(zip(order, fetch(tokens[numbers_on(device, order)])))
     rows = itertools.count()
-    return [[by_row[next(rows)] for _ in range(len(batch.tokens))] for batch in batches]
+    return [[token_by_row[next(rows)] for _ in range(len(batch.tokens))] for batch in batches]

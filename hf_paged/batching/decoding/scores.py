@@ -22,7 +22,7 @@ CHUNK = 128  # vocabulary entries per partial maximum or sum
 
 # Processors that read only the scores, each with the numeric attribute that may differ between the
 # rows of one call (`None`: no attribute may).
-_SEQUENCE_FREE: dict[type, str | None] = {
+_SCORE_ONLY: dict[type, str | None] = {
     stock.TemperatureLogitsWarper: "temperature",
     stock.TopKLogitsWarper: "top_k",
     stock.TopPLogitsWarper: "top_p",
@@ -36,9 +36,9 @@ _SEQUENCE_FREE: dict[type, str | None] = {
     stock.LogitNormalization: None,
 }
 
-# Processors that read only the scores and the length, each with a predicate of (processor, length)
-# that says whether the processor changes scores.
-_LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
+# Processors that read only the scores and the length, each with a predicate of (processor, length):
+# whether the processor changes scores at this length.
+_LENGTH_DEPENDENT: dict[type, Callable[[Any, int], bool]] = {
     stock.MinLengthLogitsProcessor: lambda p, length: length < p.min_length,
     stock.MinNewTokensLengthLogitsProcessor: lambda p, length: (
         length < p.prompt_length_to_skip + p.min_new_tokens
@@ -51,9 +51,10 @@ _LENGTH_BOUND: dict[type, Callable[[Any, int], bool]] = {
 
 _MIN_LENGTH_PROCESSORS = (stock.MinLengthLogitsProcessor, stock.MinNewTokensLengthLogitsProcessor)
 
-# Processors that decodings can share (`BatchableProcessors`), and processors that compute each row
-# from that row alone. Some of the latter hold a value for each row (`narrow_processors`).
-_BATCHABLE = {*_SEQUENCE_FREE, *_LENGTH_BOUND, _REPETITION_PENALTY}
+# Processors that decodings can share (`BatchableProcessors`).
+_BATCHABLE = {*_SCORE_ONLY, *_LENGTH_DEPENDENT, _REPETITION_PENALTY}
+# Processors that compute each row from that row alone. Some of them hold a value for each row
+# (`narrow_processors`).
 _ROW_WISE = {
     *_BATCHABLE,
     stock.NoRepeatNGramLogitsProcessor,
@@ -63,10 +64,10 @@ _ROW_WISE = {
     stock.EncoderNoRepeatNGramLogitsProcessor,
     stock.WatermarkLogitsProcessor,
 }
-# Processors whose scores of a row do not depend on other rows; those that are not row-wise get the
-# whole batch in every step: they keep a state for each row, run the model, pass a row's index to a
-# caller's function, or belong to one model.
-_UNMIXED = {
+# Processors whose scores of a row do not depend on other rows. The processors below that are not
+# row-wise get the whole batch in every step: they keep a state for each row, run the model, pass a
+# row's index to a caller's function, or belong to one model.
+_NOT_MIXING_ROWS = {
     *_ROW_WISE,
     stock.AlternatingCodebooksLogitsProcessor,
     stock.BarkEosPrioritizerLogitsProcessor,
@@ -80,7 +81,7 @@ _UNMIXED = {
 
 def are_row_wise(processors: LogitsProcessorList, num_rows: int) -> bool:
     """Whether all processors compute each row from that row's ids and scores alone, without a
-    state, the model or a caller's code, so that they can run on any of the `num_rows` rows."""
+    state, the model or a caller's code, so that they can run on a subset of the `num_rows` rows."""
     kind = stock.EncoderRepetitionPenaltyLogitsProcessor
     # with fewer prompts than rows, it depends on transformers' version which rows this kind affects
     for processor in processors:
@@ -97,7 +98,9 @@ def may_mix_rows(processors: LogitsProcessorList) -> bool:
     if type(processors) is not LogitsProcessorList:
         return True
     kinds = map(type, processors)
-    return any(kind not in _UNMIXED and package_of(kind.__module__) != "hf_paged" for kind in kinds)
+    return any(
+        kind not in _NOT_MIXING_ROWS and package_of(kind.__module__) != "hf_paged" for kind in kinds
+    )
 
 
 def can_run_on_drafts(processor: Any) -> bool:
@@ -106,7 +109,7 @@ def can_run_on_drafts(processor: Any) -> bool:
     kind = type(processor)
     if kind not in _ROW_WISE:
         return False
-    return kind not in _LENGTH_BOUND or kind in _MIN_LENGTH_PROCESSORS
+    return kind not in _LENGTH_DEPENDENT or kind in _MIN_LENGTH_PROCESSORS
 
 
 def narrow_processors(
@@ -141,7 +144,7 @@ def _constant_attributes(processor: Any) -> tuple[Any, ...]:
     call."""
     if type(processor) is _REPETITION_PENALTY:
         return ()
-    varying_name = _SEQUENCE_FREE.get(type(processor))
+    varying_name = _SCORE_ONLY.get(type(processor))
     constants: list[Any] = []
     for name, value in sorted(vars(processor).items()):
         if name == varying_name:
@@ -155,20 +158,21 @@ def _constant_attributes(processor: Any) -> tuple[Any, ...]:
 class BatchableProcessors:
     """The processors of a single-row decoding. Decodings with equal `key` can share a call of
     `process_together`, since their `processors` differ at most in one number each, and in the
-    `penalized` tokens; but only in steps in which no `length_bound` processor changes scores."""
+    `penalty_mask`. They can share it only in steps in which no `length_dependent` processor changes
+    scores."""
 
     def __init__(self, processors: LogitsProcessorList, input_ids: Tensor):
         self.processors: list[Any] = []
-        # processors of `_LENGTH_BOUND`, each with its predicate; not in `processors`
-        self.length_bound: list[tuple[Callable[[Any, int], bool], Any]] = []
+        # processors of `_LENGTH_DEPENDENT`, each with its predicate; not in `processors`
+        self.length_dependent: list[tuple[Callable[[Any, int], bool], Any]] = []
         # whether a processor reads tokens, so that new tokens must be added to `pending_tokens`
         self.reads_tokens = False
-        self.pending_tokens: list[int] = []  # not marked in `penalized` yet
+        self.pending_tokens: list[int] = []  # not marked in `penalty_mask` yet
         processor: Any
         for processor in processors:
-            is_active = _LENGTH_BOUND.get(type(processor))
+            is_active = _LENGTH_DEPENDENT.get(type(processor))
             if is_active is not None:
-                self.length_bound.append((is_active, processor))
+                self.length_dependent.append((is_active, processor))
                 continue
             self.processors.append(processor)
             if type(processor) is _REPETITION_PENALTY:
@@ -180,12 +184,12 @@ class BatchableProcessors:
         )
         # `(rows, vocab)` bool, shared by several decodings; row `row` marks the tokens to which
         # this decoding's repetition penalty applies
-        self.penalized: Tensor | None = None
+        self.penalty_mask: Tensor | None = None
         self.row = 0
 
-    def share(self, penalized: Tensor, row: int) -> None:
-        """Makes `row` of `penalized` that of this decoding."""
-        self.penalized, self.row = penalized, row
+    def share(self, penalty_mask: Tensor, row: int) -> None:
+        """Makes `row` of `penalty_mask` this decoding's row."""
+        self.penalty_mask, self.row = penalty_mask, row
 
     @classmethod
     def of(cls, processors: LogitsProcessorList, input_ids: Tensor) -> BatchableProcessors | None:
@@ -199,24 +203,24 @@ class BatchableProcessors:
         return cls(processors, input_ids)
 
 
-def _penalized_tokens(
+def _update_penalty_mask(
     members: Sequence[BatchableProcessors], vocab: int, device: torch.device
 ) -> Tensor:
-    """Marks the members' pending tokens, and returns their `penalized` tokens as `(members, vocab)`
-    bool. The members share this tensor afterwards, so that the next step with the same members
-    copies no rows, and marks all new tokens at once."""
+    """Marks the members' pending tokens, and returns the members' rows of the penalty mask,
+    `(members, vocab)` bool. Afterwards the members share one mask, so that the next step with the
+    same members copies no rows, and marks all new tokens at once."""
     member_rows = range(len(members))
-    penalized = members[0].penalized
-    rows = [member.row for member in members if member.penalized is penalized]
-    if penalized is None or rows != list(member_rows):
+    penalty_mask = members[0].penalty_mask
+    rows = [member.row for member in members if member.penalty_mask is penalty_mask]
+    if penalty_mask is None or rows != list(member_rows):
         no_tokens = torch.zeros(vocab, dtype=torch.bool, device=device)
-        penalized_rows = [
-            no_tokens if member.penalized is None else member.penalized[member.row]
+        mask_rows = [
+            no_tokens if member.penalty_mask is None else member.penalty_mask[member.row]
             for member in members
         ]
-        penalized = torch.stack(penalized_rows)
+        penalty_mask = torch.stack(mask_rows)
         for row, member in enumerate(members):
-            member.share(penalized, row)
+            member.share(penalty_mask, row)
     new_entries = [
         (row, token)
         for row in member_rows
@@ -225,37 +229,37 @@ def _penalized_tokens(
     ]
     if new_entries:
         rows_of_tokens, tokens = numbers_on(device, list(zip(*new_entries)))
-        penalized[rows_of_tokens, tokens] = True
+        penalty_mask[rows_of_tokens, tokens] = True
     for member in members:
         member.pending_tokens.clear()
-    return penalized[: len(members)]
+    return penalty_mask[: len(members)]
 
 
 def _divide(scores: Tensor, column: Tensor) -> Tensor:
-    """Divides `(rows, vocab)` scores by a number per row, `(rows, 1)`, with the result of torch's
-    division by one Python number: on CUDA, torch multiplies by the number's reciprocal."""
+    """Divides `(rows, vocab)` scores by a number per row, `(rows, 1)`, and returns the same bits as
+    torch's division by a Python number: on CUDA, torch multiplies by the number's reciprocal."""
     return scores * column.reciprocal() if scores.is_cuda else scores / column
 
 
 def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> Tensor:
     """Applies the `processors` of each row's member to `(rows, vocab)` float32 scores, and returns
-    the result. `members`: one per row, all with the same `key`; their `length_bound` processors
+    the result. `members`: one per row, all with the same `key`; their `length_dependent` processors
     change no scores in this step."""
     for processors in zip(*(member.processors for member in members)):
         first_processor: Any = processors[0]
         kind = type(first_processor)
-        name = _SEQUENCE_FREE.get(kind)
+        name = _SCORE_ONLY.get(kind)
         values: list[Any] = []
         if name:
             values = [getattr(processor, name) for processor in processors]
         if kind is _REPETITION_PENALTY:
             vocab = scores.shape[1]
-            penalized = _penalized_tokens(members, vocab, scores.device)
+            penalty_mask = _update_penalty_mask(members, vocab, scores.device)
             penalties = [processor.penalty for processor in processors]
             penalty = numbers_on(scores.device, penalties, None)[:, None]
             quotients = _divide(scores, penalty)
             penalized_scores = torch.where(scores < 0, scores * penalty, quotients)
-            scores = torch.where(penalized, penalized_scores, scores)
+            scores = torch.where(penalty_mask, penalized_scores, scores)
         elif name is None or values.count(values[0]) == len(values):
             scores = first_processor(None, scores)
         elif name == "temperature":
@@ -281,9 +285,9 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Returns `scores.argmax(dim=-1)`, `(rows,)`: of equal maxima, the first index. On the CPU,
-    torch computes a maximum ten times as fast as its index. In half precision, it computes the
-    index twice as fast by `max` as by `argmax`."""
+    """Returns `scores.argmax(dim=-1)`, `(rows,)`; of equal maxima, the first index. Faster than
+    that call on the CPU, where torch computes a maximum ten times as fast as its index, and in half
+    precision the index twice as fast by `max` as by `argmax`."""
     rows, vocab = scores.shape
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)
@@ -395,7 +399,7 @@ def top_tokens(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
 
 
 def alternatives(raw: Tensor, scores: Tensor, count: int) -> list[Tensor]:
-    """As `top_tokens`, with log-probabilities instead of logits and scores."""
+    """Returns the same as `top_tokens`, with log-probabilities instead of logits and scores."""
     ids, best, processed = top_tokens(raw, scores, count)
     unprocessed = best - raw.logsumexp(dim=-1, keepdim=True)
     return [ids, unprocessed, processed - scores.logsumexp(dim=-1, keepdim=True)]
@@ -413,8 +417,8 @@ class PromptLogprobs:
         self.num_alternatives = num_alternatives
         # by position: the token's log-probability, `None` until it is recorded
         self.values: list[float | None] = [None] * len(token_ids)
-        # by position: the alternatives, pairs of token id and log-probability
-        self.top: list[list[tuple[int, float]]] = [[] for _ in token_ids]
+        # by position: pairs of token id and log-probability, best first
+        self.alternatives: list[list[tuple[int, float]]] = [[] for _ in token_ids]
 
     def num_recordable(self, start: int, end: int) -> int:
         """Returns for how many of the computed tokens `[start, end)` the prompt has a next token:
@@ -435,5 +439,5 @@ class PromptLogprobs:
                 top = alternatives(part, part, self.num_alternatives)
                 ids, best, _ = (values.tolist() for values in top)
                 pairs = zip(ids, best)
-                self.top[next_positions] = [list(zip(*pair)) for pair in pairs]
+                self.alternatives[next_positions] = [list(zip(*pair)) for pair in pairs]
             start += len(part)

@@ -33,7 +33,7 @@ def chunk_bucket(num_tokens: int) -> int:
 
 def draft_bucket(num_rows: int) -> int:
     """Returns the number of rows of the recorded step that serves `num_rows` rows, drafts included:
-    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, and so on. These are fewer sizes than `bucket` has,
+    1, 2, 4, 8, 16, 24, 32, 48, 64, 96, and so on. These are fewer sizes than `bucket` returns,
     since the number of draft tokens varies from step to step."""
     if num_rows <= MIN_CHUNK_TOKENS:
         return bucket(num_rows)

@@ -81,7 +81,7 @@ class Executor:
         # accepted
         self._num_accepted_forwards = 0
         # Two contexts around each step: the first runs compiled layers without compiled code, and
-        # the second sets the attention of configs to `"hf_paged"`. `None`: not made yet.
+        # the second sets the attention of configs to `"hf_paged"`. `None`: not created yet.
         self._switches: tuple[AbstractContextManager[None], ...] | None = None
         # `guard.num_changes` at the last `forget_model`; -1 if that was interrupted
         self._num_handled_changes = 0
@@ -101,11 +101,12 @@ class Executor:
         runs_user_code: bool = True,
     ) -> None:
         """Starts work on the model; must be called before other methods, and only while no step is
-        in flight. `check_weights`: must be set if the prefix cache is used. Without `allow_replays`
-        or the room `fingerprints` no recorded step is replayed, and the model's state is not read.
-        Without `switch_attention` the caller has set the model's attention to `"hf_paged"`. Without
-        `runs_user_code` only code of transformers and of the model runs between steps. These
-        options, but not `switch_attention`, stay set if an earlier call has set them."""
+        in flight. `check_weights`: must be set if the prefix cache is used. `switch_attention`:
+        whether each step sets the model's attention to `"hf_paged"`; if not, the caller has set it.
+        `allow_replays`: whether recorded steps may be replayed, for which the model's state is read
+        (never without the optional package `fingerprints`). `runs_user_code`: whether code
+        other than transformers' and the model's runs between steps. These options, except
+        `switch_attention`, stay set if an earlier call has set them."""
         self._device = compute_device(self.model)
         # the autocast dtype of all forwards, whichever thread runs the steps; `None`: no autocast
         self.autocast_dtype = autocast_dtype(self._device)
@@ -175,8 +176,8 @@ class Executor:
 
     def forget_model(self) -> None:
         """Drops everything derived from the model, except a state on which the guard relies
-        (`is_watched`). No step is replayed until the model's state is read again, if it is needed,
-        and the configs to switch are collected again."""
+        (`is_watched`). No step is replayed until the model's state is read again (if
+        `_is_state_due`). The next step collects again the configs whose attention it switches."""
         num_changes = self.guard.num_changes
         self._num_handled_changes, self._switches = -1, None
         recorder = self.runner.recorder
@@ -198,8 +199,8 @@ class Executor:
             self.run_ahead.clear()
 
     def handle_model_change(self) -> None:
-        """If the guard has detected a change to the model since the last `forget_model`, calls
-        it."""
+        """Calls `forget_model` if the guard has detected a change to the model since
+        `forget_model` was last called."""
         if self.guard.num_changes != self._num_handled_changes:
             self.forget_model()
 
@@ -207,7 +208,8 @@ class Executor:
         """Called before a step, within `attention`: if user code may have run since the last step
         (`is_unchecked`) and has changed the model since its state was read, drops cached prefixes,
         recorded steps and the step launched ahead, and stops packing rows if the new structure
-        rules packing out. Without the room `fingerprints`, user code counts as a change."""
+        rules packing out. Without the optional package `fingerprints`, user code counts as a
+        change."""
         is_due, self.is_unchecked = self.is_unchecked, False
         if not is_due:
             return
@@ -277,8 +279,8 @@ class Executor:
             unsupported_reasons.reset(reset_tokens[1])
 
     def run(self, plan: StepPlan) -> Tensor:
-        """Returns logits as `Runner.run` does: for leading rows that were launched ahead, their
-        logits from that launch; for the other rows, newly computed ones."""
+        """Returns the logits of a step, as `Runner.run` does. Leading rows that were launched ahead
+        get their logits from that launch; the other rows are computed now."""
         if self._is_state_due and plan.num_decodes:
             self._read_model()
         launched_logits, num_launched = None, 0

@@ -55,8 +55,8 @@ def pack(
 ) -> PackedTokens:
     """Packs the tokens of a step, for layer groups with these block sizes (tokens). `rope`: the
     rotary embeddings if their factors depend on a sequence's length (`model.rope.LengthRope`),
-    otherwise `None`. `is_ahead`: whether the tokens, one of each row, are only on the device; their
-    ids are 0 here."""
+    otherwise `None`. `is_ahead`: whether each row has one token, whose id is known only on the
+    device; the packed ids are then 0."""
     # leading rows of one token each, which whole-list operations pack faster than a loop
     num_simple = plan.num_decodes
     if plan.has_drafts or rope is not None:
@@ -112,8 +112,8 @@ def pack(
 
 
 def _row_ends(first: int, count: int, draft: list[int]) -> range:
-    """Returns the ends of the packed rows that hold the `count` tokens from `first` on: one row or,
-    with a draft, one row per token."""
+    """Returns the end indices of the packed rows that hold `count` tokens from index `first` on:
+    one row or, with a draft, one row per token."""
     row_len = 1 if draft else count
     return range(first + row_len, first + count + 1, row_len)
 
@@ -146,7 +146,7 @@ def _pack_group(plan: StepPlan, group_index: int, block_size: int, num_simple: i
 def recorded_prompts(plan: StepPlan) -> list[tuple[PromptLogprobs, int, range]]:
     """Returns, for each prompt in the step whose log-probabilities are recorded: the recording, the
     position of the prompt's first token in this step, and the range of packed tokens whose logits
-    are recorded, since another prompt token follows them."""
+    are recorded: the prompt tokens that another prompt token follows."""
     recordings = []
     first = 0
     for sequence, start, num_tokens in zip(plan.sequences, plan.starts, plan.counts):

@@ -73,7 +73,8 @@ class PackedRunner(Runner):
         self.rope = find_length_rope(model, model.modules())
         self.supports_drafts = self.rope is None
         self.recorder = recorder
-        # the room whose contexts make forwards batch-invariant; `None` without `batch_invariant`
+        # the optional package whose contexts make forwards batch-invariant; `None` without
+        # `batch_invariant`
         self._fixed_order_room: TapeRoom | None = None
         self._in_fixed_order: Callable[[], AbstractContextManager[None]] = lambda: NOTHING
         if batch_invariant:
@@ -89,9 +90,9 @@ class PackedRunner(Runner):
         self.is_packed = True
 
     def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
-        """Called between forwards: from now on each forward, except those of whole prompts, passes
-        the last hidden states of its tokens, `(1, n, hidden_size)`, to `store`, while the cache
-        still holds the forward's steps."""
+        """Called between forwards: from now on each forward, except forwards of whole prompts,
+        passes the last hidden states of its tokens, `(1, n, hidden_size)`, to `store`, while the
+        cache still holds the forward's `StepMetadata`."""
         self.store_hidden = store
 
     def unpack(self, reason: str | None) -> str | None:
@@ -114,7 +115,8 @@ class PackedRunner(Runner):
         self._takes_positions = "position_ids" in parameters
         self._cache_name = compat.cache_name(self.model)
         if state is None:
-            # the room for models whose own code computes attention, without the attention interface
+            # the optional package for models that compute attention in their own code, without the
+            # attention interface; otherwise `None`
             self._own_attention: OwnAttentionRoom | None = None
             if not calls_interface(self.model.modules()):
                 self._own_attention = room("own_attention", "a model's own attention code")
@@ -142,10 +144,11 @@ class PackedRunner(Runner):
             return concat_in_order(parts, plan.num_logits)
 
     def _group_rows(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
-        """Divides rows, by index in the step, among forwards. In a packed forward, all rows that
-        set positions have equally many position axes. A padded forward has one row, or rows of one
-        token each; without `can_mix_lengths`, these have equal lengths. Padded forwards of several
-        tokens come first, since other rows may share blocks that they compute."""
+        """Divides rows, given by their indices in the step, among forwards, and returns the indices
+        of each forward. All rows of a packed forward that set positions have the same number of
+        position axes. A padded forward has one row, or rows of one token each; without
+        `can_mix_lengths`, these rows have equal lengths. Padded forwards of several tokens come
+        first, since they may compute blocks that other rows share."""
         axis_counts: list[int] = []
         for index in indices:
             prompts, row = plan.sequences[index].request.inputs or (None, 0)
@@ -154,13 +157,13 @@ class PackedRunner(Runner):
         forwards: dict[Hashable, list[int]] = {}
         for index, num_axes in zip(indices, axis_counts):
             # without axes, positions are 0, 1, 2, ..., which fit any number of axes
-            kind: Hashable = 0 if is_uniform else num_axes
+            key: Hashable = 0 if is_uniform else num_axes
             if not self.is_packed:
                 count = plan.counts[index]
                 length = 0 if self._can_mix_lengths else plan.starts[index] + count
                 is_alone = count > 1 or num_axes or self.rope is not None
-                kind = ("row", index) if is_alone else ("length", length)
-            forwards.setdefault(kind, []).append(index)
+                key = ("row", index) if is_alone else ("length", length)
+            forwards.setdefault(key, []).append(index)
         if self.is_packed:
             return forwards.values()
         return sorted(forwards.values(), key=lambda rows: plan.counts[rows[0]] == 1)
@@ -241,10 +244,10 @@ class PackedRunner(Runner):
         unpacked_plan: StepPlan | None = None,
         context: ForwardContext | None = None,
     ) -> Tensor:
-        """Runs the model without a replay; returns logits `(n, vocab_size)` of the packed tokens
-        with the indices `tokens.last`, then of those with the indices `extra_indices`; if both are
-        empty, of the last token. `unpacked_plan`: the step's plan if its rows are not packed; then
-        each row has one token, or there is one row."""
+        """Runs the model without a replay; returns the logits `(n, vocab_size)` of the packed
+        tokens at `tokens.last`, then at `extra_indices`; if both are empty, of the last token.
+        `unpacked_plan`: the step's plan if its rows are not packed; then each row has one token, or
+        there is one row."""
         inputs, steps = self._to_device(tokens)
         num_tokens = len(tokens.token_ids)
         logit_indices = None
@@ -272,16 +275,17 @@ class PackedRunner(Runner):
             )
 
     def _to_device(self, tokens: PackedTokens) -> tuple[Tensor, list[StepMetadata]]:
-        """Returns the inputs `(n, T)` int64 (a row of token ids, one of positions, one of slots per
-        layer group, one of positions per axis) and the step of each layer group."""
+        """Returns the inputs `(n, T)` int64, and the `StepMetadata` of each layer group. The rows
+        of the inputs are the token ids, the positions, the slots in each layer group, and the
+        positions on each axis of `tokens.axes`."""
         buffer = array("q", tokens.token_ids)  # one buffer, so that one copy reaches the device
         buffer.extend(tokens.positions)
         for group in tokens.groups:
             buffer.extend(group.slots)
         for axis in tokens.axes or ():
             buffer.extend(axis)
-        on_host = torch.frombuffer(buffer, dtype=torch.long)
-        rows = on_host.view(-1, len(tokens.token_ids))
+        host_tensor = torch.frombuffer(buffer, dtype=torch.long)
+        rows = host_tensor.view(-1, len(tokens.token_ids))
         inputs = to_device(rows, self.device)
         query_start = tuple(tokens.query_start)
         steps = []
@@ -334,9 +338,10 @@ class PackedRunner(Runner):
         **arguments: Any,
     ) -> Tensor:
         """Runs the model on token ids and positions, both `(1, n)` int64; returns the logits
-        `(k, vocab_size)` of the packed tokens with the indices `logit_indices`, `(k,)` int64, or of
-        all tokens if it is `None`. `host_logit_indices`: `logit_indices`, if known on the host.
-        `unpacked_plan` as in `compute`. `arguments`: further arguments of the model's forward."""
+        `(k, vocab_size)` of the packed tokens at `logit_indices`, `(k,)` int64 on the device, or of
+        all tokens if it is `None`. `host_logit_indices`: the same indices on the host, if the host
+        knows them. `unpacked_plan` as in `compute`. `arguments`: further arguments of the model's
+        forward."""
         is_one_row = unpacked_plan is None or len(unpacked_plan) == 1
         has_kept_logits = logit_indices is not None and self._takes_logits_to_keep and is_one_row
         if has_kept_logits:

@@ -1,5 +1,5 @@
 """A call's prompts that have inputs besides token ids, or whose rows stay together. The scheduler
-decides when a prompt runs; rooms compute it."""
+decides when a prompt runs; the optional packages `media` and `rectangles` compute it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ...model.own_loop import map_tensors
 from ...rooms import MediaRoom, room
 from ..request import Request, RowsError, Sequence
 
-# inputs without content: options, caches, and those with one value per token
+# inputs that add no content to the token ids: options, caches, masks and positions
 COMMON_INPUTS = {
     *compat.CACHE_NAMES,
     "use_cache",
@@ -68,9 +68,10 @@ class Prompts:
     paddings: list[int]  # leading padding columns of each row
     # (rows or 1, length), or with an axis dimension in front; `None`: 0, 1, 2, ... in each row
     position_ids: Tensor | None = field(init=False)
-    # the key, set by the room `rectangles`, of other rows that these rows may join; `None`: none
+    # set by the optional package `rectangles`: these rows may join other rows with an equal key;
+    # `None`: they join no rows
     join_key: Any = None
-    # prompts with equal keys may share a forward; `None`: these prompts share none with others
+    # prompts with equal keys may share a forward; `None`: these prompts share no forward
     merge_key: Hashable | None = None
     encoder_use: EncoderUse = DEFAULT_ENCODER_USE
 
@@ -107,8 +108,8 @@ class Prompts:
         return int(positions.max()) + 1 + padding - self.length
 
     def keys(self, config: PreTrainedConfig) -> Items[tuple[list[Hashable], int, int]] | None:
-        """Returns the arguments `keys` of `Request.set_inputs`; `None` if the prompts do not use
-        the prefix cache."""
+        """Returns the argument `keys` of `Request.set_inputs`; `None` if the prompts do not use the
+        prefix cache."""
         return None
 
     @property
@@ -152,13 +153,13 @@ def is_plain_value(value: Any) -> bool:
 
 
 def find_media() -> MediaRoom:
-    """Returns the room `media`. Raises `RoomMissingError` if it is not installed."""
+    """Returns the optional package `media`. Raises `RoomMissingError` if it is not installed."""
     media: MediaRoom = room("media", "packing prompts of more than token ids")
     return media
 
 
 def empty_blocks(cache: PagedCache) -> SequenceBlocks:
-    """Returns empty tables, for a row that is not stored."""
+    """Returns empty block tables, for a row whose K/V are not stored."""
     groups = [group.group_memory for group in cache.groups.values()]
     return SequenceBlocks(tuple(BlockTable(group.pool, group.block_size) for group in groups))
 
@@ -174,7 +175,7 @@ def prompts_of(
     as padding, and only in rows that also have ones."""
     ids, inputs = unexpanded
     inputs = {
-        # without their graph, so that they can be deep-copied and keep no other tensors alive
+        # detached from their graph, so that they can be deep-copied and keep no other tensors alive
         name: map_tensors(lambda x: x.detach() if x.requires_grad else x, value)
         for name, value in {**model_kwargs, **inputs}.items()
         if name not in compat.CACHE_NAMES

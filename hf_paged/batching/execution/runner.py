@@ -49,7 +49,7 @@ class Runner:
     has_states: bool = False
     num_captured_steps: int = 0  # forwards that were replaced by replays
     num_forwards: int = 0  # begun forwards of the model's own code, without replays
-    counters: ReadCounters  # how its forwards read keys and values
+    counters: ReadCounters  # count how its forwards read keys and values
     # a context for the matrix products of forwards that are not replays (`Executor.attention`)
     product_context: AbstractContextManager[Any] = NOTHING
     _state: ModelState | None = None  # as `begin` was last given it
@@ -133,14 +133,15 @@ class Runner:
     def run_whole_prompts(
         self, forwards: list[list[WholePrompts]], plan: StepPlan
     ) -> list[LogitsPart]:
-        """Runs these forwards. If one of them fails, each call's prompts get a separate one, so
+        """Runs these forwards. If one of them fails, each call's prompts get a separate forward, so
         that a [`PromptsError`] ends only the requests of that call."""
         return [part for members in forwards for part in self._run_or_split(members, plan)]
 
     def divide(self, entries: Iterable[tuple[Hashable, int, int, Member]]) -> list[list[Member]]:
         """Divides members among forwards, the longest first. A forward has members of one kind, and
         at most `max_num_batched_tokens` tokens, including padding, unless one member alone has
-        more. `entries`: for each member, its kind, its number of rows, their length, and itself."""
+        more. `entries`: for each member, its kind, its number of rows, the length of these rows,
+        and the member itself."""
         max_tokens = self.memory.config.max_num_batched_tokens
         forwards: list[list[Member]] = []
         last_forwards: dict[Hashable, tuple[list[Member], int, int]] = {}  # by kind
@@ -173,8 +174,8 @@ class Runner:
         return [part for entry in whole_prompts for part in self._run_or_split([entry], plan)]
 
     def _run_prompts(self, whole_prompts: list[WholePrompts], plan: StepPlan) -> LogitsPart:
-        """Runs one forward of all rows of these prompts, even if the step does not compute them;
-        returns the logits of the step's rows."""
+        """Runs one forward of all rows of these prompts, including rows that the step does not
+        compute; returns the logits of the step's rows."""
         raise NotImplementedError
 
 

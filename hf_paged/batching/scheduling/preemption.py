@@ -33,8 +33,8 @@ class CostModel:
         """`bytes_per_second`: speed of copies between the pool and host memory, assumed until a
         swap is observed."""
         self._assumed_bytes_per_second = bytes_per_second
-        # weighted sums of (tokens, seconds) and of (bytes, seconds)
-        self._prefills = self._swaps = 0.0, 0.0
+        self._prefills = 0.0, 0.0  # weighted sums of tokens and of seconds
+        self._swaps = 0.0, 0.0  # weighted sums of bytes and of seconds
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         self._prefills = self._decayed(self._prefills, num_tokens, seconds)
@@ -81,9 +81,10 @@ class Preemption:
     mode: str = "recompute"  # or "swap", or "auto", in which `cost_model` chooses
     swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
     # returns whether blocks cached before this span (`Epochs.begin_span`) are still valid, and
-    # drops them if not; called before a request uses some of these blocks, or blocks of the tier
+    # drops them if not; called before a request uses such blocks, or blocks of the tier
     verify: Callable[[], bool] | None = None
-    # whether a sequence may be computed in chunks; if not, only its stops split its prefill
+    # whether a sequence may be computed in chunks; if not, its prefill is split only at its stops
+    # (`SequenceBlocks.stops`)
     can_chunk: ClassVar[bool] = True
     # chooses in mode "auto"; learns from times of prefills and, in this mode, of swaps
     cost_model: CostModel = field(default_factory=CostModel)
@@ -94,7 +95,7 @@ class Preemption:
     # hashes of the prefixes at whose ends the prefills of running requests will stop; the
     # scheduler clears the set before each step
     awaited_prefixes: set[int] = field(default_factory=set)
-    min_saved: int = 0  # tokens that a cached prefix must save
+    min_saved: int = 0  # minimum length of a cached prefix that is used, in tokens
 
     def note_waiting(self, request: Request) -> None:
         """Called when a request begins to wait."""
@@ -106,8 +107,8 @@ class Preemption:
         """Called when no request waits any longer."""
 
     def announce_stops(self, request: Request, stops: list[int]) -> None:
-        """Called when a step computes tokens of a request whose prefill will stop at each of
-        `stops`, which are numbers of tokens."""
+        """Called when a step computes tokens of a request whose prefill will stop after each of
+        these numbers of tokens."""
 
     def awaits_prefix(self, request: Request) -> bool:
         """Whether this waiting request can begin at a stop that a running request will reach, in
@@ -115,7 +116,8 @@ class Preemption:
         return False
 
     def num_other_blocks(self, request: Request) -> int:
-        """Returns how many blocks the request holds besides its sequences' blocks."""
+        """Returns how many blocks the request needs besides its sequences' blocks: those that hold
+        encoder outputs."""
         return 0
 
     def take_other_blocks(self, request: Request) -> bool:
@@ -138,8 +140,8 @@ class Preemption:
             )
 
     def num_needed_blocks(self, request: Request) -> int:
-        """Returns the number of blocks with which the request can finish alone in the memory, if
-        need be in chunks of one token, for which layers with windows need the fewest blocks."""
+        """Returns the minimum number of blocks with which the request can finish alone in the
+        memory. Layers with windows need the fewest blocks in chunks of one token."""
         size = self.blocks.block_size
         num_rows = request.num_rows
         num_shared_tokens = 0
@@ -159,11 +161,11 @@ class Preemption:
         num_reserved_blocks: int,
         is_alone: bool,
     ) -> bool:
-        """Swaps a waiting request in, or attaches its rows to their cached blocks. Returns `False`
-        if the free blocks, except `num_reserved_blocks` of them, do not suffice for the swap-in or
-        for all tokens that the request has to compute, in chunks of at most `max_chunk_tokens`.
-        While no other request runs (`is_alone`), a request that cannot be swapped in is recomputed,
-        since no more blocks will become free. After an exception the request's tables may be partly
+        """Swaps a waiting request in, or attaches its rows to their cached blocks. Returns whether
+        the free blocks, except `num_reserved_blocks` of them, suffice for the swap-in, or for all
+        tokens that the request has to compute, in chunks of at most `max_chunk_tokens`. While no
+        other request runs (`is_alone`), a request that cannot be swapped in is recomputed, since no
+        more blocks will become free. After an exception the request's tables may be partly
         changed."""
         manager = self.blocks
         if request.is_swapped:
@@ -226,10 +228,10 @@ class Preemption:
         return False
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
-        """Attaches open rows to their cached blocks; returns each row with its number of cached or
-        shared tokens. If there are several rows, as after a preemption, and not all of their common
-        prefix (`num_shared_tokens`) is cached, the first row computes the prefix for all
-        (`Request.advance_shared_prefix`)."""
+        """Attaches open rows to their cached blocks; returns each row with its number of cached
+        tokens. If there are several rows, as after a preemption, and not all of their common prefix
+        (`num_shared_tokens`) is cached, the first row will compute the prefix for all rows
+        (`Request.advance_shared_prefix`); the prefix then counts as cached for the other rows."""
         rows = request.open_sequences
         for sequence in rows:
             self.match(sequence, sequence.keys)
@@ -288,8 +290,9 @@ class Preemption:
             self.match(sequence, sequence.keys)
 
     def match(self, sequence: Sequence, keys: list[Hashable]) -> None:
-        """Attaches a row to the longest reusable cached prefix of `keys`, if it has enough tokens
-        or ends before the prompt's content."""
+        """Attaches a row to the longest cached prefix of `keys` that includes all of the prompt's
+        media and has at least `min_saved` tokens. If there is none, attaches it to the longest
+        cached prefix that ends before the media, if any."""
         request = sequence.request
         sequence.begin(self.blocks)
         if request.drafts_first_token:
@@ -300,7 +303,7 @@ class Preemption:
             sequence.match(keys[: request.media_start + 1])
 
     def limit_tokens(self, request: Request, sequence: Sequence, count: int) -> int:
-        """Returns how many of `count` tokens (more than one) a sequence of the request may compute
+        """Returns how many of `count` tokens (at least two) a sequence of the request may compute
         in a step, regardless of the step's token budget."""
         num_computed = sequence.num_computed_tokens
         # tokens after a whole prompt wait for the next step
@@ -322,9 +325,9 @@ class Preemption:
         return self.swapper is not None and all(row.blocks is not NO_BLOCKS for row in rows)
 
     def swap_out_or_reset(self, request: Request) -> None:
-        """Drops the drafts of a preempted request, and swaps out its blocks, or frees them; the
+        """Drops the drafts of a preempted request, and swaps out its blocks or frees them. The
         prefix cache may keep full blocks. Blocks computed before the model changed are swapped out
-        if possible."""
+        if possible, in every `mode`."""
         for sequence in request.sequences:
             sequence.commit_draft()
             sequence.register_last()

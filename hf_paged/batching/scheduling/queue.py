@@ -35,7 +35,7 @@ class NeverFitsError(OutOfBlocksError):
 class Suspects(deque[set[Request]]):
     """Groups of requests that may have made a forward fail. Steps compute only the requests of the
     first group, then of the next; a group that fails again is halved, so that in the end only
-    requests whose forward fails alone get the error."""
+    requests that fail alone in a forward get the error."""
 
     def first(self) -> set[Request] | None:
         """Returns the requests to which the next step is limited; `None` if no group is left."""
@@ -43,18 +43,23 @@ class Suspects(deque[set[Request]]):
             self.popleft()
         return self[0] if self else None
 
-    def halve(self, units: list[list[Request]]) -> None:
-        """Splits the units of a failed forward into two groups, which later steps compute one after
-        the other. A unit is a list of requests that must stay in one group."""
-        middle = len(units) // 2
-        for half in (units[middle:], units[:middle]):
-            requests = {request for unit in half for request in unit if not request.is_finished}
+    def halve(self, request_lists: list[list[Request]]) -> None:
+        """Splits the requests of a failed forward into two groups, which later steps compute one
+        after the other. The requests of one list stay in one group."""
+        middle = len(request_lists) // 2
+        for half in (request_lists[middle:], request_lists[:middle]):
+            requests = {
+                request
+                for request_list in half
+                for request in request_list
+                if not request.is_finished
+            }
             self.discard(requests)  # if the first group failed, it still contains them
             self.appendleft(requests)
 
     def clear_computed(self) -> None:
-        """After a successful forward of the first group, removes its requests that are finished, or
-        have nothing to compute until they get their next tokens."""
+        """Called after a successful forward of the first group: removes the requests that are
+        finished, or have nothing to compute until they get their next tokens."""
         self.discard(
             {
                 request
@@ -80,7 +85,7 @@ class RequestQueue:
     adapters: OnDemand[Adapters]
     suspects: Suspects = field(default_factory=Suspects)
     # the requests that this step may compute: the first group of suspects; `None` for all
-    allowed: Set[Request] | None = None
+    allowed_requests: Set[Request] | None = None
     running: list[Request] = field(default_factory=list)
     # includes preempted requests, even those with nothing to compute until their next tokens
     waiting: list[Request] = field(default_factory=list)
@@ -99,8 +104,8 @@ class RequestQueue:
         return self.may_run(request) and not request.awaits_tokens
 
     def may_run(self, request: Request) -> bool:
-        """Whether this step may compute the request (`allowed`)."""
-        return self.allowed is None or request in self.allowed
+        """Whether this step may compute the request (`allowed_requests`)."""
+        return self.allowed_requests is None or request in self.allowed_requests
 
     def add(self, request: Request) -> None:
         """Queues a new request."""

@@ -10,8 +10,9 @@ from ..request import Request, Sequence
 
 
 @dataclass
-class Scheduled:
-    """The sequences scheduled so far, from which `plan` makes the step's plan."""
+class ScheduledRows:
+    """The sequences that the step has scheduled so far, and the requests that it has admitted and
+    preempted. `plan` makes the step's plan from them."""
 
     decodes: list[Sequence] = field(default_factory=list)  # one token of each
     num_partial_decodes: int = 0  # how many of `decodes` have further tokens to compute
@@ -23,7 +24,8 @@ class Scheduled:
     num_other_tokens: int = 0  # in `drafted` and `chunks`
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
-    # rows of running requests that need one token in this step; counted for the first chunk
+    # number of rows of running requests that need one token in this step; `None` until the first
+    # call of `num_pending_decodes`
     _num_decoding: int | None = None
 
     def __bool__(self) -> bool:
@@ -38,9 +40,9 @@ class Scheduled:
     def num_draft_tokens(self) -> int:
         return self.num_other_tokens - self.num_chunk_tokens - len(self.drafted)
 
-    def num_reserved(self, running: Iterable[Request]) -> int:
-        """Returns how many rows of the running requests need one token and are not scheduled yet:
-        chunks leave as many tokens."""
+    def num_pending_decodes(self, running: Iterable[Request]) -> int:
+        """Returns how many rows of the running requests need one token and are not scheduled yet.
+        Chunks leave one token of the step to each of these rows."""
         if self._num_decoding is None:
             rows = (row for request in running for row in request.open_sequences)
             self._num_decoding = sum(row.num_to_compute == 1 for row in rows)
@@ -62,8 +64,8 @@ class Scheduled:
 
     def shares_forward(self, request: Request) -> bool:
         """Whether the request's prompt belongs to the same `Prompts` as all chunks scheduled so
-        far, if any, so that one forward computes them. Such a prompt may exceed the token
-        budget."""
+        far, if any, so that one forward computes the prompt with them. Such a prompt may exceed the
+        token budget."""
         if request.inputs is None:
             return False
         for sequence, _ in self.chunks:

@@ -15,7 +15,7 @@ from ...seams import Adapters, Drafter
 from ..request import Request, RequestListener, Rope, Sequence, Status
 from .preemption import Preemption
 from .queue import RequestQueue
-from .scheduled import Scheduled
+from .scheduled import ScheduledRows
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Scheduler:
         self.queue = RequestQueue(self.preemption, self.timeline, self.adapters)
         # the waiting request at which admission stopped, because rows or blocks were too few
         self._blocked_request: Request | None = None
-        self._scheduled = Scheduled()
+        self._scheduled = ScheduledRows()
         self._is_committed = False  # whether the rows of the last step may have advanced
 
     def add(self, *requests: Request) -> None:
@@ -69,9 +69,9 @@ class Scheduler:
         models hold the blocks that the first request needs, and `NeverFitsError` if none of these
         holds any. After any other exception the caller must call `recover`."""
         self._is_committed = False
-        scheduled = self._scheduled = Scheduled()
+        scheduled = self._scheduled = ScheduledRows()
         self.blocks.index.begin_step()
-        self.queue.allowed = self.queue.suspects.first() if self.queue.suspects else None
+        self.queue.allowed_requests = self.queue.suspects.first() if self.queue.suspects else None
         if self.preemption.awaited_prefixes:
             self.preemption.awaited_prefixes.clear()
         self._blocked_request = None
@@ -141,9 +141,9 @@ class Scheduler:
         scheduled = self._scheduled
         decodes = scheduled.decodes
         max_tokens = self.max_num_batched_tokens
-        allowed = self.queue.allowed
+        allowed_requests = self.queue.allowed_requests
         for request in self.queue.running:  # the body removes only later ones, or returns
-            if allowed is not None and request not in allowed:
+            if allowed_requests is not None and request not in allowed_requests:
                 continue
             for sequence in request.sequences:
                 num_tokens = len(sequence.token_ids)
@@ -169,7 +169,7 @@ class Scheduler:
         `_continue_running`. Returns whether later sequences may get tokens."""
         scheduled = self._scheduled
         if num_to_compute > 1:
-            limit = self._chunk_limit(scheduled.num_reserved(self.queue.running))
+            limit = self._chunk_limit(scheduled.num_pending_decodes(self.queue.running))
             first = self.queue.first_waiting
             if first is not None and first.sort_key < request.sort_key:
                 # leaves half of the tokens to a waiting request that sorts before this one
@@ -177,10 +177,11 @@ class Scheduler:
         elif limit <= 0:
             return False
         elif sequence.draft:
-            # leaves a token to each row; chunks of this step may have taken more than that
+            # leaves one token to each row; `limit` also counts the tokens of this step's chunks
             max_drafted = self.max_num_batched_tokens - self.queue.num_rows
             max_drafted -= scheduled.num_draft_tokens
-            max_drafted = min(max_drafted, limit - scheduled.num_reserved(self.queue.running))
+            num_pending_decodes = scheduled.num_pending_decodes(self.queue.running)
+            max_drafted = min(max_drafted, limit - num_pending_decodes)
             num_drafted = sequence.append_draft(max_drafted)
             if num_drafted:
                 scheduled.add_drafted(sequence, 1 + num_drafted)
@@ -260,9 +261,9 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts `request`, which needs blocks while no later request runs. Then, if no request
-        runs and no other model holds memory, releases unused memory, or raises `OutOfBlocksError`
-        if `request` had the same total length at its last such preemption."""
+        """Preempts `request`, which lacks blocks although no later request runs. If then no request
+        runs, and no other model holds memory, raises `OutOfBlocksError` if `request` had the same
+        total length at its last such preemption, and otherwise releases unused memory."""
         is_only_model = not self.blocks.memory.num_held_by_others
         self._preempt(request)
         if self.queue.running or not is_only_model:
@@ -312,8 +313,8 @@ class Scheduler:
 
     def _admit(self, ignores_row_limit: bool = False) -> None:
         """Admits waiting requests while tokens, rows and blocks last; with `ignores_row_limit`, the
-        first one may exceed the limit on rows. Postpones requests that can soon reuse a prefix that
-        a scheduled request is computing (`Preemption.awaited_prefixes`)."""
+        first one may exceed the limit on rows. Postpones requests that can soon reuse a prefix
+        which a scheduled request computes (`Preemption.awaited_prefixes`)."""
         num_postponed_rows = 0
         for request in self.queue.waiting.copy():
             if not self.queue.may_begin(request):
@@ -350,7 +351,8 @@ class Scheduler:
                     limit = self._chunk_limit()
                     self._schedule_tokens(request, sequence, limit, may_preempt=False)
             if self._scheduled.num_tokens == num_tokens_before:
-                # tokens or blocks ran out; blocks that it shares may be computed only in this step
+                # tokens or blocks ran out; a request that was not swapped in may share blocks that
+                # this step has yet to compute, so it must not be swapped out
                 self._requeue(request, may_swap=was_swapped)
                 return
             self._scheduled.admitted.append(request)
@@ -369,7 +371,7 @@ class Scheduler:
     def recompute(self) -> list[Request]:
         """Called between steps: drops the K/V of all unfinished requests. Preempts the running
         requests and returns them."""
-        self._scheduled = Scheduled()
+        self._scheduled = ScheduledRows()
         for request in list(self.queue.running):
             self._preempt(request, may_swap=False)
         for request in self.queue.waiting:
@@ -388,9 +390,9 @@ class Scheduler:
             self.queue.enqueue(request)
 
     def undo_step(self) -> None:
-        """Undoes the last step: one whose forward raised an exception or, in a forked child, one
-        that another thread of the parent was taking. The latter may be only partly scheduled, or
-        already computed, with logits that are not delivered yet."""
+        """Undoes the last step, because its forward raised an exception or because, in a forked
+        child, another thread of the parent was taking it. In the second case the step may be only
+        partly scheduled, or already computed, with logits that are not delivered yet."""
         self.blocks.index.undo_step()
         plan = self._scheduled.plan()
         # admitted requests may share blocks that other rows of the step should have written
@@ -398,7 +400,7 @@ class Scheduler:
         if self._is_committed:  # blocks that left windows may already have been freed
             requests_to_requeue = dict.fromkeys(sequence.request for sequence in plan.sequences)
         self._is_committed = False
-        self._scheduled = Scheduled()
+        self._scheduled = ScheduledRows()
         for request in requests_to_requeue:
             if request.status is Status.RUNNING:
                 self._requeue(request)
@@ -417,7 +419,7 @@ class Scheduler:
         requests_to_reset = dict.fromkeys([*requests, *self.queue.running, *self.queue.waiting])
         self.queue.clear()
         self._blocked_request = None
-        self._scheduled = Scheduled()
+        self._scheduled = ScheduledRows()
         for request in requests_to_reset:
             self.preemption.reset(request)
             if request in requests and not request.is_finished:

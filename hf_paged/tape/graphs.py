@@ -122,7 +122,7 @@ class StepGraphs:
         # limits that failed recordings have set, by quantity: "decodes", "chunk tokens" or
         # "prefixes", whose limit is always 0
         self._limits: dict[str, int] = {}
-        self._reason_against_decodes = ""  # beyond their limit
+        self._reason_against_decodes = ""  # why steps over the limit of decodes are not recorded
         self._outputs = StaticOutputs()  # shared by graphs
         # of the running step:
         self._forward: Forward | None = None
@@ -385,7 +385,7 @@ class StepGraphs:
 
     def _record(self, key: GraphKey, tokens: PackedTokens, prefixes: Prefixes) -> RecordedStep:
         """Records a graph for steps of `key`. Raises the errors of the forward, and `NotCapturable`
-        if the forward cannot be recorded, or a tape gives other results."""
+        if the forward cannot be recorded, or if the results of a tape differ."""
         inputs = StaticInputs(key, self._groups, self._device, self._states)
         prepare = functools.partial(inputs.copy_in, self._states)
         context = self._context

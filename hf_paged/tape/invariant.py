@@ -178,7 +178,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 def _leaf_key(leaf: Any, index_by_address: dict[int, int]) -> Hashable:
     """Returns the part of a program's key for one argument. Raises [`NotInvariant`] for a tensor
-    that is not a plain one on the CPU."""
+    that is not a plain CPU tensor."""
     if not isinstance(leaf, Tensor):
         # `repr`, since -0.0 == 0.0 and NaN != NaN
         if isinstance(leaf, float):
@@ -200,9 +200,9 @@ def _create_program(
     kwargs: Any,
     inputs: dict[int, int],
 ) -> _Program | None:
-    """Returns an operation's program, with these `_Program.inputs`; `None` if the operation is
-    batch-invariant in PyTorch or returns no floats. Raises [`NotInvariant`] if no kernel computes
-    it."""
+    """Returns an operation's program; `None` if the operation is batch-invariant in PyTorch or
+    returns no floats. `inputs`: as in `_Program`. Raises [`NotInvariant`] if no kernel computes the
+    operation."""
     returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
     if is_batch_invariant(func, args, kwargs) or not returns_tensors:
         return None

@@ -33,8 +33,8 @@ class _Columns(NamedTuple):
 
 class UnmaskedColumns:
     """The tensors of a recording with an axis of columns that no mask has hidden yet. They are
-    identified by their memory, which the recording keeps alive. After an operation whose effect on
-    the columns is not certain, its result is not among them."""
+    identified by their memory, which the recording keeps alive. The result of an operation whose
+    effect on the columns is not certain is not among them."""
 
     def __init__(self) -> None:
         # by storage, then by offset, sizes and strides
@@ -42,13 +42,14 @@ class UnmaskedColumns:
         self._biases: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def add(self, keys: Tensor, last: Tensor) -> None:
-        """Adds gathered keys or values `(n, heads, columns, dim)`, of which all rows have stored
-        the first up to `last`, `()` int64."""
+        """Adds gathered keys or values `(n, heads, columns, dim)`. `last`: the index of the last
+        column that the rows have stored, `()` int64."""
         self._put(keys, _Columns(2, last))
 
     def hide(self, scores: Tensor, axis: int, *args: Any) -> tuple[Any, ...]:
-        """Takes the arguments of a softmax. If it is over columns that no mask has hidden, returns
-        them with scores of minus infinity for those that are not stored."""
+        """Returns the arguments of a softmax, `scores`, `axis` and `args`. If it is over columns
+        that no mask has hidden, the returned scores are minus infinity in the columns that are not
+        stored."""
         columns = self._find(scores)
         if columns is None or columns.axis != axis % scores.dim():
             return scores, axis, *args
@@ -57,14 +58,14 @@ class UnmaskedColumns:
         if key not in self._biases:
             is_stored = torch.arange(scores.shape[axis], device=scores.device) <= last
             bias = scores.new_zeros(scores.shape[axis]).masked_fill(~is_stored, -math.inf)
-            self._biases[key] = bias, last  # the latter keeps its id
+            self._biases[key] = bias, last  # keeps `last` alive, so that its id is not reused
         bias, _ = self._biases[key]
         inner_axes = [1] * (scores.dim() - 1 - columns.axis)
         return scores + bias.view(-1, *inner_axes), axis, *args
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Adds the result of an operation if it has the columns of an operand, and removes tensors
-        that the operation writes to."""
+        """Adds the result of an operation if it has the columns of an operand, and removes the
+        tensors that the operation writes to."""
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         columns = [self._find(operand) for operand in operands]
         for tensor in written_tensors(func, args, kwargs):
@@ -144,8 +145,8 @@ def _result_axis(
 def _broadcast_axis(
     operands: Sequence[Tensor], axes: Sequence[int | None], result: Tensor
 ) -> int | None:
-    """As `_result_axis`, of an elementwise operation: `None` also if an operand takes part that has
-    other numbers for each column, since it may be a mask."""
+    """As `_result_axis`, for an elementwise operation: also `None` if another operand has more than
+    one element along that axis, since it may be a mask."""
     from_right = {axis - x.dim() for x, axis in zip(operands, axes) if axis is not None}
     if len(from_right) > 1:
         return None

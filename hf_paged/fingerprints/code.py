@@ -85,11 +85,12 @@ class Functions:
 
     def __init__(self) -> None:
         self.pending = deque[Any]()  # functions whose globals are still to be described
-        self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
+        # names in the code read so far, and those of methods that PyTorch calls
+        self._names = {"__call__", "__getattr__", "forward"}
         self._methods = dict[str, list[Any]]()  # by name: user code's methods not yet named by code
 
     def add_method(self, name: str, function: Any) -> None:
-        """Adds a function in a class; for a library's function, only the names in its code."""
+        """Adds a method of a class; for a library's method, adds only the names in its code."""
         if name in _SETUP_METHODS:
             return
         if not is_user_module(globals_module(function)):
@@ -101,7 +102,7 @@ class Functions:
             self._methods.setdefault(name, []).append(function)
 
     def add_names(self, names: frozenset[str]) -> None:
-        """Adds names that user code reads."""
+        """Adds names that code reads; methods with these names become pending."""
         for name in sorted(names & self._methods.keys()):
             self.pending += self._methods.pop(name)
         self._names |= names

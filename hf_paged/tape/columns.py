@@ -130,7 +130,7 @@ class Columns(Tensor):
 
 
 class LiveColumns(NamedTuple):
-    """[`Columns`] as an argument of a live module, which gets only the `stored` columns."""
+    """[`Columns`] as an argument of a live module, which gets only the stored columns."""
 
     tensor: Tensor
     length: Tensor
@@ -140,21 +140,21 @@ class LiveColumns(NamedTuple):
     def of(cls, columns: Columns) -> LiveColumns:
         return cls(columns.tensor, columns.length, columns.axis)
 
-    def stored(self) -> Tensor:
+    def stored_columns(self) -> Tensor:
         return self.tensor.narrow(self.axis, 0, int(self.length) + 1)
 
 
-def with_stored(arguments: Any) -> Any:
+def with_stored_columns(arguments: Any) -> Any:
     """Replaces `LiveColumns` in the arguments of a live module by their stored columns."""
-    return tree_map(_stored, arguments, is_leaf=_is_live)
+    return tree_map(_stored_columns, arguments, is_leaf=_is_live)
 
 
 def _is_live(value: Any) -> bool:
     return type(value) is LiveColumns
 
 
-def _stored(leaf: Any) -> Any:
-    return leaf.stored() if _is_live(leaf) else leaf
+def _stored_columns(leaf: Any) -> Any:
+    return leaf.stored_columns() if _is_live(leaf) else leaf
 
 
 class StoredColumns(Columns):

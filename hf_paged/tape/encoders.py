@@ -32,12 +32,12 @@ def reads_mask(rectangle: Rectangle, inputs: Mapping[str, Any], reads_keys: bool
     since the model's own code computes that mask, for instance from a mask of frames. `reads_keys`:
     as in `StepGraphs`; if false, a mask that hides nothing is not needed."""
     mask = inputs.get(MASK)
-    if mask is None or rectangle.encoder_columns is not None or _is_of_tokens(mask, rectangle):
+    if mask is None or rectangle.encoder_columns is not None or _is_token_mask(mask, rectangle):
         return False
     return reads_keys or not bool((mask == 1).all())
 
 
-def _is_of_tokens(mask: Tensor, rectangle: Rectangle) -> bool:
+def _is_token_mask(mask: Tensor, rectangle: Rectangle) -> bool:
     return mask.shape == (len(rectangle.blocks), rectangle.encoder_width)
 
 
@@ -52,7 +52,7 @@ def visible_ranges(
     columns = rectangle.encoder_columns
     if columns is None:  # the model's own code attends to the encoder
         mask = inputs.get(MASK)
-        if mask is None or is_mask_read or not _is_of_tokens(mask, rectangle):
+        if mask is None or is_mask_read or not _is_token_mask(mask, rectangle):
             return [(0, length) for length in lengths]
         is_binary = bool(((mask == 0) | (mask == 1)).all())
         bounds = unpadded_columns(mask, *mask.shape) if is_binary else None

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from ..kernels.cpp import linear
 from ..kernels.cpp.build import best_path
 from .buffers import AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
-from .columns import with_stored
+from .columns import with_stored_columns
 from .live import LiveRefused, LiveValue
 from .rows import RowOps
 
@@ -148,7 +148,7 @@ class ModuleCall:
 
         def run() -> None:
             current = [values[id(leaf)] if type(leaf) is LiveValue else leaf for leaf in leaves]
-            args, kwargs = with_stored(tree_unflatten(current, spec))
+            args, kwargs = with_stored_columns(tree_unflatten(current, spec))
             module = self.module()
             assert module is not None
             with torch.no_grad():

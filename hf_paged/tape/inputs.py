@@ -80,11 +80,11 @@ class _Tables:
         self.seq_lens = new_array("i", num_rows)
         self.starts = new_array("i", num_rows)
         self._block_ids = new_array("i", num_rows * width)
-        self._written: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
+        self._written_ids: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
 
     def write(self, tables: Iterable[list[int]], first: int = 0) -> None:
         """Writes the tables of the rows from `first` on."""
-        write_changed_rows(self._block_ids.on_host, self.width, self._written, tables, first)
+        write_changed_rows(self._block_ids.on_host, self.width, self._written_ids, tables, first)
 
     @property
     def tensor(self) -> Tensor:

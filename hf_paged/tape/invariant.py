@@ -106,8 +106,8 @@ class _BatchInvariantMode(TorchDispatchMode):
         if not has_floats:
             return func(*args, **kwargs)
         # programs identify inputs by address, so the key includes which inputs share an address
-        last_first = reversed(list(enumerate(tensors)))
-        index_by_address = {tensor.data_ptr(): index for index, tensor in last_first}
+        in_reverse = reversed(list(enumerate(tensors)))
+        index_by_address = {tensor.data_ptr(): index for index, tensor in in_reverse}
         leaf_keys = (_leaf_key(leaf, index_by_address) for leaf in leaves)
         key = func, *kwargs, *leaf_keys
         program = _programs.get(key, _MISSING)
@@ -209,8 +209,8 @@ def _create_program(
     result = args[0]
     outputs: list[Tensor] = []
     if not func._schema.is_mutable:
-        on_meta = func(*_empty_like(args, "meta"), **_empty_like(kwargs, "meta"))
-        result = _empty_like(on_meta, "cpu")
+        meta_result = func(*_empty_like(args, "meta"), **_empty_like(kwargs, "meta"))
+        result = _empty_like(meta_result, "cpu")
         outputs = tree_leaves(result)
     if not any(tensor.is_floating_point() for tensor in tensors_in(result)):
         return None

@@ -1,7 +1,7 @@
 """Modules that a replay calls as Python code ("live") instead of replaying their operations, since
-their forwards branch on the content of tensors, as that of experts does, which loops over the
-experts chosen. Decides which modules these are, and calls them while the other operations of a step
-are recorded. `entries.ModuleCall` calls them in replays."""
+their forwards read the content of tensors: a mixture of experts, for instance, loops over the
+experts that its router has chosen. Decides which modules these are, and calls them while the other
+operations of a step are recorded. `entries.ModuleCall` calls them in replays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..kernels.cpp.build import observer
 from ..model.values import SCALARS, is_user_module
 from ..model.writes import Snapshot, Write
 from ..step import NotCapturable
-from .columns import Columns, LiveColumns, with_stored
+from .columns import Columns, LiveColumns, with_stored_columns
 from .record import (
     ContentReadError,
     LiveCall,
@@ -37,13 +37,13 @@ from .record import (
 )
 from .step_cache import StepCache
 from .torch_options import torch_options
-from .unmasked import running
+from .unmasked import current_columns
 
 _CONSTANTS = SCALARS | {torch.dtype, torch.device, torch.Size}
 
 
 class LiveRefused(NotCapturable):
-    """A module of this class must not be live."""
+    """A module of this class must not be called live."""
 
     def __init__(self, module_class: type[nn.Module], action: str) -> None:
         super().__init__(f"its {module_class.__name__} {action}")
@@ -88,10 +88,10 @@ class LiveModules:
         self._refused.clear()
 
     def learn(self, error: BaseException) -> bool:
-        """Learns from the error of a recording or replay which classes to call live: no longer one
-        that raised [`LiveRefused`]; from now on that of the innermost module that read content and
-        can be called with other tensors. Returns whether that changed `classes`, so that another
-        recording may succeed."""
+        """Updates `classes` after a recording or replay has raised an error. Removes the class that
+        a [`LiveRefused`] names. After a [`ContentReadError`], adds the class of the innermost
+        module that was running and that may be called live. Returns whether another recording may
+        therefore succeed."""
         if isinstance(error, LiveRefused):
             self.classes.discard(error.module_class)
             self._refused.add(error.module_class)
@@ -125,7 +125,7 @@ class LiveModules:
             if type(module) not in classes or is_nested or is_other_thread:
                 return call(module, *args, **kwargs)
             if recorder is None:  # the run before the recording
-                args, kwargs = with_stored(tree_map(_live_leaf, (args, kwargs)))
+                args, kwargs = with_stored_columns(tree_map(_live_leaf, (args, kwargs)))
                 return call(module, *args, **kwargs)
             if _surroundings(num_recorder_modes=1) != surroundings:
                 raise LiveRefused(type(module), "runs in a context that replays do not enter")
@@ -198,7 +198,7 @@ def _live_leaf(leaf: Any) -> Any:
         return leaf.read()
     if type(leaf) is Columns:
         return LiveColumns.of(leaf)
-    return leaf.live() if type(leaf) is StepCache else leaf
+    return leaf.live_cache() if type(leaf) is StepCache else leaf
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -223,7 +223,7 @@ def _call_live(
     if any(map(recorder.columns.has_unmasked, arguments)):
         check.refuse("gets keys without a mask that hides the columns that are not stored")
     with _disable_current_modes():
-        leaves, spec = tree_flatten(with_stored((args, kwargs)))
+        leaves, spec = tree_flatten(with_stored_columns((args, kwargs)))
     values = [
         recorder.live_values[id(leaf)][1] if type(leaf) is LiveValue else leaf for leaf in leaves
     ]
@@ -232,13 +232,13 @@ def _call_live(
     with _disable_current_modes():
         snapshot = Snapshot(module)
     observer_token = observer.set(check.refuse_kernel)
-    columns_token = running.set(None)
+    columns_token = current_columns.set(None)
     recorder.live_check = check
     try:
         result = call(module, *live_args, **live_kwargs)
     finally:
         recorder.live_check = None
-        running.reset(columns_token)
+        current_columns.reset(columns_token)
         observer.reset(observer_token)
     writes = list[Write]()
     with _disable_current_modes():

@@ -439,8 +439,8 @@ class Lowering:
         self.entries.append(TorchOp(function, arguments, outputs, reads, writes))
 
 
-_Method = Callable[[Lowering, Operation], bool]
-_METHODS: dict[str, _Method] = {
+# by PyTorch's names: methods that add an operation, and return whether that was possible
+_METHODS: dict[str, Callable[[Lowering, Operation], bool]] = {
     "aten::native_layer_norm": Lowering._layer_norm,
     "aten::cat": Lowering._cat,
     **dict.fromkeys(_REDUCTIONS, Lowering._reduce),

@@ -21,7 +21,7 @@ from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..step import NotCapturable
 from .length import RANGE_FUNCTIONS, with_ranges
-from .unmasked import SIZE_FUNCTIONS, UnmaskedColumns, running
+from .unmasked import SIZE_FUNCTIONS, UnmaskedColumns, current_columns
 
 aten = torch.ops.aten
 _LAZY_VIEWS = frozenset({"aten::_conj", "aten::_neg_view"})
@@ -198,7 +198,7 @@ class HostResultReplay(TorchDispatchMode):
         return tree_map_only(Tensor, torch.clone, result)
 
 
-class CreatesOnHost(TorchFunctionMode):
+class HostCreation(TorchFunctionMode):
     """Creates tensors from Python numbers on the host, then copies them to the device. Dispatch
     modes see the copy, but would not see a creation on the device."""
 
@@ -344,7 +344,7 @@ class ReadGuard(TorchFunctionMode):
                 raise ContentReadError(f"Tensor.{func.__name__}")
         if func in _FROM_PYTHON:
             _refuse_tensor_lists(func, _data_of(func, args, kwargs or {}))
-        columns = running.get()
+        columns = current_columns.get()
         if columns is not None and func not in _METADATA_READING:
             if any(x.is_meta for x in tensors_in((args, kwargs))):
                 raise NotCapturable("its decode steps read an input of its encoder")
@@ -480,7 +480,7 @@ def recording() -> Iterator[list[Recorded]]:
     operations = recorder.operations
     recorder_token = current_recorder.set(recorder)
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
-    columns_token = running.set(recorder.columns)
+    columns_token = current_columns.set(recorder.columns)
     num_before = num_modes()
     is_tracing = masking_utils.is_tracing
     try:
@@ -491,7 +491,7 @@ def recording() -> Iterator[list[Recorded]]:
             yield operations
     finally:
         masking_utils.is_tracing = is_tracing
-        running.reset(columns_token)
+        current_columns.reset(columns_token)
         observer.reset(token)
         current_recorder.reset(recorder_token)
         end_modes(num_before)  # a mode that an interrupt left active would refuse later operations

@@ -158,10 +158,11 @@ def check_replay(
             )
 
 
-def reason_of(error: BaseException, handled: BaseException | None = None) -> str:
-    """Returns the first line of the error that came first, since ending a broken capture raises
-    more errors. `handled`: an error that the caller was handling when the recording began."""
-    while error.__context__ not in (None, handled) and not error.__suppress_context__:
+def reason_of(error: BaseException, handled_error: BaseException | None = None) -> str:
+    """Returns the first line of the error that was raised first, since ending a broken capture
+    raises more errors. `handled_error`: an error that the caller was already handling when the
+    recording began."""
+    while error.__context__ not in (None, handled_error) and not error.__suppress_context__:
         error = error.__context__
     return first_line(error)
 

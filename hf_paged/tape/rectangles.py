@@ -291,7 +291,7 @@ class RectangleReplays:
         replaced.update(self._token_types)
         if self._cross_groups and not self._reads_mask:
             replaced.add(encoders.MASK)  # by `encoders.visible_ranges`
-        by_row: dict[str, Tensor] = {}
+        row_inputs: dict[str, Tensor] = {}
         for name, value in prepared.items():
             if name in replaced or self._is_input_supported(name, value, rectangle):
                 continue
@@ -299,8 +299,8 @@ class RectangleReplays:
             is_tensor = isinstance(value, Tensor)
             if is_special or not (is_tensor and is_row_input(name, value, rectangle)):
                 return unsupported.format(name)
-            by_row[name] = value
-        return note_row_inputs(rectangle, by_row)
+            row_inputs[name] = value
+        return note_row_inputs(rectangle, row_inputs)
 
     def _is_input_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
         num_rows, width = len(rectangle.blocks), rectangle.width

@@ -69,19 +69,19 @@ class StepLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor:
         """`(n, heads, capacity, dim)`: a handle or, with `reads_keys`, a gathered tensor."""
-        return self._stored(False)
+        return self._keys_or_values(False)
 
     @property
     def values(self) -> Tensor:
         """`(n, heads, capacity, dim)`: as `keys`."""
-        return self._stored(True)
+        return self._keys_or_values(True)
 
-    def _stored(self, is_value: bool) -> Tensor:
+    def _keys_or_values(self, is_value: bool) -> Tensor:
         blocks = self.blocks
         if not self._reads_keys:
             return PagedTensor(self.step, blocks, is_value)
         gathered = gather(self.step, blocks, is_value)
-        columns = unmasked.running.get()
+        columns = unmasked.current_columns.get()
         if columns is not None and isinstance(self.length, Length) and self.step.window is None:
             columns.add(gathered, self.length.tensor)
         return gathered
@@ -201,18 +201,18 @@ class LiveLayer:
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """As `IndexedStepLayer.update_indexer`, but returns only the stored columns."""
         assert isinstance(self._layer, IndexedStepLayer)
-        return LiveColumns.of(self._layer.update_indexer(indexer_key_states)).stored()
+        return LiveColumns.of(self._layer.update_indexer(indexer_key_states)).stored_columns()
 
 
 class StepCache(Cache):
     """The cache of a recorded step."""
 
-    def live(self) -> Cache:
+    def live_cache(self) -> Cache:
         """Returns the cache that a live module of the step gets. Its lengths are numbers, and its
         indexer keys ordinary tensors."""
         layers = [LiveLayer(x) if isinstance(x, StepLayer) else x for x in self.layers]
-        live: Any = Cache(layers=layers)
-        return live
+        cache: Any = Cache(layers=layers)
+        return cache
 
     @property
     def live_tensors(self) -> list[Tensor]:

@@ -26,7 +26,7 @@ _COPIES = frozenset("clone _to_copy".split())
 _PRODUCT_AXES = {"mm": ({0: 0}, {1: 1}), "bmm": ({0: 0, 1: 1}, {0: 0, 2: 2})}
 
 
-class _Columns(NamedTuple):
+class _ColumnAxis(NamedTuple):
     axis: int  # from the left
     last: Tensor  # index of the last stored column, `()` int64
 
@@ -38,13 +38,13 @@ class UnmaskedColumns:
 
     def __init__(self) -> None:
         # by storage, then by offset, sizes and strides
-        self._columns: dict[int, dict[Hashable, _Columns]] = {}
+        self._columns: dict[int, dict[Hashable, _ColumnAxis]] = {}
         self._biases: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def add(self, keys: Tensor, last: Tensor) -> None:
         """Adds gathered keys or values `(n, heads, columns, dim)`. `last`: the index of the last
         column that the rows have stored, `()` int64."""
-        self._put(keys, _Columns(2, last))
+        self._put(keys, _ColumnAxis(2, last))
 
     def hide(self, scores: Tensor, axis: int, *args: Any) -> tuple[Any, ...]:
         """Returns the arguments of a softmax, `scores`, `axis` and `args`. If it is over columns
@@ -77,7 +77,7 @@ class UnmaskedColumns:
         axes = [None if x is None else x.axis for x in columns]
         axis = _result_axis(func, operands, axes, result)
         if axis is not None and all(last is lasts[0] for last in lasts):
-            self._put(result, _Columns(axis, lasts[0]))
+            self._put(result, _ColumnAxis(axis, lasts[0]))
 
     def has_unmasked(self, tensor: Tensor) -> bool:
         """Whether the memory of a plain tensor has columns that no mask has hidden."""
@@ -94,20 +94,20 @@ class UnmaskedColumns:
             return sizes[args[0] if args else kwargs["dim"]]
         return torch.Size(sizes)
 
-    def _find(self, tensor: Tensor) -> _Columns | None:
+    def _find(self, tensor: Tensor) -> _ColumnAxis | None:
         if type(tensor) is not Tensor:  # others may have no memory
             return None
         views = self._columns.get(tensor.untyped_storage()._cdata, {})
         return views.get(_geometry(tensor))
 
-    def _put(self, tensor: Tensor, columns: _Columns) -> None:
+    def _put(self, tensor: Tensor, columns: _ColumnAxis) -> None:
         views = self._columns.setdefault(tensor.untyped_storage()._cdata, {})
         views[_geometry(tensor)] = columns
 
 
 SIZE_FUNCTIONS = (Tensor.size, Tensor.shape.__get__)
 
-running: ContextVar[UnmaskedColumns | None] = ContextVar("unmasked_columns", default=None)
+current_columns: ContextVar[UnmaskedColumns | None] = ContextVar("unmasked_columns", default=None)
 """The columns of this thread's recording."""
 
 

@@ -37,9 +37,9 @@ class _Recipe:
 
 @dataclass
 class CodedWeights:
-    """The weights that one recording computes from codes. `is_constant` returns whether the
-    recording neither creates a tensor nor writes to it. `is_written` returns whether an operation
-    writes to a tensor's storage after the one that created it."""
+    """The weights that one recording computes from codes. `is_constant` returns whether a replay
+    neither creates a tensor nor writes to it. `is_written` returns whether an operation writes to
+    a tensor's storage after the one that created it."""
 
     is_constant: Callable[[Tensor], bool]
     is_written: Callable[[Tensor], bool]

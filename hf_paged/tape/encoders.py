@@ -1,6 +1,6 @@
 """The encoder tokens to which the rows of a rectangle's decode step attend. A recorded step reads
 them through block tables, so each row's tokens must be consecutive; or the model's own code
-computes a mask from that of the encoder's input, which the step then reads as it reads states."""
+computes a mask from the input mask of the encoder, which the step reads as it reads states."""
 
 from __future__ import annotations
 

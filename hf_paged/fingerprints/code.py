@@ -33,7 +33,7 @@ _HASHED_ATTRIBUTES = (
 )
 # Methods that forwards do not call.
 _SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
-# Modules of the standard library whose functions may return other values in each call.
+# Modules of the standard library whose functions may return a different value in each call.
 _VARYING_MODULES = {"contextvars", "random", "threading", "time"}
 _ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
 # instructions that load a global and an attribute, in all versions of Python
@@ -80,16 +80,17 @@ def names_of(code: types.CodeType) -> frozenset[str]:
 
 
 class Functions:
-    """Functions of user code whose globals are to be described, and methods of classes that are
-    added to them once code names the method."""
+    """Collects the functions of user code whose globals must be described. A method is among them
+    only once other code contains its name."""
 
     def __init__(self) -> None:
-        self.pending = deque[Any]()
-        self._names = {"__call__", "__getattr__", "forward"}  # names that user code reads
-        self._methods = dict[str, list[Any]]()  # user code's methods not named by code yet, by name
+        self.pending = deque[Any]()  # functions whose globals are still to be described
+        # names in the code read so far, and those of methods that PyTorch calls
+        self._names = {"__call__", "__getattr__", "forward"}
+        self._methods = dict[str, list[Any]]()  # by name: user code's methods not yet named by code
 
     def add_method(self, name: str, function: Any) -> None:
-        """Adds a function in a class; for a library's function, only the names in its code."""
+        """Adds a method of a class; for a library's method, adds only the names in its code."""
         if name in _SETUP_METHODS:
             return
         if not is_user_module(globals_module(function)):
@@ -101,7 +102,7 @@ class Functions:
             self._methods.setdefault(name, []).append(function)
 
     def add_names(self, names: frozenset[str]) -> None:
-        """Adds names that user code reads."""
+        """Adds names that code reads; methods with these names become pending."""
         for name in sorted(names & self._methods.keys()):
             self.pending += self._methods.pop(name)
         self._names |= names
@@ -117,7 +118,7 @@ def module_of(value: Any) -> str:
 
 
 def varies(value: Any, code: types.CodeType) -> bool:
-    """Whether a global that `code` reads may give other values at other times."""
+    """Whether a global that `code` reads may have or return a different value each time."""
     module_name = module_of(value)
     reads_environment = module_name == "os" and bool(names_of(code) & _ENVIRONMENT_NAMES)
     is_varying = module_name in _VARYING_MODULES or reads_environment
@@ -127,9 +128,10 @@ def varies(value: Any, code: types.CodeType) -> bool:
 def attributes_read(
     code: types.CodeType, path: tuple[str, ...], module: types.ModuleType
 ) -> list[str]:
-    """The names of the globals of `module` that `code` may read, sorted. `path`: the names by which
-    the code gets to the module, such as `("package", "module")`. If it only loads attributes of the
-    module, these are the names; otherwise all names in the code, except those of the path."""
+    """The sorted names of the globals of `module` that `code` may read. `path`: the names by which
+    the code accesses the module, such as `("package", "module")`. If the code only loads attributes
+    of the module, returns their names. Otherwise, for instance if it passes the module on, any name
+    in the code except those of the path may be that of a global."""
     chains = [chain[len(path) :] for chain in _chains_of(code) if chain[: len(path)] == path]
     names = {chain[0] for chain in chains if chain}
     if not chains or not all(chains):
@@ -139,8 +141,9 @@ def attributes_read(
 
 @functools.lru_cache(maxsize=8192)
 def _chains_of(code: types.CodeType) -> frozenset[tuple[str, ...]]:
-    """The globals that `code`, and the code that it contains, loads, each with the attributes that
-    it then loads one from another: `("utils", "ops", "scale")` for `utils.ops.scale(x)`."""
+    """The chains of names that `code` and the code that it contains load: a global, then an
+    attribute of it, then one of that attribute, and so on. The chain of `utils.ops.scale(x)` is
+    `("utils", "ops", "scale")`."""
     chains = set[tuple[str, ...]]()
     chain: tuple[str, ...] = ()
     for instruction in dis.get_instructions(code):

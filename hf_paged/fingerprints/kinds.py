@@ -1,4 +1,4 @@
-"""Kinds of values that a reading of a model tells apart, besides those of `model.values`."""
+"""The types of values that `reading.py` distinguishes, besides those in `model.values`."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ UNDESCRIBED_MODULES = (
 
 
 def check_strided(tensor: Tensor) -> None:
-    """Raises `ValueError` for a plain tensor whose elements do not lie in its memory."""
+    """Raises `ValueError` for a plain tensor unless its memory contains its elements, with strides
+    and without a lazy conjugation or negation."""
     is_strided = tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_quantized
     if not is_strided:
         raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}")

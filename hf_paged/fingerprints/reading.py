@@ -1,4 +1,4 @@
-"""Reads everything in a model that its forward depends on. `state` compares such readings."""
+"""Reads everything in a model that its forward depends on. `state.py` compares such readings."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from .kinds import (
     check_strided,
 )
 
-_MAX_DEPTH = 8  # of nested containers and functions: some hold themselves
+_MAX_DEPTH = 8  # maximum depth of nested containers and functions: some contain themselves
 # maximum number of objects of user classes whose attributes are read, and of items of containers
 # that are read in closures
 _MAX_PLAIN_OBJECTS = 10_000
@@ -76,23 +76,26 @@ class Reading:
         # message about a value that user code reads and whose changes cannot be detected, if any
         self.undetectable: str | None = None
         self.tensors = list[Tensor]()  # distinct tensors; `structure` has their indices
-        self._all_tensors = list[Tensor]()  # includes those that share memory and form with others
+        # also includes tensors with the memory, dtype, sizes and strides of another
+        self._all_tensors = list[Tensor]()
         self.overwritten = list[Tensor]()  # tensors whose content no forward reads
         self._objects = list[Any]()  # modules, configs, user classes and plain objects
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
         self._num_plain_objects = 0
-        # containers, functions and objects by their ids: those described, and those nested too deep
-        # to be described
+        # by id: the containers, functions and objects that were described
         self._described = dict[int, Any]()
+        # by id: those that were nested too deep to be described
         self._too_deep = dict[int, Any]()
         # Whether containers and objects in closures of user code are described. Hooks and functions
         # that users set on libraries' classes may collect results there.
         self._reads_closures = False
-        # whether a value in a closure is being described, or an object first found there
+        # whether the value that is being described is in a closure, or in an object first found in
+        # one
         self._is_in_closure = False
         self._closure_objects = set[int]()  # ids of these objects
-        self._num_closure_items = 0  # of containers, except those with only scalars
+        # items of all containers in closures, except containers with only scalars
+        self._num_closure_items = 0
         # descriptions of containers and their depths, by id and `_reads_closures`
         self._containers = dict[tuple[int, bool], tuple[int, Any]]()
         self._classes = set[type]()  # described so far
@@ -104,7 +107,7 @@ class Reading:
         self._closure_scalars = list[Any]()
         # modules' dicts of parameters, buffers and modules, unless empty
         self._tables = list[dict[str, Any]]()
-        self._subclasses = list[Tensor]()  # of tensors, with attributes that hold their parts
+        self._subclasses = list[Tensor]()  # tensors of subclasses, whose attributes hold the parts
         # dicts with entries that no forward reads, each with values to read instead, by name
         self._partly_read = list[tuple[dict[str, Any], dict[str, Any]]]()
         # modules, containers, hooks, functions of user code and cells, whose referents are compared
@@ -252,15 +255,15 @@ class Reading:
             return self._array(value)
         if isinstance(value, (types.BuiltinFunctionType, *NAMED_TYPES)):
             return self._named(value)
-        if self._is_too_deep(value, depth):
+        if self._note_depth(value, depth):
             return "object", kind.__qualname__
         if isinstance(value, FUNCTION_TYPES):
             return self._callable(value, depth)
         return self._instance(value, depth)
 
-    def _is_too_deep(self, value: Any, depth: int) -> bool:
-        """Whether to describe a value that is nested this deep by its type alone: it may hold
-        itself, and has then been described before."""
+    def _note_depth(self, value: Any, depth: int) -> bool:
+        """Notes a value that is nested this deep. Returns whether that is too deep, so that only
+        its type is described: if it contains itself, it has been described before."""
         is_too_deep = depth >= _MAX_DEPTH
         values = self._too_deep if is_too_deep else self._described
         values[id(value)] = value
@@ -280,7 +283,7 @@ class Reading:
         is_dict = isinstance(value, DICT_TYPES)
         items = [*(itertools.chain.from_iterable(value.items()) if is_dict else value)]
         if not SCALARS.issuperset(map(type, items)):  # a vocabulary may have millions of scalars
-            if self._is_too_deep(value, depth) or self._exceeds_limits(value):
+            if self._note_depth(value, depth) or self._count_closure_items(value):
                 return kind.__qualname__, len(items)
             items = self._items(depth, *items)
         if issubclass(kind, (set, frozenset)):
@@ -290,8 +293,9 @@ class Reading:
             self._containers[key] = depth, description
         return description
 
-    def _exceeds_limits(self, value: Any) -> bool:
-        """Whether a container in a closure has too many items to be read, which is then noted."""
+    def _count_closure_items(self, value: Any) -> bool:
+        """Counts the items of a container if it is in a closure. Returns whether these are too many
+        to be read, and if so sets `undetectable`."""
         if not self._is_in_closure:
             return False
         self._num_closure_items += len(value)
@@ -421,7 +425,7 @@ class Reading:
         self._globals.append((namespace, name))
         module_name = module_of(value)
         if varies(value, code):
-            self.undetectable = f"its code reads {name!r}, which gives other values at other times"
+            self.undetectable = f"its code reads {name!r}, whose value may differ each time"
         is_followed = package_of(module_name) in self._packages or is_source_module(module_name)
         if isinstance(value, types.ModuleType):
             parts = []
@@ -488,13 +492,13 @@ class Reading:
             shape = tuple(tensor.shape)
             return kind.__qualname__, dtype, shape, parts, self._value(context)
         check_strided(tensor)
-        form = dtype, tuple(tensor.shape), tensor.stride(), tensor.get_device()
+        metadata = dtype, tuple(tensor.shape), tensor.stride(), tensor.get_device()
         if id(tensor) in self._overwritten_ids:
             self.overwritten.append(tensor)
-            return "overwritten", form
+            return "overwritten", metadata
         self._all_tensors.append(tensor)
         count = len(self.tensors)
-        number = self._tensor_numbers.setdefault((tensor.data_ptr(), form), count)
+        number = self._tensor_numbers.setdefault((tensor.data_ptr(), metadata), count)
         if number == count:
             self.tensors.append(tensor)
-        return "tensor", number, form
+        return "tensor", number, metadata

@@ -33,8 +33,8 @@ _StateValues = tuple[tuple[Any, ...], bytes, list[bytes]]
 
 
 def read_state(model: nn.Module) -> StateReading | None:
-    """Reads the state of `model`, with the reference of `is_in_place`; `None` if the model cannot
-    be read."""
+    """Reads the state of `model`, and takes the reference of `is_in_place`. Returns `None` if the
+    model cannot be read."""
     try:
         state = StateReading(model)
         state.hold()
@@ -76,9 +76,8 @@ class StateReading(Reading):
     that are sparse, quantized, on the meta device or lazily conjugated or negated, raise
     `ValueError`; user code that is called may raise other errors."""
 
-    # references of `is_same`
-    _values: _StateValues | None = None
-    _content: tuple[Any, ...] | None = None
+    _values: _StateValues | None = None  # the reference that `accept` takes
+    _content: tuple[Any, ...] | None = None  # the reference that `watch` takes
 
     def fingerprint(self) -> bytes:
         """Returns 32 bytes that change with anything covered, the content of tensors included.
@@ -90,9 +89,9 @@ class StateReading(Reading):
             return self._digest(hashes)
 
     def addresses(self) -> tuple[bytes, list[int]]:
-        """Returns 32 bytes as `fingerprint` does, but without the tensors' content, and with every
-        module's mode and the scalars in containers and objects that any closure holds; and the
-        addresses of `tensors` and of `overwritten`."""
+        """Returns a digest, and the addresses of `tensors` and then of `overwritten`. The digest is
+        32 bytes as in `fingerprint`, but does not depend on the tensors' content. It also covers
+        every module's mode, and the scalars in containers and objects that any closure holds."""
         pointers = [tensor.data_ptr() for tensor in (*self.tensors, *self.overwritten)]
         return self._digest([self._modes, self._closure_scalars]), pointers
 
@@ -135,7 +134,8 @@ class StateReading(Reading):
 
     def accept(self) -> None:
         """Takes the reference of `is_same` for everything but modules and tensors. Must be called
-        before other code can run, and again after each forward, whose writes are not changes."""
+        before other code can run, and again after each forward, whose own writes do not count as
+        changes."""
         self._attributes = list(map(vars, self._modules))
         backwards = map(reversed, self._attributes)
         self._last_names = list(map(next, backwards))
@@ -151,18 +151,18 @@ class StateReading(Reading):
 
     def is_same(self) -> bool:
         """Whether the model is as it was at `hold`, `accept` and, if it was called, `watch`. This
-        check of microseconds compares the identities of modules, tensors, attributes, hooks,
-        functions, closures and globals, the content of arrays, the tensors' layouts in memory and,
-        if watched, their versions and on the CPU `LINE` bytes of each tensor, at an address
-        that `watch` draws. So writes that change neither version nor address are only detected on
-        the CPU, and even there not if they miss those bytes. After `False`, the model may still be
-        equal (`is_like`)."""
+        check takes microseconds. It compares the identities of modules, tensors, attributes, hooks,
+        functions, closures and globals, the content of arrays, and the tensors' layouts in memory.
+        After `watch`, it also compares the tensors' versions and, on the CPU, `LINE` bytes of each
+        tensor, at an address that `watch` has drawn. So a write that changes neither a version nor
+        an address is detected only on the CPU, and only if it changes those bytes. After `False`,
+        the model may still be equal (`is_like`)."""
         self.mark_unchecked()
         if self._values is None or not self.is_in_place():
             return False
         # renaming an attribute makes it the last one
-        has_names = map(operator.contains, self._attributes, self._last_names)
-        if not all(has_names):
+        are_present = map(operator.contains, self._attributes, self._last_names)
+        if not all(are_present):
             return False
         values = self.read_values()
         if values is None or values[1:] != self._values[1:]:
@@ -188,8 +188,9 @@ class StateReading(Reading):
         ]
 
     def read_values(self) -> _StateValues | None:
-        """Returns the values, their addresses and the content of arrays; `None` if they cannot be
-        read, for instance because another thread changes a container meanwhile."""
+        """Returns the values that are not tensors, their addresses, and the content of arrays;
+        `None` if they cannot be read, for instance because another thread changes a container
+        meanwhile."""
         try:
             values = (
                 *gc.get_referents(*self._owners),

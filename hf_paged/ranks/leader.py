@@ -47,7 +47,8 @@ table at its row (all of them or none), and the block ids after these."""
 
 
 class RemoteHostBlocks(NamedTuple):
-    """Represents `HostBlocks` in a message: each process has its own in host memory."""
+    """Stands for the leader's `HostBlocks` in a message: each process has a copy of its own blocks
+    in host memory."""
 
     number: int  # `id` of the leader's `HostBlocks`
 
@@ -60,7 +61,7 @@ class TableHistory:
         self._tables: list[list[int]] = []
 
     def encode(self, tables: Sequence[list[int]]) -> Changes:
-        """Encodes tables, which `decode` of another process's `TableHistory` decodes."""
+        """Encodes a step's tables for `decode` in another process."""
         changes: Changes = []
         for row, ids in enumerate(tables):
             previous = self._tables[row] if row < len(self._tables) else []
@@ -70,7 +71,7 @@ class TableHistory:
         return changes
 
     def decode(self, changes: Changes) -> list[list[int]]:
-        """Decodes tables that another process's `encode` encoded."""
+        """Returns the tables that `encode` has encoded in another process."""
         tables = [
             [*self._tables[row][:count], *new_ids] if count else new_ids
             for row, (count, new_ids) in enumerate(changes)
@@ -92,7 +93,8 @@ class RankLeader:
         self._config = config
         self._pid = os.getpid()
         self._is_open = True
-        # the method of `Follower` ("end": none), the number of blocks of each pool, the arguments
+        # for each order: the name of a method of `Follower`, or "end"; the number of blocks of each
+        # pool; the arguments
         self._queued_orders: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
         self._groups: list[GroupMemory] = []
         self._histories: list[TableHistory] = []
@@ -102,7 +104,7 @@ class RankLeader:
         return DeferringLock(lock)
 
     def check_request(self, options: RequestOptions) -> None:
-        self._check_served()
+        self._check_supported()
         if options.inputs is not None:
             raise ValueError(
                 "`inputs` besides token ids are not supported by an engine whose model is sharded"
@@ -114,7 +116,7 @@ class RankLeader:
                 "`assistant_model` is in shards over several processes: load it in process 0 alone"
             )
 
-    def _check_served(self) -> None:
+    def _check_supported(self) -> None:
         """Raises `RuntimeError` if the engine is closed, and `ValueError` for unsupported
         features."""
         if not self._is_open:
@@ -136,7 +138,7 @@ class RankLeader:
                 )
 
     def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
-        self._check_served()
+        self._check_supported()
         self.send_order("choose_layout", self._config)
         layout = choose()
         if layout.unsupported_reason is not None:
@@ -176,9 +178,9 @@ class RankLeader:
         if method == "load":
             return self._load_adapter(*arguments)
         if method == "check_mixing":  # the check runs forwards in all processes now
-            self.send_order("adapters", method, *arguments)
+            self.send_order("call_adapters", method, *arguments)
         else:
-            self.queue_order("adapters", method, *arguments)
+            self.queue_order("call_adapters", method, *arguments)
         return None
 
     def _load_adapter(self, file: Any) -> str | None:
@@ -187,7 +189,7 @@ class RankLeader:
         failed_ranks = [rank for rank, (is_loaded,) in enumerate(results) if not is_loaded]
         if not failed_ranks:
             return None
-        self.queue_order("adapters", "forget", file)
+        self.queue_order("call_adapters", "forget", file)
         return (
             f"by processes {failed_ranks} of {self.ranks.size} that hold shards of the model, whose"
             " output says why: every process reads the adapter's folder under this path"
@@ -240,8 +242,8 @@ class RankLeader:
                 self.ranks.release()
 
     def queue_order(self, name: str, *arguments: Any) -> None:
-        """Queues an order: each follower calls its method `name` with `arguments`, after growing
-        its pools to the sizes of the leader's. At the order `"end"`, followers end."""
+        """Queues an order: each follower grows its pools to the sizes of the leader's, then calls
+        its method `name` with `arguments`. At the order `"end"`, `Follower.serve` returns."""
         block_counts = [group.pool.num_blocks for group in self._groups]
         self._queued_orders.append((name, block_counts, arguments))
 
@@ -267,7 +269,8 @@ def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
 
 
 class Follower:
-    """The side of every other process. A [`RankLeader`] calls its methods by name."""
+    """The side of every process but 0: executes the orders of a [`RankLeader`], which name methods
+    of this class."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
@@ -352,7 +355,7 @@ class Follower:
             logger.warning(Topic.ADAPTERS(str(error)))
         self.ranks.gather(is_loaded)
 
-    def adapters(self, method: str, *arguments: Any) -> None:
+    def call_adapters(self, method: str, *arguments: Any) -> None:
         """Calls a method of this process's `LoopAdapters`."""
         if self._executor is not None:  # otherwise the order belongs to a loop that was retired
             getattr(self._executor.adapters(), method)(*arguments)
@@ -361,7 +364,8 @@ class Follower:
         self.ranks.fingerprint(self.model)
 
     def minimum(self) -> None:
-        """Takes part in `RankLeader.minimum`, which only a memory calls, for these bytes."""
+        """Takes part in `RankLeader.minimum`, which only `PagedMemory` calls, to find the minimum
+        of `fraction_bytes`."""
         self.ranks.minimum(self._memory.fraction_bytes())
 
     def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:

@@ -21,9 +21,9 @@ from ..model.sharding import RankLostError
 from ..model.state import ModelState, fingerprint
 from ..plan import StepPlan
 
-_ENGINE = -1  # user of a model, in place of a thread's id
-_FIRST_PART_BYTES = 1 << 14  # of a message; most messages fit into the first part
-# limit on a wait for the next message; a process that ends is noticed at once
+_ENGINE = -1  # an engine as the user of a model, in place of a thread's id
+_FIRST_PART_BYTES = 1 << 14  # size of the first part of a message; most messages fit into it
+# limit on a wait for the next message; the end of a process is noticed at once
 _IDLE_TIMEOUT = datetime.timedelta(days=365)
 # limit on a wait for the other processes to fail in the same forward
 _FAILURE_TIMEOUT = datetime.timedelta(seconds=20)
@@ -39,8 +39,8 @@ class Ranks:
     Methods that communicate are collective: all members must call them in the same order. If a
     member ends, the others get a [`RankLostError`]. If a member lives but does not call, they wait
     at most `_FAILURE_TIMEOUT` in `check_all_failed`, and at most `_IDLE_TIMEOUT` in other methods,
-    before they also get that error. `reserving`, `reserve`, `release`, `run`, `moved` and
-    `adapters` do not communicate, and `forward` only after an error."""
+    before they also get that error. `reserving`, `reserve`, `release`, `announce_step`, `moved` and
+    `call_adapters` do not communicate, and `forward` only after an error."""
 
     leads = False
 
@@ -110,7 +110,7 @@ class Ranks:
             dist.broadcast(shared_bytes, self._first, group=self._group)
 
     def gather(self, *numbers: int) -> list[list[int]]:
-        """Returns the int64 numbers that each member passes, by rank."""
+        """Returns, by rank, the `numbers` (int64) that each member has passed."""
         local_numbers = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         gathered_numbers = [torch.empty_like(local_numbers) for _ in range(self.size)]
         with self._converting_errors():
@@ -192,8 +192,8 @@ def sharded_heads(model: Any) -> tuple[int, int] | None:
     number is unknown."""
     plan = getattr(model, "tp_plan", None) or {}
     size = getattr(model, "tp_size", None) or 1
-    split = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
-    if size < 2 or split.isdisjoint(("k_proj", "qkv_proj", "query_key_value")):
+    column_sharded = {name.rpartition(".")[2] for name, style in plan.items() if style == "colwise"}
+    if size < 2 or column_sharded.isdisjoint(("k_proj", "qkv_proj", "query_key_value")):
         return None
     counts: list[int] = []
     for layer in compat.layer_configs(model.config.get_text_config(decoder=True)):

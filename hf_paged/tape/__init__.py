@@ -1,6 +1,6 @@
 """Records steps and replays them, as tapes of operations on the CPU and as CUDA graphs on a GPU.
-Also speeds up half-precision products outside replays, and makes forwards batch-invariant.
-Implements `seams.Recorder`. Imports the room `rectangles`, but only for its steps."""
+Also speeds up half-precision matrix products outside replays, and makes forwards batch-invariant.
+Implements `seams.Recorder`. Of the optional packages, imports only `rectangles`, for its steps."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ..cache.free_memory import discard
 from ..kernels.cpp.attention import FLOAT_DTYPE_NUMBERS
 
 DTYPE_NUMBERS = {**FLOAT_DTYPE_NUMBERS, torch.int64: 3}
-"""The numbers in C++ of the dtypes that row operations can read."""
+"""The dtypes that row operations can read, with their numbers in C++."""
 _ALIGNMENT = 64  # bytes: a cache line
 
 
@@ -66,8 +66,8 @@ class Buffers:
         self._ids: dict[int, int] = {}
         # addresses of the buffers outside the arena, by id; stores to these buffers are not dropped
         self.fixed_addresses: dict[int, int] = {}
-        # tensors that the tape must keep alive: those that are older than the recording and might
-        # be freed, and constants, which a replay does not compute again
+        # tensors that the tape must keep alive: constants, which a replay does not compute again,
+        # and tensors that are older than the recording and might be freed
         self.retained_tensors: list[Tensor] = []
 
     def add(self, tensor: Tensor) -> None:
@@ -150,8 +150,8 @@ class Arena:
         self._addresses |= buffers.fixed_addresses
 
     def discard(self) -> bool:
-        """Gives the memory back until the next replay; returns whether that was possible. The
-        arena then contains zeros, as before the first replay."""
+        """Gives the memory back to the system until the next replay; returns whether that was
+        possible. The arena then contains zeros, as before the first replay."""
         return discard([self._memory])
 
     def address(self, ref: TensorRef) -> int:

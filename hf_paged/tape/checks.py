@@ -14,28 +14,30 @@ from ..batching.execution.inputs import PackedTokens
 from ..model.trial import significant_difference
 from .recorders import unrecorded
 
-# calls in a row, at most, that do not look whether a changed model can be recorded
-MAX_SKIPPED_CALLS = 64
+# number of futile calls after which the pattern of `Checks.needs_state` starts again
+RETRY_PERIOD = 64
 
 
 class Checks:
     """The outcomes of the checks of one model's recorded steps, by kind of step.
 
-    In a recording, the forward gets as many columns as the block tables can hold tokens, which may
-    be more than the rows have, and code that depends on the number of columns may then give other
-    results. So a check covers only tables of its size, and steps whose longest row is at least as
-    long as that of the checked step: with shorter rows, the difference between columns and tokens
-    is larger. A kind whose results differ once is refused for tables of any size."""
+    In a recording, the forward gets as many columns as the block tables can hold tokens. The rows
+    may have fewer, and code that depends on the number of columns may then give different results.
+    So a check covers only tables of its size, and steps whose longest row is at least as long as
+    that of the checked step: with shorter rows, the difference between columns and tokens is
+    larger. A kind whose results differ once is refused for tables of any size."""
 
     def __init__(self) -> None:
         self._refused = dict[Hashable, str]()  # reasons against replays, by kind
-        # by kind and columns of each layer group's tables: for each group, the length of the
-        # longest row, with padding and dropped blocks, in the check in which it was shortest
+        # by kind and columns of each layer group's tables: for each group, the minimum over the
+        # checked steps of the length of the longest row, with padding and dropped blocks
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
-        # by the names of a step's tensors: those inputs that its forward returns as outputs
+        # by the names of a step's tensors: the inputs that its forward returns unchanged as outputs
+        # (`step_inputs.PassedInputs`)
         self.passed_inputs: dict[Hashable, dict[str, Any]] = {}
-        self._num_futile_calls = 0  # calls of `needs_state` in a row in which all was refused
-        # the kind, table columns and row lengths of the last step, if it is to be checked
+        # consecutive calls of `needs_state` while no step could be recorded
+        self._num_futile_calls = 0
+        # the kind, table columns and row lengths of the last step, if it must be checked
         self.pending: tuple[Hashable, tuple[int, ...], list[int]] | None = None
         # layers with copies of the rows' states, for the replay of that step
         self.copied_states: Sequence[Any] = ()
@@ -46,9 +48,10 @@ class Checks:
         self.passed_inputs.clear()
 
     def needs_state(self, unsupported_reason: str | None, slowed_by: set[str]) -> bool:
-        """As `Recorder.needs_state`. `unsupported_reason`: why no step can be recorded. If there is
-        one, or if all kinds of steps that were checked are refused, returns `True` in the first,
-        second, fourth, ... of such calls in a row; in the others, adds the reason."""
+        """As `Recorder.needs_state`. `unsupported_reason`: why no step can be recorded, or `None`.
+        If there is a reason, or if all checked kinds of steps are refused, the call is futile. Of
+        consecutive futile calls, returns `True` in the 1st, 2nd, 4th, ..., 64th, then again in the
+        65th, 66th, 68th, ...; in the others, adds the reason to `slowed_by`."""
         reason = unsupported_reason
         checked = {kind for kind, _ in self._min_lengths}
         if reason is None and checked and checked.issubset(self._refused):
@@ -57,20 +60,20 @@ class Checks:
             self._num_futile_calls = 0
             return True
         self._num_futile_calls += 1
-        number = self._num_futile_calls % MAX_SKIPPED_CALLS
+        number = self._num_futile_calls % RETRY_PERIOD
         is_due = number & (number - 1) == 0
         if not is_due:
             slowed_by.add(unrecorded(reason))
         return is_due
 
     def begin_step(self, kind: Hashable) -> str | None:
-        """Starts a step; returns why steps of this kind are not replayed; `None` if they may be."""
+        """Starts a step. Returns why steps of this kind are not replayed, or `None`."""
         self.pending = None
         self.copied_states = ()
         return self._refused.get(kind)
 
     def choose(self, kind: Hashable, widths: tuple[int, ...], tokens: PackedTokens) -> None:
-        """Decides whether a replay of this step is to be checked. `widths`: columns of each layer
+        """Sets `pending` if a replay of this step must be checked. `widths`: columns of each layer
         group's tables in the recording."""
         ends = (map(operator.add, group.seq_lens, group.origins) for group in tokens.groups)
         lengths = [*map(max, ends)]
@@ -79,8 +82,8 @@ class Checks:
             self.pending = (kind, widths, lengths)
 
     def copy(self, layers: Sequence[Any], num_rows: int) -> Sequence[Any]:
-        """Returns layers with copies of the states that the first `num_rows` rows have in `layers`,
-        for a replay to change; empty if `layers` is."""
+        """Returns layers that hold copies of the states of the first `num_rows` rows of `layers`,
+        for a replay to change; empty if `layers` is empty."""
         if layers:
             from ..rectangles.states import StateRows
 

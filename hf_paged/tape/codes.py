@@ -1,5 +1,5 @@
-"""Weights that a forward makes from int8 codes before it multiplies by them, as those of torchao:
-the codes, or `(codes - zeros) * scales`, as floats. Products then read the codes themselves."""
+"""Weights that a forward converts from int8 codes to floats before each product, as torchao does:
+`codes` or `(codes - zeros) * scales`. In a tape, the product reads the codes instead."""
 
 from __future__ import annotations
 
@@ -16,90 +16,94 @@ from .record import Operation
 
 
 class CodedWeight(NamedTuple):
-    """A weight as `kernels.cpp.linear.linear` takes it."""
+    """The arguments of `kernels.cpp.linear.linear` for a weight in codes."""
 
-    codes: Tensor  # (width, depth) int8, or a view of them
+    codes: Tensor  # (width, depth) int8
     zeros: Tensor | None = None  # (width, groups) int8
     scales: Tensor | None = None  # (width, groups)
 
 
 @dataclass(frozen=True)
-class _Made:
-    """What the floats in a storage were made from."""
+class _Recipe:
+    """How the floats in a storage were computed from codes."""
 
     codes: Tensor  # int8
-    length: int = 0  # of rows of the codes that have one number in `zeros` and `scales` each
+    # consecutive codes that share a number in `zeros` and in `scales`; 0 if there are neither
+    group_length: int = 0
     zeros: Tensor | None = None  # int8
     scales: Tensor | None = None
-    dtypes: frozenset[torch.dtype] = frozenset()  # to which the products with `scales` were rounded
+    dtypes: frozenset[torch.dtype] = frozenset()  # to which the scaled floats were rounded
 
 
 @dataclass
 class CodedWeights:
-    """The weights of one recording that are made from codes. `is_constant`: whether no operation of
-    the recording makes a tensor or writes to it. `is_written`: whether an operation writes to a
-    tensor's storage after it was made."""
+    """The weights that one recording computes from codes. `is_constant` returns whether a replay
+    neither creates a tensor nor writes to it. `is_written` returns whether an operation writes to
+    a tensor's storage after the one that created it."""
 
     is_constant: Callable[[Tensor], bool]
     is_written: Callable[[Tensor], bool]
-    _made: dict[int, _Made] = field(default_factory=dict)  # by address of the floats' storage
+    _recipes: dict[int, _Recipe] = field(default_factory=dict)  # by address of the floats' storage
 
     def note(self, operation: Operation) -> None:
-        """Notes an operation that makes floats from codes, or from such floats."""
+        """Notes the recipe of an operation's result, if the operation converts codes to floats, or
+        computes with floats that have a recipe."""
         function, args, kwargs, result = operation
         name = function.name()
-        made = None
+        recipe = None
         if name == "aten::_to_copy":
             (source,) = args
             if source.dtype is torch.int8 and self.is_constant(source):
-                made = _Made(source)
+                recipe = _Recipe(source)
             else:
-                made = self._find(source)
+                recipe = self._recipe_of(source)
         elif name == "aten::sub.Tensor" and not kwargs:
-            made = self._with_zeros(*args)
+            recipe = self._with_zeros(*args)
         elif name == "aten::mul.Tensor":
-            made = self._with_scales(*args)
-        if made is None or result.dtype not in FLOAT_DTYPE_NUMBERS or self.is_written(result):
+            recipe = self._with_scales(*args)
+        if recipe is None or result.dtype not in FLOAT_DTYPE_NUMBERS or self.is_written(result):
             return
-        if made.scales is not None:
-            made = replace(made, dtypes=made.dtypes | {result.dtype})
-        if _are_alike(result, made.codes):
-            self._made[_address(result)] = made
+        if recipe.scales is not None:
+            recipe = replace(recipe, dtypes=recipe.dtypes | {result.dtype})
+        if _have_same_layout(result, recipe.codes):
+            self._recipes[_address(result)] = recipe
 
-    def _with_zeros(self, floats: Tensor, zeros: Tensor) -> _Made | None:
-        made, made_zeros = self._find(floats), self._find(zeros)
-        if made is None or made_zeros is None or not _is_per_row(zeros, floats):
+    def _with_zeros(self, floats: Tensor, zeros: Tensor) -> _Recipe | None:
+        recipe, zeros_recipe = self._recipe_of(floats), self._recipe_of(zeros)
+        if recipe is None or zeros_recipe is None or not _is_per_row(zeros, floats):
             return None
-        if made.length or made_zeros.length or not made_zeros.codes.is_contiguous():
+        has_groups = recipe.group_length or zeros_recipe.group_length
+        if has_groups or not zeros_recipe.codes.is_contiguous():
             return None
-        return _Made(made.codes, floats.shape[-1], made_zeros.codes)
+        return _Recipe(recipe.codes, floats.shape[-1], zeros_recipe.codes)
 
-    def _with_scales(self, floats: Tensor, scales: Tensor) -> _Made | None:
-        made = self._find(floats)
-        if made is None or made.scales is not None or not _is_per_row(scales, floats):
+    def _with_scales(self, floats: Tensor, scales: Tensor) -> _Recipe | None:
+        recipe = self._recipe_of(floats)
+        if recipe is None or recipe.scales is not None or not _is_per_row(scales, floats):
             return None
         length = floats.shape[-1]
         is_supported = scales.dtype in FLOAT_DTYPE_NUMBERS and self.is_constant(scales)
-        if not is_supported or made.length not in (0, length):
+        if not is_supported or recipe.group_length not in (0, length):
             return None
-        return _Made(made.codes, length, made.zeros, scales)
+        return _Recipe(recipe.codes, length, recipe.zeros, scales)
 
-    def _find(self, floats: Any) -> _Made | None:
-        """Returns what a tensor was made from, if it is the whole of what was made."""
+    def _recipe_of(self, floats: Any) -> _Recipe | None:
+        """Returns how a tensor was computed from codes; `None` if it was not, or if it is only part
+        of what was computed."""
         if not isinstance(floats, Tensor):
             return None
-        made = self._made.get(_address(floats))
-        if made is None or floats.storage_offset() or not _are_alike(floats, made.codes):
+        recipe = self._recipes.get(_address(floats))
+        if recipe is None or floats.storage_offset():
             return None
-        return made
+        return recipe if _have_same_layout(floats, recipe.codes) else None
 
     def find(self, weight: Tensor) -> CodedWeight | None:
-        """Returns the codes of a product's `weight` `(depth, width)`; `None` if it was not made
-        from codes that the kernel reads."""
-        made = self._made.get(_address(weight))
-        if made is None:
+        """Returns the codes of a product's `weight` `(depth, width)`; `None` if it was not computed
+        from codes, or if the kernel cannot read them."""
+        recipe = self._recipes.get(_address(weight))
+        if recipe is None:
             return None
-        codes, length = made.codes, made.length
+        codes, length = recipe.codes, recipe.group_length
         if not length:
             if codes.dim() != 2:
                 return None
@@ -108,22 +112,23 @@ class CodedWeights:
         depth, width = weight.shape
         is_whole = not weight.storage_offset() and weight.numel() == codes.numel()
         is_stored_by_row = weight.stride() == (1, depth) and codes.is_contiguous()
-        if made.scales is None or not (is_whole and is_stored_by_row):
+        if recipe.scales is None or not (is_whole and is_stored_by_row):
             return None
-        # the kernel does not round the weights: they may be rounded to the product's dtype alone
-        is_precise = made.dtypes <= {weight.dtype, torch.float32}
+        # the kernel does not round the weights, so the forward may have rounded them only to the
+        # product's dtype or to float32
+        is_precise = recipe.dtypes <= {weight.dtype, torch.float32}
         if not (is_precise and is_group_supported(depth, length)):
             return None
         shape = width, depth // length
-        zeros = None if made.zeros is None else made.zeros.view(shape)
-        return CodedWeight(codes.view(width, depth), zeros, made.scales.view(shape))
+        zeros = None if recipe.zeros is None else recipe.zeros.view(shape)
+        return CodedWeight(codes.view(width, depth), zeros, recipe.scales.view(shape))
 
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _are_alike(floats: Tensor, codes: Tensor) -> bool:
+def _have_same_layout(floats: Tensor, codes: Tensor) -> bool:
     """Whether two tensors have the same number of elements, at the same offsets."""
     if floats.numel() != codes.numel():
         return False

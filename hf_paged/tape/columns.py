@@ -1,5 +1,5 @@
 """Tensors that a recorded forward computes from indexer keys. They have a column for each token
-that block tables can hold, of which a replay has stored only the first."""
+that the block tables can hold; in a replay, only the first of these columns are stored."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LIBRARY.define("topk_stored(Tensor scores, int k, Tensor length) -> (Tensor, Te
 
 
 def _topk_stored(scores: Tensor, k: int, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the values and indices that `scores.topk(k)` gives for the first `length + 1`
-    columns alone, as in a forward without a recording: which of several equal scores are chosen
-    depends on the number of columns. If these are fewer than `k`, returns the first `k`."""
+    """Returns the values and indices of `topk(k)` over the first `length + 1` columns of `scores`,
+    or over the first `k` if these are more. A forward without a recording has only these columns,
+    and which of several equal scores `topk` chooses depends on the number of columns."""
     num_columns = max(int(length) + 1, k)
     values, indices = scores[..., :num_columns].contiguous().topk(k)
     return values, indices
@@ -40,15 +40,15 @@ _KEEPS_AXIS = frozenset(
 
 
 class Columns(Tensor):
-    """A tensor computed from indexer keys or their positions, with an axis of columns. Of the first
-    result, with the keys `(n, columns, dim)`, all others are made. Only a choice of columns, `topk`
-    or that of the last, returns ordinary tensors. Raises `NotCapturable` for functions after which
-    a replay might not see which columns are stored."""
+    """A tensor with an axis of columns: indexer keys `(n, columns, dim)`, their positions, or a
+    result computed from these. Only functions that choose columns return ordinary tensors: `topk`,
+    and the index that selects the last column. Raises `NotCapturable` for functions after which a
+    replay might not see which columns are stored."""
 
     tensor: Tensor  # this tensor as an ordinary one
     length: Tensor  # the number of columns stored by earlier steps, `()` int64
     num_columns: int
-    _known_axis: int | None  # of the columns; `None` if several axes have as many elements
+    _known_axis: int | None  # of the columns; `None` if several axes have `num_columns` elements
 
     @staticmethod
     def __new__(
@@ -58,8 +58,8 @@ class Columns(Tensor):
         num_columns: int | None = None,
         axis: int | None = None,
     ) -> Columns:
-        """`axis`: that of the columns; by default, that with `num_columns`. Both default to the
-        second axis."""
+        """`axis`: the axis of the columns; by default the one with `num_columns` elements or,
+        without `num_columns`, the second. `num_columns` defaults to the size of that axis."""
         self = Tensor._make_subclass(cls, tensor)
         self.tensor = tensor
         self.length = length
@@ -82,7 +82,7 @@ class Columns(Tensor):
         if func is Tensor.__getitem__ and source._selects_last(args[1]):
             return source.tensor.index_select(source.axis, source.length.view(1))
         if _writes(func, kwargs) and not isinstance(args[0], Columns):
-            raise ContentReadError("a copy of tensors that it computes from indexer keys")
+            raise ContentReadError("a copy of tensors computed from indexer keys")
         args, kwargs = tree_map_only(Columns, operator.attrgetter("tensor"), (args, kwargs))
         keeps_axis = func in _KEEPS_AXIS or (func is Tensor.__getitem__ and type(args[1]) is int)
         derive = source._derive_along_axis if keeps_axis else source._derive
@@ -90,7 +90,7 @@ class Columns(Tensor):
 
     def _derive(self, tensor: Tensor, axis: int | None = None) -> Columns:
         if self.num_columns not in tensor.shape:
-            raise ContentReadError("other columns of indexer keys than those of each step")
+            raise ContentReadError("a selection or a reduction of the columns of indexer keys")
         return Columns(tensor, self.length, self.num_columns, axis)
 
     def _derive_along_axis(self, tensor: Tensor) -> Columns:
@@ -99,7 +99,7 @@ class Columns(Tensor):
             return self._derive(tensor)
         axis = self._known_axis - self.tensor.dim() + tensor.dim()
         if axis < 0 or tensor.shape[axis] != self.num_columns:
-            raise ContentReadError("other columns of indexer keys than those of each step")
+            raise ContentReadError("a selection or a reduction of the columns of indexer keys")
         return self._derive(tensor, axis)
 
     @property
@@ -110,8 +110,7 @@ class Columns(Tensor):
         return self._known_axis
 
     def _selects_last(self, index: Any) -> bool:
-        """Whether an index selects the last of the columns that the replay has stored, with all
-        indices on the other axes."""
+        """Whether an index selects the last stored column, and everything on the other axes."""
         items = index if isinstance(index, tuple) else (index,)
         full, last = slice(None), slice(-1, None)
         are_slices = all(type(item) is slice for item in items)
@@ -126,12 +125,12 @@ class Columns(Tensor):
         scores = self.tensor
         is_last = dim % scores.dim() == scores.dim() - 1
         if not (is_last and largest and sorted and scores.shape[-1] == self.num_columns):
-            raise ContentReadError("a choice of other columns than those of the best scores")
+            raise ContentReadError("a `topk` that does not return the columns with the best scores")
         return torch.return_types.topk(torch.ops.hf_paged.topk_stored(scores, k, self.length))
 
 
 class LiveColumns(NamedTuple):
-    """`Columns` as an argument of a live module, which gets those that are stored alone."""
+    """[`Columns`] as an argument of a live module, which gets only the stored columns."""
 
     tensor: Tensor
     length: Tensor
@@ -141,26 +140,26 @@ class LiveColumns(NamedTuple):
     def of(cls, columns: Columns) -> LiveColumns:
         return cls(columns.tensor, columns.length, columns.axis)
 
-    def stored(self) -> Tensor:
+    def stored_columns(self) -> Tensor:
         return self.tensor.narrow(self.axis, 0, int(self.length) + 1)
 
 
-def with_stored(arguments: Any) -> Any:
+def with_stored_columns(arguments: Any) -> Any:
     """Replaces `LiveColumns` in the arguments of a live module by their stored columns."""
-    return tree_map(_stored, arguments, is_leaf=_is_live)
+    return tree_map(_stored_columns, arguments, is_leaf=_is_live)
 
 
 def _is_live(value: Any) -> bool:
     return type(value) is LiveColumns
 
 
-def _stored(leaf: Any) -> Any:
-    return leaf.stored() if _is_live(leaf) else leaf
+def _stored_columns(leaf: Any) -> Any:
+    return leaf.stored_columns() if _is_live(leaf) else leaf
 
 
 class StoredColumns(Columns):
-    """As `Columns`, of the columns that earlier steps have stored, in a buffer that also has a
-    column for the new token. Concatenation with that column writes it to the buffer."""
+    """The [`Columns`] that earlier steps have stored. Their buffer also has a column for the new
+    token: `torch.cat` with the new column writes it there, and returns all columns."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -174,7 +173,7 @@ class StoredColumns(Columns):
         sizes[self.axis] = 1
         forms = [([*x.shape], x.dtype) for x in others]
         if dim % len(sizes) != self.axis or forms != [(sizes, self.tensor.dtype)]:
-            raise NotCapturable("its forward stores other positions than that of the new token")
+            raise NotCapturable("its forward appends more than the new token's position")
         (column,) = others
         self.tensor.index_copy_(self.axis, self.length.view(1), column)
         return Columns(self.tensor, self.length, self.num_columns)

@@ -12,7 +12,7 @@ import torch
 
 from ..cache.free_memory import is_out_of_memory
 from ..interrupts import is_interrupt
-from .record import CaptureGuard, CreatesOnHost, HostResultReplay, HostResults
+from .record import CaptureGuard, HostCreation, HostResultReplay, HostResults
 
 capture_stream = functools.cache(torch.cuda.Stream)  # by device
 # arguments of `RecordedGraph`s that were deleted during a capture: freeing a graph waits for the
@@ -49,13 +49,13 @@ class CudaGraphs:
             guard = CaptureGuard()
             with torch.cuda.stream(self._stream):
                 prepare()
-                with CreatesOnHost(), guard:
+                with HostCreation(), guard:
                     run()
             caller_stream.wait_stream(self._stream)
             torch.cuda.synchronize()
 
             def run_again() -> None:
-                with CreatesOnHost(), HostResultReplay(guard.host_results):
+                with HostCreation(), HostResultReplay(guard.host_results):
                     run()
 
             with torch.cuda.stream(self._stream):

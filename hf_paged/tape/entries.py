@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from ..kernels.cpp import linear
 from ..kernels.cpp.build import best_path
 from .buffers import AddressOf, PackedCall, StoreBytes, TensorRef, buffer_ids_of
-from .columns import with_stored
+from .columns import with_stored_columns
 from .live import LiveRefused, LiveValue
 from .rows import RowOps
 
@@ -32,7 +32,8 @@ def check_kernel(name: str, error: int) -> None:
 
 @dataclass(eq=False)
 class KernelEntry:
-    """A call of a C++ kernel, with its packed argument struct. `pack` fills in the addresses."""
+    """A call of a C++ kernel. `packed`: its argument struct, in which `pack` fills in the
+    addresses."""
 
     name: str
     packed: bytes
@@ -53,9 +54,8 @@ class LinearPiece(NamedTuple):
     weight: TensorRef
     bias: TensorRef | None
     out: TensorRef
-    # of weights in int8 codes, `(width, groups)`
-    zeros: TensorRef | None = None
-    scales: TensorRef | None = None
+    zeros: TensorRef | None = None  # (width, groups) int8; only of an int8 weight
+    scales: TensorRef | None = None  # (width, groups); only of an int8 weight
 
     @property
     def code_format(self) -> linear.CodeFormat | None:
@@ -127,8 +127,8 @@ class ModuleCall:
 
     module: weakref.ref[nn.Module]
     arguments: Any  # positional and keyword arguments
-    # its result, or the items of the tuple or list that it returns: where to copy each tensor, a
-    # `LiveValue` for each other value, or `None`
+    # for its result, or for each item of the tuple or list that it returns: the `TensorRef` to copy
+    # a tensor to, `None` for `None`, a `LiveValue` for any other value
     results: list[Any]
     result_type: type  # tuple, list or `Tensor`
     reads: set[int]  # ids of buffers
@@ -137,8 +137,9 @@ class ModuleCall:
     def bind(
         self, tensor_of: Callable[[TensorRef], Tensor], values: dict[int, Any]
     ) -> Callable[[], None]:
-        """Returns a function that calls the module on the tape's memory. `values`: those that live
-        modules of the tape return in a replay, by `id` of what stands for them."""
+        """Returns a function that calls the module on the tape's memory. `values`: the values of
+        the tape's `LiveValue`s in a replay, by `id` of the `LiveValue`; the function reads and sets
+        them. It raises [`LiveRefused`] if the result is unlike the recorded one."""
         arguments = tree_map_only(TensorRef, tensor_of, self.arguments)
         leaves, spec = tree_flatten(arguments)
         targets = tree_map_only(TensorRef, tensor_of, self.results)
@@ -147,7 +148,7 @@ class ModuleCall:
 
         def run() -> None:
             current = [values[id(leaf)] if type(leaf) is LiveValue else leaf for leaf in leaves]
-            args, kwargs = with_stored(tree_unflatten(current, spec))
+            args, kwargs = with_stored_columns(tree_unflatten(current, spec))
             module = self.module()
             assert module is not None
             with torch.no_grad():
@@ -170,7 +171,8 @@ class ModuleCall:
 
 
 def _is_alike(target: Tensor | None, result: Any) -> bool:
-    """Whether a live module's result can be copied to `target` as it is."""
+    """Whether a live module's result can be copied to `target` without a conversion, or both are
+    `None`."""
     if target is None:
         return result is None
     if not isinstance(result, Tensor) or result.shape != target.shape:

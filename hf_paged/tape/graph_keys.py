@@ -20,8 +20,8 @@ MIN_TABLE_TOKENS_IF_READ = 64
 # maximum number of chunk tokens in a recorded step: with more, the GPU computes for longer than the
 # host needs to launch (an estimate, not measured; vLLM records up to 512 tokens)
 MAX_CHUNK_TOKENS = 512
-# minimum capacities: in chunks, of graphs with chunks; in prefixes, of graphs with shared prefixes
-MIN_CHUNKS, MIN_PREFIXES = 4, 4
+MIN_CHUNKS = 4  # minimum capacity of a graph with chunks, in chunks
+MIN_PREFIXES = 4  # minimum capacity of a graph with shared prefixes, in prefixes per layer group
 
 # maximum number of stored graphs: 27 for the sizes up to 256 decodes, the others for chunks, wider
 # tables and adapters
@@ -32,7 +32,7 @@ Prefixes = tuple[tuple[SharedPrefix, ...], ...]
 
 
 class GraphKey(NamedTuple):
-    """Identifies a recorded graph by the capacity of its steps and the options that they share."""
+    """Identifies a recorded graph by its capacity and the options of the steps that it serves."""
 
     num_decodes: int  # leading rows, of one token each
     widths: tuple[int, ...]  # columns of each layer group's block tables
@@ -40,7 +40,7 @@ class GraphKey(NamedTuple):
     num_chunk_tokens: int = 0  # in all chunks together
     # by layer group: number of prefixes that decodes share, columns of the prefixes' tables
     prefixes: tuple[tuple[int, int], ...] = ()
-    num_ranges: int = 0  # token ranges of the context, in each of which an adapter applies
+    num_ranges: int = 0  # token ranges of the context, each with its adapter
     num_axes: int = 0  # axes of the model's `position_ids`; 0 if positions count tokens
     variant: Hashable = None  # of the context
     # autocast dtype, training mode, batch invariance, kind of step, torch's options
@@ -131,8 +131,9 @@ def key_of(
 ) -> GraphKey:
     """Returns the key of the smallest graph that serves a step. Sizes are rounded up to few values,
     such as powers of two, so that few graphs serve many steps. `memories`: by layer group.
-    `num_keys` and `variant`: of the context. `reads_keys`: whether the forward computes attention
-    with as many keys as the tables can hold tokens."""
+    `num_keys` and `variant`: those of the step's `ForwardContext`; 0 and `None` without one.
+    `reads_keys`: whether the forward computes attention with as many keys as the tables can hold
+    tokens."""
     min_table_tokens = MIN_TABLE_TOKENS_IF_READ if reads_keys else MIN_TABLE_TOKENS
     widths = []
     prefix_capacities = []
@@ -178,12 +179,13 @@ def key_of(
 
 
 def limit_below(key: GraphKey) -> tuple[str, int]:
-    """Returns the limit of recordings after one of this key has failed: of "decodes" or "chunk
-    tokens", and the largest number of these in smaller graphs (0: there are none)."""
+    """Returns the limit on later recordings after one of this key has failed: the quantity that it
+    limits ("decodes" or "chunk tokens") and the largest number of these for which a smaller graph
+    is recorded (0 if there is no smaller graph)."""
     if key.num_chunks:
-        counted, size = "chunk tokens", key.num_chunk_tokens
+        quantity, size = "chunk tokens", key.num_chunk_tokens
         smaller_sizes = [count for count in range(1, size) if chunk_bucket(count) < size]
     else:
-        counted, size = "decodes", key.num_decodes
+        quantity, size = "decodes", key.num_decodes
         smaller_sizes = [count for count in range(1, size) if bucket(count) < size]
-    return counted, max(smaller_sizes, default=0)
+    return quantity, max(smaller_sizes, default=0)

@@ -122,7 +122,7 @@ class StepGraphs:
         # limits that failed recordings have set, by quantity: "decodes", "chunk tokens" or
         # "prefixes", whose limit is always 0
         self._limits: dict[str, int] = {}
-        self._reason_against_decodes = ""  # beyond their limit
+        self._reason_against_decodes = ""  # why steps over the limit of decodes are not recorded
         self._outputs = StaticOutputs()  # shared by graphs
         # of the running step:
         self._forward: Forward | None = None
@@ -226,7 +226,7 @@ class StepGraphs:
             return None
         # the lock keeps other threads from moving blocks until the replay is launched
         with self._lock:
-            if not self._has_blocks():
+            if not self._check_blocks():
                 return None
             self._forward = forward
             self._context = context
@@ -327,24 +327,24 @@ class StepGraphs:
     ) -> Tensor | None:
         """Replays the graph of `key` for a step; returns a copy of the step's logits. If a live
         module returns a result unlike the recorded one, drops the graph and returns `None`."""
-        recorded = self._graphs[key] = self._graphs.pop(key)  # now the last used
-        recorded.num_replays += 1
-        if recorded.num_replays == MIN_REPLAYS:
+        step = self._graphs[key] = self._graphs.pop(key)  # now the last used
+        step.num_replays += 1
+        if step.num_replays == MIN_REPLAYS:
             self._misses.note_paid()
         with self.in_order():
-            recorded.inputs.fill(tokens, prefixes, self._ranges(recorded.context, tokens))
+            step.inputs.fill(tokens, prefixes, self._ranges(step.context, tokens))
             if token_ids is not None:
-                target = recorded.inputs.token_ids[0, : len(token_ids)]
+                target = step.inputs.token_ids[0, : len(token_ids)]
                 target.copy_(token_ids)
-            recorded.inputs.move_in(self._states)
+            step.inputs.move_in(self._states)
             try:
-                recorded.replay()
+                step.replay()
             except LiveRefused as error:
                 self._live.learn(error)
                 self._graphs.pop(key, None)
                 return None
-            recorded.inputs.grow(self._states)
-            return recorded.logits[: len(tokens.last)].clone()  # the next replay overwrites them
+            step.inputs.grow(self._states)
+            return step.logits[: len(tokens.last)].clone()  # the next replay overwrites them
 
     def _try_record(
         self,
@@ -356,7 +356,7 @@ class StepGraphs:
         thread records. Logs a failure, and limits which graphs are recorded from then on; but the
         first `KeysReadError` sets `reads_keys` and drops all graphs. If an interrupt leaves a mode
         of torch active, the guarded call around this one ends it (`interrupts.guarded`)."""
-        handled = sys.exc_info()[1]
+        handled_error = sys.exc_info()[1]
         with timed("record"), exclusive_recording(self._device) as is_exclusive:
             if not is_exclusive:
                 return None
@@ -372,7 +372,7 @@ class StepGraphs:
                 if not self._backend.on_device and self._live.learn(error):
                     return None  # the next step tries again
                 logger.debug("capturing %s failed", key, exc_info=True)
-                self._handle_failure(key, error, reason_of(error, handled))
+                self._handle_failure(key, error, reason_of(error, handled_error))
                 return None
             self._misses.note_recorded()
             while len(self._graphs) >= MAX_GRAPHS:
@@ -385,7 +385,7 @@ class StepGraphs:
 
     def _record(self, key: GraphKey, tokens: PackedTokens, prefixes: Prefixes) -> RecordedStep:
         """Records a graph for steps of `key`. Raises the errors of the forward, and `NotCapturable`
-        if the forward cannot be recorded, or a tape gives other results."""
+        if the forward cannot be recorded, or if the results of a tape differ."""
         inputs = StaticInputs(key, self._groups, self._device, self._states)
         prepare = functools.partial(inputs.copy_in, self._states)
         context = self._context
@@ -454,10 +454,10 @@ class StepGraphs:
         layers = (layer for group in self._groups for layer in group.storage.released.values())
         return [*map(weakref.ref, layers)]
 
-    def _has_blocks(self) -> bool:
-        """Whether the running step has blocks to read, if the model has any. Drops all graphs if a
-        layer's blocks were replaced or added, as happens when the pool grows or is rebuilt, but not
-        while the same blocks are released."""
+    def _check_blocks(self) -> bool:
+        """Drops all graphs if a layer's blocks were replaced or added, as happens when the pool
+        grows or is rebuilt, but not while the same blocks are released. Returns whether there are
+        blocks, or the model needs none."""
         blocks: list[weakref.ref[KVBlocks]] = []
         for group in self._groups:
             blocks += map(weakref.ref, group.storage.layers.values())

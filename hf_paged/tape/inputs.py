@@ -54,7 +54,7 @@ class _InputArray:
         shift: int,
         fill: int = 0,
     ) -> None:
-        """Writes what `padded` returns for these arguments to the whole array."""
+        """Writes the result of `padded` for these arguments to the whole array."""
         all_numbers = padded(numbers, self.count, num_decodes, shift, fill)
         self.on_host[:] = array(self.typecode, all_numbers)
 
@@ -80,11 +80,11 @@ class _Tables:
         self.seq_lens = new_array("i", num_rows)
         self.starts = new_array("i", num_rows)
         self._block_ids = new_array("i", num_rows * width)
-        self._written: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
+        self._written_ids: list[list[int]] = [[] for _ in range(num_rows)]  # block ids of each row
 
     def write(self, tables: Iterable[list[int]], first: int = 0) -> None:
         """Writes the tables of the rows from `first` on."""
-        write_changed_rows(self._block_ids.on_host, self.width, self._written, tables, first)
+        write_changed_rows(self._block_ids.on_host, self.width, self._written_ids, tables, first)
 
     @property
     def tensor(self) -> Tensor:
@@ -101,7 +101,8 @@ class _GroupInputs(_Tables):
         self.block_size = memory.block_size
         self.slots = new_array("q", key.num_tokens)
         self.origins = new_array("i", key.num_rows)
-        self.written_starts: Sequence[int] = ()  # those of the last step; missing ones are 0
+        # the `GroupTokens.starts` of the last step; the array has 0 for all other rows
+        self.written_starts: Sequence[int] = ()
         self.cascade_inputs: _CascadeInputs | None = None
         if key.prefixes and key.prefixes[group][0]:
             num_prefixes, width = key.prefixes[group]
@@ -109,8 +110,8 @@ class _GroupInputs(_Tables):
 
 
 class _CascadeInputs(_Tables):
-    """The arrays of a [`Cascade`] of decodes. The tables are those of the shared prefixes, and of
-    one more, the last: an empty prefix for the decodes that share none."""
+    """The arrays of a [`Cascade`] of decodes. The tables are those of the shared prefixes. The last
+    table is that of an empty prefix, for the decodes that share none."""
 
     def __init__(
         self,
@@ -382,8 +383,8 @@ class StaticOutputs:
         self._buffers.clear()
 
     def discard(self) -> bool:
-        """Gives the memory of the buffers back until the next replay; returns whether that was
-        possible."""
+        """Gives the memory of the buffers back to the system until the next replay; returns whether
+        that was possible."""
         return discard(list(self._buffers.values()))
 
     def like(self, logits: Tensor) -> Tensor:

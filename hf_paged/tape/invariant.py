@@ -106,8 +106,8 @@ class _BatchInvariantMode(TorchDispatchMode):
         if not has_floats:
             return func(*args, **kwargs)
         # programs identify inputs by address, so the key includes which inputs share an address
-        last_first = reversed(list(enumerate(tensors)))
-        index_by_address = {tensor.data_ptr(): index for index, tensor in last_first}
+        in_reverse = reversed(list(enumerate(tensors)))
+        index_by_address = {tensor.data_ptr(): index for index, tensor in in_reverse}
         leaf_keys = (_leaf_key(leaf, index_by_address) for leaf in leaves)
         key = func, *kwargs, *leaf_keys
         program = _programs.get(key, _MISSING)
@@ -178,7 +178,7 @@ _DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
 
 def _leaf_key(leaf: Any, index_by_address: dict[int, int]) -> Hashable:
     """Returns the part of a program's key for one argument. Raises [`NotInvariant`] for a tensor
-    that is not a plain one on the CPU."""
+    that is not a plain CPU tensor."""
     if not isinstance(leaf, Tensor):
         # `repr`, since -0.0 == 0.0 and NaN != NaN
         if isinstance(leaf, float):
@@ -200,17 +200,17 @@ def _create_program(
     kwargs: Any,
     inputs: dict[int, int],
 ) -> _Program | None:
-    """Returns an operation's program, with these `_Program.inputs`; `None` if the operation is
-    batch-invariant in PyTorch or returns no floats. Raises [`NotInvariant`] if no kernel computes
-    it."""
+    """Returns an operation's program; `None` if the operation is batch-invariant in PyTorch or
+    returns no floats. `inputs`: as in `_Program`. Raises [`NotInvariant`] if no kernel computes the
+    operation."""
     returns_tensors = any("Tensor" in str(x.type) for x in func._schema.returns)
     if is_batch_invariant(func, args, kwargs) or not returns_tensors:
         return None
     result = args[0]
     outputs: list[Tensor] = []
     if not func._schema.is_mutable:
-        on_meta = func(*_empty_like(args, "meta"), **_empty_like(kwargs, "meta"))
-        result = _empty_like(on_meta, "cpu")
+        meta_result = func(*_empty_like(args, "meta"), **_empty_like(kwargs, "meta"))
+        result = _empty_like(meta_result, "cpu")
         outputs = tree_leaves(result)
     if not any(tensor.is_floating_point() for tensor in tensors_in(result)):
         return None

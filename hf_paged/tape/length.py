@@ -1,5 +1,5 @@
-"""The cache length in the forward of a recorded rectangle step: a tensor, so that model code can
-compute position ids from it; but its comparisons with ints return bools, without a read of the
+"""The cache length in the forward of a recorded rectangle step. It is a tensor, so that model code
+can compute position ids from it, but comparing it with an int returns a bool, without reading the
 tensor."""
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ class Length(Tensor):
 
 
 class KeyLength(int):
-    """The number of columns of gathered keys, plus `offset`. To Python it is the number of those
-    that block tables can hold; but a range between two such lengths is relative to the number of
-    columns that are stored."""
+    """The number of columns of gathered keys, plus `offset`. As an int, it counts all columns that
+    the block tables can hold; but in a range between two such lengths (`with_ranges`), it counts
+    only the stored columns."""
 
     last: Tensor  # index of the last stored column, `()` int64
     offset: int
@@ -115,12 +115,12 @@ class KeyLength(int):
         return self
 
     def __add__(self, number: int) -> int:
-        return self._moved(super().__add__(number), number, 1)
+        return self._derive(super().__add__(number), number, 1)
 
     def __sub__(self, number: int) -> int:
-        return self._moved(super().__sub__(number), number, -1)
+        return self._derive(super().__sub__(number), number, -1)
 
-    def _moved(self, result: int, number: int, sign: int) -> int:
+    def _derive(self, result: int, number: int, sign: int) -> int:
         if type(number) is not int:
             return result
         return KeyLength(result, self.last, self.offset + sign * number)
@@ -142,7 +142,7 @@ def with_ranges(func: Any, args: Any, kwargs: Any) -> Any:
         ranges = [
             _positions_between(item.start, item.stop) if _is_range(item) else None for item in items
         ]
-        # beside an index tensor, a tensor of positions would not select what the slice selects
+        # with another index tensor, a tensor of positions would not select what the slice selects
         are_basic = all(isinstance(item, (slice, int, type(None))) for item in items)
         if are_basic and sum(positions is not None for positions in ranges) == 1:
             pairs = zip(items, ranges)

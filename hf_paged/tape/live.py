@@ -1,7 +1,7 @@
 """Modules that a replay calls as Python code ("live") instead of replaying their operations, since
-their forwards branch on the content of tensors, as that of experts does, which loops over the
-experts chosen. Decides which modules these are, and calls them while the other operations of a step
-are recorded. `entries.ModuleCall` calls them in replays."""
+their forwards read the content of tensors: a mixture of experts, for instance, loops over the
+experts that its router has chosen. Decides which modules these are, and calls them while the other
+operations of a step are recorded. `entries.ModuleCall` calls them in replays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ..kernels.cpp.build import observer
 from ..model.values import SCALARS, is_user_module
 from ..model.writes import Snapshot, Write
 from ..step import NotCapturable
-from .columns import Columns, LiveColumns, with_stored
+from .columns import Columns, LiveColumns, with_stored_columns
 from .record import (
     ContentReadError,
     LiveCall,
@@ -37,17 +37,17 @@ from .record import (
 )
 from .step_cache import StepCache
 from .torch_options import torch_options
-from .unmasked import running
+from .unmasked import current_columns
 
 _CONSTANTS = SCALARS | {torch.dtype, torch.device, torch.Size}
 
 
 class LiveRefused(NotCapturable):
-    """A module of this class must not be live."""
+    """A module of this class must not be called live."""
 
-    def __init__(self, kind: type[nn.Module], action: str) -> None:
-        super().__init__(f"its {kind.__name__} {action}")
-        self.kind = kind
+    def __init__(self, module_class: type[nn.Module], action: str) -> None:
+        super().__init__(f"its {module_class.__name__} {action}")
+        self.module_class = module_class
 
 
 class LiveValue:
@@ -80,7 +80,7 @@ class LiveModules:
 
     def reason_against_adapters(self) -> str:
         """Returns why steps with adapters are not replayed. There must be `classes`."""
-        names = ", ".join(sorted(kind.__name__ for kind in self.classes))
+        names = ", ".join(sorted(module_class.__name__ for module_class in self.classes))
         return f"replays call {names} without the request's adapter"
 
     def clear(self) -> None:
@@ -88,13 +88,13 @@ class LiveModules:
         self._refused.clear()
 
     def learn(self, error: BaseException) -> bool:
-        """Learns from the error of a recording or replay which classes to call live: no longer one
-        that raised [`LiveRefused`]; from now on that of the innermost module that read content and
-        can be called with other tensors. Returns whether that changed `classes`, so that another
-        recording may succeed."""
+        """Updates `classes` after a recording or replay has raised an error. Removes the class that
+        a [`LiveRefused`] names. After a [`ContentReadError`], adds the class of the innermost
+        module that was running and that may be called live. Returns whether another recording may
+        therefore succeed."""
         if isinstance(error, LiveRefused):
-            self.classes.discard(error.kind)
-            self._refused.add(error.kind)
+            self.classes.discard(error.module_class)
+            self._refused.add(error.module_class)
             return True
         if not isinstance(error, ContentReadError):
             return False
@@ -125,7 +125,7 @@ class LiveModules:
             if type(module) not in classes or is_nested or is_other_thread:
                 return call(module, *args, **kwargs)
             if recorder is None:  # the run before the recording
-                args, kwargs = with_stored(tree_map(_live_leaf, (args, kwargs)))
+                args, kwargs = with_stored_columns(tree_map(_live_leaf, (args, kwargs)))
                 return call(module, *args, **kwargs)
             if _surroundings(num_recorder_modes=1) != surroundings:
                 raise LiveRefused(type(module), "runs in a context that replays do not enter")
@@ -156,17 +156,17 @@ def _runs_user_code(module: nn.Module) -> bool:
 
 def _has_user_code(module: nn.Module) -> bool:
     """As `_runs_user_code`, for the module without its submodules."""
-    kind = type(module)
-    code_globals = getattr(inspect.unwrap(kind.forward), "__globals__", {})
-    names = {kind.__module__, kind.forward.__module__, code_globals.get("__name__", "")}
+    forward = type(module).forward
+    code_globals = getattr(inspect.unwrap(forward), "__globals__", {})
+    names = {type(module).__module__, forward.__module__, code_globals.get("__name__", "")}
     has_hooks = module._forward_pre_hooks or module._forward_hooks
     return bool(has_hooks) or "forward" in vars(module) or any(map(is_user_module, names))
 
 
 def _surroundings(num_recorder_modes: int = 0) -> tuple[Any, ...]:
-    """The state of torch in which a module runs: the numbers of modes, autocast and options, but
-    not the gradient mode. Does not count the recorder's `num_recorder_modes` function modes, nor
-    its dispatch modes, of which it has as many."""
+    """Returns the state of torch in which a module runs: the numbers of function modes and of
+    dispatch modes, the dtype of autocast, and the options, but not the gradient mode. Does not
+    count the recorder's own modes: `num_recorder_modes` of each type."""
     modes = [count - num_recorder_modes for count in num_modes()]
     return modes, autocast_dtype(torch.device("cpu")), torch_options()
 
@@ -183,8 +183,8 @@ def _calls_in(traceback: TracebackType | None) -> Iterator[tuple[nn.Module, Any]
 
 def _is_allowed_argument(leaf: Any) -> bool:
     """Whether a live module may take this argument: a plain tensor, a constant, a result of another
-    live module, or what `_live_leaf` replaces. Other caches, and other objects with tensors, are
-    not allowed."""
+    live module, or an object that `_live_leaf` replaces. Other caches, and other objects with
+    tensors, are not allowed."""
     kind = type(leaf)
     if _is_plain(leaf) or kind in _CONSTANTS:
         return True
@@ -192,13 +192,13 @@ def _is_allowed_argument(leaf: Any) -> bool:
 
 
 def _live_leaf(leaf: Any) -> Any:
-    """Returns what a live module gets in place of an argument of the recorded forward. `leaf` may
-    be a `LiveValue`, whose class must not be read."""
+    """Returns the value that a live module gets in place of an argument of the recorded forward.
+    Reads the argument's class with `type`, since a `LiveValue` refuses to give its `__class__`."""
     if issubclass(type(leaf), LazyTensor):
         return leaf.read()
     if type(leaf) is Columns:
         return LiveColumns.of(leaf)
-    return leaf.live() if type(leaf) is StepCache else leaf
+    return leaf.live_cache() if type(leaf) is StepCache else leaf
 
 
 def _is_plain(leaf: Any) -> bool:
@@ -221,9 +221,9 @@ def _call_live(
     if _runs_user_code(module):
         check.refuse("runs users' code")
     if any(map(recorder.columns.has_unmasked, arguments)):
-        check.refuse("gets keys of which no mask hides the columns that are not stored")
+        check.refuse("gets keys without a mask that hides the columns that are not stored")
     with _disable_current_modes():
-        leaves, spec = tree_flatten(with_stored((args, kwargs)))
+        leaves, spec = tree_flatten(with_stored_columns((args, kwargs)))
     values = [
         recorder.live_values[id(leaf)][1] if type(leaf) is LiveValue else leaf for leaf in leaves
     ]
@@ -232,13 +232,13 @@ def _call_live(
     with _disable_current_modes():
         snapshot = Snapshot(module)
     observer_token = observer.set(check.refuse_kernel)
-    columns_token = running.set(None)
+    columns_token = current_columns.set(None)
     recorder.live_check = check
     try:
         result = call(module, *live_args, **live_kwargs)
     finally:
         recorder.live_check = None
-        running.reset(columns_token)
+        current_columns.reset(columns_token)
         observer.reset(observer_token)
     writes = list[Write]()
     with _disable_current_modes():
@@ -254,7 +254,8 @@ def _call_live(
 
 
 def _as_results(recorder: OperationRecorder, check: _Check, result: Any) -> Any:
-    """Returns a module's result with [`LiveValue`]s for values other than tensors and `None`."""
+    """Returns a module's result with [`LiveValue`]s in place of values other than tensors and
+    `None`. Adds the storages that the module has not returned to the recorder's `unreturned`."""
     items = [*result] if type(result) in (tuple, list) else [result]
     returned = set[int]()
     for index, item in enumerate(items):
@@ -277,10 +278,10 @@ class _Check:
     only to its own results and to the states of the step's cache."""
 
     def __init__(
-        self, kind: type[nn.Module], arguments: list[Tensor], states: list[Tensor]
+        self, module_class: type[nn.Module], arguments: list[Tensor], states: list[Tensor]
     ) -> None:
         """`states`: those of the step's cache."""
-        self.kind = kind
+        self._module_class = module_class
         # by address of the storage object, as are the dicts below
         self._states = {storage._cdata: storage for storage in storages_of(states)}
         self._arguments = {storage._cdata: storage for storage in storages_of(arguments)}
@@ -289,7 +290,7 @@ class _Check:
         self.reads = dict[int, Tensor]()
 
     def refuse(self, action: str) -> NoReturn:
-        raise LiveRefused(self.kind, action)
+        raise LiveRefused(self._module_class, action)
 
     def refuse_kernel(self, *call: Any) -> None:
         self.refuse("calls a kernel of hf_paged, whose inputs a replay might not fill")

@@ -61,13 +61,13 @@ class Lowering:
     is_persistent: Callable[[Tensor], bool]
     buffers: Buffers = field(default_factory=Buffers)
     entries: list[Entry] = field(default_factory=list)
-    # addresses of the storages without a buffer that operations read or write
+    # addresses of the storages outside the arena that operations read or write
     storages: set[int] = field(default_factory=set)
-    # addresses of the storages to which any operation writes, of those to which an operation before
-    # the last writes, and of those with constant content
+    # addresses of the storages to which an operation writes, other than the one that creates them
     _written: set[int] = field(default_factory=set)
+    # the same for all operations but the last
     _written_before_last: set[int] = field(default_factory=set)
-    _constants: set[int] = field(default_factory=set)
+    _constants: set[int] = field(default_factory=set)  # addresses of storages with constant content
 
     def __post_init__(self) -> None:
         self._coded_weights = CodedWeights(
@@ -125,9 +125,9 @@ class Lowering:
             self._add_torch_op(operation)
 
     def _retain(self, tensors: Iterable[Tensor]) -> None:
-        """For each tensor without a buffer: keeps it alive for the tape, unless it stays alive
-        anyway and no operation writes to it, and adds a fixed buffer if an operation before the
-        last writes to it."""
+        """Keeps each tensor without a buffer alive for the tape, unless it is constant or
+        persistent and no operation writes to it. Adds a fixed buffer for such a tensor if an
+        operation before the last writes to it."""
         for tensor in tensors:
             if self.buffers.id_of(tensor) is not None:
                 continue
@@ -144,8 +144,8 @@ class Lowering:
     # -- row operations ---------------------------------------------------------------------------
 
     def _lower(self, operation: Operation) -> bool:
-        """Adds the operation as row operations, as a product or as a call of a kernel. Returns
-        whether that was possible."""
+        """Adds the operation as row operations, as a matrix product or as a call of a kernel.
+        Returns whether that was possible."""
         function, args, kwargs, result = operation
         name = function.name()
         if name in _METHODS:
@@ -439,8 +439,8 @@ class Lowering:
         self.entries.append(TorchOp(function, arguments, outputs, reads, writes))
 
 
-_Method = Callable[[Lowering, Operation], bool]
-_METHODS: dict[str, _Method] = {
+# by PyTorch's names: methods that add an operation, and return whether that was possible
+_METHODS: dict[str, Callable[[Lowering, Operation], bool]] = {
     "aten::native_layer_norm": Lowering._layer_norm,
     "aten::cat": Lowering._cat,
     **dict.fromkeys(_REDUCTIONS, Lowering._reduce),

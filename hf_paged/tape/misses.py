@@ -1,5 +1,5 @@
-"""Counts the steps that no recording of their own size served, and decides from these counts when
-one is recorded. `graphs.py` records it."""
+"""Counts the steps for which there was no recording of their size, and decides from these counts
+when to record one. `graphs.py` records it."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from collections.abc import Collection, Hashable
 from .graph_keys import GraphKey
 from .recorders import RecordedStep
 
-# steps without a graph of their own size before one is recorded: a recording takes about as long as
+# steps without a graph of their size before one is recorded: a recording takes about as long as
 # three steps (an estimate, not measured)
 MIN_MISSES = 3
-# the same if the context or inputs are `is_fixed`: roughly the number of replays that pay for a
-# recording, which is useless once a context with other ranges, or media of other sizes, follow
+# the same if the context or the inputs are `is_fixed`, since the recording is useless once a
+# context with other ranges, or media of other sizes, follow: about as many as `MIN_REPLAYS`
 MIN_FIXED_MISSES = 64
-# replays that pay for a recording with its check
+# replays that save as much time as a recording and its check take
 MIN_REPLAYS = 64
 # maximum number of times that `MIN_MISSES` is doubled: after 768 misses, a recording that never
 # pays costs little
 MAX_DOUBLINGS = 8
-MAX_COUNTS = 4096  # keys: each new form of media has its own
+MAX_COUNTS = 4096  # maximum number of counted keys, since media of each new size add keys
 
 
 class Misses:
     """The misses of one model's steps: by key, and by `GraphKey.without_widths`.
 
-    If the model changes before its recordings have paid for themselves, twice as many misses in the
-    same state of the model are needed for the next recording, until one pays."""
+    Each time that the model changes before its recordings have paid for themselves (`MIN_REPLAYS`),
+    the number of misses before the next recording doubles, until a recording pays."""
 
     def __init__(self) -> None:
         self._counts: Counter[Hashable] = Counter()  # negative after memory ran out
         self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
-        self._num_unpaid = 0  # times that unpaid recordings were dropped since one paid
+        self._num_unpaid = 0  # times that unpaid recordings were dropped since the last one paid
 
     def add(self, key: GraphKey) -> None:
         if len(self._counts) > MAX_COUNTS:
@@ -56,15 +56,15 @@ class Misses:
         self._num_unpaid = 0
 
     def restart(self, dropped: Collection[RecordedStep]) -> None:
-        """Called after the model has changed, with the recordings that this drops. Counts from 0,
-        so that a model that changes often is recorded less often."""
+        """Called after the model has changed, with the recordings that are dropped for that reason.
+        Sets all counts to 0, so that a model that changes often is recorded less often."""
         self._counts.clear()
         if any(step.num_replays < MIN_REPLAYS for step in dropped):
             self._num_unpaid += 1
 
     def forget(self, key: GraphKey) -> None:
-        """Called after the recording of this key was evicted, so that it is not made again at
-        once."""
+        """Called after the recording of this key was evicted: sets its counts to 0, so that it is
+        not recorded again at once."""
         self._counts[key] = self._counts[key.without_widths] = 0
 
     def delay(self, key: GraphKey) -> None:

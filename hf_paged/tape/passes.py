@@ -1,5 +1,6 @@
-"""Passes over the entries of a whole tape: they drop what nothing reads, merge products and lists
-of row operations, and elide the copy of the result. They change no operation's result."""
+"""Passes over the entries of a whole tape: they drop entries and stores whose results nothing
+reads, merge matrix products and lists of row operations, and elide the copy of the forward's
+result. They change no operation's result."""
 
 from __future__ import annotations
 
@@ -87,8 +88,8 @@ def _has_hazard(a: Entry, b: Entry) -> bool:
 
 
 def _without_unread(entries: list[Entry], buffers: Buffers) -> list[Entry]:
-    """Returns the entries without operations of PyTorch and lists of row operations that compute
-    nothing that a later entry reads."""
+    """Returns the entries without those of PyTorch's operations and lists of row operations whose
+    results neither a later entry nor other code reads."""
     needed = set(buffers.fixed_addresses)
     remaining: list[Entry] = []
     for entry in reversed(entries):
@@ -100,7 +101,8 @@ def _without_unread(entries: list[Entry], buffers: Buffers) -> list[Entry]:
 
 
 def _writes_only_buffers(entry: Entry) -> bool:
-    """Whether an operation of PyTorch, or a list of row operations, writes to no other memory."""
+    """Whether an entry is a list of row operations, or an operation of PyTorch that is not in
+    place, and writes only to buffers."""
     if isinstance(entry, RowOps):
         return all(target.ref.buffer_id is not None for target in entry.accesses("store"))
     if isinstance(entry, TorchOp):

@@ -110,8 +110,8 @@ def _torch_product(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def _linear_args_of_conv1d(bias: Any, x: Any, weight: Any) -> tuple[Any, ...]:
-    """Converts the arguments of the `torch.addmm` in transformers' `Conv1D` to those of `F.linear`;
-    empty for tensors that are not plain matrices."""
+    """Converts the arguments of the `torch.addmm` in transformers' `Conv1D` to those of `F.linear`.
+    Returns `()` for tensors that are not plain matrices."""
     are_plain = all(type(y) in (Tensor, nn.Parameter) for y in (x, weight))
     if not are_plain or not x.dim() == weight.dim() == 2:
         return ()

@@ -21,13 +21,13 @@ from ..interrupts import end_modes, num_modes, restoring
 from ..kernels.cpp.build import observer
 from ..step import NotCapturable
 from .length import RANGE_FUNCTIONS, with_ranges
-from .unmasked import SIZE_FUNCTIONS, UnmaskedColumns, running
+from .unmasked import SIZE_FUNCTIONS, UnmaskedColumns, current_columns
 
 aten = torch.ops.aten
 _LAZY_VIEWS = frozenset({"aten::_conj", "aten::_neg_view"})
-# Functions that read a tensor's content: those whose results share its memory, which may be written
-# to later, and those whose results do not.
+# functions whose results share the memory of a tensor, which may be written to later
 _MEMORY_SHARING = frozenset({Tensor.numpy, Tensor.__array__, Tensor.__dlpack__})
+# functions that read a tensor's content, and whose results do not share its memory
 _CONTENT_READING = frozenset({Tensor.tolist, Tensor.__repr__})
 _INDEXED_READS = frozenset({"aten::index.Tensor", "aten::index.Tensor_out"})
 _INDEXED_WRITES = frozenset({"aten::index_put", "aten::index_put_"})
@@ -49,9 +49,9 @@ _FROM_PYTHON = frozenset(
 )
 
 HostResults = list[tuple[Any, Any, Any]]
-"""The operations that read on the host or copy between host and device, in order: for each, the
-function, a copy of its source if that is on the host (otherwise `None`), and the result; `None` for
-an operation that runs again, since only the size of its result is constant."""
+"""The operations that read on the host or copy between host and device, in order. For each: the
+function; a copy of the source if that is on the host, otherwise `None`; a copy of the result, or
+`None` if the operation must run again, since only the size of its result is constant."""
 
 
 class ContentReadError(NotCapturable):
@@ -79,7 +79,7 @@ class CaptureGuard(TorchDispatchMode):
         # storages of constants, by the address of the storage object: the dict keeps the objects
         # alive, so no address is reused
         self._constants: dict[int, torch.UntypedStorage] = {}
-        # storages of those constants whose memory the model's code shares
+        # the same for the constants whose memory the model's code shares
         self._shared: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(
@@ -96,7 +96,7 @@ class CaptureGuard(TorchDispatchMode):
         has_constant_result = self._has_constant_result(func, args, kwargs)
         reads_on_host = _reads_on_host(func, args)
         runs_again = not has_constant_result
-        if reads_on_host and runs_again and not self._selects_equally(func, args):
+        if reads_on_host and runs_again and not self._has_constant_masks(func, args):
             raise ContentReadError(func)
         source = _source_of_transfer(func, args, kwargs)
         if source is not None and not self.is_constant(source):
@@ -130,9 +130,9 @@ class CaptureGuard(TorchDispatchMode):
         inputs = tensors_in((args, kwargs))
         return bool(inputs) and all(map(self.is_constant, inputs))
 
-    def _selects_equally(self, func: Any, args: Any) -> bool:
-        """Whether an operation selects elements by masks that are constants on the host, and so
-        equally many in every run, without waiting for a device."""
+    def _has_constant_masks(self, func: Any, args: Any) -> bool:
+        """Whether an operation selects elements by masks that are constants on the host. Then it
+        selects the same number in every run, and does not wait for a device."""
         if func.name() not in _INDEXED_READS | _INDEXED_WRITES:
             return False
         masks = [index for index in args[1] if _has_mask([index])]
@@ -152,10 +152,10 @@ class CaptureGuard(TorchDispatchMode):
         storage = next(storages_of([tensor]), None)
         return storage is not None and storage._cdata in self._constants
 
-    def allows_read(self, tensor: Tensor, shares_memory: bool) -> bool:
-        """Whether Python may read the content of a tensor: only of a constant. With
-        `shares_memory`, records that the model's code is about to share the constant's memory, so
-        that later writes to it are refused."""
+    def note_read(self, tensor: Tensor, shares_memory: bool) -> bool:
+        """Called before Python reads the content of a tensor. Returns whether it may: whether the
+        tensor is a constant. `shares_memory`: whether the model's code will share the constant's
+        memory; if so, later writes to it are refused."""
         if not self.is_constant(tensor):
             return False
         if shares_memory:
@@ -198,9 +198,9 @@ class HostResultReplay(TorchDispatchMode):
         return tree_map_only(Tensor, torch.clone, result)
 
 
-class CreatesOnHost(TorchFunctionMode):
-    """Creates tensors of Python numbers on the host, then copies them to the device. Dispatch modes
-    see the copy, but would not see a creation on the device."""
+class HostCreation(TorchFunctionMode):
+    """Creates tensors from Python numbers on the host, then copies them to the device. Dispatch
+    modes see the copy, but would not see a creation on the device."""
 
     def __torch_function__(
         self,
@@ -225,8 +225,8 @@ class CreatesOnHost(TorchFunctionMode):
 
 
 def _data_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """Returns the argument with the content of the new tensor, in a call of one of
-    `_FROM_PYTHON`."""
+    """Returns the argument with the content of the new tensor, in a call of a function in
+    `_FROM_PYTHON`; `None` if it is missing."""
     index = 1 if func is Tensor.new_tensor else 0
     if len(args) > index:
         return args[index]
@@ -235,8 +235,8 @@ def _data_of(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _refuse_tensor_lists(func: Any, data: Any) -> None:
-    """Raises [`NotCapturable`] if a tensor is created from a list with tensors, since their content
-    is read without an operation that dispatch modes see."""
+    """Raises [`ContentReadError`] if a tensor is created from a list with tensors, since their
+    content is read without an operation that dispatch modes see."""
     if not isinstance(data, Tensor) and tensors_in(data):
         raise ContentReadError(func.__name__)
 
@@ -258,8 +258,8 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _reads_on_host(func: Any, args: Any) -> bool:
-    """Whether the host needs the content of tensors to run an operation, so that it waits for their
-    device."""
+    """Whether the host needs the content of a tensor to run an operation, and so waits for the
+    tensor's device."""
     name = func.name()
     if name in _INDEXED_READS:
         # the host needs the content of a mask only, for the number of selected elements
@@ -268,7 +268,7 @@ def _reads_on_host(func: Any, args: Any) -> bool:
         x, indices, values, *_ = args
         if not _has_mask(indices) or (values.is_cpu and values.numel() == 1):
             return False  # a single number on the host is written without counting elements
-        return not (x.is_cpu and _suits_any_count(x, indices, values))
+        return not (x.is_cpu and _are_broadcast(values, x, indices))
     return (
         torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
     )
@@ -306,9 +306,9 @@ def _has_mask(indices: Any) -> bool:
     return any(index is not None and index.dtype in mask_dtypes for index in indices)
 
 
-def _suits_any_count(x: Tensor, indices: Any, values: Tensor) -> bool:
-    """Whether the same `values` are written to every element that a mask selects, however many
-    these are. `indices`: those of a write to `x`, with a mask."""
+def _are_broadcast(values: Tensor, x: Tensor, indices: Any) -> bool:
+    """Whether a write of `values` to `x` at `indices`, which contain a mask, writes the same values
+    to every element that the mask selects, so that the number of these does not matter."""
     axes = [axis for axis, index in enumerate(indices) if index is not None]
     if len(axes) > 1:
         return False
@@ -316,7 +316,7 @@ def _suits_any_count(x: Tensor, indices: Any, values: Tensor) -> bool:
     return values.dim() <= num_inner_axes or values.shape[-1 - num_inner_axes] == 1
 
 
-_FORM_READING = (Tensor.device.__get__, Tensor.dtype.__get__)
+_METADATA_READING = (Tensor.device.__get__, Tensor.dtype.__get__)
 
 
 class ReadGuard(TorchFunctionMode):
@@ -340,14 +340,14 @@ class ReadGuard(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         shares_memory = func in _MEMORY_SHARING
         if shares_memory or func in _CONTENT_READING:
-            if self._guard is None or not self._guard.allows_read(args[0], shares_memory):
+            if self._guard is None or not self._guard.note_read(args[0], shares_memory):
                 raise ContentReadError(f"Tensor.{func.__name__}")
         if func in _FROM_PYTHON:
             _refuse_tensor_lists(func, _data_of(func, args, kwargs or {}))
-        columns = running.get()
-        if columns is not None and func not in _FORM_READING:
+        columns = current_columns.get()
+        if columns is not None and func not in _METADATA_READING:
             if any(x.is_meta for x in tensors_in((args, kwargs))):
-                raise NotCapturable("its decode steps read a tensor that its encoder takes")
+                raise NotCapturable("its decode steps read an input of its encoder")
             if func in SIZE_FUNCTIONS:
                 return columns.sizes(func, args[0], args[1:], kwargs or {})
         if func in RANGE_FUNCTIONS:
@@ -358,7 +358,7 @@ class ReadGuard(TorchFunctionMode):
 
 
 def decompose(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs the operations of which a composite operation consists, as autograd does. Returns
+    """Runs a composite operation as the operations that it consists of, as autograd does. Returns
     `NotImplemented` for other operations."""
     name = func.name()
     if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
@@ -392,20 +392,21 @@ class LiveCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any  # a tensor, or a tuple or list of tensors, `None` and `LiveValue`s
-    reads: list[Tensor]  # older tensors that it read, other than its arguments
-    states: list[Tensor]  # of the step's cache, which it may have written to
+    reads: list[Tensor]  # tensors older than the call that it read, except its arguments
+    states: list[Tensor]  # tensors of the step's cache, which it may have written to
 
 
 Recorded = Operation | KernelCall | LiveCall
 
 
 class LiveCheck(Protocol):
-    """Runs the operations of a live module (`live.py`) if a replay may repeat them."""
+    """Runs the operations of a live module (`live.py`), and refuses those that a replay must not
+    repeat."""
 
     def __call__(self, func: Any, args: Any, kwargs: Any) -> Any: ...
 
     def refuse(self, action: str) -> NoReturn:
-        """Raises an error: the module must not be live, since it does this."""
+        """Raises `live.LiveRefused`. `action`: what the module does that a live module must not."""
 
 
 class OperationRecorder(CaptureGuard):
@@ -416,10 +417,10 @@ class OperationRecorder(CaptureGuard):
         self.operations: list[Recorded] = []
         self.columns = UnmaskedColumns()
         self.live_check: LiveCheck | None = None  # of the live module that is running
-        # by `id`: the values that live modules returned, with what stands for them
+        # by `id` of the `LiveValue`: the `LiveValue`, and the value that a live module returned
         self.live_values: dict[int, tuple[Any, Any]] = {}
         # by address of the storage object: storages that live modules have computed but not
-        # returned, so that no other code may read them
+        # returned, which no other code may read
         self.unreturned: dict[int, tuple[torch.UntypedStorage, LiveCheck]] = {}
 
     def __torch_dispatch__(
@@ -479,7 +480,7 @@ def recording() -> Iterator[list[Recorded]]:
     operations = recorder.operations
     recorder_token = current_recorder.set(recorder)
     token = observer.set(lambda *call: operations.append(KernelCall(*call)))
-    columns_token = running.set(recorder.columns)
+    columns_token = current_columns.set(recorder.columns)
     num_before = num_modes()
     is_tracing = masking_utils.is_tracing
     try:
@@ -490,7 +491,7 @@ def recording() -> Iterator[list[Recorded]]:
             yield operations
     finally:
         masking_utils.is_tracing = is_tracing
-        running.reset(columns_token)
+        current_columns.reset(columns_token)
         observer.reset(token)
         current_recorder.reset(recorder_token)
         end_modes(num_before)  # a mode that an interrupt left active would refuse later operations

@@ -53,7 +53,7 @@ class Tapes:
         `persistent_storages`: addresses of the storages that outlive the tape. Raises the errors of
         `run`, and `NotCapturable` if `run` cannot be recorded."""
         prepare()
-        run()  # builds what is built on first use, and allocates the result
+        run()  # builds kernels on their first use, and allocates the buffer of the logits
         prepare()
 
         def is_persistent(tensor: Tensor) -> bool:
@@ -86,8 +86,8 @@ class RecordedStep:
     num_replays: int = 0
 
     def replay(self) -> None:
-        """Replays the graph. Restores the states if a live module returns other kinds of results
-        than in the recording (`LiveRefused`), so that the step can run without a replay."""
+        """Replays the graph. If a live module returns a result unlike the recorded one, restores
+        the states, so that the step can run without a replay, and raises [`LiveRefused`]."""
         if not isinstance(self.graph, Tape) or not self.graph.calls_modules:
             self.graph.replay()
             return
@@ -108,9 +108,9 @@ class RecordedStep:
         return not self.graph.storages.isdisjoint(storages)
 
     def discard(self) -> bool:
-        """Gives memory back until the next replay: that of intermediate values, logits and states.
-        Returns whether the step keeps little memory then. A CUDA graph, and a step with a context,
-        which keeps an adapter's weights, give nothing back."""
+        """Gives the memory of intermediate values, logits and states back to the system until the
+        next replay. Returns whether that was possible: `False` for a CUDA graph, and for a step
+        with a context, which keeps an adapter's weights."""
         if not isinstance(self.graph, Tape) or self.context is not None:
             return False
         states = self.inputs.states
@@ -158,15 +158,17 @@ def check_replay(
             )
 
 
-def reason_of(error: BaseException, handled: BaseException | None = None) -> str:
-    """Returns the first line of the error that came first, since ending a broken capture raises
-    more errors. `handled`: an error that the caller was handling when the recording began."""
-    while error.__context__ not in (None, handled) and not error.__suppress_context__:
+def reason_of(error: BaseException, handled_error: BaseException | None = None) -> str:
+    """Returns the first line of the error that was raised first, since ending a broken capture
+    raises more errors. `handled_error`: an error that the caller was already handling when the
+    recording began."""
+    while error.__context__ not in (None, handled_error) and not error.__suppress_context__:
         error = error.__context__
     return first_line(error)
 
 
 def _pausing(collector: Any) -> Switching:
+    """Returns the functions that disable a garbage collector and restore its state."""
     restore = collector.enable if collector.isenabled() else collector.disable
     return collector.disable, restore
 
@@ -177,8 +179,8 @@ _collectors: Switches[Any] = Switches(_pausing)
 @restoring
 def exclusive_recording(device: torch.device) -> Iterator[bool]:
     """A context for a recording on `device`, which has one capture stream: yields whether no other
-    thread records there. Meanwhile, garbage collection is disabled, since it might run
-    finalizers that wait for the device (pytorch#161037) or that are a caller's code."""
+    thread records there. Meanwhile, garbage collection is disabled, since it might run finalizers
+    that wait for the device (pytorch#161037), or finalizers of users' objects."""
     is_exclusive = False
     try:
         is_exclusive = _capture_lock(device).acquire(blocking=False)
@@ -190,19 +192,19 @@ def exclusive_recording(device: torch.device) -> Iterator[bool]:
 
 
 def uncached_autocast(device: torch.device) -> torch.autocast:
-    """A context with the running autocast, but without its cache, so that replays convert the
-    weights: a graph must not read the cached copies, which are freed when autocast ends."""
+    """A context with the active autocast, but without its cache of converted weights, so that a
+    graph converts the weights itself: autocast frees the cached copies when it ends."""
     dtype = autocast_dtype(device)
     return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 @restoring
 def undoing_writes(model: nn.Module, state: ModelState | None) -> Iterator[None]:
-    """A context for a recording: when it ends, it undoes writes into the model, as far as a
-    [`Snapshot`] can. Raises [`NotCapturable`] for writes of Python code that replays would miss:
-    to anything but the content of a tensor, unless it only replaces a tensor that no forward reads
-    (and that no operation has read, since `Tapes` refuses that). These include writes to configs,
-    classes and globals, of which `state` reads the values."""
+    """A context for a recording: when it ends, it undoes writes to the model, as far as a
+    [`Snapshot`] can. Raises [`NotCapturable`] if Python code wrote to anything but the content of
+    tensors, since a replay would not: to attributes of modules, or to configs, classes and globals,
+    whose values `state` reads. Only a tensor that no forward reads may be replaced (no operation
+    has read it either, since `Tapes` refuses that)."""
     snapshot = Snapshot(model)
     writes: list[Write] = []
     values = None if state is None else state.read_values()
@@ -232,8 +234,8 @@ def unrecorded(reason: str) -> str:
 
 
 def note_unrecorded(reason: str) -> None:
-    """Called in a step that runs operation by operation, since it is not recorded, or a recording
-    cannot serve it: adds the reason to the call's `unsupported_reasons`."""
+    """Called in a step that runs operation by operation, because it is not recorded or no recording
+    can serve it: adds the reason to the call's `unsupported_reasons`."""
     reasons = unsupported_reasons.get()
     if reasons is not None:
         reasons.add(unrecorded(reason))

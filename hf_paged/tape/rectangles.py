@@ -61,9 +61,10 @@ class RectangleReplays:
 
     A replay does not run the code that prepares masks. So the recorded forward gets masks of ones
     (with `reads_keys`: of the stored columns), and block tables and lengths determine the tokens to
-    which each row attends. For the first step of each kind and size of tables, and for steps of
-    shorter rows, the model's own forward also runs (`checks.Checks`). If its logits or states
-    differ from those of the replay, steps of this kind are no longer replayed."""
+    which each row attends. For the first step of each kind and size of tables, and for steps with
+    shorter rows than any step checked before, the model's own forward also runs (`checks.Checks`).
+    If its logits or states differ from those of the replay, steps of this kind are no longer
+    replayed."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache, recorder: StepGraphs) -> None:
         """`cache`: the model's empty cache."""
@@ -82,7 +83,7 @@ class RectangleReplays:
         # about the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}
         self._reads_mask = False  # as `encoders.reads_mask`
-        # names of inputs that the encoder takes, too
+        # names of inputs that the encoder also takes, without the mask and the positions
         self._encoder_parameters = set[str]()
         self._width = self._num_axes = 0
         self._is_padded = False
@@ -91,7 +92,7 @@ class RectangleReplays:
         self._token_types: dict[str, int] = {}
         self._row_masking: list[tuple[bool, bool, bool]] = []
         self._input_names: tuple[Hashable, ...] = ()  # of the rectangle's `row_inputs`
-        self._tensor_names: Hashable = None  # of these, and of all inputs that are tensors
+        self._tensor_names: Hashable = None  # `_input_names`, names of all inputs that are tensors
         self._unused_layers: frozenset[int] = frozenset()
 
     def begin(self, state: ModelState | None) -> None:
@@ -114,8 +115,8 @@ class RectangleReplays:
         self._recorder.begin(state)
 
     def run(self, rectangle: Rectangle, prepared: dict[str, Any]) -> Tensor | None:
-        """Replays a step with the model inputs `prepared`; returns
-        logits `(rows, vocab_size)`, or `None` if no recording serves the step."""
+        """Replays a step with the model inputs `prepared`; returns logits `(rows, vocab_size)`, or
+        `None` if no recording serves the step."""
         if self._state is None:
             return None
         recorder = self._recorder
@@ -168,8 +169,8 @@ class RectangleReplays:
             self._prepared = {}
 
     def outputs(self, rectangle: Rectangle, prepared: dict[str, Any]) -> ModelOutput:
-        """Returns what is known of the outputs of the last replay: the cache, and those of the
-        inputs `prepared` that the model's own forward passes on."""
+        """Returns the known outputs of the last replay: the cache, and the inputs in `prepared`
+        that the model's own forward returns unchanged."""
         passed = self._recorder.checks.passed_inputs.get(self._tensor_names, {})
         return outputs_of(passed, prepared, rectangle.cache)
 
@@ -182,16 +183,16 @@ class RectangleReplays:
         outputs: ModelOutput,
         prepared: dict[str, Any],
     ) -> None:
-        """Compares the logits `(rows, vocab_size)` and states of the
-        last replay with those of the model's own forward, separately for rows with different values
-        of `_masking_of_rows`. `inputs`: those of the rectangle before the step. `outputs`: those of
-        the forward, of the inputs `prepared`. If any differ, or if the inputs of the next step need
-        other outputs of the forward than `outputs` returns, steps of this kind are no longer
-        replayed."""
+        """Compares the logits `(rows, vocab_size)` and states of the last replay with those of the
+        model's own forward, separately for rows with different values of `_masking_of_rows`.
+        `inputs`: the rectangle's inputs before the step. `outputs`: those of the forward with the
+        inputs `prepared`. Steps of this kind are no longer replayed if logits or states differ, or
+        if the next step's inputs depend on an output of the forward that `self.outputs` lacks."""
         results = [(expected, replayed)]
         copied = state_tensors(self._recorder.checks.copied_states)
         layers = dense_layers(cache_parts(rectangle.cache)[0])
-        results += zip(state_tensors(layers), copied)  # the rest are `_row_inputs`
+        # `copied` ends with the `row_inputs`, which the forward does not change
+        results += zip(state_tensors(layers), copied)
         pairs = []
         for masking in {*self._row_masking}:
             rows = [row for row, value in enumerate(self._row_masking) if value == masking]
@@ -210,8 +211,8 @@ class RectangleReplays:
     def _can_update(
         self, rectangle: Rectangle, inputs: dict[str, Any], outputs: ModelOutput
     ) -> bool:
-        """Whether the model's override makes the next step's inputs, those of `rectangle`, of its
-        last `inputs` with no other outputs of a forward than `outputs`."""
+        """Whether the model's override of `compat.UPDATE_INPUTS` returns the next step's inputs
+        (`rectangle.inputs`) for the last step's `inputs` and these `outputs` alone."""
         if not all(map(_is_plain, tree_flatten(inputs)[0])):
             return False  # an iterator, which the method may have advanced
         try:
@@ -251,7 +252,8 @@ class RectangleReplays:
             if self._recorder.reads_keys and any(num_dropped):
                 if column >= max(MIN_TABLE_TOKENS, 2 * block_size * max(map(len, block_ids))):
                     return "reading only the blocks of its windows is faster"
-                # the forward reads as if no blocks were dropped, but hides those of their columns
+                # the forward reads as if no blocks were dropped, but hides the columns of those
+                # that were
                 rows_blocks = zip(num_dropped, block_ids)
                 block_ids = [[*[ids[0]] * count, *ids] for count, ids in rows_blocks]
                 num_dropped = [0] * num_rows
@@ -279,35 +281,36 @@ class RectangleReplays:
         return PackedTokens(token_ids, positions, last, query_start, num_rows, groups, [], axes)
 
     def _reason_against_inputs(self, prepared: dict[str, Any], rectangle: Rectangle) -> str | None:
-        """Returns why the recorded forward, with its own inputs, may not compute the same as with
-        those in `prepared`; `None` if it does."""
+        """Returns why the recorded forward, which replaces some of the inputs in `prepared`, may
+        compute something else than with these; `None` if it computes the same. Sets the
+        rectangle's `row_inputs`."""
         unsupported = "recordings do not support its input `{}`"
         if any(rectangle.paddings) and self._mask_name not in prepared:
             return unsupported.format(self._mask_name)
         replaced = {self._ids_name, self._cache_name, "encoder_outputs"}
         replaced.update(self._token_types)
         if self._cross_groups and not self._reads_mask:
-            replaced.add(encoders.MASK)  # in place of it, `encoders.visible_ranges`
-        by_row: dict[str, Tensor] = {}
+            replaced.add(encoders.MASK)  # by `encoders.visible_ranges`
+        row_inputs: dict[str, Tensor] = {}
         for name, value in prepared.items():
             if name in replaced or self._is_input_supported(name, value, rectangle):
                 continue
-            is_other = name not in (self._mask_name, *_POSITION_INPUTS)
+            is_special = name in (self._mask_name, *_POSITION_INPUTS)
             is_tensor = isinstance(value, Tensor)
-            if not (is_other and is_tensor and is_row_input(name, value, rectangle)):
+            if is_special or not (is_tensor and is_row_input(name, value, rectangle)):
                 return unsupported.format(name)
-            by_row[name] = value
-        return note_row_inputs(rectangle, by_row)
+            row_inputs[name] = value
+        return note_row_inputs(rectangle, row_inputs)
 
     def _is_input_supported(self, name: str, value: Any, rectangle: Rectangle) -> bool:
         num_rows, width = len(rectangle.blocks), rectangle.width
-        if not isinstance(value, Tensor):  # other numbers than logit counts may change every step
+        if not isinstance(value, Tensor):  # numbers, except logit counts, may change in every step
             return value is None or isinstance(value, (bool, str)) or name in _LOGIT_COUNTS
         if name == self._mask_name:
             unpadded = tuple(rectangle.paddings), (width,) * num_rows
             return value.dim() == 2 and unpadded_columns(value, num_rows, width) == unpadded
         if name == "position_ids" and value.shape[-2:] in ((num_rows, 1), (1, 1)):
-            return torch.equal(value, value.round())  # `_position_axes` converts to integers
+            return torch.equal(value, value.round())  # `position_axes` converts to integers
         if name in self._encoder_parameters:
             return True
         if name not in _POSITION_INPUTS or value.shape not in ((num_rows, 1), (1, 1), (1,)):
@@ -426,7 +429,7 @@ class RectangleReplays:
 
 def _parameters(model: PreTrainedModel) -> set[str]:
     """Returns the names of the parameters of the model's forward and, as long as a forward takes
-    `**kwargs` to pass on, of the next base class's forward."""
+    `**kwargs`, which it may pass on, also of the next base class's forward."""
     names = set[str]()
     forwards = [vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)]
     for forward in (model.forward, *forwards):
@@ -438,7 +441,8 @@ def _parameters(model: PreTrainedModel) -> set[str]:
 
 
 def _is_of_transformers(method: Any) -> bool:
-    """Whether a method's code is transformers'. (A user's wrapper has its `__module__`, too.)"""
+    """Whether a method's code is transformers'. (`__module__` does not tell: `functools.wraps`
+    copies it to a user's wrapper.)"""
     namespace = getattr(method, "__globals__", {})
     return str(namespace.get("__name__", "")).startswith("transformers.")
 
@@ -457,7 +461,7 @@ def _masking_of_rows(
     rectangle: Rectangle, groups: Sequence[GroupTokens]
 ) -> list[tuple[bool, bool, bool]]:
     """Returns for each row whether it has padding, and whether its first and its last encoder
-    tokens are hidden. `groups`: of the step; with an encoder, the last has the encoder's tokens."""
+    tokens are hidden. `groups`: the step's; with an encoder, the last has the encoder's tokens."""
     has_padding = [padding > 0 for padding in rectangle.paddings]
     if not groups or not groups[-1].starts:
         return [(is_padded, False, False) for is_padded in has_padding]

@@ -42,9 +42,9 @@ class LaunchedStep(NamedTuple):
 class GraphRunAhead:
     """Launches the next decode step while its input tokens are still being copied to the host,
     assuming that no row joins, and that rows leave only at their maximum length. The logits of rows
-    that leave earlier are not used; from the first row on that joins or differs from its assumed
-    state, rows are computed as usual. This is possible since the launched step has only written K/V
-    past the ends of sequences."""
+    that leave earlier are not used. The first row that has joined or is not in its assumed state,
+    and all rows after it, are computed as usual. This is safe because the launched step has only
+    written K/V past the ends of sequences."""
 
     def __init__(self, memory: PagedMemory, scheduler: Scheduler) -> None:
         self._memory = memory
@@ -61,8 +61,8 @@ class GraphRunAhead:
         launch: Launch,
     ) -> Fetch | None:
         """As `RunAhead.fetch`: returns a function that copies tokens to the host and meanwhile
-        launches the next step; `None` if a generation has a drafter, or a decoding
-        other than `SampleDecoding`."""
+        launches the next step; `None` if a generation has a drafter, or a decoding other than
+        `SampleDecoding`."""
         sequences: list[Sequence] = []
         for generation, _ in ready:
             is_sampled = isinstance(generation.decoding, SampleDecoding)
@@ -113,8 +113,9 @@ class GraphRunAhead:
         return token_ids
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
-        """Returns the logits `(n, vocab_size)` of the leading rows of a step that were launched
-        ahead and are in the assumed state, and their number `n`; `(None, 0)` if there are none."""
+        """Returns the logits `(n, vocab_size)` of those leading rows of a step that were launched
+        ahead and are in their assumed states, and their number `n`; `(None, 0)` if there are none.
+        Drops the launched step."""
         launched, self._launched = self._launched, None
         if launched is None:
             return None, 0

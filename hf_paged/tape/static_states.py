@@ -21,9 +21,9 @@ from ..rectangles.states import (
 
 class StaticStates:
     """Buffers for the states of up to `num_rows` rows, with the shapes and dtypes of the states of
-    `layers`; for those of indexers, with `num_columns` columns, of which those after a row's tokens
-    are zeros. The states of a step's rows stay in the buffers until other rows need the buffers, so
-    that the next step of the same rows copies nothing."""
+    `layers`. The buffers of indexers' states have `num_columns` columns, with zeros in those after
+    a row's tokens. The states of a step's rows stay in the buffers until other rows need the
+    buffers, so that the next step of the same rows copies nothing."""
 
     def __init__(self, layers: Sequence[Any], num_rows: int, num_columns: int = 0) -> None:
         self._are_growing = growing_states(layers)
@@ -40,13 +40,13 @@ class StaticStates:
 
     @property
     def overwritten_buffers(self) -> list[Tensor]:
-        """The buffers whose content a replay overwrites. It writes a column of the others that no
-        row has stored."""
+        """The buffers whose content a replay overwrites. In the other buffers, those of indexers'
+        states, a replay only writes a column that no row has stored."""
         pairs = zip(self.buffers, self._are_growing)
         return [buffer for buffer, is_growing in pairs if not is_growing]
 
     def copy_in(self, layers: Sequence[Any]) -> None:
-        """Copies the states of these layers to the first rows of the buffers. No layers may hold
+        """Copies the states of these layers to the first rows of the buffers. No layer may hold
         views of the buffers (`move_in`)."""
         self._copy(state_tensors(layers))
 
@@ -64,8 +64,8 @@ class StaticStates:
         set_state_tensors(layers, self._resident_states)
 
     def grow(self, layers: Sequence[Any]) -> None:
-        """After a replay for these layers, which hold views of the buffers: adds the column that
-        the replay wrote to the views of indexers' states."""
+        """Called after a replay for these layers, which hold views of the buffers: extends the
+        views of indexers' states by the column that the replay wrote."""
         if any(self._are_growing):
             for index, view in enumerate(self._resident_states):
                 if self._are_growing[index]:
@@ -75,8 +75,8 @@ class StaticStates:
             set_state_tensors(layers, self._resident_states)
 
     def discard(self) -> bool:
-        """Gives the memory of the buffers back until the next step, whose states are copied to
-        them; returns whether that was possible."""
+        """Gives the memory of the buffers back to the system until the next step, whose states are
+        copied to them; returns whether that was possible."""
         self._move_out()
         self._resident_states = []
         return discard(self.buffers)

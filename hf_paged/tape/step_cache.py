@@ -69,19 +69,19 @@ class StepLayer(CacheLayerMixin):
     @property
     def keys(self) -> Tensor:
         """`(n, heads, capacity, dim)`: a handle or, with `reads_keys`, a gathered tensor."""
-        return self._stored(False)
+        return self._keys_or_values(False)
 
     @property
     def values(self) -> Tensor:
         """`(n, heads, capacity, dim)`: as `keys`."""
-        return self._stored(True)
+        return self._keys_or_values(True)
 
-    def _stored(self, is_value: bool) -> Tensor:
+    def _keys_or_values(self, is_value: bool) -> Tensor:
         blocks = self.blocks
         if not self._reads_keys:
             return PagedTensor(self.step, blocks, is_value)
         gathered = gather(self.step, blocks, is_value)
-        columns = unmasked.running.get()
+        columns = unmasked.current_columns.get()
         if columns is not None and isinstance(self.length, Length) and self.step.window is None:
             columns.add(gathered, self.length.tensor)
         return gathered
@@ -103,15 +103,15 @@ class StepLayer(CacheLayerMixin):
         """Does nothing: the blocks exist already."""
 
     def get_seq_length(self) -> Any:
-        """Returns `length`, after `update` with the new position, or 0 if nothing has been
-        stored."""
+        """Returns `length`, plus 1 after `update`; 0 if nothing has been stored in the layer."""
         if self._blocks is None:
             return 0
         return self.length + 1 if self.is_updated else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """Returns the number of keys (the capacity) and the position of the first key: a tensor if
-        tokens before the window have been dropped, equally many of each row."""
+        """Returns the number of keys (the capacity), and the position of the first key: in a layer
+        with a window, a tensor, since all rows have dropped the same number of tokens; 0 in other
+        layers, and in all layers if rows have padding or with `reads_keys`."""
         assert self.step.columns is not None and self.step.lengths is not None
         first: Any = 0
         if self.step.window is not None and not (self._reads_keys or self.step.has_padding):
@@ -139,12 +139,13 @@ class IndexedStepLayer(StepLayer):
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """The positions `(axes, n, capacity)` of all columns; `None` as for `indexer_keys`. The
-        forward appends that of the new token."""
+        """The positions `(axes, n, capacity)` of all columns; `None` if the running step's layer
+        has none. The forward appends the new token's position. Raises `KeysReadError` without
+        `reads_keys`."""
         positions, length = self.__dict__.get("indexer_position_ids"), self.length
         if positions is None:
             return None
-        if not self._reads_keys:  # then the masks do not
+        if not self._reads_keys:  # the masks then do not hide columns that are not stored
             raise KeysReadError("the model's own code reads positions of indexer keys")
         assert isinstance(length, Length) and self.step.columns is not None
         stored = positions[..., : len(self.step.columns)]
@@ -152,13 +153,13 @@ class IndexedStepLayer(StepLayer):
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
-        if isinstance(positions, Columns):  # that of the new token is in the buffer
+        if isinstance(positions, Columns):  # the buffer already contains the new token's position
             return
         self.__dict__["indexer_position_ids"] = positions
 
     def take(self, source: Any) -> None:
-        """Takes the indexer keys, and perhaps their positions, of the running step's layer. Raises
-        `NotCapturable` if these do not count the cache's tokens."""
+        """Takes the indexer keys, and their positions if there are any, from `source`, the running
+        step's layer. Raises `NotCapturable` if there is not one for each of the cache's tokens."""
         length = self.length
         assert isinstance(length, Length)
         if any(state.shape[1] != length.recorded_value for state in state_tensors([source])):
@@ -168,8 +169,8 @@ class IndexedStepLayer(StepLayer):
     def update_indexer(self, indexer_key_states: Tensor) -> Columns:
         """Stores indexer keys `(n, 1, dim)` in column `length`; returns those of all columns,
         `(n, capacity, dim)`. The forward's masks hide columns that are not stored. Raises
-        `NotCapturable` for other numbers of rows or tokens."""
-        if not self._reads_keys:  # then the masks do not
+        `NotCapturable` for other sizes, and `KeysReadError` without `reads_keys`."""
+        if not self._reads_keys:  # the masks then do not hide columns that are not stored
             raise KeysReadError("the model's own code reads indexer keys")
         buffer, length = self.indexer_keys, self.length
         num_rows = self.step.num_rows
@@ -198,20 +199,20 @@ class LiveLayer:
         return int(length.tensor if isinstance(length, Length) else length) + self._num_new
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """As `IndexedStepLayer.update_indexer`, but returns the columns that are stored alone."""
+        """As `IndexedStepLayer.update_indexer`, but returns only the stored columns."""
         assert isinstance(self._layer, IndexedStepLayer)
-        return LiveColumns.of(self._layer.update_indexer(indexer_key_states)).stored()
+        return LiveColumns.of(self._layer.update_indexer(indexer_key_states)).stored_columns()
 
 
 class StepCache(Cache):
     """The cache of a recorded step."""
 
-    def live(self) -> Cache:
+    def live_cache(self) -> Cache:
         """Returns the cache that a live module of the step gets. Its lengths are numbers, and its
         indexer keys ordinary tensors."""
         layers = [LiveLayer(x) if isinstance(x, StepLayer) else x for x in self.layers]
-        live: Any = Cache(layers=layers)
-        return live
+        cache: Any = Cache(layers=layers)
+        return cache
 
     @property
     def live_tensors(self) -> list[Tensor]:

@@ -24,8 +24,8 @@ MAX_BYTES = 16 << 20
 
 
 def position_axes(prepared: dict[str, Any], num_rows: int, column: int) -> list[list[int]] | None:
-    """Returns the rows' position ids on each axis; `None` if there are none, or if all on a single
-    axis equal the column."""
+    """Returns the position ids of the rows, by axis; `None` if `prepared` has none for each row, or
+    if there is one axis, on which all equal `column`."""
     position_ids = prepared.get("position_ids")
     if not isinstance(position_ids, Tensor) or position_ids.dim() == 1:
         return None
@@ -77,32 +77,32 @@ class RowInputs:
         # replaced by views of a recording's buffers once one has read them
         self.recurrent_states = dict(tensors)
         self.device = next(iter(tensors.values())).device
-        self._given = tensors
+        self._tensors = tensors
         self._versions = {name: _version_of(tensor) for name, tensor in tensors.items()}
 
     @property
     def names(self) -> tuple[Hashable, ...]:
-        return tuple(self._given)
+        return tuple(self._tensors)
 
-    def has_form(self, name: Hashable, tensor: Tensor) -> bool:
+    def has_similar(self, name: Hashable, tensor: Tensor) -> bool:
         """Whether this holds a tensor of this name, with the dtype and shape of `tensor`."""
-        given = self._given.get(name)
-        return given is not None and (given.dtype, given.shape) == (tensor.dtype, tensor.shape)
+        held = self._tensors.get(name)
+        return held is not None and (held.dtype, held.shape) == (tensor.dtype, tensor.shape)
 
     def equals(self, tensors: Mapping[Hashable, Tensor]) -> bool:
         """Whether this holds the content of `tensors`."""
-        if self._given.keys() != tensors.keys():
+        if self._tensors.keys() != tensors.keys():
             return False
         return all(self._has_content(name, tensor) for name, tensor in tensors.items())
 
     def _has_content(self, name: Hashable, tensor: Tensor) -> bool:
-        given = self._given[name]
+        held = self._tensors[name]
         version = self._versions[name]
-        if version is None or version != _version_of(given):
+        if version is None or version != _version_of(held):
             return False
-        if given is tensor:
+        if held is tensor:
             return True
-        return self.has_form(name, tensor) and torch.equal(given, tensor)
+        return self.has_similar(name, tensor) and torch.equal(held, tensor)
 
 
 def note_row_inputs(rectangle: Any, inputs: Mapping[str, Tensor]) -> str | None:
@@ -133,9 +133,9 @@ def is_row_input(name: str, value: Tensor, rectangle: Any) -> bool:
     rows' tokens."""
     if value.dim() < 2 or len(value) != len(rectangle.blocks):
         return False
-    if rectangle.row_inputs is not None and rectangle.row_inputs.has_form(name, value):
+    if rectangle.row_inputs is not None and rectangle.row_inputs.has_similar(name, value):
         return True  # as in the last step
-    names = [name for name, given in rectangle.inputs.items() if given is value]
+    names = [input_name for input_name, x in rectangle.inputs.items() if x is value]
     if not rectangle.constant_names.isdisjoint(names):
         return True
     return (bool(names) or value.shape[1] == 1) and rectangle.width not in value.shape
@@ -173,7 +173,8 @@ def _cross_states(cache: Any) -> Iterator[tuple[Hashable, Tensor]]:
 
 
 def _version_of(tensor: Tensor) -> int | None:
-    """The number of writes to a tensor; `None` if it is not counted."""
+    """The number of writes to a tensor; `None` for inference tensors, whose writes torch does not
+    count."""
     return None if tensor.is_inference() else tensor._version
 
 
@@ -191,7 +192,7 @@ def passed_inputs(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Pass
             if nested:
                 passed[name] = nested
         elif isinstance(value, Tensor):
-            names = [input_name for input_name, given in inputs.items() if given is value]
+            names = [input_name for input_name, x in inputs.items() if x is value]
             if names:
                 passed[name] = names[0]
     return passed

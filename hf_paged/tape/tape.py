@@ -38,8 +38,7 @@ class Tape:
     results; the model, blocks and inputs must stay at their addresses."""
 
     def __init__(self, entries: list[Entry], buffers: Buffers, storages: set[int]) -> None:
-        """`storages`: addresses of the storages outside of the buffers that entries read or
-        write."""
+        """`storages`: addresses of the storages outside the arena that entries read or write."""
         self.storages = storages
         self._arena = Arena(buffers, lifetimes(entries))
         self._retained: list[Any] = [buffers.retained_tensors]
@@ -47,7 +46,7 @@ class Tape:
         self._failed_index = ctypes.c_int64()  # index, within its call, of the kernel that failed
         self.kernel_names: list[str] = []  # of the C++ entries, in order
         self.calls_modules = False
-        # values that live modules returned in the last replay, by `id` of the `LiveValue`
+        # values that live modules returned in the last replay, by `id` of their `LiveValue`
         self._live_values: dict[int, Any] = {}
         self._runs: list[Callable[[], None]] = []
         calls: list[PackedCall] = []

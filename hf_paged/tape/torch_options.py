@@ -15,7 +15,7 @@ from ..kernels.cpp.build import batch_invariant
 # Global options of torch that decide which kernels a forward launches: attributes of `torch`, and
 # functions that return an option. The settings per backend and operation reflect the options that
 # they inherit and the legacy options (`set_float32_matmul_precision`, `allow_tf32`). The legacy
-# options are left out: once code has used a setting per backend, reading one raises an error.
+# options are left out: reading them raises an error once code has used a setting per backend.
 _OPTIONS = (
     "backends.cuda.matmul.fp32_precision"
     " backends.cudnn.conv.fp32_precision backends.cudnn.rnn.fp32_precision"

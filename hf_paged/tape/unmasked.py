@@ -26,29 +26,30 @@ _COPIES = frozenset("clone _to_copy".split())
 _PRODUCT_AXES = {"mm": ({0: 0}, {1: 1}), "bmm": ({0: 0, 1: 1}, {0: 0, 2: 2})}
 
 
-class _Columns(NamedTuple):
+class _ColumnAxis(NamedTuple):
     axis: int  # from the left
     last: Tensor  # index of the last stored column, `()` int64
 
 
 class UnmaskedColumns:
     """The tensors of a recording with an axis of columns that no mask has hidden yet. They are
-    identified by their memory, which the recording keeps alive. After an operation whose effect on
-    the columns is not certain, its result is not among them."""
+    identified by their memory, which the recording keeps alive. The result of an operation whose
+    effect on the columns is not certain is not among them."""
 
     def __init__(self) -> None:
         # by storage, then by offset, sizes and strides
-        self._columns: dict[int, dict[Hashable, _Columns]] = {}
+        self._columns: dict[int, dict[Hashable, _ColumnAxis]] = {}
         self._biases: dict[Hashable, tuple[Tensor, Tensor]] = {}
 
     def add(self, keys: Tensor, last: Tensor) -> None:
-        """Adds gathered keys or values `(n, heads, columns, dim)`, of which all rows have stored
-        the first up to `last`, `()` int64."""
-        self._put(keys, _Columns(2, last))
+        """Adds gathered keys or values `(n, heads, columns, dim)`. `last`: the index of the last
+        column that the rows have stored, `()` int64."""
+        self._put(keys, _ColumnAxis(2, last))
 
     def hide(self, scores: Tensor, axis: int, *args: Any) -> tuple[Any, ...]:
-        """Takes the arguments of a softmax. If it is over columns that no mask has hidden, returns
-        them with scores of minus infinity for those that are not stored."""
+        """Returns the arguments of a softmax, `scores`, `axis` and `args`. If it is over columns
+        that no mask has hidden, the returned scores are minus infinity in the columns that are not
+        stored."""
         columns = self._find(scores)
         if columns is None or columns.axis != axis % scores.dim():
             return scores, axis, *args
@@ -57,14 +58,14 @@ class UnmaskedColumns:
         if key not in self._biases:
             is_stored = torch.arange(scores.shape[axis], device=scores.device) <= last
             bias = scores.new_zeros(scores.shape[axis]).masked_fill(~is_stored, -math.inf)
-            self._biases[key] = bias, last  # the latter keeps its id
+            self._biases[key] = bias, last  # keeps `last` alive, so that its id is not reused
         bias, _ = self._biases[key]
         inner_axes = [1] * (scores.dim() - 1 - columns.axis)
         return scores + bias.view(-1, *inner_axes), axis, *args
 
     def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Adds the result of an operation if it has the columns of an operand, and removes tensors
-        that the operation writes to."""
+        """Adds the result of an operation if it has the columns of an operand, and removes the
+        tensors that the operation writes to."""
         operands = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         columns = [self._find(operand) for operand in operands]
         for tensor in written_tensors(func, args, kwargs):
@@ -76,7 +77,7 @@ class UnmaskedColumns:
         axes = [None if x is None else x.axis for x in columns]
         axis = _result_axis(func, operands, axes, result)
         if axis is not None and all(last is lasts[0] for last in lasts):
-            self._put(result, _Columns(axis, lasts[0]))
+            self._put(result, _ColumnAxis(axis, lasts[0]))
 
     def has_unmasked(self, tensor: Tensor) -> bool:
         """Whether the memory of a plain tensor has columns that no mask has hidden."""
@@ -93,20 +94,20 @@ class UnmaskedColumns:
             return sizes[args[0] if args else kwargs["dim"]]
         return torch.Size(sizes)
 
-    def _find(self, tensor: Tensor) -> _Columns | None:
+    def _find(self, tensor: Tensor) -> _ColumnAxis | None:
         if type(tensor) is not Tensor:  # others may have no memory
             return None
         views = self._columns.get(tensor.untyped_storage()._cdata, {})
         return views.get(_geometry(tensor))
 
-    def _put(self, tensor: Tensor, columns: _Columns) -> None:
+    def _put(self, tensor: Tensor, columns: _ColumnAxis) -> None:
         views = self._columns.setdefault(tensor.untyped_storage()._cdata, {})
         views[_geometry(tensor)] = columns
 
 
 SIZE_FUNCTIONS = (Tensor.size, Tensor.shape.__get__)
 
-running: ContextVar[UnmaskedColumns | None] = ContextVar("unmasked_columns", default=None)
+current_columns: ContextVar[UnmaskedColumns | None] = ContextVar("unmasked_columns", default=None)
 """The columns of this thread's recording."""
 
 
@@ -144,8 +145,8 @@ def _result_axis(
 def _broadcast_axis(
     operands: Sequence[Tensor], axes: Sequence[int | None], result: Tensor
 ) -> int | None:
-    """As `_result_axis`, of an elementwise operation: `None` also if an operand takes part that has
-    other numbers for each column, since it may be a mask."""
+    """As `_result_axis`, for an elementwise operation: also `None` if another operand has more than
+    one element along that axis, since it may be a mask."""
     from_right = {axis - x.dim() for x, axis in zip(operands, axes) if axis is not None}
     if len(from_right) > 1:
         return None

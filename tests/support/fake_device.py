@@ -28,7 +28,7 @@ from hf_paged.rooms import room_if_installed
 from hf_paged.step import Cascade, Lengths, StepMetadata
 from hf_paged.tape import record
 from hf_paged.tape.inputs import StaticInputs
-from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay
+from hf_paged.tape.record import CaptureGuard, HostCreation, HostResultReplay
 
 DEVICE = torch.device("meta")
 
@@ -83,7 +83,7 @@ def record_on_a_device(runner: PackedRunner, inputs: StaticInputs) -> None:
         with contextlib.suppress(Exception), fake:
             run()
         for mode in (first, HostResultReplay(first.host_results)):
-            with fake, CreatesOnHost(), mode:
+            with fake, HostCreation(), mode:
                 run()
 
 

@@ -14,7 +14,7 @@ from hf_paged.attention.backends import unsupported_reasons
 from hf_paged.fingerprints import read_state
 from hf_paged.tape import graph_keys, misses
 from hf_paged.tape import graphs as recording
-from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay
+from hf_paged.tape.record import CaptureGuard, HostCreation, HostResultReplay
 from tests.batching.test_runner import SIZE, Bench, Row, assert_close, tokens
 from tests.support.engine_helpers import assert_same_as_lone, lone_run, prompts
 from tests.support.fake_device import record_on_a_device
@@ -64,9 +64,9 @@ class FakeGraphs:
         """As in `CudaGraphs`."""
         first = CaptureGuard()
         prepare()
-        with CreatesOnHost(), first:
+        with HostCreation(), first:
             run()
-        with CreatesOnHost(), HostResultReplay(first.host_results):
+        with HostCreation(), HostResultReplay(first.host_results):
             run()
         if self.has_device:
             owner, inputs, *_ = run.args

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_paged.step import NotCapturable
-from hf_paged.tape.columns import Columns, LiveColumns, StoredColumns, with_stored
+from hf_paged.tape.columns import Columns, LiveColumns, StoredColumns, with_stored_columns
 
 CAPACITY = 64
 
@@ -66,12 +66,12 @@ def test_the_new_column_is_appended_in_the_buffer_and_selected_as_the_last() -> 
         torch.cat([positions, new.float()], dim=-1)
 
 
-def test_live_modules_get_the_stored_columns_alone() -> None:
+def test_live_modules_get_only_the_stored_columns() -> None:
     columns = Columns(torch.randn(2, CAPACITY, 4), torch.tensor(9))
     scores = columns.transpose(1, 2) * 2
     argument = {"keys": LiveColumns.of(columns), "scores": [LiveColumns.of(scores), 1]}
     expected = columns.tensor[:, :10]
-    found = with_stored(argument)
+    found = with_stored_columns(argument)
     assert torch.equal(found["keys"], expected) and found["scores"][1] == 1
     assert torch.equal(found["scores"][0], 2 * expected.transpose(1, 2))
 
@@ -82,7 +82,7 @@ def test_an_axis_of_other_numbers_may_have_as_many_elements() -> None:
     angles = (columns.expand(3, -1, -1)[..., None].float() * torch.rand(CAPACITY)).cos()[1]
     wide = torch.cat([angles, angles], dim=-1)
     for tensor in (angles, wide):
-        assert torch.equal(LiveColumns.of(tensor).stored(), tensor.tensor[:, :10])
+        assert torch.equal(LiveColumns.of(tensor).stored_columns(), tensor.tensor[:, :10])
         assert torch.equal(tensor[:, -1:], tensor.tensor[:, 9:10])
     with pytest.raises(NotCapturable, match="axis"):
         LiveColumns.of(angles.transpose(1, 2))

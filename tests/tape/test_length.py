@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_paged.step import NotCapturable
 from hf_paged.tape.length import KeyLength, Length, LengthRange
 from hf_paged.tape.record import recording
-from hf_paged.tape.unmasked import running
+from hf_paged.tape.unmasked import current_columns
 
 
 def length_of(value: int) -> Length:
@@ -95,7 +95,7 @@ def test_ranges_of_keys_end_with_the_stored_columns() -> None:
 def test_only_columns_have_a_length_of_keys() -> None:
     with recording():
         keys, other = torch.zeros(2, 4, 64, 8), torch.zeros(2, 4, 64, 8)
-        columns = running.get()
+        columns = current_columns.get()
         assert columns is not None
         columns.add(keys, torch.tensor(9))
         lengths = keys.size(-2), keys.size(dim=2), keys.shape[2], keys.size()[2]

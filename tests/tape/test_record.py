@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from hf_paged.step import NotCapturable
-from hf_paged.tape.record import CaptureGuard, CreatesOnHost, HostResultReplay, recording
+from hf_paged.tape.record import CaptureGuard, HostCreation, HostResultReplay, recording
 from tests.attention.test_masks import arguments, made, negated
 
 
 def run_twice(run: Callable[[], Any]) -> tuple[Any, Any, CaptureGuard]:
     """As `CudaGraphs.capture` does."""
     first = CaptureGuard()
-    with CreatesOnHost(), first:
+    with HostCreation(), first:
         found = run()
-    with CreatesOnHost(), HostResultReplay(first.host_results):
+    with HostCreation(), HostResultReplay(first.host_results):
         return found, run(), first
 
 
@@ -57,9 +57,9 @@ def test_selections_by_constant_masks_read_again() -> None:
 
     weights = [WEIGHT * 10, WEIGHT]
     guard = CaptureGuard()
-    with CreatesOnHost(), guard:
+    with HostCreation(), guard:
         assert select() == [4, 5, 4, 5]
-    with CreatesOnHost(), HostResultReplay(guard.host_results):
+    with HostCreation(), HostResultReplay(guard.host_results):
         assert select() == [40, 50, 4, 5]
 
 
@@ -139,7 +139,7 @@ def test_numbers_that_change_from_run_to_run() -> None:
         run_twice(lambda: [torch.tensor(1.0).item() for _ in range(counts().dim() + runs[0])])
 
 
-@pytest.mark.parametrize("mode", [CreatesOnHost, recording])
+@pytest.mark.parametrize("mode", [HostCreation, recording])
 def test_a_tensor_of_a_list_of_tensors_is_read_where_no_mode_sees_it(mode: Any) -> None:
     for make in (torch.tensor, torch.as_tensor, WEIGHT.new_tensor):
         with pytest.raises(NotCapturable, match="reads the content"), mode():

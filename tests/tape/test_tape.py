@@ -442,7 +442,7 @@ def test_values_that_suit_any_number_of_masked_elements() -> None:
     check(written, tensor(5, 3), exact=True)
 
 
-def test_a_constant_mask_selects_equally_many_elements_each_time() -> None:
+def test_a_constant_mask_selects_the_same_number_of_elements_each_time() -> None:
     def selected(x: Tensor) -> Tensor:
         doubled = torch.zeros_like(x)
         for kind in range(3):  # no row is of the last kind

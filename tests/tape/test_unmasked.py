@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_paged.tape.record import recording
-from hf_paged.tape.unmasked import running
+from hf_paged.tape.unmasked import current_columns
 
 N, HEADS, COLUMNS, DIM, LENGTH = 2, 4, 16, 16, 9  # as many columns as numbers of a head
 QUERY = torch.randn(N, HEADS, 1, DIM, generator=torch.Generator().manual_seed(1))
@@ -38,7 +38,7 @@ def of_shared_heads(keys: Tensor) -> Tensor:
 def recorded(function: Callable[[Tensor], Tensor], keys: Tensor) -> Tensor:
     with torch.no_grad(), recording():
         keys = keys.clone()
-        columns = running.get()
+        columns = current_columns.get()
         assert columns is not None
         columns.add(keys, torch.tensor(LENGTH))
         return function(keys)

@@ -29,8 +29,9 @@ from .masks import (
 )
 from .observers import attention_observer
 
-# Maximum queries per row for which attention outside packed steps reads blocks in place. A row with
-# more is a prefill chunk, for which gathering once and calling sdpa takes less than 3% longer.
+# Maximum queries per row for which attention outside packed steps reads blocks in place. Rows with
+# more queries are prefill chunks, for which gathering once and calling sdpa takes less than 3%
+# longer.
 MAX_IN_PLACE_QUERIES = 16
 
 Features = tuple[float, float | None, Tensor | None, Tensor | None]
@@ -99,7 +100,8 @@ def paged_attention(
     that was not stored.
     """
     mask = attention_mask
-    # queries, blocks and a function to apply to the output, if the call can run in place
+    # queries, blocks and a function to apply to the output (or `None`), if the call can run in
+    # place; otherwise `None`
     in_place: Any = None
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
     is_latent = isinstance(key, LatentTensor)
@@ -188,9 +190,9 @@ def _attend_in_place(
     features: Features | None,
 ) -> Tensor | None:
     """Computes attention that reads blocks through the block tables, `(batch, query_len, heads,
-    value_dim)`. Returns `None` if rows have so many queries that gathering is as fast, if the
-    batch size is not the number of the step's rows, or if the call needs a dense mask, a gradient
-    or unsupported features."""
+    value_dim)`. Returns `None` if rows have more than `MAX_IN_PLACE_QUERIES` queries, if the batch
+    size is not the number of the step's rows, or if the call needs a dense mask, a gradient or
+    unsupported features."""
     batch, _, query_len, _ = query.shape
     if features is None or query_len > MAX_IN_PLACE_QUERIES or batch != step.num_rows:
         return None

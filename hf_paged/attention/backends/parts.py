@@ -82,8 +82,8 @@ class Part:
 
 
 PartPlan = tuple[tuple[Part, ...], bool]
-"""The parts of a step with equally many queries per row, and whether they cover every query of
-every row."""
+"""The parts of a step whose rows have the same number of queries, and whether the parts cover every
+query of every row."""
 
 
 @torch.inference_mode(False)
@@ -231,8 +231,8 @@ def part_maker(
     geometry: Geometry,
     geometries: list[GeometryRows],
 ) -> Callable[..., Part]:
-    """Returns `Part` with the fields bound that all parts of one geometry have in common.
-    `geometries`: all of the step's, longest first."""
+    """Returns a partial of `Part` with the fields that all parts of one geometry share.
+    `geometries`: all geometries of the step, longest first."""
     query_len = step.query_len
     assert query_len is not None
     length, _, first_query = geometry

@@ -1,5 +1,5 @@
-"""Adds the deltas of LoRA adapters to a layer's output for a packed batch, whose rows form ranges
-with one adapter each. The room `adapters` decides which rows have which adapter."""
+"""Adds the deltas of LoRA adapters to a layer's output for a packed batch, in which each adapter
+has one range of rows. The optional package `adapters` assigns the ranges."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def add_portable(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:
 
 
 def _all_reduce(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
-    """Returns the products `x A^T` of all parts. Those of sharded adapters are sums over the ranks
-    that shard the depth, computed in one all-reduce."""
+    """Returns the products `x A^T` of all parts. One all-reduce sums the products of sharded
+    adapters over the ranks that shard the depth."""
     indices = [index for index, (*_, lora) in enumerate(parts) if lora.group is not None]
     if indices:
         sharded_products = [shrunk[index] for index in indices]

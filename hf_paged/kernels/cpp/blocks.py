@@ -170,8 +170,8 @@ class Gather:
     outlive it."""
 
     def __init__(self, blocks: Tensor) -> None:
-        """`blocks`: `(num_blocks, heads, block_size, dim)` of any dtype on the CPU. Raises
-        `ValueError` for other tensors."""
+        """`blocks`: `(num_blocks, heads, block_size, dim)` of any dtype on the CPU, with a
+        contiguous last dimension. Raises `ValueError` for other tensors."""
         if not blocks.is_cpu or blocks.dim() != 4 or blocks.stride(3) != 1 or not blocks.size(2):
             raise ValueError(
                 f"blocks are {describe(blocks)}: the kernel takes tensors on the CPU, of 4"

@@ -332,9 +332,10 @@ def _launch(
 def _bias_arguments(
     bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata
 ) -> dict[str, Any]:
-    """Returns the kernel's arguments for a bias: its strides by row, packed token, head and key,
-    and its number of keys. Without `query_len`, all queries of a row share one bias. Raises
-    `IndexError` if the bias has fewer keys than the longest row."""
+    """Returns the kernel's arguments for a bias: the tensor, its strides along rows, packed tokens,
+    heads and keys, and its number of keys; no arguments without a bias. Without `query_len`, all
+    queries of a row share one bias. Raises `IndexError` if the bias has fewer keys than the longest
+    row."""
     if bias is None:
         return {}
     num_keys = bias.shape[-1]

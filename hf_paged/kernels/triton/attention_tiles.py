@@ -40,9 +40,10 @@ def find_item(
     BLOCK_ROWS: tl.constexpr,
 ):
     """Returns the row of an item (one split of one row's keys), the index of the split within the
-    row, the row's number of splits, the row's first item, and the number of tokens per split, which
-    is the same for all rows and gives work to about `target_programs` programs. For an unused item,
-    the row is at least `num_rows`. Every row has a split, so that rows without tokens get zeros."""
+    row, the row's number of splits, the row's first item, and the number of tokens per split. All
+    rows have splits of this size, which occupy about `target_programs` programs. For an unused
+    item, the row is at least `num_rows`. Every row has a split, so that rows without tokens get
+    zeros."""
     i = tl.arange(0, BLOCK_ROWS)
     key_ends = tl.load(seq_lens + i, mask=i < num_rows, other=0)
     key_starts = tl.load(starts + i, mask=i < num_rows, other=0)

@@ -29,7 +29,7 @@ DEPTH = 32  # depth of a tile; deeper tiles spill registers
 
 
 class LoraTable(NamedTuple):
-    """The parts of one layer as the kernels read them: ranges of rows and the weights of each."""
+    """The parts of one layer as the kernels read them: ranges of rows, and each range's weights."""
 
     parts: Tensor  # (parts, FIELDS) int64
     # (ranges, 2) int64: rows `[start, end)`; they change between replays of a captured step
@@ -160,8 +160,8 @@ def make_range_table(
 
 
 def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
-    """Whether the kernels support these weights together: they must be contiguous on `device`, of
-    the same dtype in `DTYPES`, of ranks up to `MAX_RANK`, and all of one process group or none."""
+    """Whether the kernels support these weights together: contiguous on `device`, in one dtype of
+    `DTYPES`, with ranks up to `MAX_RANK` and the same process group (or none)."""
     tensors = [tensor for lora in weights for tensor in lora.tensors]
     first = weights[0]
     return (
@@ -175,7 +175,7 @@ def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bo
 
 
 def supports(out: Tensor, x: Tensor) -> bool:
-    """Whether `add_deltas` supports these tensors: of `DTYPES`, with contiguous rows."""
+    """Whether `add_deltas` supports these tensors: dtypes in `DTYPES`, contiguous rows."""
     return out.dtype in DTYPES and x.dtype in DTYPES and x.stride(1) == out.stride(1) == 1
 
 

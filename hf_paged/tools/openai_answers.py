@@ -69,8 +69,8 @@ def _token_logprobs(
 
 
 def join_answers(answers: Sequence[dict[str, Any]], make_logprobs: MakeLogprobs) -> dict[str, Any]:
-    """Joins answers with one choice each into the first one, in place, and returns it, with the
-    log-probabilities and the usage of all choices."""
+    """Moves the choices of all answers, one per answer, to the first answer, adds log-probabilities
+    and the total usage to it, and returns it."""
     joined_answer = answers[0]
     joined_answer["choices"] = [choice for answer in answers for choice in answer["choices"]]
     for index, choice in enumerate(joined_answer["choices"]):

@@ -81,7 +81,7 @@ class ServedRequest:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """A context in which a model is loaded: errors are the server's fault until it is."""
+        """A context in which a model is loaded. Until it ends, errors are the server's fault."""
         self.errors_are_internal = True
         yield
         self.errors_are_internal = False  # the rest of the request, not yet read, may be invalid
@@ -99,7 +99,8 @@ class ServedRequest:
         self.is_plain = self.errors_are_internal = True
 
     def note_output(self, was_started: bool) -> None:
-        """Called at each output of the engine. `was_started`: whether a step has run it."""
+        """Called at each output of the engine. `was_started`: whether a step has run the
+        request."""
         self.has_run |= was_started
         self.first_output_event.set()
 
@@ -107,7 +108,7 @@ class ServedRequest:
         self.result = result
 
     def logprobs(self, choice: int) -> dict[str, Any] | None:
-        """Returns the log-probabilities of a choice, by its index, in the form of the endpoint;
+        """Returns the log-probabilities of the choice with this index, in the form of the endpoint;
         `None` if they were not requested or the request has no result."""
         # greedy search gives one sequence for all choices
         sequences = self.result.sequences if self.result is not None else []
@@ -117,10 +118,10 @@ class ServedRequest:
         return make_logprobs(self.tokenizer, sequences[min(choice, len(sequences) - 1)])
 
 
-# the client, the request and the index of the choice that the current asyncio task serves
+# what the current asyncio task serves
 current_client: ContextVar[Client] = ContextVar("client")
 request_or_none: ContextVar[ServedRequest | None] = ContextVar("request", default=None)
-current_choice: ContextVar[int] = ContextVar("choice")
+current_choice: ContextVar[int] = ContextVar("choice")  # index of the choice in the request
 
 
 def current_request() -> ServedRequest:
@@ -133,8 +134,8 @@ def current_request() -> ServedRequest:
 def _make_client(headers: Any) -> Client:
     """Returns the client of a request with these headers (`starlette.datastructures.Headers`)."""
     salts = headers.getlist(CACHE_SALT)
-    # several headers form one salt, so that a client that adds a header to its proxy's cannot
-    # choose the salt of another tenant
+    # all headers together form the salt: a client whose proxy sets this header cannot choose
+    # another tenant's salt by adding a header of its own
     return Client(",".join(salts) if salts else None)
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ..batching.request import Request, RequestListener, Status
 from ..plan import StepPlan
 
-MAX_INTERVALS = 4096  # of all requests; one that is never preempted has at most three
+MAX_INTERVALS = 4096  # of all requests; a request that is never preempted has at most three
 MAX_VERIFICATIONS = 4096
 
 

@@ -1,5 +1,5 @@
 """The thread of a continuous-batching manager: adds requests to an engine, runs its steps and
-delivers outputs in transformers' form."""
+delivers outputs as transformers' `GenerationOutput`."""
 
 from __future__ import annotations
 
@@ -367,8 +367,8 @@ class ManagerThread:
                 self._deliver_all(request.fail(error))
 
     def _convert_outputs(self, engine_outputs: list[RequestOutput]) -> list[GenerationOutput]:
-        """Returns the engine's outputs in transformers' form. If converting one raises, its request
-        ends with that error."""
+        """Converts the engine's outputs to transformers'. If the conversion of an output raises,
+        its request ends with that error."""
         outputs: list[GenerationOutput] = []
         for engine_output in engine_outputs:
             request = self.pending.get(engine_output.request_id)

@@ -1,4 +1,5 @@
-"""An unfinished request of a continuous-batching manager, and its outputs in transformers' form."""
+"""An unfinished request of a continuous-batching manager, and the conversion of its outputs to
+transformers' `GenerationOutput`."""
 
 from __future__ import annotations
 

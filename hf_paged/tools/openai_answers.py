@@ -1,5 +1,5 @@
-"""Joins answers of the app of `transformers serve`, each with one choice, into one answer in
-OpenAI's form, and adds log-probabilities to it."""
+"""Joins answers of the app of `transformers serve`, which have one choice each, into one answer in
+OpenAI's format, and adds log-probabilities to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ requested."""
 
 
 def chat_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, Any]:
-    """Returns the log-probabilities of a choice's tokens under the model, in the form of
+    """Returns the log-probabilities of a choice's tokens under the model, in the format of
     /v1/chat/completions."""
     content = [
         {**_entry(*chosen), "top_logprobs": [_entry(*alternative) for alternative in alternatives]}
@@ -34,8 +34,8 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 def completion_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, Any]:
-    """Returns the log-probabilities of a choice's tokens under the model, in the form of
-    /v1/completions, where a token is also among its `top_logprobs`."""
+    """Returns the log-probabilities of a choice's tokens under the model, in the format of
+    /v1/completions, in which `top_logprobs` also contains the chosen token."""
     columns: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],

@@ -1,5 +1,5 @@
-"""Translates the fields of requests in OpenAI's form to arguments of `PagedEngine.add_request`, or
-refuses them with a reason."""
+"""Translates the fields of requests in OpenAI's format to arguments of `PagedEngine.add_request`,
+or refuses them with a reason."""
 
 from __future__ import annotations
 

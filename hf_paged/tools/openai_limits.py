@@ -1,6 +1,6 @@
-"""Limits on the options of requests in OpenAI's form. Beyond them, logits would overflow, all
+"""Limits on the options of requests in OpenAI's format. Beyond them, logits would overflow, all
 requests would wait, memory would run out, or no token would be allowed. `batching/arguments.py` has
-the checks for requests of any form."""
+the checks for all requests."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class ServedRequest:
         self.result = result
 
     def logprobs(self, choice: int) -> dict[str, Any] | None:
-        """Returns the log-probabilities of the choice with this index, in the form of the endpoint;
+        """Returns the log-probabilities of the choice with this index, in the endpoint's format;
         `None` if they were not requested or the request has no result."""
         # greedy search gives one sequence for all choices
         sequences = self.result.sequences if self.result is not None else []
@@ -232,7 +232,8 @@ class ClientMiddleware:
 
 
 def error_response(status: int, message: str, **headers: str) -> Any:
-    """Returns a response that refuses a request, in OpenAI's form. `headers`: its HTTP headers."""
+    """Returns a response that refuses a request, in OpenAI's format. `headers`: the response's HTTP
+    headers."""
     from starlette.responses import JSONResponse
 
     error = {"message": message, "type": "invalid_request_error"}

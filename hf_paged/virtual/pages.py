@@ -74,8 +74,8 @@ def when_freed(owner: Any, callback: Callable[..., None], *arguments: Any) -> An
 
 
 class Backing:
-    """Owns the pages `[offset, offset + size)`, which return to the system by `release`, or when
-    this object is freed with the last `Addresses` that refer to it."""
+    """Owns the pages `[offset, offset + size)`. A call of `release` returns them to the system, and
+    so does freeing this object, which its `Addresses` keep alive."""
 
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
         self.offset = offset

@@ -304,8 +304,8 @@ class RowSlots:
         span: BlockSpan,
         has_padding: bool,
     ) -> bool:
-        """Whether `span` has the row's blocks, except perhaps leading ones, and only appends
-        others: no block is unmapped, so other steps may keep reading the slot."""
+        """Whether `span` is the row with blocks appended, or also without some leading blocks. Then
+        no block is unmapped, so other steps may keep reading the slot."""
         # leading blocks of the row that `span` lacks
         num_skipped = span.first_block - row.first_block
         # with padding, the blocks before those of `span` must be unmapped

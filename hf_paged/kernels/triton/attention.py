@@ -34,9 +34,12 @@ from .configs import (
 from .launch import launch
 from .merge import merge
 
-MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
-"""Minimum tokens per split of a row (prefills: of the longest block table), except its last split:
-smaller splits would cost more time to merge than they save."""
+MIN_DECODE_SPLIT = 256
+"""Minimum tokens per split of a row's keys in decodes, except a row's last split: merging smaller
+splits would cost more time than they save."""
+
+MIN_PREFILL_SPLIT = 512
+"""The same in prefills, for splits of the longest block table."""
 
 
 def decode_attention(

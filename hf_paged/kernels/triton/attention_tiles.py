@@ -107,7 +107,7 @@ def convert_tile(tile, like, CODE_DTYPE: tl.constexpr):
             half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
             return (half.to(tl.float32) * 256.0).to(like.dtype)
         else:
-            tl.static_assert(CODE_DTYPE == 3, "the kernel has no such codes")
+            tl.static_assert(CODE_DTYPE == 3, "the dtype of the codes is unknown")
             return (bits << 8).to(tl.float16, bitcast=True).to(like.dtype)
 
 

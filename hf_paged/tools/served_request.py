@@ -59,7 +59,7 @@ class ServedRequest:
     tokenizer: Any = None
     inputs: dict[str, Any] | None = None  # images and audio of the prompt
     generation_options: dict[str, Any] = field(default_factory=dict)  # for the generation config
-    # whether errors are now the server's fault: the input is accepted, or a model is being loaded
+    # whether an error would now be the server's fault: the input is accepted, or a model is loading
     errors_are_internal: bool = False
     is_added: bool = False  # whether the engine has the request
     # set at the engine's first output
@@ -87,20 +87,19 @@ class ServedRequest:
         self.errors_are_internal = False  # the rest of the request, not yet read, may be invalid
 
     def prepare(self, tokenizer: Any, generation_options: dict[str, Any]) -> None:
-        """Called before the engine gets the request."""
+        """Sets the tokenizer and the generation options, before the engine gets the request."""
         self.tokenizer, self.generation_options = tokenizer, generation_options
 
     def mark_added(self) -> None:
-        """Called once the engine has the request: its input is accepted."""
+        """Notes that the engine has the request, whose input is therefore accepted."""
         self.is_added = self.errors_are_internal = True
 
     def mark_plain(self) -> None:
-        """Called once plain `generate` serves the request: its input is accepted."""
+        """Notes that plain `generate` serves the request, whose input is therefore accepted."""
         self.is_plain = self.errors_are_internal = True
 
     def note_output(self, was_started: bool) -> None:
-        """Called at each output of the engine. `was_started`: whether a step has run the
-        request."""
+        """Notes an output of the engine. `was_started`: whether a step has run the request."""
         self.has_run |= was_started
         self.first_output_event.set()
 

@@ -178,9 +178,9 @@ class BorrowedView(NamedTuple):
 
 class RowMappings:
     """The slots of a layer, each with the mapped blocks of one row. A part is a tensor over all
-    slots, of keys, of values or of both. `pair`: keys and values `(num_slots, heads, max_len,
-    dim)`, as views of the parts. If each plane has one head, the slot and head axes can be
-    flattened without a copy."""
+    slots, of keys, of values or of both. `keys_and_values`: views of the parts, each `(num_slots,
+    heads, max_len, dim)`. If each plane has one head, the slot and head axes can be flattened
+    without a copy."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class RowMappings:
         for region in regions:
             parts += self._reserve(region)
         kv_views = KVBlocks.view(tuple(parts), *form)
-        self.pair = (kv_views.keys, kv_views.values)
+        self.keys_and_values = (kv_views.keys, kv_views.values)
 
     def _reserve(self, region: Region) -> list[Tensor]:
         """Reserves addresses for the planes of a region; returns its parts."""
@@ -347,7 +347,7 @@ class RowMappings:
         """Returns tokens `[first, end)` of consecutive slots as a view `(len(slots), heads, end -
         first, dim)`, which the model's own code may keep."""
         part = min(is_value, len(self.part_addresses) - 1)
-        view = self.pair[is_value][slots.start : slots.stop, :, first:end]
+        view = self.keys_and_values[is_value][slots.start : slots.stop, :, first:end]
         # over the bytes of the view only, since `torch.save` writes a tensor's whole storage
         start = view.storage_offset()
         axes = zip(view.shape, view.stride())
@@ -393,8 +393,8 @@ def _count_boundaries(mapped_ids: list[int | None], first: int, end: int) -> int
         ids.append(None)
     num_boundaries = 0
     for id_before, block_id in itertools.pairwise(ids):
-        expected = None if id_before is None else id_before + 1
-        num_boundaries += block_id != expected
+        next_id = None if id_before is None else id_before + 1
+        num_boundaries += block_id != next_id
     return num_boundaries
 
 

@@ -203,7 +203,7 @@ class MemoryFile:
     Sizes, offsets and addresses are in bytes, and multiples of `granularity`."""
 
     can_map_over = True  # whether `map` may replace mappings, and `release` accepts mapped pages
-    is_sparse = True  # whether mapped pages take no memory until they are written to
+    is_sparse = True  # whether mapped pages take no memory until they are first accessed
 
     def __init__(self, granularity: int = mmap.PAGESIZE) -> None:
         self.granularity = granularity
@@ -240,7 +240,7 @@ class MemoryFile:
 
     def map(self, address: int, offset: int, size: int) -> None:
         """Maps pages `[offset, offset + size)` at an address. Pages that do not exist are created
-        when they are first written to (`CudaPages`: at once). Raises `MemoryError`."""
+        when they are first accessed (`CudaPages`: at once). Raises `MemoryError`."""
         _map_over(address, size, _READ | _WRITE, _SHARED, self._fd, offset)
 
     def unmap(self, address: int, size: int) -> None:

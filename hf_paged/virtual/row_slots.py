@@ -131,14 +131,14 @@ def _plan_parts(step: StepMetadata, kv_heads: int, placement: Placement) -> Part
     parts = []
     for geometry, all_members in geometries:
         runs: list[tuple[int, int, list[Member]]] = []
-        expected = None
+        next_in_run = None
         for row, first_visible in all_members:
             slot = placement.slots[row]
             offset = placement.offsets[row] + first_visible
-            if (row, slot, offset) != expected:
+            if (row, slot, offset) != next_in_run:
                 runs.append((slot, offset, []))
             runs[-1][2].append((row, first_visible))
-            expected = (row + 1, slot + 1, offset)
+            next_in_run = (row + 1, slot + 1, offset)
         make_part = part_maker(step, geometry, geometries)
         for slot, offset, members in runs:
             row, _ = members[0]

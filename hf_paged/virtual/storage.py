@@ -171,7 +171,7 @@ class LayerRows:
         if result is None:
             return None
         placement, mappings = result
-        return RowViews(placement, *mappings.pair, step)
+        return RowViews(placement, *mappings.keys_and_values, step)
 
     def _map_rows(
         self, step: StepMetadata, are_consecutive: bool

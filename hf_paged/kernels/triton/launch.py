@@ -118,14 +118,14 @@ class CompileLog:
 
     def __init__(self) -> None:
         # compiled variants: a later slow launch of one was waiting for the device, not compiling
-        self._compiled: set[Hashable] = set()
+        self._compiled_variants: set[Hashable] = set()
         self._num_variants, self._seconds = 0, 0.0
 
     def note(self, variant: Hashable, seconds: float) -> None:
         """Counts a launch of `seconds`, long enough to have compiled `variant`."""
-        if variant in self._compiled:
+        if variant in self._compiled_variants:
             return
-        self._compiled.add(variant)
+        self._compiled_variants.add(variant)
         self._num_variants += 1
         self._seconds += seconds
         if self._seconds >= MIN_LOGGED_SECONDS:

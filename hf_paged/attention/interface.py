@@ -228,7 +228,7 @@ def _features(
     # cached per step for all layers of one class and config, since reading the config takes a
     # microsecond
     config = getattr(module, "config", None)
-    functions = step.plan(_new_functions)
+    functions = step.plan(_make_function_cache)
     cls = type(module)
     key = (cls, id(config))
     if key not in functions:
@@ -258,7 +258,7 @@ def _features(
     return scaling, softcap, sinks, bias
 
 
-def _new_functions(step: StepMetadata) -> dict[tuple[type, int], Callable[..., Any] | None]:
+def _make_function_cache(step: StepMetadata) -> dict[tuple[type, int], Callable[..., Any] | None]:
     return {}
 
 

@@ -251,10 +251,10 @@ class RowMappings:
         return parts
 
     def update_slot(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
-        """Maps the blocks of a row in its slot. Behind a new last block, also maps up to
-        `blocks_ahead` blocks with the next ids, as far as these are below `num_blocks`. Unless
-        mappings are kept, first unmaps the whole slot if its row was replaced or became shorter.
-        Raises `MemoryError`."""
+        """Maps the blocks of a row in its slot. After a new last block, also maps up to
+        `blocks_ahead` blocks with the next ids, all below `num_blocks`. Unless mappings are kept,
+        first unmaps the whole slot if its row was replaced or became shorter. Raises
+        `MemoryError`."""
         mapped_ids = self.mapped_ids[slot]
         end = row.first_block + len(row.block_ids)
         if self.versions[slot] < row.assigned_version and not config.keep_mappings:

@@ -74,8 +74,8 @@ def when_freed(owner: Any, callback: Callable[..., None], *arguments: Any) -> An
 
 
 class Backing:
-    """Owns the pages `[offset, offset + size)`. A call of `release` returns them to the system, and
-    so does freeing this object, which its `Addresses` keep alive."""
+    """Owns the pages `[offset, offset + size)`. They return to the system when `release` is called
+    or this object is freed; the `Addresses` that refer to it keep it alive."""
 
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
         self.offset = offset
@@ -362,8 +362,8 @@ class CudaPages:
 
     def reserve(self, size: int, backing: Backing | None = None) -> Addresses:
         addresses = Addresses(0, size, self._tensor, backing=backing)
-        # gets the address once it is reserved; the finalizer shares this list and exists before, so
-        # that no error leaks the address range
+        # gets the address once it is reserved; the finalizer, which exists before, shares this
+        # list, so that no error leaks the address range
         reserved_addresses: list[int] = []
         when_freed(addresses, self._free, reserved_addresses, size)
         reserved_addresses.append(int(self._call_in_context("cuMemAddressReserve", size, 0, 0, 0)))

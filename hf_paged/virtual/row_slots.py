@@ -55,8 +55,8 @@ class Row:
         return self.block_ids[index] == block_id
 
     def assign(self, step: StepMetadata, span: BlockSpan, now: int, keeps_mappings: bool) -> None:
-        """Replaces the content by a row of `step` that has the blocks `span`. `now`:
-        `RowSlots._clock`."""
+        """Assigns a row of `step` to this slot. Keeps leading blocks that other steps read. `span`:
+        the row's blocks. `now`: `RowSlots._clock`."""
         first, ids, end = span
         has_padding = step.has_padding
         if self.is_free:
@@ -304,8 +304,8 @@ class RowSlots:
         span: BlockSpan,
         has_padding: bool,
     ) -> bool:
-        """Whether `span` is the row with blocks appended, or also without some leading blocks. Then
-        no block is unmapped, so other steps may keep reading the slot."""
+        """Whether `span` differs from the row only by appended blocks and missing leading blocks.
+        If so, no block is unmapped, and other steps may keep reading the slot."""
         # leading blocks of the row that `span` lacks
         num_skipped = span.first_block - row.first_block
         # with padding, the blocks before those of `span` must be unmapped

@@ -297,7 +297,7 @@ class MappedStorage(BlockStorage):
         config: VirtualStorage,
         before_move: Callable[[], None],
     ) -> None:
-        """`before_move`: copies the content of all handles to tensors of their own. It is called
+        """`before_move`: copies the tokens of all live handles to separate tensors. It is called
         before blocks move to other addresses, since after a fork the child maps its own pages only
         at the latest addresses."""
         super().__init__(block_size, pool, spec)

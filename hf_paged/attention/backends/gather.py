@@ -25,7 +25,7 @@ MASK_ALIGNMENT = 16
 kernels would pad masks with other strides in every layer."""
 
 
-# CPU buffers for gathered keys and values: each thread's, by index as a string. They are reused,
+# Each thread's CPU buffers for gathered keys and values, by index as a string. They are reused,
 # since new memory would cost page faults in every call.
 _scratch = threading.local()
 

@@ -1,5 +1,5 @@
-"""Adds the deltas of LoRA adapters to a layer's output for a packed batch, in which each adapter
-has one range of rows. The optional package `adapters` assigns the ranges."""
+"""Adds the deltas of LoRA adapters to a layer's output for a packed batch, in which each range of
+rows has one adapter. The optional package `adapters` assigns the adapters."""
 
 from __future__ import annotations
 

@@ -403,9 +403,9 @@ def _generate_batch(
     if not len(inputs):
         return {}
     # raises for active adapters that PEFT's layers in the model do not compute on their own
-    adapters_room = adapters_room_for(unwrap_model(model))
-    if adapters_room is not None:
-        adapters_room.check_served(unwrap_model(model), None)
+    adapters_package = adapters_room_for(unwrap_model(model))
+    if adapters_package is not None:
+        adapters_package.check_served(unwrap_model(model), None)
     default_config = generation_config or model.generation_config
     options = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in options.items() if name != "tokenizer"}

@@ -49,8 +49,8 @@ _ONE_FILE_ERRNOS = {
 Layers = dict[int, KVBlocks]
 """Copies of a group's blocks in host memory, by layer index: the same blocks of every layer."""
 ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""The blocks that a file must contain, by group: blocks of each layer, which have the form of the
-file's blocks, and the number of blocks per layer."""
+"""The blocks that a file must contain, by group: for each layer, blocks like those in the file; and
+the number of blocks per layer."""
 
 
 class CorruptFileError(ValueError):
@@ -326,7 +326,7 @@ class DiskFolder:
         name: str,
         layers: Mapping[int, KVBlocks],
     ) -> Layers | None:
-        """Returns the content of a block's file, in the form of `layers`. Returns `None` if the
+        """Returns the content of a block's file, as blocks like `layers`. Returns `None` if the
         file cannot be read or has other content. Deletes a file with other content. After a
         failure, `has` returns `False` until the file is written again."""
         if self.is_off:

@@ -117,7 +117,7 @@ class ServedRequest:
         return make_logprobs(self.tokenizer, sequences[min(choice, len(sequences) - 1)])
 
 
-# what the current asyncio task serves
+# set in each asyncio task that serves a request
 current_client: ContextVar[Client] = ContextVar("client")
 request_or_none: ContextVar[ServedRequest | None] = ContextVar("request", default=None)
 current_choice: ContextVar[int] = ContextVar("choice")  # index of the choice in the request

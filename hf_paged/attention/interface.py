@@ -89,9 +89,9 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
     to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast and unless
-    the queries are float64, in autocast's dtype. Keys and values that are handles of a
-    [`PagedCache`] are read in place in a packed step, and in other steps if tokens were cached
-    before, rows have few queries, and the model's implementation would give the same result.
+    the queries are float64, in autocast's dtype. In a packed step, keys and values are handles of a
+    [`PagedCache`] and are read in place. In other steps, handles are read in place if tokens were
+    cached before, rows have few queries, and the model's implementation would give the same result.
     Otherwise that implementation is called with ordinary tensors, and its attention weights, if
     any, are also returned. `attention_mask`: a [`PagedMask`], or a mask for the model's
     implementation, which also defines the `kwargs` (`scaling`, `dropout`, `softcap`, `s_aux`,

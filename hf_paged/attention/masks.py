@@ -22,7 +22,7 @@ from ..cache.handles import LazyTensor
 from ..forks import lazy_property
 from ..step import KeysReadError, NotCapturable, NotPackable, StepMetadata
 
-# The function that `interface.paged_mask` calls with every symbolic mask, so that a call learns
+# The function that `interface.paged_mask` calls with every symbolic mask. From it, a call learns
 # which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None

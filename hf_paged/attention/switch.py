@@ -98,7 +98,7 @@ def unregister_when_unused(register: Callable[[], None] | None) -> None:
 
 def switch_attention(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which attention layers that read the `switchable_configs` of a model's
-    `modules` call our attention function. If the optional package `latent` is installed, MLA layers
+    `modules` call our attention function. If the optional module `latent` is installed, MLA layers
     pass their latents to it instead of expanded keys and values."""
     latent: LatentRoom | None = room_if_installed("latent")
     if latent is not None and have_latents(modules):

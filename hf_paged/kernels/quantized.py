@@ -11,9 +11,9 @@ location of the scales from the view's strides.
 To add a one-byte dtype, extend `config.KV_DTYPES`, `DTYPES`, `MAX_CODES`, `lanes.cpp`, the dispatch
 on `stored` in `kernels.cpp` and `attention.cpp`, and the Triton kernels (`CODE_DTYPE`); kernels
 refuse dtype numbers that they do not know. Narrower codes, such as two int4 codes in a byte, also
-require changes in all code that takes `shape[3]` of blocks for the number of elements per token
-(`KVBlocks`, `cache.handles`, `cache.reading`, `attention.backends`, the C++ and Triton kernels),
-and of `kIsCode` in `lanes.cpp`.
+require changes of `kIsCode` in `lanes.cpp`, and of all code that takes `shape[3]` of blocks for the
+number of elements per token: `KVBlocks`, `cache.handles`, `cache.reading`, `attention.backends`,
+and the C++ and Triton kernels.
 """
 
 from __future__ import annotations

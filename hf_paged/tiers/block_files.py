@@ -290,7 +290,7 @@ class DiskFolder:
         self.path = Path(path)
         self.max_bytes = max_bytes
         self.is_off = False
-        self.num_bytes = 0  # as far as this process knows
+        self.num_bytes = 0  # of all complete files, as far as this process knows
         self._warned_kinds: set[str] = set()  # kinds of errors that were already logged
         # files that could not be read, with their `_version` at that time
         self._unreadable: dict[Path, tuple[int, ...]] = {}

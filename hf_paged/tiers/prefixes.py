@@ -83,7 +83,7 @@ def restore_path(
             if block_ids:
                 with copying():
                     store.put_back(group_index, list(group_contents.values()), block_ids)
-        # by group and index on the path, the ids of new blocks
+        # by group and index on the path: ids of the new blocks
         restored_ids_by_group = [
             dict(zip(group_contents, block_ids)) for group_contents, block_ids in groups
         ]

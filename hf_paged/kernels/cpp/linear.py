@@ -143,7 +143,7 @@ def linear(
     depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises `TypeError`
     for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
     has_codes = weight.dtype is torch.int8
-    # as `Conv1D` stores it
+    # whether the weight is stored as in `Conv1D`
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1 and not has_codes
     stored_weight = weight.t() if is_transposed else weight
     for tensor in (x, stored_weight) if bias is None else (x, stored_weight, bias):

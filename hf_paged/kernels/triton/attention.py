@@ -65,7 +65,7 @@ def decode_attention(
     lse = query.new_empty(num_tokens, heads, dtype=torch.float32) if return_lse else None
     if out.numel() == 0:
         return (out, lse) if return_lse else out
-    num_query_rows = heads // kv_heads * query_len  # that share a K/V head
+    num_query_rows = heads // kv_heads * query_len  # query rows that share a K/V head
     dtype = query.dtype if quantized.is_quantized(key_blocks) else key_blocks.dtype
     # at least 32: tiles of 16 columns would occupy only 2 of 4 warps
     value_tiles = split_dim(value_dim, min_size=32)

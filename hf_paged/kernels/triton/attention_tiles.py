@@ -47,7 +47,7 @@ def find_item(
     i = tl.arange(0, BLOCK_ROWS)
     key_ends = tl.load(seq_lens + i, mask=i < num_rows, other=0)
     key_starts = tl.load(starts + i, mask=i < num_rows, other=0)
-    if window is not None:  # from the oldest key of the first query's window
+    if window is not None:  # a row starts at the oldest key of its first query's window
         key_starts = tl.maximum(key_starts, key_ends - query_len + 1 - window)
     num_keys = tl.maximum(key_ends - key_starts // TILE * TILE, 0)
     total_keys = tl.sum(num_keys.to(tl.int64), axis=0)

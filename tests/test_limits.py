@@ -127,10 +127,10 @@ def test_parts_that_need_a_thread_do_without(threadless: pytest.MonkeyPatch) -> 
 
 def test_a_schema_is_refused(threadless: pytest.MonkeyPatch) -> None:
     serving = pytest.importorskip("hf_paged.tools.serving")
-    before = serving._compiling._value
+    before = serving._compile_slots._value
     with pytest.raises(ValueError, match="no thread"):
         serving._compile(lambda: None)
-    assert serving._compiling._value == before
+    assert serving._compile_slots._value == before
 
 
 @pytest.fixture

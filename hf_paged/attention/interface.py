@@ -29,8 +29,9 @@ from .masks import (
 )
 from .observers import attention_observer
 
-# Maximum queries per row for which attention outside packed steps reads blocks in place. A row with
-# more is a prefill chunk, for which gathering once and calling sdpa takes less than 3% longer.
+# Maximum queries per row for which attention outside packed steps reads blocks in place. Rows with
+# more queries are prefill chunks, for which gathering once and calling sdpa takes less than 3%
+# longer.
 MAX_IN_PLACE_QUERIES = 16
 
 Features = tuple[float, float | None, Tensor | None, Tensor | None]
@@ -88,9 +89,9 @@ def paged_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """The attention interface for `"hf_paged"`. Maps queries `(batch, heads, query_len, key_dim)`
     to `(batch, query_len, heads, value_dim)`, in the queries' dtype or, under autocast and unless
-    the queries are float64, in autocast's dtype. Keys and values that are handles of a
-    [`PagedCache`] are read in place in a packed step, and in other steps if tokens were cached
-    before, rows have few queries, and the model's implementation would give the same result.
+    the queries are float64, in autocast's dtype. In a packed step, keys and values are handles of a
+    [`PagedCache`] and are read in place. In other steps, handles are read in place if tokens were
+    cached before, rows have few queries, and the model's implementation would give the same result.
     Otherwise that implementation is called with ordinary tensors, and its attention weights, if
     any, are also returned. `attention_mask`: a [`PagedMask`], or a mask for the model's
     implementation, which also defines the `kwargs` (`scaling`, `dropout`, `softcap`, `s_aux`,
@@ -99,7 +100,8 @@ def paged_attention(
     that was not stored.
     """
     mask = attention_mask
-    # queries, blocks and a function to apply to the output, if the call can run in place
+    # queries, blocks and a function to apply to the output (or `None`), if the call can run in
+    # place; otherwise `None`
     in_place: Any = None
     is_pair = isinstance(key, PagedTensor) and isinstance(value, PagedTensor)
     is_latent = isinstance(key, LatentTensor)
@@ -188,9 +190,9 @@ def _attend_in_place(
     features: Features | None,
 ) -> Tensor | None:
     """Computes attention that reads blocks through the block tables, `(batch, query_len, heads,
-    value_dim)`. Returns `None` if rows have so many queries that gathering is as fast, if the
-    batch size is not the number of the step's rows, or if the call needs a dense mask, a gradient
-    or unsupported features."""
+    value_dim)`. Returns `None` if rows have more than `MAX_IN_PLACE_QUERIES` queries, if the batch
+    size is not the number of the step's rows, or if the call needs a dense mask, a gradient or
+    unsupported features."""
     batch, _, query_len, _ = query.shape
     if features is None or query_len > MAX_IN_PLACE_QUERIES or batch != step.num_rows:
         return None
@@ -226,7 +228,7 @@ def _features(
     # cached per step for all layers of one class and config, since reading the config takes a
     # microsecond
     config = getattr(module, "config", None)
-    functions = step.plan(_new_functions)
+    functions = step.plan(_make_function_cache)
     cls = type(module)
     key = (cls, id(config))
     if key not in functions:
@@ -256,7 +258,7 @@ def _features(
     return scaling, softcap, sinks, bias
 
 
-def _new_functions(step: StepMetadata) -> dict[tuple[type, int], Callable[..., Any] | None]:
+def _make_function_cache(step: StepMetadata) -> dict[tuple[type, int], Callable[..., Any] | None]:
     return {}
 
 

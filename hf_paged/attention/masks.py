@@ -1,5 +1,5 @@
-"""Attention masks that stay symbolic until code reads their values, and the steps that have the
-same effect. Kernels decide how to apply them."""
+"""Attention masks that stay symbolic until code reads their values, and their conversion to steps
+with the same effect, which the backends compute without a dense mask."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..cache.handles import LazyTensor
 from ..forks import lazy_property
 from ..step import KeysReadError, NotCapturable, NotPackable, StepMetadata
 
-# The function that `interface.paged_mask` calls with every symbolic mask, so that a call learns
+# The function that `interface.paged_mask` calls with every symbolic mask. From it, a call learns
 # which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None
@@ -134,7 +134,7 @@ class PagedMask(LazyTensor):
         """Returns the mask that the mask interface of `implementation` makes from the same
         arguments and these options; `None` if that implementation needs no mask."""
         if implementation == "eager" and not self.arguments.get("allow_is_bidirectional_skip"):
-            options = _NO_SKIP  # as it never skips a causal mask
+            options = _NO_SKIP  # the eager interface never skips a causal mask
         key = (implementation, *options.items())
         if key not in self._resolved:
             make_mask = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
@@ -263,7 +263,7 @@ def _in_chunks(step: StepMetadata, chunk_size: int) -> StepMetadata:
     block_ids = step.block_ids
     if len(rows) > step.num_rows:
         tables = tables[torch.tensor(rows, device=tables.device)]
-        block_ids = ()  # they do not count leading one-query rows that a split adds
+        block_ids = ()  # it would miss the leading one-query rows that the split may add
     return dataclasses.replace(
         step,
         block_tables=tables,
@@ -282,11 +282,11 @@ def rectangle_step(
     is_causal: bool,
     device: torch.device,
 ) -> tuple[StepMetadata, Tensor | None] | None:
-    """Returns a step of rows with equally many queries, and an additive bias in table coordinates
-    or `None`, which together have the effect of `mask`. If only a dense mask has that effect,
-    returns `None` instead of the pair. Raises `NotCapturable` if the mask of a recorded step may
-    hide tokens that the layer keeps, and `ValueError` as `_step_from_columns` does. `is_causal`:
-    whether attention without a mask is causal."""
+    """Returns a step with `query_len` queries in each row, and an additive bias in table
+    coordinates (or `None`), which together have the effect of `mask`. If only a dense mask has that
+    effect, returns `None` instead of the pair. Raises `NotCapturable` if the mask of a recorded
+    step is dense or may hide tokens that the layer keeps, and `ValueError` as `_step_from_columns`
+    does. `is_causal`: whether attention without a mask is causal."""
     columns = step.columns
     assert columns is not None
     if step.lengths is not None:
@@ -316,8 +316,9 @@ def rectangle_step(
 
 
 def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """Returns the recorded step, in which the only query of each row sees all of the row's tokens
-    that the layer keeps. Raises `NotCapturable` if the mask may hide some of them."""
+    """Returns `step`, a recorded step in which the only query of each row sees all of the row's
+    tokens that the layer keeps. Raises `NotCapturable` if the mask is dense or may hide some of
+    these tokens."""
     if mask is None:
         return step
     if not isinstance(mask, PagedMask):
@@ -334,9 +335,9 @@ def _recorded_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
 
 
 def _checked_columns(mask: PagedMask, columns: range, query_len: int) -> Columns | None:
-    """Returns the `unpadded_columns` of a symbolic mask in a step with these `columns`, to which
-    `_step_from_columns` applies the mask's pattern; `None` if the mask has other sizes, or if its
-    effect is not a range of columns per row, or differs between implementations."""
+    """Returns the `unpadded_columns` of a symbolic mask for a step with these `columns`; the caller
+    applies the mask's pattern to them. Returns `None` if the mask has other sizes, if its effect is
+    not a range of columns per row, or if implementations differ in its effect."""
     arguments = mask.arguments
     pattern = mask.pattern
     sizes = (*mask.shape[2:], arguments.get("kv_offset", 0))

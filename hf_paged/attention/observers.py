@@ -1,4 +1,5 @@
-"""Observers of attention in forwards that are not packed, which do not change attention."""
+"""A hook for observers of attention in forwards that are not packed. Observers do not change the
+result of attention."""
 
 from __future__ import annotations
 

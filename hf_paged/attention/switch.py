@@ -98,8 +98,8 @@ def unregister_when_unused(register: Callable[[], None] | None) -> None:
 
 def switch_attention(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which attention layers that read the `switchable_configs` of a model's
-    `modules` call our attention function. If the room `latent` is installed, MLA layers pass their
-    latents to it instead of expanded keys and values."""
+    `modules` call our attention function. If the optional module `latent` is installed, MLA layers
+    pass their latents to it instead of expanded keys and values."""
     latent: LatentRoom | None = room_if_installed("latent")
     if latent is not None and have_latents(modules):
         latent.wrap_expansions(modules)
@@ -123,10 +123,10 @@ def compiled_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
-    """Returns the name of the config's attention implementation, from before any call switched it:
-    `"sdpa"` without a config, `"eager"` if the config names none. If the model was loaded with
-    ours: `"eager"` if the file of the layer's class `cls` has models, but none that supports sdpa;
-    otherwise `"sdpa"`."""
+    """Returns the name of the config's own attention implementation, even while a call has switched
+    the config: `"sdpa"` without a config, `"eager"` if the config names none. For a model that was
+    loaded with `attn_implementation="hf_paged"`: `"eager"` if the file that defines the layer class
+    `cls` has models, none of which supports sdpa; otherwise `"sdpa"`."""
     if config is None:
         return "sdpa"
     implementation = config._attn_implementation or "eager"
@@ -216,11 +216,11 @@ def is_from_transformers(function: Any) -> bool:
     )
 
 
-def _configs_of_readers(
+def _attention_configs(
     modules: Iterable[nn.Module],
 ) -> dict[tuple[int, type], PreTrainedConfig]:
-    """Returns each config that attention layers with a cache among `modules` read, by its `id` and
-    the class of these layers."""
+    """Returns the configs of the attention layers in `modules` that update a cache, by the config's
+    `id` and the layer's class."""
     configs = {}
     for module in modules:
         cls: type = type(module)
@@ -231,9 +231,9 @@ def _configs_of_readers(
 
 
 def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
-    """Returns why attention layers with a cache among `modules` get gathered keys and values;
+    """Returns why attention layers in `modules` that update a cache get gathered keys and values;
     `None` if all of them use transformers' attention functions."""
-    for (_, cls), config in _configs_of_readers(modules).items():
+    for (_, cls), config in _attention_configs(modules).items():
         implementation = model_attention(config, cls)
         if stock_function(cls, implementation) is None:
             return Topic.MODEL_CODE(
@@ -243,16 +243,16 @@ def foreign_attention(modules: Iterable[nn.Module]) -> str | None:
 
 
 def calls_interface(modules: Iterable[nn.Module]) -> bool:
-    """Whether an attention layer with a cache among `modules` calls the attention interface."""
+    """Whether a layer in `modules` updates a cache and calls the attention interface."""
     return any(map(_calls_interface, map(type, modules)))
 
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
-    """Returns the configs from which attention layers with a cache read their implementation,
-    except configs that name ours because the model was loaded with it. `modules`: all modules of a
+    """Returns the configs from which attention layers that update a cache read their
+    implementation, except configs of a model that was loaded with ours. `modules`: all modules of a
     model."""
     switchable = {}
-    for (config_id, _), config in _configs_of_readers(modules).items():
+    for (config_id, _), config in _attention_configs(modules).items():
         name = compat.attention_of(config)  # read once, since another thread's call may restore it
         if name != NAME or isinstance(name, _SwitchedName):
             switchable[config_id] = config

@@ -1,4 +1,4 @@
-"""Kernels on plain tensors, in C++ for the CPU and in Triton for GPUs. This module says which
+"""Kernels on plain tensors, in C++ for the CPU and in Triton for GPUs. This module determines which
 attention backend a process prefers (`attention.backends` chooses one per call), and whether other
 kernels run in Triton.
 

@@ -41,11 +41,11 @@ def find_costs(
     dtype: torch.dtype,
     kv_dtype: str | None = None,
 ) -> tuple[dict[int, float], str]:
-    """Returns the nanoseconds per context token, by block size (in tokens), of the backend that
-    computes attention of a model in `dtype` on `device`, and a phrase for messages that says where
-    they were measured. If none were, returns an empty `dict` and the reason. `kv_dtype` is as in
-    `PagedConfig`. On a CPU for which none were measured, uses the times of the highest x86-64 level
-    that has some. Raises the errors of `kernels.preferred_backend`."""
+    """Returns measured attention times in nanoseconds per context token, by block size in tokens,
+    and a phrase for messages that says where they were measured. The times are those of the backend
+    that computes attention for a model in `dtype` on `device`. For a CPU without measurements, uses
+    the highest x86-64 level that has some; without any, returns an empty `dict` and the reason.
+    `kv_dtype` is as in `PagedConfig`. Raises the errors of `kernels.preferred_backend`."""
     backend = preferred_backend(torch.empty(0, device=device))
     entry = entry_name(backend, kv_dtype or str(dtype).removeprefix("torch."))
     is_cpu = device.type == "cpu"

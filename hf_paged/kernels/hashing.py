@@ -27,9 +27,10 @@ _GAMMA, _MIX_1, _MIX_2 = (
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> list[Any]:
-    """Hashes the elements of tensors of any strides and devices. Returns one hash of all tensors
-    that the C++ kernel reads (`None` if it reads none), then, for each device of the other tensors,
-    a list of their hashes, each a pair of integers (`hash_portable`)."""
+    """Hashes the elements of tensors with any strides, on any devices. The first item of the result
+    is one hash of all tensors that the C++ kernel reads (`None` if it reads none). Each further
+    item is a list of the hashes of the other tensors on one device, as pairs of integers
+    (`hash_portable`)."""
     tensors = [_dense(tensor) for tensor in tensors]
     # `is_cpu` first, so that GPU tensors do not trigger the C++ build
     cpp_tensors = [tensor for tensor in tensors if tensor.is_cpu and cpp.is_available()]

@@ -1,5 +1,5 @@
-"""Adds the deltas of LoRA adapters to a layer's output for a packed batch, whose rows form ranges
-with one adapter each. The room `adapters` decides which rows have which adapter."""
+"""Adds the deltas of LoRA adapters to a layer's output for a packed batch, in which each range of
+rows has one adapter. The optional package `adapters` assigns the adapters."""
 
 from __future__ import annotations
 
@@ -115,25 +115,25 @@ def can_record(weights: Sequence[LoraWeights], device: torch.device) -> bool:
 def add_portable(out: Tensor, x: Tensor, parts: Sequence[Part]) -> None:
     """Computes [`Deltas.add`] in plain PyTorch, with the operations of PEFT for a single
     adapter."""
-    shrunk = [F.linear(x[start:end].to(lora.a.dtype), lora.a) for start, end, lora in parts]
-    for (start, end, lora), shrunk_rows in zip(parts, _all_reduce(shrunk, parts)):
+    products = [F.linear(x[start:end].to(lora.a.dtype), lora.a) for start, end, lora in parts]
+    for (start, end, lora), product in zip(parts, _all_reduce(products, parts)):
         target = out[start:end]
-        delta = F.linear(shrunk_rows, lora.b, lora.bias) * lora.scaling
+        delta = F.linear(product, lora.b, lora.bias) * lora.scaling
         if target.dtype == delta.dtype:
             target += delta
         else:
             target.copy_(target + delta)
 
 
-def _all_reduce(shrunk: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
-    """Returns the products `x A^T` of all parts. Those of sharded adapters are sums over the ranks
-    that shard the depth, computed in one all-reduce."""
+def _all_reduce(products: list[Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    """Returns the products `x A^T` of all parts. One all-reduce sums the products of sharded
+    adapters over the ranks that shard the depth."""
     indices = [index for index, (*_, lora) in enumerate(parts) if lora.group is not None]
     if indices:
-        sharded_products = [shrunk[index] for index in indices]
+        sharded_products = [products[index] for index in indices]
         flat = torch.cat([product.flatten() for product in sharded_products])
         dist.all_reduce(flat, group=parts[indices[0]][2].group)
         sums = flat.split([product.numel() for product in sharded_products])
         for index, product, total in zip(indices, sharded_products, sums):
-            shrunk[index] = total.view(product.shape).to(product.dtype)
-    return shrunk
+            products[index] = total.view(product.shape).to(product.dtype)
+    return products

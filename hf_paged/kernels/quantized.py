@@ -3,16 +3,17 @@ PyTorch.
 
 A block of a K/V head is one tile of bytes: `block_size * dim` codes, token after token, then
 `block_size` float32 scales, one per token, so that tokens stored later do not change earlier ones.
-A token's scale is its largest magnitude over the largest code, as in vLLM's `int8_per_token_head`;
-a state (an element of a key or value) is code * scale. A layer's blocks are passed as a view of the
-codes, `(num_blocks, heads, block_size, dim)`; `scales` finds the scales from its strides.
+A token's scale is its largest magnitude divided by the largest code, as in vLLM's
+`int8_per_token_head`; a state (an element of a key or value) is code * scale. Callers pass a
+layer's blocks as a view of the codes, `(num_blocks, heads, block_size, dim)`; `scales` derives the
+location of the scales from the view's strides.
 
 To add a one-byte dtype, extend `config.KV_DTYPES`, `DTYPES`, `MAX_CODES`, `lanes.cpp`, the dispatch
 on `stored` in `kernels.cpp` and `attention.cpp`, and the Triton kernels (`CODE_DTYPE`); kernels
-refuse the numbers of other dtypes. Narrower codes, such as two int4 codes in a byte, also change
-all code that takes `shape[3]` of blocks for the number of elements per token (`KVBlocks`,
-`cache.handles`, `cache.reading`, `attention.backends`, the C++ and Triton kernels), and `kIsCode`
-in `lanes.cpp`.
+refuse dtype numbers that they do not know. Narrower codes, such as two int4 codes in a byte, also
+require changes of `kIsCode` in `lanes.cpp`, and of all code that takes `shape[3]` of blocks for the
+number of elements per token: `KVBlocks`, `cache.handles`, `cache.reading`, `attention.backends`,
+and the C++ and Triton kernels.
 """
 
 from __future__ import annotations

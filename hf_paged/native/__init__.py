@@ -1,5 +1,5 @@
 """transformers' continuous-batching API on `PagedEngine`: the methods that replace models' methods
-after `install(continuous_batching=True)`. Imports no other room."""
+after `install(continuous_batching=True)`. Imports no other optional package."""
 
 from .continuous_batching import destroy_kept_managers as destroy_kept_managers
 from .continuous_batching import replacements as replacements

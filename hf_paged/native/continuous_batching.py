@@ -35,7 +35,7 @@ from .pending import PendingRequest, make_output_ids
 logger = logging.getLogger(__name__)
 
 
-_session_lock = forks.rlock()  # guards the managers that models keep for the next session
+_session_lock = forks.rlock()  # guards `compat.CACHED_MANAGER` of models
 _models_with_kept_managers: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
@@ -285,9 +285,9 @@ class PagedBatchingManager(ContinuousBatchingManager):
     ) -> GenerationOutput | None:
         """Waits for the next output (of `request_id`, if given) and returns it. Returns `None`
         after `timeout` seconds, or if the manager is not running and no such output is unread.
-        Without a timeout, also returns `None` if the request ends while another reader or a handler
-        gets its last output, and raises `ValueError` if a running manager has neither an unfinished
-        request with this id nor an unread output of one."""
+        Without a timeout, also returns `None` if another reader or a handler gets the request's
+        last output, and raises `ValueError` if a running manager has neither an unfinished request
+        nor an unread output with this id."""
         return self._thread.get(request_id, timeout)
 
     def __iter__(self) -> Iterator[GenerationOutput]:
@@ -403,9 +403,9 @@ def _generate_batch(
     if not len(inputs):
         return {}
     # raises for active adapters that PEFT's layers in the model do not compute on their own
-    base_adapters = adapters_room_for(unwrap_model(model))
-    if base_adapters is not None:
-        base_adapters.check_served(unwrap_model(model), None)
+    adapters_package = adapters_room_for(unwrap_model(model))
+    if adapters_package is not None:
+        adapters_package.check_served(unwrap_model(model), None)
     default_config = generation_config or model.generation_config
     options = {name: value for name, value in options.items() if value is not None}
     generation_options = {name: value for name, value in options.items() if name != "tokenizer"}

@@ -60,8 +60,8 @@ IGNORED_FIELDS: dict[str, str] = {
     "cpu_group_timeout": "for tensor parallelism, which managers do not support",
     "max_cached_graphs": "deprecated and unused in transformers",
 }
-"""The other fields, which tune transformers' own implementation and change no token, each with its
-effect there or the reason why it is ignored."""
+"""The other fields, each with its effect in transformers or the reason why it is ignored. They tune
+transformers' own implementation and change no token."""
 
 IGNORED_OUTPUTS = (
     *("return_dict_in_generate", "output_scores", "output_logits"),
@@ -163,7 +163,7 @@ def make_request_config(
     else:
         request_config.num_return_sequences = request_config.num_return_sequences or 1
     if effective.max_new_tokens is None and effective.max_length is None:
-        request_config.max_length = find_max_positions(model)
+        request_config.max_length = find_max_length(model)
         if request_config.max_length is None:
             raise ValueError(
                 "neither the call nor the model's config limits the length: pass `max_new_tokens`"
@@ -171,9 +171,9 @@ def make_request_config(
     return request_config
 
 
-def find_max_positions(model: PreTrainedModel) -> int | None:
+def find_max_length(model: PreTrainedModel) -> int | None:
     """Returns the maximum length that the model's config allows, in tokens; `None` if it sets
     none."""
     text_config = model.config.get_text_config(decoder=True)
-    max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
-    return max_positions
+    max_length: int | None = getattr(text_config, "max_position_embeddings", None)
+    return max_length

@@ -1,5 +1,5 @@
 """The thread of a continuous-batching manager: adds requests to an engine, runs its steps and
-delivers outputs in transformers' form."""
+delivers outputs as transformers' `GenerationOutput`."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ class ManagerThread:
         # code, in which a signal's handler may raise and leave the lock held.
         self.changed = threading.Condition(self.lock)
         self.thread: threading.Thread | None = None
-        self.run_id: object = None  # of the last start; threads of earlier starts end at once
+        # identifies the last start; threads of earlier starts end at once
+        self.run_id: object = None
         self.pending: dict[str, PendingRequest] = {}  # unfinished requests by output id
         self.waiting: deque[PendingRequest] = deque()  # to be added to the engine
         self.cancelled: deque[PendingRequest] = deque()  # to be ended before the next step
@@ -98,7 +99,7 @@ class ManagerThread:
             self.fatal_error = None
             self.thread = None  # drops an earlier thread, which has ended
             self.run_id = run_id = object()
-        _running.add(self)
+        _started_threads.add(self)
         self.thread = make(
             functools.partial(self._run, run_id),
             "hf_paged-continuous-batching",
@@ -366,8 +367,8 @@ class ManagerThread:
                 self._deliver_all(request.fail(error))
 
     def _convert_outputs(self, engine_outputs: list[RequestOutput]) -> list[GenerationOutput]:
-        """Returns the engine's outputs in transformers' form. If converting one raises, its request
-        ends with that error."""
+        """Converts the engine's outputs to transformers'. If the conversion of an output raises,
+        its request ends with that error."""
         outputs: list[GenerationOutput] = []
         for engine_output in engine_outputs:
             request = self.pending.get(engine_output.request_id)
@@ -382,9 +383,9 @@ class ManagerThread:
 
     def _fail_lost_requests(self, error: Exception, should_free: bool) -> None:
         """Fails the requests that the engine has lost: it does not hold them and will not output
-        their results. `should_free`: whether, after the failed step, the engine also failed to end
-        the step's requests; if so, this method fails all requests that were added to the engine,
-        and frees the engine."""
+        their results. `should_free`: whether the engine raised again when it repeated the step, and
+        so failed to end the step's requests; if so, this method fails all requests that were added
+        to the engine, and frees the engine."""
         core = self.engine._core
         surviving_ids = set[Hashable]()
         if not should_free:
@@ -396,8 +397,9 @@ class ManagerThread:
             requests = dict.fromkeys(self.pending.values())
         for request in requests:
             if request.output_ids[-1] not in surviving_ids:
-                if request.started < 0:  # a request that never started looks like a refused one
-                    request.started = time.perf_counter()
+                # a request that never started would look like a refused one
+                if request.started_at < 0:
+                    request.started_at = time.perf_counter()
                 self._deliver_all(request.fail(error))
         if not should_free:
             return
@@ -455,13 +457,13 @@ class ManagerThread:
                 self.changed.notify_all()
 
 
-_running: weakref.WeakSet[ManagerThread] = weakref.WeakSet()
+_started_threads: weakref.WeakSet[ManagerThread] = weakref.WeakSet()
 
 
 @atexit.register
 def _stop_all() -> None:
     """Stops all threads before the interpreter exits, since no forward may be running then."""
-    for thread in members_of(_running):
+    for thread in members_of(_started_threads):
         if thread.is_alive:
             thread.stop(is_hard=True)
             thread.join(MAX_EXIT_SECONDS)

@@ -43,17 +43,19 @@ def sample_together(
     cb_config: ContinuousBatchingConfig,
     paged_config: PagedConfig,
 ) -> dict[str, GenerationOutput] | None:
-    """Computes the prompts as rows of one `generate` call (changing `config`) and returns outputs
-    by id. Rows draw from one random stream, as in plain `generate`. Returns `None` if such a call
-    cannot serve them: log-probabilities, a seed, models with an encoder, no `max_new_tokens`,
-    more rows than `max_num_seqs`, and prompts that are invalid or never fit."""
+    """Computes the prompts as rows of one `generate` call, for which it changes `config`, and
+    returns outputs by id. Rows draw from one random stream, as in plain `generate`. Returns `None`
+    for requests that such a call cannot serve: with log-probabilities or a seed, for a model with
+    an encoder, without `max_new_tokens`, with more rows than `max_num_seqs`, or with prompts that
+    are invalid or never fit into memory."""
     effective = EffectiveOptions(model, config)
     num_sequences = config.num_return_sequences or 1
     if cb_config.return_logprobs or cb_config.seed is not None or model.config.is_encoder_decoder:
         return None
     if len(inputs) * num_sequences > paged_config.max_num_seqs or effective.max_new_tokens is None:
         return None
-    # for invalid prompts, the engine reports an error in their outputs, and it serves the others
+    # if a prompt is invalid, the engine must serve the requests: it reports the error in the
+    # prompt's output
     try:
         prompts = [prompt_ids(prompt, None) for prompt in inputs]
         vocab_size = num_embeddings(model)
@@ -75,7 +77,7 @@ def sample_together(
                 generation_config=config,
             )
             generated_tokens = sequences[:, input_ids.shape[1] :].tolist()
-    except (IndexError, OutOfBlocksError):  # it does the same for prompts that are too long
+    except (IndexError, OutOfBlocksError):  # the engine does the same for prompts that are too long
         return None
     ended_at = time.perf_counter()
     eos = effective.eos_token_id

@@ -1,4 +1,5 @@
-"""An unfinished request of a continuous-batching manager, and its outputs in transformers' form."""
+"""An unfinished request of a continuous-batching manager, and the conversion of its outputs to
+transformers' `GenerationOutput`."""
 
 from __future__ import annotations
 
@@ -37,12 +38,13 @@ class PendingRequest:
     options: Mapping[str, Any]  # further arguments of `PagedEngine.add_request`
     # called in the engine's thread, before the last outputs are delivered
     on_result: Callable[[RequestResult], None] | None
-    created: float = field(default_factory=time.perf_counter)  # seconds of `perf_counter`
-    # on the same clock: at its first output or, once it has ended, when it was admitted; -1 before
-    started: float = -1.0
+    created_at: float = field(default_factory=time.perf_counter)  # seconds of `perf_counter`
+    # time of the first output or, once the request has ended, of its admission, on the same clock;
+    # -1 before the first output
+    started_at: float = -1.0
 
     def __post_init__(self) -> None:
-        # tokens so far, and the `time.perf_counter()` of each, by row of the engine's request
+        # by row of the engine's request: tokens so far, and the `time.perf_counter()` of each token
         self.tokens = defaultdict[int, list[int]](list)
         self.times = defaultdict[int, list[float]](list)
         try:
@@ -55,8 +57,8 @@ class PendingRequest:
     def add(self, output: RequestOutput) -> list[GenerationOutput]:
         """Adds the engine's output of a step, and returns the outputs to deliver."""
         now = time.perf_counter()
-        if self.started < 0:
-            self.started = now
+        if self.started_at < 0:
+            self.started_at = now
         for row, token in output.new_tokens.items():
             self.tokens[row].append(token)
             self.times[row].append(now)
@@ -85,20 +87,20 @@ class PendingRequest:
         if final_error is None and result.finish_reason == "cancelled":
             final_error = RuntimeError("the request was cancelled")
         if result.timings.queued is not None:
-            self.started = self.created + result.timings.queued
+            self.started_at = self.created_at + result.timings.queued
         status = RequestStatus.FINISHED if final_error is None else RequestStatus.FAILED
         outputs = []
         for row in range(len(self.output_ids)):
-            final: dict[str, Any] = {"lifespan": (self.started, now)}
+            changes: dict[str, Any] = {"lifespan": (self.started_at, now)}
             if final_error is not None:
-                final["error"] = str(final_error)
+                changes["error"] = str(final_error)
             # the result's tokens, since a beam search has none before it ends; if all rows are
             # equal, the result has only one sequence
             sequences = result.sequences[: row + 1]
             if sequences:
-                final["generated_tokens"] = list(sequences[-1].token_ids)
-                final["logprobs"] = [processed for _, processed in sequences[-1].logprobs or ()]
-            outputs.append(replace(self._make_output(row, status), **final))
+                changes["generated_tokens"] = list(sequences[-1].token_ids)
+                changes["logprobs"] = [processed for _, processed in sequences[-1].logprobs or ()]
+            outputs.append(replace(self._make_output(row, status), **changes))
         return outputs
 
     def _engine_row(self, row: int) -> int:
@@ -113,8 +115,8 @@ class PendingRequest:
             prompt_ids=self.prompt_ids,
             generated_tokens=list(self.tokens[engine_row]),
             status=status,
-            created_time=self.created,
-            lifespan=(self.started, -1),
+            created_time=self.created_at,
+            lifespan=(self.started_at, -1),
             timestamps=list(self.times[engine_row]) if self.has_timestamps else None,
         )
 

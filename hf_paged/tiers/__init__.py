@@ -1,6 +1,6 @@
 """Tiers below the pool: evicted prefix blocks in host memory and in files (`prefix_tiers`), and the
 blocks of one prompt in a file (`save_prefix`, `load_prefix`). Implements `seams.Tier` and
-`rooms.TiersRoom`; imports no other room, but needs `fingerprints`."""
+`rooms.TiersRoom`; imports no other optional package, but needs `fingerprints`."""
 
 from ..rooms import require
 from .saved_prefixes import load as load

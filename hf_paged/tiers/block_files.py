@@ -49,8 +49,8 @@ _ONE_FILE_ERRNOS = {
 Layers = dict[int, KVBlocks]
 """Copies of a group's blocks in host memory, by layer index: the same blocks of every layer."""
 ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""The blocks that a file must contain, by group: for each layer, blocks with the form of the file's
-blocks; and the number of blocks in each layer."""
+"""The blocks that a file must contain, by group: for each layer, blocks like those in the file; and
+the number of blocks per layer."""
 
 
 class CorruptFileError(ValueError):
@@ -58,7 +58,7 @@ class CorruptFileError(ValueError):
 
 
 def num_bytes(layers: Layers) -> int:
-    """Returns how many bytes all blocks of these layers take."""
+    """Returns the bytes that all blocks of these layers take."""
     return sum(blocks.num_blocks * blocks.block_bytes for blocks in layers.values())
 
 
@@ -290,16 +290,17 @@ class DiskFolder:
         self.path = Path(path)
         self.max_bytes = max_bytes
         self.is_off = False
-        self.num_bytes = 0  # as far as this process knows
-        self._warned: set[str] = set()
+        self.num_bytes = 0  # of all complete files, as far as this process knows
+        self._warned_kinds: set[str] = set()  # kinds of errors that were already logged
         # files that could not be read, with their `_version` at that time
         self._unreadable: dict[Path, tuple[int, ...]] = {}
-        # by this process since the last scan; infinity before the first scan
+        # bytes written by this process since the last scan; infinity before the first scan
         self._num_bytes_written: float = math.inf
         self._retry_at = 0.0  # `time.monotonic` before which no file is written
 
     def has(self, weights_hash: str | None, name: str) -> bool:
-        """Whether a file not known to be unreadable exists for `weights_hash` (`None`: for any)."""
+        """Whether a block's file exists and has not proved unreadable. `weights_hash=None`: for any
+        weights."""
         if self.is_off:
             return False
         try:
@@ -325,9 +326,9 @@ class DiskFolder:
         name: str,
         layers: Mapping[int, KVBlocks],
     ) -> Layers | None:
-        """Returns the block in a file, for layers like `layers`. Returns `None` if the file cannot
-        be read, or if it has other content; in the latter case, deletes it. `has` is then false
-        until the file is rewritten."""
+        """Returns the content of a block's file, as blocks like `layers`. Returns `None` if the
+        file cannot be read or has other content. Deletes a file with other content. After a
+        failure, `has` returns `False` until the file is written again."""
         if self.is_off:
             return None
         path = self._file_path(weights_hash, name)
@@ -419,9 +420,9 @@ class DiskFolder:
         return self.path / f"{FOLDER_PREFIX}{weights_hash}" / f"{name}{SUFFIX}"
 
     def _scan(self) -> list[tuple[float, int, Path]]:
-        """Counts the bytes of all complete files, and deletes partial files of killed processes.
-        Returns `(last use, bytes, path)` of each complete file, least recently used first; the last
-        use is in seconds since the epoch."""
+        """Updates `num_bytes` from all complete files, and deletes partial files of killed
+        processes. Returns `(last use, bytes, path)` of each complete file, least recently used
+        first; the last use is in seconds since the epoch."""
         files = []
         for path in self.path.glob(f"{FOLDER_PREFIX}*/*"):
             with contextlib.suppress(OSError):
@@ -463,6 +464,6 @@ class DiskFolder:
         )
 
     def _warn(self, kind: str, message: str) -> None:
-        if kind not in self._warned:
-            self._warned.add(kind)
+        if kind not in self._warned_kinds:
+            self._warned_kinds.add(kind)
             logger.warning(Topic.PREFIX_TIERS(message))

@@ -1,5 +1,5 @@
-"""Restores the blocks of a prefix that the pool lacks from a tier or a file. Handles no tensors:
-passes the content of blocks on to the store."""
+"""Restores prefix blocks that are missing from the pool, with content from a tier or a file.
+Handles no tensors: the store copies the content."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def restore_path(
     namespace: Hashable,
     read: Callable[[int, int], Any | None],
 ) -> bool:
-    """Allocates new blocks for the blocks of a path that the pool lacks, fills and registers them,
-    and leaves them cached. `read(group, index)` returns the content of the group's block at
-    node `index` of the path. Returns `False` if `read` returns `None` for a block. Raises
-    `OutOfBlocksError` if too few blocks are free, and `TierError` if blocks cannot be copied or do
-    not fit the layers. In all these cases no new block stays allocated or registered; cached blocks
-    may have been evicted."""
-    cached_ids: list[list[int]] = []  # by group, ids of the path's blocks in the pool
-    contents: list[dict[int, Any]] = []  # by group and index on the path, those of the other blocks
+    """Restores the blocks of a path that are missing from the pool: allocates, fills and registers
+    new blocks, leaves them cached, and returns `True`. `read(group, index)` returns the content of
+    the group's block at node `index` of the path. Returns `False` if `read` returns `None` for a
+    block. Raises `OutOfBlocksError` if too few blocks are free, and `TierError` if blocks cannot be
+    copied or do not fit the layers. After `False` or an error, no new block stays allocated or
+    registered; cached blocks may have been evicted."""
+    cached_ids: list[list[int]] = []  # by group: ids of the path's blocks in the pool
+    contents: list[dict[int, Any]] = []  # by group and index on the path: of the missing blocks
     for group_index in range(len(manager.groups)):
         cached_ids.append([])
         contents.append({})
@@ -67,14 +67,14 @@ def restore_path(
             if content is None:
                 return False
             contents[group_index][index] = content
-    needs = [len(group_contents) for group_contents in contents]
+    num_missing = [len(group_contents) for group_contents in contents]  # by group
     for group, block_ids in zip(manager.groups, cached_ids):  # so that `take` does not evict them
         group.pool.acquire(block_ids)
-    allocated_ids = manager.take(needs)
+    allocated_ids = manager.take(num_missing)
     try:
         if allocated_ids is None:
             raise manager.take_error or OutOfBlocksError(
-                f"needs {sum(needs)} blocks of {manager.size_text} tokens, but only"
+                f"needs {sum(num_missing)} blocks of {manager.size_text} tokens, but only"
                 f" {manager.num_free} are available: raise `num_blocks`"
                 f" ({store.memory.config.num_blocks})"
             )
@@ -83,7 +83,7 @@ def restore_path(
             if block_ids:
                 with copying():
                     store.put_back(group_index, list(group_contents.values()), block_ids)
-        # by group and index on the path, the ids of new blocks
+        # by group and index on the path: ids of the new blocks
         restored_ids_by_group = [
             dict(zip(group_contents, block_ids)) for group_contents, block_ids in groups
         ]

@@ -26,10 +26,10 @@ from .store import PrefixStore, reason_against_saving
 
 @restoring
 def _between_steps(core: EngineCore) -> Iterator[tuple[StepLoop, PrefixStore]]:
-    """A context between two steps: verifies the cached blocks against a fingerprint of the current
-    weights, then yields the engine's loop and a store that names and copies the loop's blocks.
-    Raises `ValueError` if the model's blocks cannot be saved, or if changes of its weights cannot
-    be detected."""
+    """A context in which the engine takes no step. Verifies the cached blocks against a fingerprint
+    of the current weights, then yields the engine's loop and a store that names and copies the
+    loop's blocks. Raises `ValueError` if the model's blocks cannot be saved, or if changes of its
+    weights cannot be detected."""
     with core.lock:
         core.pauses.wait()
         loop = core.get_loop()
@@ -166,13 +166,13 @@ def _load(core: EngineCore, path: Any, file: BlockFile) -> int:
         num_nodes = len(token_ids) // manager.index.node_size
         # by group: the indices of the nodes whose blocks are visible to the token after the prefix
         node_indices = []
-        expected = {}
+        expected_blocks = {}
         for group in range(len(manager.groups)):
             needed_nodes = manager.index.needed_nodes(group, num_nodes)
             node_indices.append(needed_nodes)
             if needed_nodes:
-                expected[group] = (store.layers(group), len(needed_nodes))
-        layers_by_group = file.read(expected)
+                expected_blocks[group] = (store.layers(group), len(needed_nodes))
+        layers_by_group = file.read(expected_blocks)
         links = manager.index.find(token_ids, namespace, num_nodes, lambda group, digest: True)
         if len(links) * manager.node_size != len(token_ids) or links[-1].digest.hex() != digest:
             raise CorruptFileError("its tokens do not match its name")

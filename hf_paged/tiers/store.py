@@ -56,8 +56,9 @@ _Key = tuple[str, str]  # hash of weights and options; `_block_name`
 
 class PrefixStore:
     """The tiers of one memory, for the layer groups of one manager (`seams.Tier`). Copies evicted
-    blocks to host memory before they are overwritten; a thread that runs while there are unwritten
-    blocks writes them to disk. Callers of `Tier`'s methods hold the memory's lock."""
+    blocks to host memory before they are overwritten. A block is unconfirmed until a fingerprint
+    shows which weights computed it. While there are confirmed blocks that the disk tier lacks, a
+    thread writes them to disk. Callers of `Tier`'s methods hold the memory's lock."""
 
     def __init__(
         self,
@@ -108,8 +109,9 @@ class PrefixStore:
         self._unwritten: OrderedDict[_Key, None] = OrderedDict()
         self._num_bytes = {"pending": 0, "host": 0, "unwritten": 0}
         self._thread: threading.Thread | None = None
-        # blocks copied out of the pool, copied back, and evicted without a copy
-        self.num_kept = self.num_restored = self.num_skipped = 0
+        self.num_kept = 0  # blocks copied out of the pool
+        self.num_restored = 0  # blocks copied back
+        self.num_skipped = 0  # blocks evicted without a copy: the queue was full, or copying failed
         self._weights_hash_cache: tuple[Any, str] = (None, "")
         self.warned_errors: set[type] = set()  # types of errors that were already logged
         forks.notify_in_child(self)
@@ -234,8 +236,8 @@ class PrefixStore:
             # the sequence's tokens are computed instead, once there are free blocks
             return False
         except TierError as error:
-            # its tokens are computed instead. Other errors may have left a change of blocks half
-            # done, so they are raised
+            # its tokens are computed instead. Other errors are raised, since a change of blocks may
+            # be half done
             if type(error.cause) not in self.warned_errors:
                 self.warned_errors.add(type(error.cause))
                 message = (
@@ -259,8 +261,8 @@ class PrefixStore:
                 return True
 
     def has(self, group: int, digest: bytes) -> bool:
-        """Whether the store has the group's block with this digest, perhaps unconfirmed. Even if
-        so, `read` may return `None`."""
+        """Whether the store has the group's block with this digest, confirmed or not. Even then,
+        `read` may return `None`."""
         name = _block_name(group, digest)
         weights_hash = self._weights_hash
         if not self.layers(group):
@@ -292,9 +294,9 @@ class PrefixStore:
         return layers
 
     def put_back(self, group: int, contents: list[Layers], block_ids: list[int]) -> None:
-        """Writes the contents of blocks (at least one), as `read` returns them, to these blocks of
-        the pool. Raises `ValueError` if they do not fit the layers, and `OutOfBlocksError`,
-        `MemoryError` or torch's errors if memory runs out."""
+        """Writes `contents`, one or more results of `read`, to the blocks `block_ids` of the pool.
+        Raises `ValueError` if they do not fit the layers, and `OutOfBlocksError`, `MemoryError` or
+        torch's errors if memory runs out."""
         group_memory = self._groups[group]
         layers = contents[0]
         pool_layers = group_memory.storage.layers
@@ -328,7 +330,7 @@ class PrefixStore:
 
     def _trim(self) -> None:
         """Evicts blocks from host memory, least recently used first, until they fit `host_bytes`.
-        Blocks that are still to be written neither count nor are evicted."""
+        Does not count or evict blocks that are not yet written to disk."""
         excess = self._num_bytes["host"] - self._num_bytes["unwritten"] - self._host_bytes
         if excess <= 0:
             return

@@ -1,6 +1,6 @@
-"""Tools around generation: the commands, text, HTML and plots of the memory and of requests, the
-timeline of an engine, loading models, the inspection of models without their weights, metrics, and
-`transformers serve` on the engine, for which this room imports the rooms `native` and `grammar`."""
+"""Tools around generation: commands; text, HTML and plots of the memory and of requests; the
+timeline of an engine; loading and inspection of models; metrics; and `transformers serve` on the
+engine, which imports the optional packages `native` and `grammar`."""
 
 from .loading import load_model as load_model
 from .loading import load_tokenizer as load_tokenizer

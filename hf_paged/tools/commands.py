@@ -100,8 +100,10 @@ def command_of(tool: str, is_module: bool) -> list[str]:
         raise ValueError(f"no module {tool!r} that can be run is installed for {sys.executable}")
     folders = scripts_path().split(os.pathsep)
     names = [path.name for folder in folders for path in Path(folder).glob("*")]
-    close = ", ".join(difflib.get_close_matches(tool, names))
-    hint = f"did you mean {close}?" if close else "install it, or write the path of a script"
+    similar_names = ", ".join(difflib.get_close_matches(tool, names))
+    hint = "install it, or write the path of a script"
+    if similar_names:
+        hint = f"did you mean {similar_names}?"
     raise ValueError(
         f"{tool!r} is not a console script or module of {sys.executable}, not a file, and not a"
         f" program on PATH: {hint}"
@@ -170,8 +172,8 @@ def command_of_file(path: str) -> list[str]:
 
 
 def environment(settings: dict[str, Any], options: list[str]) -> dict[str, str]:
-    """Returns the environment for a program that imports hf_paged with these defaults of
-    `PagedConfig` and these options of `install`, in addition to this process's environment."""
+    """Returns the environment for a program that imports hf_paged: the environment of this process,
+    with `settings` as defaults of `PagedConfig` and `options` of `install` added."""
     outer_paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     paths = [str(STARTUP_FOLDER), *filter(None, outer_paths)]
     outer_settings = json.loads(os.environ.get(config.CONFIG_VARIABLE) or "{}")

@@ -84,7 +84,7 @@ class Report:
     kv_dtype: str | None  # dtype in which K/V are stored; `None`: in `dtype`
     device: str
     groups: list[Group]
-    fits: list[dict[str, int]]  # how many sequences of each length fit with the weights
+    fits: list[dict[str, int]]  # by length: the number of sequences that fit beside the weights
     route: Route
 
     def to_dict(self) -> dict[str, Any]:
@@ -103,9 +103,9 @@ def examine(
     length: int | None = None,
     kv_dtype: str | None = None,
 ) -> Report:
-    """Examines a model, named as for `find_model`, without its weights. `dtype="auto"` is the dtype
-    of the model's config, or float32 if it has none. `length` defaults to 2,048 tokens, or to the
-    number of the model's positions if that is less. `kv_dtype` and `block_size` are those of
+    """Examines a model without its weights. `model`: a name as in `find_model`. `dtype="auto"` is
+    the dtype of the model's config, or float32 if it has none. `length` defaults to 2,048 tokens,
+    or to the number of the model's positions if that is less. `kv_dtype` and `block_size` are as in
     `PagedConfig`; `block_size="auto"` chooses sizes for sequences of `length` tokens. Raises
     `ValueError` for invalid arguments."""
     PagedConfig(block_size=block_size, kv_dtype=kv_dtype)

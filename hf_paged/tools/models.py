@@ -35,7 +35,8 @@ from ..step import StepMetadata
 
 MAX_RUN_BYTES = 4 << 30  # limit on the weights of a model that runs on the CPU to find shapes
 MAX_CHECK_BYTES = 2 << 30  # limit on the weights of a model that `find_route` runs
-_NUM_TOKENS, _CHUNK_TOKENS = 4, 64  # tokens of short forwards, and of a prefill chunk
+_NUM_TOKENS = 4  # tokens of a short forward
+_CHUNK_TOKENS = 64  # tokens of a prefill chunk
 # tasks whose classes generate, as in the names of transformers' mappings
 _DECODER_TASKS = (
     "CAUSAL_LM",
@@ -150,7 +151,7 @@ def build_model(
 def measure_blocks(
     model: PreTrainedModel, block_size: Callable[[GroupSpec], int], kv_dtype: str | None = None
 ) -> tuple[dict[GroupSpec, list[KVBlocks]], dict[str, int]]:
-    """Returns, by layer group of a model on the meta device, one block of each layer, with
+    """Returns one block of each layer of a model on the meta device, by layer group, with
     `block_size(spec)` tokens and the shapes that a forward caches. Also returns the number of
     layers without K/V blocks, by class. Raises `ValueError` if the forward fails."""
     blocks_by_group: defaultdict[GroupSpec, list[KVBlocks]] = defaultdict(list)

@@ -1,5 +1,5 @@
-"""Joins answers of the app of `transformers serve`, each with one choice, into one answer in
-OpenAI's form, and adds log-probabilities to it."""
+"""Joins answers of the app of `transformers serve`, which have one choice each, into one answer in
+OpenAI's format, and adds log-probabilities to it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ requested."""
 
 
 def chat_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, Any]:
-    """Returns the log-probabilities of a choice's tokens under the model, in the form of
+    """Returns the log-probabilities of a choice's tokens under the model, in the format of
     /v1/chat/completions."""
     content = [
         {**_entry(*chosen), "top_logprobs": [_entry(*alternative) for alternative in alternatives]}
@@ -34,8 +34,8 @@ def _entry(text: str, logprob: float) -> dict[str, Any]:
 
 
 def completion_logprobs(tokenizer: Any, sequence: SequenceResult) -> dict[str, Any]:
-    """Returns the log-probabilities of a choice's tokens under the model, in the form of
-    /v1/completions, where a token is also among its `top_logprobs`."""
+    """Returns the log-probabilities of a choice's tokens under the model, in the format of
+    /v1/completions, in which `top_logprobs` also contains the chosen token."""
     columns: dict[str, list[Any]] = {
         "tokens": [],
         "token_logprobs": [],
@@ -69,8 +69,8 @@ def _token_logprobs(
 
 
 def join_answers(answers: Sequence[dict[str, Any]], make_logprobs: MakeLogprobs) -> dict[str, Any]:
-    """Joins answers with one choice each into the first one, in place, and returns it, with the
-    log-probabilities and the usage of all choices."""
+    """Moves the choices of all answers, one per answer, to the first answer, adds log-probabilities
+    and the total usage to it, and returns it."""
     joined_answer = answers[0]
     joined_answer["choices"] = [choice for answer in answers for choice in answer["choices"]]
     for index, choice in enumerate(joined_answer["choices"]):

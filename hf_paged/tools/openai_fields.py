@@ -1,5 +1,5 @@
-"""Translates the fields of requests in OpenAI's form to arguments of `PagedEngine.add_request`, or
-refuses them with a reason."""
+"""Translates the fields of requests in OpenAI's format to arguments of `PagedEngine.add_request`,
+or refuses them with a reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..batching.arguments import as_whole, shown
 
 # the endpoints, named as the arguments of `build_server`
 CHAT, COMPLETION, RESPONSE = "chat_handler", "completion_handler", "response_handler"
-MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_TOKENS = 128, 20, 2**31 - 1  # the first two are OpenAI's limits
+MAX_CHOICES, MAX_TOP_LOGPROBS = 128, 20  # OpenAI's limits
+MAX_TOKENS = 2**31 - 1
 MAX_TEMPERATURE = 1e5
 # the time to compile a schema grows with the cube of its depth
 MAX_SCHEMA_VALUES, MAX_SCHEMA_DEPTH = 2000, 50
@@ -69,7 +70,7 @@ SERVED_HERE = {
     COMPLETION: {"n", "logprobs", "logit_bias", "stream_options"},
     RESPONSE: {"text", "tool_choice"},
 }
-"""Fields that the app ignores and hf_paged serves, by endpoint."""
+"""Fields that the app ignores and this package serves, by endpoint."""
 
 TYPES: dict[str, tuple[Any, str]] = {
     "chat_template_kwargs": (dict, "an object"),

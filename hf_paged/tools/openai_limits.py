@@ -1,6 +1,6 @@
-"""Limits on the options of requests in OpenAI's form. Beyond them, logits would overflow, all
+"""Limits on the options of requests in OpenAI's format. Beyond them, logits would overflow, all
 requests would wait, memory would run out, or no token would be allowed. `batching/arguments.py` has
-the checks for requests of any form."""
+the checks for all requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..batching.arguments import check_stop_strings, shown
-from ..native.manager_config import find_max_positions
+from ..native.manager_config import find_max_length
 from ..native.one_call import EffectiveOptions
 from .openai_fields import MAX_CHOICES, RefusedError
 
@@ -108,15 +108,16 @@ def _biases(options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def set_max_new_tokens(model: Any, config: Any, num_prompt_tokens: int) -> None:
-    """Sets the `max_new_tokens` that the engine derives for a request whose generation config sets
-    none, from the model's generation config, `max_length` or the model's positions, so that the
-    limits apply to it and the app reports an answer that it ends as incomplete. Leaves it unset if
-    nothing limits the length. Raises `RefusedError` if the prompt leaves no room for a token."""
+    """If a request's generation config sets no `max_new_tokens`, sets the value that the engine
+    would use: from the model's generation config, `max_length` or the model's positions. Our limits
+    then apply to this value, and the app reports an answer that reaches it as incomplete. Leaves
+    `max_new_tokens` unset if nothing limits the length. Raises `RefusedError` if the prompt leaves
+    no token for the answer."""
     effective = EffectiveOptions(model, config)
     config.max_new_tokens = effective.max_new_tokens
     max_length = effective.max_length
     if max_length is None:
-        max_length = find_max_positions(model)
+        max_length = find_max_length(model)
     if config.max_new_tokens is not None or not isinstance(max_length, int):
         return
     if model.config.is_encoder_decoder:

@@ -58,8 +58,8 @@ _IN_BATCH = ("prefill", "recompute", "decode")
 
 
 class Kind(NamedTuple):
-    """A class of blocks with at least `min_holders` holders, and fewer than the next kind's; -1
-    stands for cached blocks."""
+    """A class of blocks: blocks with at least `min_holders` holders, and with fewer than the next
+    kind's minimum. A minimum of -1 stands for cached blocks."""
 
     min_holders: int
     label: str
@@ -84,21 +84,21 @@ def kind_index(num_holders: int) -> int:
     return bisect_right(_MIN_HOLDERS, num_holders) - 1
 
 
-def count_kinds(holders: Iterable[int]) -> list[int]:
+def count_kinds(holder_counts: Iterable[int]) -> list[int]:
     """Returns the number of blocks of each of `KINDS`, given the number of holders of each
     block."""
-    counts = Counter(map(kind_index, holders))
+    counts = Counter(map(kind_index, holder_counts))
     return [counts[index] for index in range(len(KINDS))]
 
 
-def to_cells(holders: list[int], cell_size: int) -> list[int]:
+def to_cells(holder_counts: list[int], cell_size: int) -> list[int]:
     """Returns, for each cell of `cell_size` blocks, the index in `KINDS` of the blocks' most
-    frequent kind. `holders`: the number of holders of each block."""
+    frequent kind. `holder_counts`: the number of holders of each block."""
     cells = []
-    for start in range(0, len(holders), cell_size):
-        counts = Counter(map(kind_index, holders[start : start + cell_size]))
-        [(kind, _)] = counts.most_common(1)
-        cells.append(kind)
+    for start in range(0, len(holder_counts), cell_size):
+        counts = Counter(map(kind_index, holder_counts[start : start + cell_size]))
+        [(index, _)] = counts.most_common(1)
+        cells.append(index)
     return cells
 
 
@@ -175,10 +175,10 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
     Raises:
         ImportError: without matplotlib.
     """
-    panels = {key: holders for key, holders in block_map.items() if holders}
+    panels = {key: holder_counts for key, holder_counts in block_map.items() if holder_counts}
     num_blocks = sum(map(len, panels.values()))
     cell_size = max(1, -(-num_blocks // MAX_CELLS))  # blocks per cell
-    num_cells = sum(-(-len(holders) // cell_size) for holders in panels.values())
+    num_cells = sum(-(-len(holder_counts) // cell_size) for holder_counts in panels.values())
     columns = _NUM_COLUMNS[bisect_left(_MAX_CELLS_IN_COLUMNS, num_cells)]
     heading = _HEADING * columns if len(panels) > 1 else 0.0
     has_large_cells = columns <= _MAX_NUMBERED_COLUMNS
@@ -188,22 +188,22 @@ def plot_block_map(block_map: Mapping[Any, list[int]], title: str = "", ax: Any 
         ax = _new_axes()
     top = 0.0
     ticks: dict[float, int] = {}  # first block ids of labelled rows, by the row's position in cells
-    for key, holders in panels.items():
+    for key, holder_counts in panels.items():
         if heading:
-            caption = f"{group_label(key)}: {len(holders):,} blocks"
+            caption = f"{group_label(key)}: {len(holder_counts):,} blocks"
             ax.text(0, top + 0.85 * heading, caption, fontsize=9, va="bottom")
             top += heading
-        cells = to_cells(holders, cell_size)
+        cells = to_cells(holder_counts, cell_size)
         boxes = []
         for index in range(len(cells)):
             row, left = divmod(index, columns)
             cell_top = top + row
             boxes.append((left, left + 1, cell_top, cell_top + 1))
-            if has_numbers and holders[index] > 1:
+            if has_numbers and holder_counts[index] > 1:
                 ax.text(
                     left + 0.5,
                     cell_top + 0.52,
-                    f"{holders[index]}",
+                    f"{holder_counts[index]}",
                     ha="center",
                     va="center",
                     fontsize=8,
@@ -250,7 +250,7 @@ def plot_engine(engine: PagedEngine, ax: Any = None) -> Any:
     """Plots the blocks of an engine with `plot_block_map`."""
     block_map = engine.block_map()
     max_blocks = engine.config.num_blocks
-    num_used = sum(count > 0 for holders in block_map.values() for count in holders)
+    num_used = sum(count > 0 for holder_counts in block_map.values() for count in holder_counts)
     title = f"{type(engine.model).__name__}: {num_used:,} blocks in use"
     if max_blocks is not None:
         num_unallocated = max_blocks - sum(map(len, block_map.values()))
@@ -411,8 +411,10 @@ def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, 
         f'<td style="text-align:right;padding:1px 0">{escape(text)}</td></tr>'
         for label, text in figures.items()
     )
-    strips = "".join(_strip(key, holders) for key, holders in block_map.items() if holders)
-    counts = count_kinds(count for holders in block_map.values() for count in holders)
+    strips = "".join(
+        _strip(key, holder_counts) for key, holder_counts in block_map.items() if holder_counts
+    )
+    counts = count_kinds(count for holder_counts in block_map.values() for count in holder_counts)
     legend = "".join(
         f'<span style="white-space:nowrap;margin-right:14px"><svg width="{_CELL}" height="{_CELL}">'
         f"{_squares(kind, [0])}</svg> {kind.label}: {count:,}</span>"
@@ -425,13 +427,13 @@ def memory_html(title: str, figures: Mapping[str, str], block_map: Mapping[Any, 
     return f"<div><b>{escape(title)}</b>{table}{strips}</div>"
 
 
-def _strip(key: Hashable, holders: list[int]) -> str:
+def _strip(key: Hashable, holder_counts: list[int]) -> str:
     """Returns the HTML of a group's blocks as rows of squares, with a label."""
-    cell_size = -(-len(holders) // (COLUMNS * MAX_ROWS))
-    cells = to_cells(holders, cell_size)
+    cell_size = -(-len(holder_counts) // (COLUMNS * MAX_ROWS))
+    cells = to_cells(holder_counts, cell_size)
     width = _CELL * min(len(cells), COLUMNS)
     height = _CELL * -(-len(cells) // COLUMNS)
-    label = f"{group_label(key)}: {len(holders):,} blocks"
+    label = f"{group_label(key)}: {len(holder_counts):,} blocks"
     if cell_size > 1:
         label += f", {cell_size} per cell"
     label = escape(label)

@@ -59,7 +59,7 @@ class ServedRequest:
     tokenizer: Any = None
     inputs: dict[str, Any] | None = None  # images and audio of the prompt
     generation_options: dict[str, Any] = field(default_factory=dict)  # for the generation config
-    # whether errors are now the server's fault: the input is accepted, or a model is being loaded
+    # whether an error would now be the server's fault: the input is accepted, or a model is loading
     errors_are_internal: bool = False
     is_added: bool = False  # whether the engine has the request
     # set at the engine's first output
@@ -81,25 +81,25 @@ class ServedRequest:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """A context in which a model is loaded: errors are the server's fault until it is."""
+        """A context in which a model is loaded. Until it ends, errors are the server's fault."""
         self.errors_are_internal = True
         yield
         self.errors_are_internal = False  # the rest of the request, not yet read, may be invalid
 
     def prepare(self, tokenizer: Any, generation_options: dict[str, Any]) -> None:
-        """Called before the engine gets the request."""
+        """Sets the tokenizer and the generation options, before the engine gets the request."""
         self.tokenizer, self.generation_options = tokenizer, generation_options
 
     def mark_added(self) -> None:
-        """Called once the engine has the request: its input is accepted."""
+        """Notes that the engine has the request, whose input is therefore accepted."""
         self.is_added = self.errors_are_internal = True
 
     def mark_plain(self) -> None:
-        """Called once plain `generate` serves the request: its input is accepted."""
+        """Notes that plain `generate` serves the request, whose input is therefore accepted."""
         self.is_plain = self.errors_are_internal = True
 
     def note_output(self, was_started: bool) -> None:
-        """Called at each output of the engine. `was_started`: whether a step has run it."""
+        """Notes an output of the engine. `was_started`: whether a step has run the request."""
         self.has_run |= was_started
         self.first_output_event.set()
 
@@ -107,7 +107,7 @@ class ServedRequest:
         self.result = result
 
     def logprobs(self, choice: int) -> dict[str, Any] | None:
-        """Returns the log-probabilities of a choice, by its index, in the form of the endpoint;
+        """Returns the log-probabilities of the choice with this index, in the endpoint's format;
         `None` if they were not requested or the request has no result."""
         # greedy search gives one sequence for all choices
         sequences = self.result.sequences if self.result is not None else []
@@ -117,10 +117,10 @@ class ServedRequest:
         return make_logprobs(self.tokenizer, sequences[min(choice, len(sequences) - 1)])
 
 
-# the client, the request and the index of the choice that the current asyncio task serves
+# set in each asyncio task that serves a request
 current_client: ContextVar[Client] = ContextVar("client")
 request_or_none: ContextVar[ServedRequest | None] = ContextVar("request", default=None)
-current_choice: ContextVar[int] = ContextVar("choice")
+current_choice: ContextVar[int] = ContextVar("choice")  # index of the choice in the request
 
 
 def current_request() -> ServedRequest:
@@ -133,8 +133,8 @@ def current_request() -> ServedRequest:
 def _make_client(headers: Any) -> Client:
     """Returns the client of a request with these headers (`starlette.datastructures.Headers`)."""
     salts = headers.getlist(CACHE_SALT)
-    # several headers form one salt, so that a client that adds a header to its proxy's cannot
-    # choose the salt of another tenant
+    # all headers together form the salt: a client whose proxy sets this header cannot choose
+    # another tenant's salt by adding a header of its own
     return Client(",".join(salts) if salts else None)
 
 
@@ -231,7 +231,8 @@ class ClientMiddleware:
 
 
 def error_response(status: int, message: str, **headers: str) -> Any:
-    """Returns a response that refuses a request, in OpenAI's form. `headers`: its HTTP headers."""
+    """Returns a response that refuses a request, in OpenAI's format. `headers`: the response's HTTP
+    headers."""
     from starlette.responses import JSONResponse
 
     error = {"message": message, "type": "invalid_request_error"}

@@ -51,9 +51,9 @@ from .served_request import (
 
 logger = logging.getLogger(__name__)
 
-# JSON schemas compiled at a time; seconds that a request waits for its turn, then for its schema
-MAX_COMPILING, COMPILE_SECONDS = 2, 10.0
-_compiling = threading.Semaphore(MAX_COMPILING)
+MAX_COMPILING = 2  # JSON schemas that are compiled at the same time
+COMPILE_SECONDS = 10.0  # a request waits this long for its turn, and again for its schema
+_compile_slots = threading.Semaphore(MAX_COMPILING)
 # longer bodies are tokenized one at a time, since tokenizing them takes much memory
 LONG_BODY_BYTES = 1 << 20
 
@@ -64,8 +64,8 @@ TEXT_INPUTS = ("input_ids", "attention_mask")  # other inputs are images and aud
 
 
 class ServedManager(PagedBatchingManager):
-    """A manager that takes a request's options from the asyncio task that adds the request, since
-    the app passes only a few."""
+    """A manager that reads the options of a request from `current_request()`, since the app passes
+    only a few of them to `add_request`."""
 
     def add_request(self, input_ids: Any, request_id: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
         request = current_request()
@@ -194,11 +194,11 @@ def _compile(function: Callable[[], Any]) -> None:
     `ValueError` if no thread is available or if the wait for other schemas, or the function, takes
     more than `COMPILE_SECONDS`. A function that takes longer continues in its thread, and counts
     towards `MAX_COMPILING` until it ends."""
-    if not _compiling.acquire(timeout=COMPILE_SECONDS):
+    if not _compile_slots.acquire(timeout=COMPILE_SECONDS):
         raise ValueError("other JSON schemas are still being compiled: try again later")
     result: Future[Any] = Future()
 
-    result.add_done_callback(lambda _: _compiling.release())
+    result.add_done_callback(lambda _: _compile_slots.release())
 
     def run() -> None:
         if result.set_running_or_notify_cancel():

@@ -12,13 +12,13 @@ from typing import NamedTuple
 from ..batching.request import Request, RequestListener, Status
 from ..plan import StepPlan
 
-MAX_INTERVALS = 4096  # of all requests; one that is never preempted has at most three
+MAX_INTERVALS = 4096  # of all requests; a request that is never preempted has at most three
 MAX_VERIFICATIONS = 4096
 
 
 class Activity(Enum):
-    """The state of a request during some steps. In the last three states, the request holds no
-    blocks of the pool."""
+    """What a request did during some steps. While it is waiting, preempted or swapped out, it holds
+    no blocks of the pool."""
 
     PREFILL = "prefill"
     RECOMPUTE = "recompute"  # a prefill after a preemption
@@ -57,9 +57,10 @@ class Timeline(RequestListener):
     each unfinished request, and the latest `MAX_VERIFICATIONS` verifications of drafts."""
 
     def __init__(self, max_intervals: int = MAX_INTERVALS) -> None:
-        self._closed: deque[Interval] = deque(maxlen=max_intervals)
-        self._open: dict[Request, Interval] = {}  # the current interval of each unfinished request
-        self._prefilling: set[Request] = set()  # requests in prefill or recompute in the last step
+        self._closed_intervals: deque[Interval] = deque(maxlen=max_intervals)
+        self._open_intervals: dict[Request, Interval] = {}  # one for each unfinished request
+        # requests that were in prefill or recompute in the last step
+        self._prefilling_requests: set[Request] = set()
         # by swapped-out request: how many of its tokens were computed
         self._num_swapped_tokens: dict[Request, int] = {}
         self._num_requests = 0  # recorded so far
@@ -68,8 +69,8 @@ class Timeline(RequestListener):
         self._origin = time.perf_counter()
 
     def record_waiting(self, request: Request) -> None:
-        self._prefilling.discard(request)
-        previous = self._open.get(request)
+        self._prefilling_requests.discard(request)
+        previous = self._open_intervals.get(request)
         has_run = previous is not None and previous.activity is not Activity.WAITING
         activity = Activity.PREEMPTED if has_run else Activity.WAITING
         if request.is_swapped:
@@ -79,13 +80,13 @@ class Timeline(RequestListener):
 
     def record_step(self, plan: StepPlan) -> None:
         chunks = plan.sequences[plan.num_decodes :]
-        if plan.admitted or self._prefilling or chunks:
+        if plan.admitted or self._prefilling_requests or chunks:
             chunked_requests = {sequence.request for sequence in chunks}
             counts = dict(zip(plan.sequences, plan.counts))
-            for request in self._prefilling | chunked_requests | set(plan.admitted):
+            for request in self._prefilling_requests | chunked_requests | set(plan.admitted):
                 if request.status is not Status.RUNNING:  # preempted in the same step
                     continue
-                previous = self._open[request].activity
+                previous = self._open_intervals[request].activity
                 num_swapped = self._num_swapped_tokens.pop(request, 0)
                 # whether no token of the request is left to compute after this step
                 will_be_computed = all(
@@ -93,22 +94,22 @@ class Timeline(RequestListener):
                 )
                 if request not in chunked_requests and will_be_computed:
                     self._set_activity(request, Activity.DECODE)
-                    self._prefilling.discard(request)
+                    self._prefilling_requests.discard(request)
                 else:  # also in a step between two of its chunks
                     recomputes = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
                     # or if its swapped-out blocks were lost, so that tokens are computed again
                     recomputes |= _num_computed_tokens(request) < num_swapped
                     activity = Activity.RECOMPUTE if recomputes else Activity.PREFILL
                     self._set_activity(request, activity)
-                    self._prefilling.add(request)
+                    self._prefilling_requests.add(request)
         self._step_start = self._now()
         self.num_steps += 1
 
     def record_verification(
         self, request: Request, num_draft_tokens: int, num_accepted_tokens: int
     ) -> None:
-        if request in self._open:
-            number = self._open[request].number
+        if request in self._open_intervals:
+            number = self._open_intervals[request].number
             step = self.num_steps - 1
             counts = num_draft_tokens, num_accepted_tokens
             self._verifications.append(
@@ -116,19 +117,19 @@ class Timeline(RequestListener):
             )
 
     def record_end(self, request: Request) -> None:
-        self._prefilling.discard(request)
+        self._prefilling_requests.discard(request)
         self._num_swapped_tokens.pop(request, None)
-        if request in self._open:
+        if request in self._open_intervals:
             self._close(request, is_last=True)
 
     def intervals(self) -> list[Interval]:
         """Returns the kept intervals, by request in order of arrival; open intervals end now."""
         open_intervals = [
             interval._replace(end_step=self.num_steps, end=self._now())
-            for interval in self._open.values()
+            for interval in self._open_intervals.values()
         ]
         return sorted(
-            [*self._closed, *open_intervals],
+            [*self._closed_intervals, *open_intervals],
             key=lambda interval: (interval.number, interval.start),
         )
 
@@ -140,7 +141,7 @@ class Timeline(RequestListener):
         return time.perf_counter() - self._origin
 
     def _set_activity(self, request: Request, activity: Activity) -> None:
-        previous = self._open.get(request)
+        previous = self._open_intervals.get(request)
         step = self.num_steps
         if previous is None:
             number = self._num_requests
@@ -151,15 +152,15 @@ class Timeline(RequestListener):
         else:
             number = previous.number
             now = self._close(request).end
-        self._open[request] = Interval(
+        self._open_intervals[request] = Interval(
             number, request.request_id, activity, step, step, now, now, is_last=False
         )
 
     def _close(self, request: Request, is_last: bool = False) -> Interval:
-        interval = self._open.pop(request)._replace(
+        interval = self._open_intervals.pop(request)._replace(
             end_step=self.num_steps, end=self._now(), is_last=is_last
         )
-        self._closed.append(interval)
+        self._closed_intervals.append(interval)
         return interval
 
 

@@ -20,7 +20,7 @@ from .row_slots import Row
 
 @dataclass(frozen=True)
 class PlaneLayout:
-    """The layout of a block tensor in planes. A plane consists of pages with consecutive tokens of
+    """How a block tensor is divided into planes. The pages of a plane hold consecutive tokens of
     one head, or of all heads."""
 
     num_planes: int
@@ -28,8 +28,8 @@ class PlaneLayout:
     head_dim: int
     block_size: int  # tokens
     dtype: torch.dtype
-    # parts (`RowMappings`): 2 if the tensor has both keys and values, in planes of one head each;
-    # else 1
+    # parts (`RowMappings`): 2 if the tensor has both keys and values, and each plane has one head;
+    # otherwise 1
     num_parts: int
 
     @property
@@ -50,8 +50,8 @@ class PlaneLayout:
         page_bytes: int,
     ) -> PlaneLayout | None:
         """Returns a layout of `blocks` `(n, heads, block_size, dim)` in which every block fills
-        whole pages of each plane; `None` if there is none. `num_parts`: the field's value if each
-        plane has one head."""
+        whole pages of each plane; `None` if there is none. `num_parts`: the field of that name if
+        each plane has one head; with all heads in one plane, it is 1."""
         _, num_heads, block_size, dim = blocks.shape
         by_head = cls(num_heads, 1, dim, block_size, blocks.dtype, num_parts)
         all_heads = cls(1, num_heads, dim, block_size, blocks.dtype, 1)
@@ -103,13 +103,14 @@ class Region:
         self.map_blocks(num_blocks if pages.is_sparse else num_mapped_blocks)
 
     def offset_of(self, plane: int, block_id: int) -> int:
-        """Returns the offset, in the offset space of `pages`, of a block's pages of one plane."""
+        """Returns the offset of a block's pages in one plane, within the offset space of
+        `pages`."""
         plane_offset = self.backing.offset + plane * PLANE_BYTES
         return plane_offset + block_id * self.layout.block_bytes
 
     def map_blocks(self, num_blocks: int) -> None:
-        """Maps the pages of the first `num_blocks` blocks, so that these can be written. Raises
-        `MemoryError`."""
+        """Maps the pages of the first `num_blocks` blocks, so that these blocks can be written.
+        Raises `MemoryError`."""
         block_bytes = self.layout.block_bytes
         first = self.num_mapped
         num_new = num_blocks - first
@@ -143,7 +144,7 @@ class Region:
         self.map_blocks(num_mapped)
 
     def close(self) -> None:
-        """Returns the pages to the system. No table may hold a block."""
+        """Returns the pages to the system. No block table may contain a block of this region."""
         block_bytes = self.layout.block_bytes
         if not self.pages.can_map_over:
             for plane in range(self.layout.num_planes):
@@ -156,13 +157,13 @@ class PlaneAddresses(NamedTuple):
     """The addresses of one plane's tokens in all slots."""
 
     address: int  # in the first slot
-    slot_bytes: int  # from the address in one slot to that in the next
-    block_bytes: int
-    offset: int  # of the pages of block 0
+    slot_bytes: int  # distance between the addresses in adjacent slots
+    block_bytes: int  # of a block in this plane
+    offset: int  # of block 0's pages in the offset space
     part: int  # index of the part that the plane belongs to
 
     def address_of(self, slot: int, position: int) -> int:
-        """Returns the address of the block at `position`, which is in blocks."""
+        """Returns the address of the block at `position` (counted in blocks) in a slot."""
         return self.address + slot * self.slot_bytes + position * self.block_bytes
 
 
@@ -177,9 +178,9 @@ class BorrowedView(NamedTuple):
 
 class RowMappings:
     """The slots of a layer, each with the mapped blocks of one row. A part is a tensor over all
-    slots, of keys, of values or of both. `pair`: keys and values `(num_slots, heads, max_len,
-    dim)`, as views of the parts. If each plane has one head, the slot and head axes can be
-    flattened without a copy."""
+    slots, of keys, of values or of both. `keys_and_values`: views of the parts, each `(num_slots,
+    heads, max_len, dim)`. If each plane has one head, the slot and head axes can be flattened
+    without a copy."""
 
     def __init__(
         self,
@@ -196,7 +197,8 @@ class RowMappings:
         self.mapped_ids: list[list[int | None]] = [[] for _ in range(num_slots)]
         self.versions = [0] * num_slots  # `Row.version` of each slot when it was last updated
         self.borrowed_views: list[BorrowedView] = []
-        self._num_boundaries = [0]  # between extents in each plane; a list, which finalizers share
+        # boundaries between extents, per plane; in a list, so that finalizers read the latest count
+        self._num_boundaries = [0]
         # true once a borrowed view has taken over some of the current addresses
         self._needs_new_addresses = False
         self.planes: list[PlaneAddresses] = []
@@ -205,7 +207,7 @@ class RowMappings:
         for region in regions:
             parts += self._reserve(region)
         kv_views = KVBlocks.view(tuple(parts), *form)
-        self.pair = (kv_views.keys, kv_views.values)
+        self.keys_and_values = (kv_views.keys, kv_views.values)
 
     def _reserve(self, region: Region) -> list[Tensor]:
         """Reserves addresses for the planes of a region; returns its parts."""
@@ -243,14 +245,15 @@ class RowMappings:
             slot_bytes = planes_per_part * plane_bytes
             offset = region.offset_of(plane, 0)
             part_index = len(self.part_addresses) - 1
-            rows = PlaneAddresses(address, slot_bytes, layout.block_bytes, offset, part_index)
-            self.planes.append(rows)
+            self.planes.append(
+                PlaneAddresses(address, slot_bytes, layout.block_bytes, offset, part_index)
+            )
         return parts
 
     def update_slot(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
-        """Maps the blocks of a row in its slot and, after them, up to `blocks_ahead` blocks with
-        the ids that follow the last one, all within the layer's first `num_blocks` blocks. Unless
-        mappings are kept, first unmaps the blocks of an unrelated earlier row. Raises
+        """Maps the blocks of a row in its slot. After a new last block, also maps up to
+        `blocks_ahead` blocks with the next ids, all below `num_blocks`. Unless mappings are kept,
+        first unmaps the whole slot if its row was replaced or became shorter. Raises
         `MemoryError`."""
         mapped_ids = self.mapped_ids[slot]
         end = row.first_block + len(row.block_ids)
@@ -341,10 +344,10 @@ class RowMappings:
         first: int,
         end: int,
     ) -> Tensor:
-        """Returns a view of tokens `[first, end)` of consecutive slots, which the model's own code
-        may keep: `(len(slots), heads, end - first, dim)`."""
+        """Returns tokens `[first, end)` of consecutive slots as a view `(len(slots), heads, end -
+        first, dim)`, which the model's own code may keep."""
         part = min(is_value, len(self.part_addresses) - 1)
-        view = self.pair[is_value][slots.start : slots.stop, :, first:end]
+        view = self.keys_and_values[is_value][slots.start : slots.stop, :, first:end]
         # over the bytes of the view only, since `torch.save` writes a tensor's whole storage
         start = view.storage_offset()
         axes = zip(view.shape, view.stride())
@@ -390,8 +393,8 @@ def _count_boundaries(mapped_ids: list[int | None], first: int, end: int) -> int
         ids.append(None)
     num_boundaries = 0
     for id_before, block_id in itertools.pairwise(ids):
-        expected = None if id_before is None else id_before + 1
-        num_boundaries += block_id != expected
+        next_id = None if id_before is None else id_before + 1
+        num_boundaries += block_id != next_id
     return num_boundaries
 
 

@@ -28,11 +28,12 @@ from torch import Tensor
 from ..cache.free_memory import NORESERVE, mapping_error, reserve_addresses
 
 PLANE_BYTES = 1 << 38
-"""Distance between planes in the offset space: larger than any plane, so that each can grow."""
+"""Distance between planes (`mappings.PlaneLayout`) in the offset space: larger than any plane, so
+that each can grow."""
 
 
 class Addresses:
-    """A reserved address range, freed after this object and all of its tensors."""
+    """A reserved address range, which is freed once this object and all its tensors are freed."""
 
     def __init__(
         self,
@@ -73,8 +74,8 @@ def when_freed(owner: Any, callback: Callable[..., None], *arguments: Any) -> An
 
 
 class Backing:
-    """Owns the pages `[offset, offset + size)`, which return to the system by `release`, or when
-    this object is freed with the last `Addresses` that refer to it."""
+    """Owns the pages `[offset, offset + size)`. They return to the system when `release` is called
+    or this object is freed; the `Addresses` that refer to it keep it alive."""
 
     def __init__(self, pages: Pages, offset: int, size: int) -> None:
         self.offset = offset
@@ -89,9 +90,9 @@ def _release(pid: int, pages: Pages, offset: int, size: int) -> None:
 
 
 class Extents:
-    """Counts the extents of rows: ranges that are contiguous in addresses and in pages, each of
-    which takes a mapping. Linux allows `vm.max_map_count` mappings per process; all rows together
-    take at most half, since other allocations also need mappings. CUDA has no such limit."""
+    """Counts the extents of rows, each of which takes one mapping: ranges of adjacent addresses
+    that map adjacent pages. Linux allows `vm.max_map_count` mappings per process; all rows together
+    may take half, since other allocations also need mappings. CUDA has no such limit."""
 
     def __init__(self, limit: float = math.inf) -> None:
         self.limit = limit
@@ -110,9 +111,9 @@ class Extents:
 
 
 def pages_for(device: torch.device, page_bytes: int | None = None) -> Pages:
-    """Returns new `Pages` on this device, in units of `page_bytes`, by default the device's page
-    size. Raises `ValueError` if the device is unsupported, file sizes are limited, `cuda.bindings`
-    is missing, or `page_bytes` is not a multiple of the device's page size."""
+    """Returns new `Pages` on this device with a `granularity` of `page_bytes`, by default the
+    device's page size. Raises `ValueError` if the device is unsupported, file sizes are limited,
+    `cuda.bindings` is missing, or `page_bytes` is not a multiple of the device's page size."""
     has_memory_files = sys.platform == "linux" and hasattr(os, "memfd_create")
     pages: Pages
     if device.type == "cuda":
@@ -202,7 +203,7 @@ class MemoryFile:
     Sizes, offsets and addresses are in bytes, and multiples of `granularity`."""
 
     can_map_over = True  # whether `map` may replace mappings, and `release` accepts mapped pages
-    is_sparse = True  # whether mapped pages take no memory until they are written to
+    is_sparse = True  # whether mapped pages take no memory until they are first accessed
 
     def __init__(self, granularity: int = mmap.PAGESIZE) -> None:
         self.granularity = granularity
@@ -239,7 +240,7 @@ class MemoryFile:
 
     def map(self, address: int, offset: int, size: int) -> None:
         """Maps pages `[offset, offset + size)` at an address. Pages that do not exist are created
-        when they are first written to (`CudaPages`: at once). Raises `MemoryError`."""
+        when they are first accessed (`CudaPages`: at once). Raises `MemoryError`."""
         _map_over(address, size, _READ | _WRITE, _SHARED, self._fd, offset)
 
     def unmap(self, address: int, size: int) -> None:
@@ -290,8 +291,8 @@ class MemoryFile:
         return os.fstat(self._fd).st_blocks * 512
 
     def empty_copy(self) -> MemoryFile:
-        """Returns a file with the same offset space but no pages, which a child process maps in
-        place of its parent's."""
+        """Returns a file with an offset space of the same size but no pages. A child process maps
+        it in place of its parent's file."""
         empty = MemoryFile(self.granularity)
         empty.extend(self._size)
         return empty
@@ -301,9 +302,10 @@ class MemoryFile:
 
 
 class CudaPages:
-    """Pages of a CUDA device, by the driver's virtual memory management, with the methods of
-    `MemoryFile` except `empty_copy`. Any thread may call these methods: driver calls run in the
-    device's primary context, which is torch's. `api`: by default `cuda.bindings.driver`."""
+    """Pages of a CUDA device, which the driver's virtual memory management creates and maps. Has
+    the public methods of `MemoryFile` except `empty_copy`. Any thread may call these methods:
+    driver calls run in the device's primary context, which is torch's. `api`: by default
+    `cuda.bindings.driver`."""
 
     can_map_over = False
     is_sparse = False
@@ -360,8 +362,8 @@ class CudaPages:
 
     def reserve(self, size: int, backing: Backing | None = None) -> Addresses:
         addresses = Addresses(0, size, self._tensor, backing=backing)
-        # the address, once reserved, in a list that the finalizer shares, so that no later error
-        # leaks the addresses
+        # gets the address once it is reserved; the finalizer, which exists before, shares this
+        # list, so that no error leaks the address range
         reserved_addresses: list[int] = []
         when_freed(addresses, self._free, reserved_addresses, size)
         reserved_addresses.append(int(self._call_in_context("cuMemAddressReserve", size, 0, 0, 0)))

@@ -55,7 +55,8 @@ class Row:
         return self.block_ids[index] == block_id
 
     def assign(self, step: StepMetadata, span: BlockSpan, now: int, keeps_mappings: bool) -> None:
-        """Makes this the row of a step, whose blocks are `span`. `now`: `RowSlots._clock`."""
+        """Assigns a row of `step` to this slot. Keeps leading blocks that other steps read. `span`:
+        the row's blocks. `now`: `RowSlots._clock`."""
         first, ids, end = span
         has_padding = step.has_padding
         if self.is_free:
@@ -65,7 +66,7 @@ class Row:
             earlier_ids = self.block_ids[: first - self.first_block]
             ids = earlier_ids + ids
             first = self.first_block
-        # perhaps another row; or this one, after a crop or a rejected draft
+        # if shorter, either a different row, or this one after a crop or a rejected draft
         is_shorter = end < self.end_token
         is_replaced = is_shorter and not keeps_mappings
         old_content = (self.first_block, self.block_ids, self.has_padding)
@@ -89,7 +90,7 @@ class Row:
 
 
 class BlockSpan(NamedTuple):
-    """The blocks of a row of a step, at positions of the row's slot."""
+    """The blocks of one row of a step, and their position in the row's slot."""
 
     first_block: int  # position of the first block, in blocks
     ids: list[int]
@@ -130,14 +131,14 @@ def _plan_parts(step: StepMetadata, kv_heads: int, placement: Placement) -> Part
     parts = []
     for geometry, all_members in geometries:
         runs: list[tuple[int, int, list[Member]]] = []
-        expected = None
+        next_in_run = None
         for row, first_visible in all_members:
             slot = placement.slots[row]
             offset = placement.offsets[row] + first_visible
-            if (row, slot, offset) != expected:
+            if (row, slot, offset) != next_in_run:
                 runs.append((slot, offset, []))
             runs[-1][2].append((row, first_visible))
-            expected = (row + 1, slot + 1, offset)
+            next_in_run = (row + 1, slot + 1, offset)
         make_part = part_maker(step, geometry, geometries)
         for slot, offset, members in runs:
             row, _ = members[0]
@@ -158,7 +159,7 @@ class RowSlots:
         self.rows = [Row() for _ in range(MIN_SLOTS)]  # by slot
         self._num_gathering_steps = 0  # remaining steps that gather after mapping failed
         self._slot_by_last_block: dict[int, int] = {}  # may be out of date
-        # by number of rows: the first of the consecutive slots that this many rows got last
+        # by number of rows: the first slot of the last run of consecutive slots for that many rows
         self._last_runs: dict[int, int] = {}
         self._clock = 0  # counts steps
 
@@ -167,9 +168,9 @@ class RowSlots:
         return len(self.rows)
 
     def place(self, step: StepMetadata, are_consecutive: bool) -> Placement | None:
-        """Assigns slots to the rows of a step, consecutive ones if `are_consecutive`. Returns
-        `None` if there are no rows, if the host does not know their lengths, if too few slots are
-        free, or for `BACKOFF_STEPS` steps after `back_off`."""
+        """Assigns slots to the rows of a step, consecutive ones if `are_consecutive`, and returns
+        them with each row's offset. Returns `None` if there are no rows, if the host does not know
+        their lengths, if too few slots are free, or for `BACKOFF_STEPS` steps after `back_off`."""
         num_rows = step.num_rows
         if len(step.seq_lens) != num_rows or not num_rows:
             return None
@@ -281,9 +282,9 @@ class RowSlots:
         assigned_slots: set[int],
         has_padding: bool,
     ) -> int | None:
-        """Finds the slot of the row's last step by one of the row's last two blocks. Returns `None`
-        if no slot outside `assigned_slots` has one, or if using the slot would unmap blocks that
-        other steps read."""
+        """Returns the slot that the row had in its last step, found by one of the row's last two
+        blocks. Returns `None` if no slot outside `assigned_slots` has such a block, or if using the
+        slot would unmap blocks that other steps read."""
         last = len(span.ids) - 1
         for index in range(last, max(-1, last - 2), -1):
             block_id = span.ids[index]
@@ -293,18 +294,18 @@ class RowSlots:
             row = self.rows[slot]
             if not row.holds(span.first_block + index, block_id):
                 continue
-            if row.is_free or self._only_grows(row, span, has_padding):
+            if row.is_free or self._only_appends(row, span, has_padding):
                 return slot
         return None
 
-    def _only_grows(
+    def _only_appends(
         self,
         row: Row,
         span: BlockSpan,
         has_padding: bool,
     ) -> bool:
-        """Whether `span` has the row's blocks, except perhaps leading ones, and only appends
-        others: no block is unmapped, so other steps may keep reading the slot."""
+        """Whether `span` differs from the row only by appended blocks and missing leading blocks.
+        If so, no block is unmapped, and other steps may keep reading the slot."""
         # leading blocks of the row that `span` lacks
         num_skipped = span.first_block - row.first_block
         # with padding, the blocks before those of `span` must be unmapped

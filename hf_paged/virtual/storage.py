@@ -58,10 +58,10 @@ def make_storage(
 def _take_runs(
     run_length: int, free: dict[int, None], num_blocks: int, count: int, after: Sequence[int]
 ) -> list[int]:
-    """Takes `count` free blocks (`block_pool.BlockSelector`). Each time, takes the block whose id
-    follows the id taken before, or at first the last id of `after`. If that block is not free,
-    takes the first block of an aligned free run of `run_length` blocks or, if there is none, the
-    free block with the lowest id."""
+    """Takes `count` free blocks (`block_pool.BlockSelector`). Prefers the id after the previous
+    block's (for the first block, after the last id of `after`). If that block is not free, takes
+    the first block of an aligned free run of `run_length` blocks or, without such a run, the free
+    block with the lowest id."""
     block_ids = []
     next_id = after[-1] + 1 if after else -1
     for _ in range(count):
@@ -87,11 +87,12 @@ def fit_blocks(
     model_config: Any,
     device: torch.device,
 ) -> PagedConfig:
-    """Returns `config` with the smallest block size at which, in half precision, one head's keys in
-    a block fill whole pages or, if pages are large, all heads of a layer's tensor do. Returns
-    `config` unchanged if it has another storage, or a block size of at least that: larger blocks
-    also fill whole pages, since block sizes and page sizes are powers of two. Raises `ValueError`
-    if pages cannot be mapped, or are too large for any block size."""
+    """Returns `config` with the smallest block size whose blocks fill whole pages in half
+    precision: in each head or, if that takes more than `MAX_BLOCK_SIZE` tokens, in all heads of a
+    layer's tensor together. Returns `config` unchanged if its storage is not virtual, or if its
+    block size is at least that: larger blocks also fill whole pages, since block sizes and page
+    sizes are powers of two. Raises `ValueError` if pages cannot be mapped, or are too large for any
+    block size."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page_bytes = pages_for(device, config.storage.page_bytes).granularity
@@ -114,8 +115,8 @@ def fit_blocks(
 
 
 def _block_shape(config: Any) -> tuple[int, int]:
-    """Returns the number of heads in a layer's block tensor, and their dim. Where layers differ, or
-    keys and values of a layer differ in dim, returns the greatest common divisor instead."""
+    """Returns the number of heads in a layer's block tensor, and the dim of a head. Where layers
+    differ, or the keys and values of a layer, returns the greatest common divisors."""
     text_config = None
     if config is not None:
         text_config = config.get_text_config(decoder=True)
@@ -163,20 +164,21 @@ class LayerRows:
         self._allows_views = False
 
     def place(self, step: StepMetadata) -> RowViews | None:
-        """Maps the rows of a step; returns the views in which they can be read, or `None` if they
-        cannot be mapped."""
+        """Maps the rows of a step and returns views of them; returns `None` if they cannot be
+        mapped."""
         with self.slots.lock:
             result = self._map_rows(step, are_consecutive=False)
         if result is None:
             return None
         placement, mappings = result
-        return RowViews(placement, *mappings.pair, step)
+        return RowViews(placement, *mappings.keys_and_values, step)
 
     def _map_rows(
         self, step: StepMetadata, are_consecutive: bool
     ) -> tuple[Placement, RowMappings] | None:
-        """Maps the rows of a step, if `are_consecutive` in consecutive slots; returns their slots
-        and the mappings, or `None` if that fails. The caller holds the slots' lock."""
+        """Maps the rows of a step, in consecutive slots if `are_consecutive`. Returns their
+        placement and the layer's mappings; `None` if the rows cannot be mapped. The caller holds
+        the slots' lock."""
         placement: Placement | None = step.plan(self.slots.place, are_consecutive)
         if placement is None:
             return None
@@ -256,15 +258,15 @@ class LayerRows:
                     self.mappings = None
 
     def grow(self, num_blocks: int) -> None:
-        """Moves the blocks to new addresses, with room for `num_blocks` blocks. If it raises
-        `MemoryError`, they have not moved."""
+        """Moves the blocks to a new address range for `num_blocks` blocks. Raises `MemoryError`,
+        with the blocks at their old addresses."""
         regions = [region.grown(num_blocks) for region in self.regions]
         with self.slots.lock:
             self.preserve_views()  # the new regions write to the same pages
             self.regions = regions
 
     def close(self) -> None:
-        """Returns the pages to the system. No table may hold a block."""
+        """Returns the pages to the system. No block table may contain a block of this layer."""
         with self.slots.lock:
             mappings = self.mappings
             self.preserve_views()
@@ -295,8 +297,9 @@ class MappedStorage(BlockStorage):
         config: VirtualStorage,
         before_move: Callable[[], None],
     ) -> None:
-        """`before_move`: gathers all handles. It is called before blocks move to other addresses,
-        since after a fork the child maps its own pages only at the latest addresses."""
+        """`before_move`: copies the tokens of all live handles to separate tensors. It is called
+        before blocks move to other addresses, since after a fork the child maps its own pages only
+        at the latest addresses."""
         super().__init__(block_size, pool, spec)
         self._copier = BlockCopier(can_launch=False)
         self.config = config

@@ -151,9 +151,9 @@ def test_kernels_refuse_codes_that_they_do_not_have(
     call = AttentionCall(torch.ones(1, 1, 16), blocks, step, 1.0)
     attend = backends.cpp.attend if store is by_cpp else backends.triton.attend
     monkeypatch.setitem(quantized.DTYPE_NUMBERS, torch.int8, 1 + len(quantized.DTYPES))
-    with pytest.raises(Exception, match="the kernel has no such codes"):
+    with pytest.raises(Exception, match="the dtype of the codes is unknown"):
         store(keys, keys, blocks.keys, blocks.values, torch.arange(4)[None])
-    with pytest.raises(Exception, match="the kernel has no such codes"), torch.no_grad():
+    with pytest.raises(Exception, match="the dtype of the codes is unknown"), torch.no_grad():
         attend(call)
 
 

@@ -84,7 +84,7 @@ def test_a_request_whose_swapped_blocks_are_dropped(
         if cause == "weights":
             with engine.weights_update("recompute"):
                 pass
-            now = {each.activity for each in engine.timeline._open.values()}
+            now = {each.activity for each in engine.timeline._open_intervals.values()}
             assert now == {Activity.PREEMPTED}
         else:
             monkeypatch.setattr(Preemption, "_swap_in", lambda *args: False)
@@ -199,7 +199,7 @@ def test_memory_is_bounded_in_intervals_and_in_bytes() -> None:
         num_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert len(timeline.intervals()) == 300 and not timeline._open
+    assert len(timeline.intervals()) == 300 and not timeline._open_intervals
     assert all(not isinstance(value, Request) for value in timeline.intervals()[0])
     assert num_bytes < 300 * 400
     assert timeline.intervals()[-1].request_id == "request 999"

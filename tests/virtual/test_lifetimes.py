@@ -307,7 +307,7 @@ def test_positions_whose_mapping_failed_read_as_zeros(monkeypatch: pytest.Monkey
     with pytest.raises(MemoryError, match="on purpose"):
         mapped._map(slot, 0, mapped.mapped_ids[slot][0] + 1, 1)
     assert mapped.mapped_ids[slot][0] is None
-    assert not mapped.pair[0][slot, :, : mapped.block_size].any()
+    assert not mapped.keys_and_values[0][slot, :, : mapped.block_size].any()
 
 
 def test_keys_of_a_narrower_dtype_outlive_a_promotion() -> None:

@@ -33,8 +33,9 @@ BACKENDS: dict[str, ModuleType] = {
 unsupported_reasons: ContextVar[set[str] | None] = ContextVar(
     "hf_paged_unsupported_reasons", default=None
 )
-"""The set that collects, for the route of a call, why decode steps in this context gather keys and
-values; `None`: reasons are not collected. Why `triton` does not support calls is only logged."""
+"""The set to which `select` adds the reasons why decode steps in this context gather keys and
+values; the route of a call reports them. `None`: reasons are not collected. `select` only logs why
+`triton` does not support calls."""
 
 log_once = functools.cache(logging.getLogger(__name__).warning)
 
@@ -45,7 +46,7 @@ def select(call: AttentionCall) -> ModuleType:
     why `triton` does not support calls; adds other reasons to `unsupported_reasons`, if the step
     begins with a decode and no backend is forced. Raises the errors of `kernels.preferred_backend`.
     """
-    backend = BACKENDS[call.step.plan(_preferred)]
+    backend = BACKENDS[call.step.plan(_preferred_name)]
     is_cpu = call.query.is_cpu
     if backend is reference:
         return backend
@@ -79,7 +80,7 @@ def select(call: AttentionCall) -> ModuleType:
     return gather
 
 
-def _preferred(step: StepMetadata) -> str:
+def _preferred_name(step: StepMetadata) -> str:
     """Returns the name of the backend that a step's calls try first, in every layer. Reads the
     environment variable, and raises as `kernels.preferred_backend` does."""
     name = preferred_backend(step.block_tables)
@@ -102,7 +103,7 @@ def attend(call: AttentionCall) -> Tensor:
             query = query.to(dtype)
         with torch.autocast(query.device.type, enabled=False):
             return attend(call._replace(query=query))
-    if call.step.plan(_preferred) == "cpp":
+    if call.step.plan(_preferred_name) == "cpp":
         output = cpp.attend_prepared(call)
         if output is not None:
             return output

@@ -25,8 +25,8 @@ MASK_ALIGNMENT = 16
 kernels would pad masks with other strides in every layer."""
 
 
-# Each thread's CPU memory for gathered keys and values, by number, reused since new memory would
-# cost page faults in every call.
+# Each thread's CPU buffers for gathered keys and values, by index as a string. They are reused,
+# since new memory would cost page faults in every call.
 _scratch = threading.local()
 
 
@@ -38,7 +38,7 @@ def attend(call: AttentionCall) -> Tensor:
 
 
 def _attend_rows(call: AttentionCall) -> Tensor:
-    """Computes `attend` for rows with equally many queries."""
+    """Computes `attend` for rows that all have the same number of queries."""
     step = call.step
     if call.fresh is not None and call.is_plain and step.is_first_prefill:
         query, key, value = (_by_row(states, step) for states in (call.query, *call.fresh))
@@ -87,7 +87,8 @@ def _attend_rows(call: AttentionCall) -> Tensor:
 
 
 def _by_row(states: Tensor, step: StepMetadata) -> Tensor:
-    """Views `(T, heads, dim)` of rows with equally many queries as `(n, heads, query_len, dim)`."""
+    """Returns `states` `(T, heads, dim)` as a view `(n, heads, query_len, dim)`; all rows must have
+    the same number of queries."""
     assert step.query_len is not None
     return states.unflatten(0, (step.num_rows, step.query_len)).transpose(1, 2)
 

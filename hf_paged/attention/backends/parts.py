@@ -15,19 +15,20 @@ from ...cache.reading import BlockLayout, GatherIndices
 from ...step import StepMetadata
 
 MIN_UNPACKED_QUERIES = 64
-"""With fewer queries per row, the queries of all heads of a K/V head are packed as the rows of one
-matrix, which is up to 3.5 times as fast in half precision. With at least this many, SDPA on the CPU
-lays out K and V itself and skips keys that causal masking hides."""
+"""With fewer queries per row, the queries of all heads that share a K/V head are packed as the rows
+of one matrix, which is up to 3.5 times as fast in half precision. With at least this many, SDPA on
+the CPU lays out K and V itself and skips keys that causal masking hides."""
 
 MIN_SEPARATE_QUERIES = 32
 """With at least this many queries per row, rows of different lengths are not gathered together; and
 if scores are materialized, the query heads of a K/V head run one after another."""
 
 SCRATCH_BYTES = 2 << 20
+"""Maximum bytes of K and V that are gathered at a time on the CPU, unless one head of one row takes
+more. More would not fit into L2 and L3."""
+
 DEVICE_SCRATCH_BYTES = 64 << 20
-"""Maximum bytes of K and V that are gathered at a time, on the CPU and on other devices, unless one
-head of one row takes more. On the CPU, more would not fit in L2 and L3; on other devices, launch
-overhead would dominate smaller gathers."""
+"""The same on other devices, where launch overhead would dominate smaller gathers."""
 
 PADDING_DIVISOR = 8
 """Rows of different lengths are gathered together while their padding takes at most
@@ -41,8 +42,8 @@ Member = tuple[int, int]
 """A row's index in the step, and its first visible position."""
 
 Geometry = tuple[int, int, int]
-"""The number of tokens that a row sees, the offset of the first of them in its block, and the first
-query that sees any."""
+"""The number of tokens that a row sees, the offset of the first visible token in its block, and the
+first query that sees any token."""
 
 GeometryRows = tuple[Geometry, list[Member]]
 """A geometry and its rows."""
@@ -77,13 +78,13 @@ class Part:
     is_padding: Tensor | None = None
     """With `positions`: true for padding, bool `[rows, 1, 1, length]`."""
     row_slots: slice | None = None
-    """The slots of rows that are contiguous in memory (`seams.PlacedRows`), in each of which the
+    """For rows that are contiguous in memory (`seams.PlacedRows`): their slots, in which the
     visible range begins at `offset`."""
 
 
 PartPlan = tuple[tuple[Part, ...], bool]
-"""The parts of a step with equally many queries per row, and whether they cover every query of
-every row."""
+"""The parts of a step whose rows have the same number of queries, and whether the parts cover every
+query of every row."""
 
 
 @torch.inference_mode(False)
@@ -231,8 +232,8 @@ def part_maker(
     geometry: Geometry,
     geometries: list[GeometryRows],
 ) -> Callable[..., Part]:
-    """Returns `Part` with the fields bound that all parts of one geometry have in common.
-    `geometries`: all of the step's, longest first."""
+    """Returns a partial of `Part` with the fields that all parts of one geometry share.
+    `geometries`: all geometries of the step, longest first."""
     query_len = step.query_len
     assert query_len is not None
     length, _, first_query = geometry

@@ -67,7 +67,8 @@ class AttentionCall(NamedTuple):
         return self._replace(query=query, bias=bias, sinks=sinks)
 
     def by_groups(self, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
-        """Runs `attend` on groups of rows with equally many queries; concatenates the results."""
+        """Runs `attend` on groups of rows with the same number of queries; returns the concatenated
+        results."""
         if self.step.query_len is not None:
             return attend(self)
         outputs = []
@@ -81,7 +82,7 @@ class AttentionCall(NamedTuple):
 
 
 def paired_blocks(key: PagedTensor, value: PagedTensor) -> KVBlocks:
-    """Returns the blocks of keys and values: their layer's, or new `KVBlocks` if the model
+    """Returns the blocks of keys and values: the layer's `KVBlocks`, or new ones if the model
     combines keys and values of different layers, or if the pool grew after the model got one of the
     handles."""
     layer = key.layer

@@ -45,10 +45,10 @@ def hash_memory(starts: Sequence[int], sizes: Sequence[int]) -> bytes:
 def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Returns `torch.multinomial(probs, 1, generator=generator).squeeze(1)`: the same `(n,)` int64,
     with the same change of the generator's state, for `probs` `(n, vocab)` of any float dtype and
-    device. For contiguous float32 on the CPU, a kernel about ten times as fast draws, unless
-    torch's algorithm has changed (`_draws_like_torch`). Raises torch's `RuntimeError` for
-    probabilities that torch rejects. Threads may call this at the same time; if torch draws from
-    the same generator meanwhile, both may draw the same numbers."""
+    device. For contiguous float32 on the CPU, the draws come from a kernel that is about ten times
+    as fast, unless torch's algorithm has changed (`_draws_like_torch`). Raises torch's
+    `RuntimeError` for probabilities that torch rejects. Threads may call this at the same time; if
+    torch draws from the same generator meanwhile, both may draw the same numbers."""
     is_supported = (
         probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()
     )

@@ -31,7 +31,7 @@ struct AttentionCall {
 
 namespace {
 
-constexpr int kNoMemory = 6;  // the error number in addition to those of `plan`
+constexpr int kNoMemory = 6;  // an error number; `plan` returns the others
 constexpr int64_t kAlone = 1 << 15;  // elements of K and V up to which one thread is faster than several
 constexpr int64_t kPart = 512;       // tokens of a part; parts are summed separately
 constexpr int64_t kFewRows = 8;      // up to this M, memory is the bottleneck: rounding weights to pairs saves no time
@@ -40,8 +40,8 @@ constexpr int64_t kTaskRows = 128;   // maximum M of a task, unless a single que
 // is a multiple of kLanes; otherwise they are widened once, to memory.
 template <class T> constexpr int kWidenings = std::is_same<T, Int8>::value ? 2 : 1;
 
-// A query that sees positions [low, high) of its row's table. The sums over the positions before `shared` are computed
-// for `members` queries together. They begin at offset `state`, and `place` is this query's index among the members.
+// A query that sees positions [low, high) of its row's table. For positions before `shared`, the sums of `members`
+// queries are computed together. These sums begin at offset `state`; `place` is this query's index among the members.
 struct Query { int64_t token, row, i, low, high, shared, state, members, place; };
 // Queries [first, first + count) over [low, high). The sums go to offset `state`; if it is negative, the results go to
 // the output.

@@ -288,8 +288,7 @@ class Attention:
             ),
             3: IndexError(f"the bias covers {bias_len} positions, but seq_lens are {seq_lens}"),
             4: ValueError(
-                "a tensor has no memory, sizes do not fit one another, or the kernel has no such"
-                " codes"
+                "a tensor has no memory, sizes do not match, or the dtype of the codes is unknown"
             ),
             5: IndexError(f"a row starts before position 0: starts are {starts}"),
             6: MemoryError("not enough memory for the buffers of the attention kernel"),

@@ -146,8 +146,7 @@ class Store:
             )
         if error:
             raise ValueError(
-                "a tensor has no memory, sizes do not fit one another, or the kernel has no such"
-                " codes"
+                "a tensor has no memory, sizes do not match, or the dtype of the codes is unknown"
             )
         observe = observer.get()
         if observe is not None:
@@ -170,8 +169,8 @@ class Gather:
     outlive it."""
 
     def __init__(self, blocks: Tensor) -> None:
-        """`blocks`: `(num_blocks, heads, block_size, dim)` of any dtype on the CPU. Raises
-        `ValueError` for other tensors."""
+        """`blocks`: `(num_blocks, heads, block_size, dim)` of any dtype on the CPU, with a
+        contiguous last dimension. Raises `ValueError` for other tensors."""
         if not blocks.is_cpu or blocks.dim() != 4 or blocks.stride(3) != 1 or not blocks.size(2):
             raise ValueError(
                 f"blocks are {describe(blocks)}: the kernel takes tensors on the CPU, of 4"
@@ -201,7 +200,7 @@ class Gather:
         call = _GATHER_CALL.pack(self._address, out.data_ptr(), *self._sizes) + packed_step.packed
         error = self._kernel(call)
         if error == 4:
-            raise ValueError("a tensor has no memory, or sizes do not fit one another")
+            raise ValueError("a tensor has no memory, or sizes do not match")
         if error:
             raise IndexError(
                 f"block tables of shape {tuple(step.block_tables.shape)} have too few blocks for"

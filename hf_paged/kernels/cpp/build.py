@@ -68,8 +68,9 @@ KERNEL_NAMES = (
 )
 
 # Called after each call of the kernels for attention, stores and gathers, with the kernel's name,
-# the packed struct, the tensors that the kernel reads, and those that it writes (both by the offset
-# of their address in the struct, and both without the pool's blocks).
+# the packed struct, and two dicts: the tensors that the kernel reads, and the tensors that it
+# writes, by the byte offset of their address in the struct. The dicts do not contain the pool's
+# blocks.
 observer: ContextVar[Callable[[str, bytes, dict[int, Any], dict[int, Any]], None] | None]
 observer = ContextVar("observer", default=None)
 
@@ -115,8 +116,8 @@ def best_path() -> int:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Returns the loaded library; `None` if it cannot be built or loaded, or if `HF_PAGED_CPP=0`,
-    and then logs the reason. A process tries only once."""
+    """Returns the loaded library. If it cannot be built or loaded, or if `HF_PAGED_CPP=0`, logs the
+    reason and returns `None`. A process tries only once."""
     if os.environ.get("HF_PAGED_CPP") == "0":
         logger.info("hf_paged runs without its C++ kernels, on the portable path: HF_PAGED_CPP=0")
         return None

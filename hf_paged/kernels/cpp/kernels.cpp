@@ -1,5 +1,5 @@
-// The C++ kernels of the CPU: attention over blocks, products of few rows, lists of small operations, stores and gathers
-// of K/V, draws and hashes.
+// The C++ kernels for the CPU: attention over blocks, matrix products of a few rows, lists of small operations, stores
+// and gathers of K/V, draws and hashes.
 
 #include <algorithm>
 #include <atomic>
@@ -70,7 +70,7 @@ template <class T> float quantize(const char* from, int64_t dtype, int64_t dim, 
     return dtype == 1 ? quantize((const BFloat16*)from, dim, (T*)to) : quantize((const Float16*)from, dim, (T*)to);
 }
 using Quantize = float (*)(const char* from, int64_t dtype, int64_t dim, char* to);
-// Returns null for unquantized blocks (0), and for numbers of no codes.
+// Returns null for unquantized blocks (0), and for unknown numbers.
 Quantize quantizer(int64_t stored) {
     switch (stored) {
         case 1: return quantize<Int8>;
@@ -118,7 +118,7 @@ struct GatherCall {
     char* out;  // [rows][heads][length], `bytes` each
     int64_t heads, num_blocks, strides[3], bytes;
     const int32_t *tables, *origins;
-    const int32_t* lengths;  // tokens of each row: later columns are zeros; null: no column is later
+    const int32_t* lengths;  // tokens of each row: later columns become zeros; null: all columns have tokens
     int64_t rows, first, length, table_stride, max_blocks, block_size, threads;
 };
 

@@ -1,5 +1,5 @@
-// Included by kernels.cpp: float32 lanes on the vector extensions of GCC and Clang, as many as a register holds. Vectors
-// wider than a register compile, too, but their shuffles and comparisons run lane by lane.
+// Included by kernels.cpp: vectors of as many float32 lanes as a register holds, written with the vector extensions of
+// GCC and Clang. Wider vectors would also compile, but their shuffles and comparisons would run lane by lane.
 #if defined(LANES)  // set by a test's build command: 4, 8 or 16
 #elif defined(__AVX512F__)
 #define LANES 16

@@ -1,13 +1,14 @@
 // Included by kernels.cpp: y = x W^T + b for a few rows of x. W is read in place, as nn.Linear ([width][depth]) or Conv1D
-// ([depth][width]) stores it, or as codes of 8 bits; x is converted or packed first, except by path kDots. An output is
-// summed over depth in an order that depends on the path, but not on other rows or on the number of threads.
+// ([depth][width]) stores it, or as 8-bit codes; all paths but kDots first convert or pack x. The order in which an
+// output is summed over depth depends on the path, but not on other rows or on the number of threads.
 
 constexpr int kMaxPieces = 4;
 
 // Strides in elements; dtypes as in AttentionCall. `is_transposed`: W is [depth][width], and `weight_stride` is the
 // stride of its first dimension, as for [width][depth]. `has_codes`: W [width][depth] holds Int8, not the dtype of x. If
-// `group` is not 0, W is (code - zero) * scale, with a zero, if `zeros` is not null, and a scale for each `group` codes of
-// a row, [width][depth / group], contiguous; it is `depth`, or a power of two of at least `kMinGroup`.
+// `group` is not 0, W is (code - zero) * scale, and every `group` codes of a row share a scale and, unless `zeros` is
+// null, a zero. Scales and zeros are [width][depth / group], contiguous. `group` is `depth`, or a power of two of at
+// least `kMinGroup`.
 struct LinearPiece {
     const void *weight, *bias;
     void* out;
@@ -22,8 +23,8 @@ struct LinearCall {
 
 namespace {
 
-constexpr int kUnit = 4;               // weight rows in a unit of work of AVX512-BF16
-constexpr int64_t kMinGroup = 16;       // at least a register of lanes
+constexpr int kUnit = 4;               // weight rows in a unit of work of path kDots
+constexpr int64_t kMinGroup = 16;       // a group fills at least a register of lanes
 constexpr int64_t kFewBytes = 1 << 16;  // bytes of weights below which one thread is faster than several
 
 int64_t linear_units(const LinearCall& c, int64_t size) {
@@ -67,7 +68,8 @@ template <class T, class W> void widen_rows(const LinearCall& c, float* out) {
 
 constexpr int kWideUnit = LANES == 16 ? 4 : 6;  // weight rows in a unit of work
 
-// The zeros and scales of a unit's groups of codes, [kWideUnit][groups], widened; group `k >> shift` has element k.
+// The zeros and scales of a unit's groups of codes, [kWideUnit][groups], widened. Element k of a row is in group
+// `k >> shift`.
 struct Groups {
     float *zeros, *scales;
     int64_t count, shift;
@@ -84,13 +86,13 @@ struct Groups {
         }
     }
     static int64_t floats(const LinearCall& c) { return c.group ? (2 * kWideUnit * (c.depth / c.group) + 15) / 16 * 16 : 0; }
-    // The weights of kLanes codes of row `row` of the unit that begin at element k.
+    // Converts kLanes widened codes, which begin at element k of the unit's row `row`, to weights.
     vf scaled(vf codes, int64_t row, int64_t k) const {
         const int64_t group = row * count + (k >> shift);
         return (codes - splat(zeros[group])) * splat(scales[group]);
     }
 };
-// The weight rows of them that are multiplied with B rows of x at a time, as registers allow.
+// How many weight rows of a unit are multiplied with B rows of x at a time, as registers allow.
 template <int B> constexpr int kWideRows = LANES == 16 ? 4 : B <= 2 ? 6 : 3;
 constexpr int64_t kSlice = 1024;  // elements of depth for which a unit's weights and four rows of x stay in the L1 cache
 
@@ -104,8 +106,8 @@ inline vf kept(vf x) {
     return x;
 }
 
-// Adds the products of elements [low, high) of R weight rows and B rows of x to `sums` [B][kWideUnit]. Their zeros and scales
-// are those of rows `row` and following of `groups`, unless it is null.
+// Adds the products of elements [low, high) of R weight rows and B rows of x to `sums` [B][kWideUnit]. If the weights are
+// codes with scales, `groups` has their zeros and scales, from row `row` on; otherwise it is null.
 template <bool prefetches, int R, int B, class W>
 void wide_block(const W* w, int64_t stride, const float* x, int64_t x_stride, int64_t low, int64_t high,
                 const char* ahead, const Groups* groups, int64_t row, vf* sums) {
@@ -175,8 +177,8 @@ template <class F> void with_count(int64_t n, F f) {
     else f(std::integral_constant<int, 4>());
 }
 
-// Floats that a thread of `run_wide` needs: the sums of a unit's lanes, [rows][kWideUnit], and their totals, four at a
-// time.
+// Floats that a thread of `run_wide` needs for sums: vectors [rows][kWideUnit] of a unit, and their totals. Both numbers
+// are rounded up to a multiple of four.
 inline int64_t padded_outputs(const LinearCall& c) { return (c.rows * kWideUnit + 3) / 4 * 4; }
 inline int64_t sum_floats(const LinearCall& c) { return (padded_outputs(c) * (kLanes + 1) + 15) / 16 * 16; }
 
@@ -316,8 +318,8 @@ template <class T> void run_columns(const LinearCall& c, const float* wide, int6
     }
 }
 
-// -- AMX: the left tile is 16 weight rows of 32 elements, as laid out in memory; the right one is x, its elements in
-// pairs; the product is transposed -----------------------------------------------------------------------------------
+// -- AMX: the left tile is 16 weight rows of 32 elements, as laid out in memory; the right tile is x, its elements in
+// pairs; so the product is transposed --------------------------------------------------------------------------------
 
 #if HAS_AMX
 // Packs tiles [low, high) along depth, of 16 rows of x each: [rows / 16][depth / 32][16 pairs][16 rows][2], padded with

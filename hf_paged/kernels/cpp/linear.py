@@ -1,5 +1,5 @@
-"""Matrix products of a few rows with weights stored as in `nn.Linear` or `Conv1D`, perhaps as codes
-of 8 bits, computed by `linear.cpp`. `tape` decides when to use this kernel."""
+"""Matrix products of a few rows with weights stored as in `nn.Linear` or `Conv1D`, optionally as
+8-bit codes; `linear.cpp` computes them. `tape` decides when to use this kernel."""
 
 from __future__ import annotations
 
@@ -22,23 +22,24 @@ MAX_PIECES = 4
 # maximum number of rows for which reading the weights takes most of the time, by the names in
 # `build.PATHS`; PyTorch computes products of more rows
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
-# the same for float32, by `compiler.cpu_vendor`, where MKL computes PyTorch's products; other CPUs'
-# were not compared
+# the same for float32, by `compiler.cpu_vendor`: CPUs on which MKL computes PyTorch's products; the
+# kernel was not compared with PyTorch on others
 FLOAT32_MAX_ROWS = {"AuthenticAMD": 64, "GenuineIntel": 4}
 CODES_MAX_ROWS = 64  # the same for weights of 8-bit codes
-MIN_GROUP = 16  # minimum codes of a row with a common scale, as in `linear.cpp`
-# where PyTorch converts element by element (not `is_native`): the result of `max_rows`, and the
-# smallest number of rows for which `linear_float32` is faster than the kernel
-MAX_ROWS_WITHOUT_NATIVE, MIN_FLOAT32_ROWS = 256, 129
+MIN_GROUP = 16  # minimum number of codes that share a scale, as in `linear.cpp`
+# the result of `max_rows` where PyTorch converts element by element (not `is_native`)
+MAX_ROWS_WITHOUT_NATIVE = 256
+# there, the smallest number of rows for which `linear_float32` is faster than the kernel
+MIN_FLOAT32_ROWS = 129
 FLOAT32_ELEMENTS = 1 << 21  # elements of a weight that `linear_float32` converts at a time: 8 MiB
 MIN_TILE_WIDTH = 16  # minimum outputs of a weight for AMX, as in `linear.cpp`
 HALVES = (torch.bfloat16, torch.float16)
 
 
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether PyTorch computes products of this dtype without converting them element by element,
-    which takes six times as long as float32. For the dtypes of `HALVES`, that requires oneDNN, and
-    AVX-512 or instructions for the dtype."""
+    """Whether PyTorch computes products of this dtype without converting the operands element by
+    element, which takes six times as long as float32. For the dtypes of `HALVES`, that requires
+    oneDNN, and AVX-512 or instructions for the dtype."""
     checks = {
         torch.bfloat16: "_is_mkldnn_bf16_supported",
         torch.float16: "_is_mkldnn_fp16_supported",
@@ -72,16 +73,18 @@ def max_rows(dtype: torch.dtype, is_transposed: bool = False, has_codes: bool = 
 
 
 def is_group_supported(depth: int, length: int) -> bool:
-    """Whether the kernel reads rows of `depth` codes with a scale for each `length` of them."""
-    is_even = length >= MIN_GROUP and length & (length - 1) == 0
-    return length == depth or (is_even and depth % length == 0)
+    """Whether the kernel supports rows of `depth` codes in groups of `length` codes, each with its
+    own scale."""
+    is_power_of_two = length >= MIN_GROUP and length & (length - 1) == 0
+    return length == depth or (is_power_of_two and depth % length == 0)
 
 
 @dataclass(frozen=True)
 class CodeFormat:
     """How weights are stored as int8 codes."""
 
-    group: int = 0  # codes of a row with a common zero and scale; 0: they have none
+    # codes of a row that share a scale and, optionally, a zero; 0: codes without scales
+    group: int = 0
     scale_dtype: torch.dtype = torch.float32
 
 
@@ -130,16 +133,17 @@ def linear(
     zeros: Tensor | None = None,
 ) -> Tensor:
     """Returns `F.linear` of `x` `(rows, depth)`, `weight` `(width, depth)` and `bias` `(width,)`,
-    all on the CPU and of one dtype in `FLOAT_DTYPE_NUMBERS`, as `(rows, width)`. The weight may
-    also be int8, and is then multiplied as if converted to float32; with `scales` `(width, groups)`
-    of a dtype in `FLOAT_DTYPE_NUMBERS`, and perhaps `zeros` `(width, groups)` int8, as if it were
-    `(weight - zeros) * scales`, where each group of columns, of a length that `is_group_supported`
-    accepts, has one number a row. The last dimensions of `x` and `bias`, and one dimension of
-    `weight` (int8: the last), must be contiguous, as must `scales` and `zeros`. A row's result does
-    not depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises
-    `TypeError` for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
+    all on the CPU and of one dtype in `FLOAT_DTYPE_NUMBERS`, as `(rows, width)` in that dtype. An
+    int8 weight is multiplied as if converted to float32 or, with `scales`, as if it were
+    `(weight - zeros) * scales`: each row of the weight has one scale and, if `zeros` is given, one
+    zero for each group of adjacent columns. `scales` are `(width, groups)` of a dtype in
+    `FLOAT_DTYPE_NUMBERS`, `zeros` `(width, groups)` int8; `is_group_supported` must accept the
+    length of the groups. The last dimensions of `x` and `bias`, and one dimension of `weight`
+    (int8: the last), must be contiguous, as must `scales` and `zeros`. A row's result does not
+    depend on other rows. `path`: a number in `build.PATHS`, by default the best. Raises `TypeError`
+    for other tensors, `ValueError` for shapes that do not fit, and `MemoryError`."""
     has_codes = weight.dtype is torch.int8
-    # as `Conv1D` stores it
+    # whether the weight is stored as in `Conv1D`
     is_transposed = weight.dim() == 2 and weight.stride(1) != 1 and not has_codes
     stored_weight = weight.t() if is_transposed else weight
     for tensor in (x, stored_weight) if bias is None else (x, stored_weight, bias):
@@ -200,7 +204,7 @@ def _format(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> CodeFormat:
     if zeros is not None and zeros.shape != scales.shape:
         raise ValueError(
             f"zeros of shape {tuple(zeros.shape)} do not fit scales of shape {tuple(scales.shape)}:"
-            " they must be equal"
+            " the shapes must be equal"
         )
     for tensor, dtypes in ((scales, set(FLOAT_DTYPE_NUMBERS)), (zeros, {torch.int8})):
         if tensor is None or (tensor.dtype in dtypes and tensor.is_cpu and tensor.is_contiguous()):
@@ -214,9 +218,9 @@ def _format(weight: Tensor, scales: Tensor, zeros: Tensor | None) -> CodeFormat:
 
 
 def linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Returns `F.linear` of `x` `(rows, depth)` and `weight` `(width, depth)` in their dtype,
-    computed by PyTorch in float32, so that each sum is rounded once. Converts the weight in
-    chunks."""
+    """Returns `F.linear` of `x` `(rows, depth)`, `weight` `(width, depth)` and `bias` `(width,)` in
+    the dtype of `x`. PyTorch computes it in float32, so that each sum is rounded once. Converts the
+    weight in chunks."""
     x_float32 = x.float()
     width = weight.shape[0]
     out = x.new_empty(x.shape[0], width)

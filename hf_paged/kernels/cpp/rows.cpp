@@ -12,7 +12,8 @@ enum class RowOp : int32_t {
     Count
 };
 
-// Strides in elements: of three dimensions of rows, and `step` along a row. dtypes as in AttentionCall; 3 is int64.
+// Strides in elements: `strides` of the three leading dimensions, and `step` along a row. dtypes as in AttentionCall; 3
+// is int64.
 struct RowMemory { char* data; int64_t dtype, strides[3], step; };
 // `out`, `a` and `b` are indices of registers; if `b` is -1, `number` replaces it. In Load and Store, `b` is the index
 // of a memory.
@@ -27,7 +28,7 @@ struct RowsCall {
 namespace {
 
 constexpr int64_t kBlockFloats = 2048;  // floats per register; sets the rows per block
-constexpr int64_t kFewNumbers = 1 << 15;  // single operations below which one thread is faster than several
+constexpr int64_t kFewNumbers = 1 << 15;  // scalar operations below which one thread is faster than several
 
 inline vf rounded(vf x, int64_t dtype) {
     if (dtype == 1) {
@@ -276,7 +277,7 @@ extern "C" int hf_paged_rows(const RowsCall* call) {
     return failed ? kNoMemory : 0;
 }
 
-// Copies rows of a table by number: out[i] = table[numbers[i]], `bytes` each; strides in bytes.
+// Copies rows of a table by index: out[i] = table[numbers[i]]. `bytes`: of a row; strides in bytes.
 struct PickCall {
     const char* table;
     const int64_t* numbers;

@@ -1,8 +1,8 @@
 // Included by kernels.cpp: how kernels divide their work among threads.
 //
-// A tape opens one OpenMP region for all of its entries. A region for each of them would be slow where the process has
-// more OpenMP threads than processors, which is so as soon as two threads of Python have used some: OpenMP then lets the
-// threads of a region sleep at once where it ends, and wakes them where the next one begins.
+// A tape opens one OpenMP region for all of its entries. One region per entry would be slow in a process with more
+// OpenMP threads than processors, as there are once two Python threads have used OpenMP: at the end of a region its
+// threads then go to sleep at once, and the next region has to wake them.
 
 #if defined(_OPENMP)
 extern "C" int omp_get_thread_num(void);
@@ -12,17 +12,17 @@ namespace {
 
 constexpr int64_t kPartsPerThread = 4, kNumbersPerPart = 8;
 
-// Threads that compute the parts of one piece of work after another. A thread takes the next part when it is free, so
-// that one that other programs keep from running delays a piece of work by one part at most.
+// Threads that compute pieces of work one after the other, each divided into parts. A free thread takes the next part, so
+// a thread that loses its processor to another program delays a piece of work by at most one part.
 class Team {
     alignas(64) std::atomic<int64_t> left{0};  // parts that no thread has taken; negative: the team's work has ended
     alignas(64) std::atomic<int64_t> unfinished{0};
-    // of the work in progress; read by threads that have taken a part, for which its leader waits
+    // the work in progress; only threads that have taken a part read it, and the leader waits for them
     alignas(64) void (*compute)(const void* work, int64_t part, int64_t thread) = nullptr;
     const void* work = nullptr;
 
     static void rest(int64_t tries) {
-        constexpr int64_t kSpins = 2000;  // longer than most entries in which one thread works
+        constexpr int64_t kSpins = 2000;  // they take longer than most entries that run on one thread
         if (tries > kSpins) std::this_thread::yield();
 #if defined(__x86_64__)
         else _mm_pause();
@@ -42,9 +42,9 @@ class Team {
     }
 
   public:
-    // The team of the tape that this thread runs, which it leads; null outside of tapes.
+    // The team that this thread leads while it runs a tape; otherwise null.
     static inline thread_local Team* current = nullptr;
-    const int64_t size;  // at least the number of its threads
+    const int64_t size;  // at least the number of the team's threads
 
     explicit Team(int64_t threads) : size(threads) {}
 
@@ -87,7 +87,7 @@ template <class Body> void split(int64_t parts, int64_t threads, const Body& bod
     for (int64_t part = parts - 1; part >= 0; --part) body(part, thread_number());
 }
 
-// As above, but calls body(low, high, thread) for ranges of `count` numbers: one to four for each thread.
+// Calls body(low, high, thread) for ranges that cover [0, count), one to four per thread, as `split` does for parts.
 template <class Body> void split_range(int64_t count, int64_t threads, const Body& body) {
     const int64_t most = std::clamp(count / kNumbersPerPart, threads, kPartsPerThread * threads);
     const int64_t parts = threads < 2 ? 1 : std::min(count, most);

@@ -34,9 +34,12 @@ from .configs import (
 from .launch import launch
 from .merge import merge
 
-MIN_DECODE_SPLIT, MIN_PREFILL_SPLIT = 256, 512
-"""Minimum tokens per split of a row (prefills: of the longest block table), except its last split:
-smaller splits would cost more time to merge than they save."""
+MIN_DECODE_SPLIT = 256
+"""Minimum tokens per split of a row's keys in decodes, except a row's last split: merging smaller
+splits would cost more time than they save."""
+
+MIN_PREFILL_SPLIT = 512
+"""The same in prefills, for splits of the longest block table."""
 
 
 def decode_attention(
@@ -62,7 +65,7 @@ def decode_attention(
     lse = query.new_empty(num_tokens, heads, dtype=torch.float32) if return_lse else None
     if out.numel() == 0:
         return (out, lse) if return_lse else out
-    num_query_rows = heads // kv_heads * query_len  # that share a K/V head
+    num_query_rows = heads // kv_heads * query_len  # query rows that share a K/V head
     dtype = query.dtype if quantized.is_quantized(key_blocks) else key_blocks.dtype
     # at least 32: tiles of 16 columns would occupy only 2 of 4 warps
     value_tiles = split_dim(value_dim, min_size=32)
@@ -332,9 +335,10 @@ def _launch(
 def _bias_arguments(
     bias: Tensor | None, heads: int, query_len: int | None, step: StepMetadata
 ) -> dict[str, Any]:
-    """Returns the kernel's arguments for a bias: its strides by row, packed token, head and key,
-    and its number of keys. Without `query_len`, all queries of a row share one bias. Raises
-    `IndexError` if the bias has fewer keys than the longest row."""
+    """Returns the kernel's arguments for a bias: the tensor, its strides along rows, packed tokens,
+    heads and keys, and its number of keys; no arguments without a bias. Without `query_len`, all
+    queries of a row share one bias. Raises `IndexError` if the bias has fewer keys than the longest
+    row."""
     if bias is None:
         return {}
     num_keys = bias.shape[-1]

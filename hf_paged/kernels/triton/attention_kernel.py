@@ -307,11 +307,11 @@ def attention_kernel(
     is_row = m < query_len * GROUP
     # int64, since a head's stride may span all tokens
     head = (kv_head * GROUP + m % GROUP).to(tl.int64)
-    packed = (first_query + m // GROUP).to(tl.int64)
+    packed_index = (first_query + m // GROUP).to(tl.int64)
     token = (
-        packed
+        packed_index
         if query_index is None
-        else tl.load(query_index + packed, mask=is_row, other=0).to(tl.int64)
+        else tl.load(query_index + packed_index, mask=is_row, other=0).to(tl.int64)
     )
     q_rows = query + (token * query_token + head * query_head)[:, None]
     d = tl.arange(0, KEY_MAIN)[None, :]
@@ -365,7 +365,7 @@ def attention_kernel(
             total = tl.where(max_score == float("-inf"), 0.0, 1.0)
     bias_rows = None
     if bias is not None:
-        bias_at = row.to(tl.int64) * bias_row + packed * bias_token + head * bias_head
+        bias_at = row.to(tl.int64) * bias_row + packed_index * bias_token + head * bias_head
         bias_rows = bias + tl.where(is_row, bias_at, 0)
     acc = tl.zeros([BLOCK_M, VALUE_MAIN], tl.float32)
     acc_rest = tl.zeros([BLOCK_M, VALUE_REST if VALUE_REST > 0 else 1], tl.float32)

@@ -40,13 +40,14 @@ def find_item(
     BLOCK_ROWS: tl.constexpr,
 ):
     """Returns the row of an item (one split of one row's keys), the index of the split within the
-    row, the row's number of splits, the row's first item, and the number of tokens per split, which
-    is the same for all rows and gives work to about `target_programs` programs. For an unused item,
-    the row is at least `num_rows`. Every row has a split, so that rows without tokens get zeros."""
+    row, the row's number of splits, the row's first item, and the number of tokens per split. All
+    rows have splits of this size, which occupy about `target_programs` programs. For an unused
+    item, the row is at least `num_rows`. Every row has a split, so that rows without tokens get
+    zeros."""
     i = tl.arange(0, BLOCK_ROWS)
     key_ends = tl.load(seq_lens + i, mask=i < num_rows, other=0)
     key_starts = tl.load(starts + i, mask=i < num_rows, other=0)
-    if window is not None:  # from the oldest key of the first query's window
+    if window is not None:  # a row starts at the oldest key of its first query's window
         key_starts = tl.maximum(key_starts, key_ends - query_len + 1 - window)
     num_keys = tl.maximum(key_ends - key_starts // TILE * TILE, 0)
     total_keys = tl.sum(num_keys.to(tl.int64), axis=0)
@@ -106,7 +107,7 @@ def convert_tile(tile, like, CODE_DTYPE: tl.constexpr):
             half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
             return (half.to(tl.float32) * 256.0).to(like.dtype)
         else:
-            tl.static_assert(CODE_DTYPE == 3, "the kernel has no such codes")
+            tl.static_assert(CODE_DTYPE == 3, "the dtype of the codes is unknown")
             return (bits << 8).to(tl.float16, bitcast=True).to(like.dtype)
 
 

@@ -1,6 +1,6 @@
-"""Finds the rows of a decode step that share enough leading blocks that attending to these blocks
-once for all rows is faster (cascade inference, FlashInfer, arXiv 2501.01005, section 3.1.2). Does
-not require Triton."""
+"""Finds rows of a decode step that share so many leading blocks that one pass over these blocks for
+all rows is faster (cascade inference, FlashInfer, arXiv 2501.01005, section 3.1.2). Does not
+require Triton."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class SharedPrefix(NamedTuple):
 
 
 class CascadeCosts(NamedTuple):
-    """The memory traffic that attending to shared blocks once saves and adds, in one layer or
-    summed over layers with the same cascade."""
+    """Determines the memory traffic that a cascade saves and adds: the costs of one layer, or sums
+    over the layers that use the same cascade."""
 
     token_bytes: int  # K and V of one token, all heads
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads

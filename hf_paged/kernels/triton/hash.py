@@ -15,7 +15,7 @@ from .configs import num_multiprocessors
 from .launch import launch
 
 TILE = 1024  # 8-byte words that a program reads at a time: 8 per thread of four warps
-PROGRAMS_PER_SM = 5  # that fit on a multiprocessor at once, at 90 registers per thread
+PROGRAMS_PER_SM = 5  # programs that fit on a multiprocessor at once, at 90 registers per thread
 # the constants of `hash_portable`, as uint64
 _GAMMA = tl.constexpr(0x9E3779B97F4A7C15)
 _MIX_1 = tl.constexpr(0xBF58476D1CE4E5B9)

@@ -20,11 +20,11 @@ logger = logging.getLogger(__name__)
 MIN_COMPILE_SECONDS = 0.05
 MIN_LOGGED_SECONDS = 2.0  # total compile time after which a message is logged
 
-_failed: set[Hashable] = set()
+_failed_variants: set[Hashable] = set()
 """The variants (`_variant`) that failed. They are not launched again, since they would fail again
 after a second or two of compiling."""
 
-_logged: set[str] = set()
+_logged_kernels: set[str] = set()
 """Names of kernels whose first error has been logged."""
 
 
@@ -46,14 +46,15 @@ def launch(
     """
     written_tensors = [tensor for tensor in writes if tensor is not None]
     device = written_tensors[0].device
-    if _failed and _variant(kernel, args, kwargs, device) in _failed:
+    if _failed_variants and _variant(kernel, args, kwargs, device) in _failed_variants:
         raise LaunchFailedError(f"{kernel.__name__} failed before")
     start = time.perf_counter()
     try:
         with torch.accelerator.device_index(device.index):
             kernel[grid](*args, **kwargs)
     except Exception as error:  # Triton fails in many ways
-        interrupt = interrupt_of(error)  # Triton replaces those that signal handlers raise
+        # Triton may raise its own error in place of an interrupt that a signal's handler raised
+        interrupt = interrupt_of(error)
         if interrupt is not None:
             raise interrupt from interrupt.__cause__
         if not is_recoverable(error, device):
@@ -62,9 +63,9 @@ def launch(
         is_out_of_memory = "out of memory" in str(error)  # torch appends advice in further lines
         reason = f"{type(error).__name__}: {lines[0] if is_out_of_memory else lines[-1]}"
         if not is_out_of_memory:  # memory may become free
-            _failed.add(_variant(kernel, args, kwargs, device))
-        if kernel.__name__ not in _logged:
-            _logged.add(kernel.__name__)
+            _failed_variants.add(_variant(kernel, args, kwargs, device))
+        if kernel.__name__ not in _logged_kernels:
+            _logged_kernels.add(kernel.__name__)
             message = "the Triton kernel %s does not run; using PyTorch instead: %s"
             logger.warning(Topic.TRITON(message), kernel.__name__, reason)
         raise LaunchFailedError(f"{kernel.__name__}: {reason}") from error
@@ -96,9 +97,9 @@ def is_recoverable(error: Exception, device: torch.device) -> bool:
 def _variant(
     kernel: Any, args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device
 ) -> Hashable:
-    """Returns a key of what Triton specialises a kernel on: constants, options, and the types of
-    other arguments. The key ignores that Triton also specialises on their alignment and on integers
-    equal to 1. Constants must be passed as keyword arguments."""
+    """Returns a key of the compiled variant that a launch uses: the kernel, the device, constants,
+    options, and the types of other arguments. The key ignores that Triton also specialises on
+    alignment and on integers equal to 1. Constants must be passed as keyword arguments."""
     # the kernels annotate constants and nothing else
     non_constants = set(kernel.arg_names) - set(kernel.fn.__annotations__)
     keyword_arguments = tuple(
@@ -117,14 +118,14 @@ class CompileLog:
 
     def __init__(self) -> None:
         # compiled variants: a later slow launch of one was waiting for the device, not compiling
-        self._compiled: set[Hashable] = set()
+        self._compiled_variants: set[Hashable] = set()
         self._num_variants, self._seconds = 0, 0.0
 
     def note(self, variant: Hashable, seconds: float) -> None:
         """Counts a launch of `seconds`, long enough to have compiled `variant`."""
-        if variant in self._compiled:
+        if variant in self._compiled_variants:
             return
-        self._compiled.add(variant)
+        self._compiled_variants.add(variant)
         self._num_variants += 1
         self._seconds += seconds
         if self._seconds >= MIN_LOGGED_SECONDS:

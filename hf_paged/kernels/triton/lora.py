@@ -29,7 +29,7 @@ DEPTH = 32  # depth of a tile; deeper tiles spill registers
 
 
 class LoraTable(NamedTuple):
-    """The parts of one layer as the kernels read them: ranges of rows and the weights of each."""
+    """The parts of one layer as the kernels read them: ranges of rows, and each range's weights."""
 
     parts: Tensor  # (parts, FIELDS) int64
     # (ranges, 2) int64: rows `[start, end)`; they change between replays of a captured step
@@ -44,7 +44,7 @@ class LoraTable(NamedTuple):
 @triton.jit(do_not_specialize_on_alignment=["parts", "ranges"])
 def _shrink_kernel(
     x,
-    shrunk,
+    products,
     parts,
     ranges,
     x_row,
@@ -77,13 +77,13 @@ def _shrink_kernel(
             a + column * depth + d[:, None], mask=(column < rank) & (d[:, None] < depth), other=0.0
         )
         total = dot(states.to(TYPE), weight, total)
-    tl.store(shrunk + row * RANK + column, total.to(TYPE), mask=row < end)
+    tl.store(products + row * RANK + column, total.to(TYPE), mask=row < end)
 
 
 @triton.jit(do_not_specialize_on_alignment=["parts", "ranges", "scaling"])
 def _expand_kernel(
     out,
-    shrunk,
+    products,
     parts,
     ranges,
     scaling,
@@ -94,7 +94,7 @@ def _expand_kernel(
     WIDTH: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    # Multiplies ROWS rows of `shrunk` by the transpose of a part's B, adds the bias, scales it,
+    # Multiplies ROWS rows of `products` by the transpose of a part's B, adds the bias, scales it,
     # and adds the result [ROWS, WIDTH] to the layer's output. Rounds where PyTorch's operations
     # would. `out_row` is the stride between rows of `out`.
     part = parts + tl.program_id(0) * FIELDS
@@ -109,7 +109,7 @@ def _expand_kernel(
     row = (first + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, RANK)
     w = tl.program_id(2) * WIDTH + tl.arange(0, WIDTH)[None, :]
-    states = tl.load(shrunk + row * RANK + column[None, :], mask=row < end, other=0.0)
+    states = tl.load(products + row * RANK + column[None, :], mask=row < end, other=0.0)
     weight = tl.load(
         b + w * rank + column[:, None], mask=(w < width) & (column[:, None] < rank), other=0.0
     )
@@ -160,8 +160,8 @@ def make_range_table(
 
 
 def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bool:
-    """Whether the kernels support these weights together: they must be contiguous on `device`, of
-    the same dtype in `DTYPES`, of ranks up to `MAX_RANK`, and all of one process group or none."""
+    """Whether the kernels support these weights together: contiguous on `device`, in one dtype of
+    `DTYPES`, with ranks up to `MAX_RANK` and the same process group (or none)."""
     tensors = [tensor for lora in weights for tensor in lora.tensors]
     first = weights[0]
     return (
@@ -175,7 +175,7 @@ def supports_weights(weights: Sequence[LoraWeights], device: torch.device) -> bo
 
 
 def supports(out: Tensor, x: Tensor) -> bool:
-    """Whether `add_deltas` supports these tensors: of `DTYPES`, with contiguous rows."""
+    """Whether `add_deltas` supports these tensors: dtypes in `DTYPES`, contiguous rows."""
     return out.dtype in DTYPES and x.dtype in DTYPES and x.stride(1) == out.stride(1) == 1
 
 
@@ -183,13 +183,13 @@ def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
     """Adds the deltas of a table as `kernels.lora.Deltas.add` does, without waiting for the device.
     Raises `LaunchFailedError`, with `out` unchanged, if a kernel cannot be launched."""
     weight_dtype = TL_DTYPES[table.dtype]
-    shrunk = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
+    products = torch.empty(len(x), table.rank, dtype=table.dtype, device=out.device)
     grid = len(table.parts), triton.cdiv(table.max_rows, ROWS)
     launch(
         _shrink_kernel,
         grid,
         x,
-        shrunk,
+        products,
         table.parts,
         table.ranges,
         x.stride(0),
@@ -198,15 +198,15 @@ def add_deltas(out: Tensor, x: Tensor, table: LoraTable) -> None:
         ROWS=ROWS,
         DEPTH=DEPTH,
         TYPE=weight_dtype,
-        writes=(shrunk,),
+        writes=(products,),
     )
     if table.group is not None:
-        dist.all_reduce(shrunk, group=table.group)
+        dist.all_reduce(products, group=table.group)
     launch(
         _expand_kernel,
         (*grid, triton.cdiv(out.shape[1], WIDTH)),
         out,
-        shrunk,
+        products,
         table.parts,
         table.ranges,
         table.scaling,

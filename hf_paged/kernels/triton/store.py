@@ -68,7 +68,7 @@ def _store_states(
         elif CODE_DTYPE == 2:
             codes = _to_float8_bits(x, 3, 7)
         else:
-            tl.static_assert(CODE_DTYPE == 3, "the kernel has no such codes")
+            tl.static_assert(CODE_DTYPE == 3, "the dtype of the codes is unknown")
             codes = _to_float8_bits(x, 2, 15)
         tl.store(target, codes, mask=mask)
         tl.store(scales, scale, mask=is_head)

@@ -94,8 +94,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
 
     monkeypatch.setattr(InterpretedFunction, "run", observed)
     monkeypatch.setenv(kernels.BACKEND_VARIABLE, "triton")
-    monkeypatch.setattr(launch, "_failed", set())
-    monkeypatch.setattr(launch, "_logged", set())
+    monkeypatch.setattr(launch, "_failed_variants", set())
+    monkeypatch.setattr(launch, "_logged_kernels", set())
     warn = functools.partial(Launches.note_warning, found)
     monkeypatch.setattr(launch.logger, "warning", warn)
     return found
@@ -332,7 +332,7 @@ def test_an_interrupt_that_the_compiler_replaces_is_raised(launches: Launches) -
         launches.fail = compile_kernel
         with pytest.raises(TimedOut):
             store()
-    assert not launch._failed and not launches.warnings
+    assert not launch._failed_variants and not launches.warnings
 
 
 def test_an_interrupt_while_the_device_is_checked_is_raised(
@@ -350,5 +350,5 @@ def test_a_kernel_that_lacks_memory_is_launched_again_whichever_line_says_so(
     message = "CUDA error: out of memory\nCompile with `TORCH_USE_CUDA_DSA` to enable assertions.\n"
     launches.fail = lambda name, number: RuntimeError(message)
     store()
-    assert not launch._failed
+    assert not launch._failed_variants
     assert launches.reasons == ["RuntimeError: CUDA error: out of memory"]

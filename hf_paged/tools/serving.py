@@ -180,7 +180,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
         try:
             if request.inputs is None:
                 core.check_length(inputs["input_ids"], request.engine_request_id)
-            if options.schema is not None:
+            if options.schema is not None and not request.is_added:
                 # compiled here: in the engine's thread, it would delay the steps of all requests
                 make_processor = core.grammars.processor
                 _compile(functools.partial(make_processor, options, request.tokenizer, model))

@@ -138,8 +138,8 @@ class GrammarProcessor(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the scores, with minus infinity for tokens that may not follow. Raises
         `NoTokenError` if no token may follow a row. In a beam search, after the first step, such a
-        row only drops out: other beams may continue or be finished, and if none is, the search ends
-        with an error."""
+        row only drops out: other beams may continue or have finished. If none can continue and none
+        has finished, the search ends with an error."""
         vocab_size = self._vocab_size
         if self._num_prompt_tokens is None:
             self._num_prompt_tokens = input_ids.shape[1]

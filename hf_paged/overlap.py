@@ -33,7 +33,7 @@ from .interrupts import num_modes, restoring
 from .model.forwards import compute_device
 from .threads import step_lock, wait
 
-# how many seconds a step waits for callers that sample, at least and at most
+# bounds, in seconds, on how long a step waits for callers that are still sampling
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05
 
 
@@ -52,7 +52,7 @@ class Caller:
     sampling_since: float | None = None
     is_late: bool = False  # whether its last sampling took longer than a step waits for it
     has_committed: bool = False  # whether it has its first token, and has committed its span
-    has_ended: bool = False  # whether its last tokens were sampled in another thread
+    has_ended: bool = False  # whether a step has ended it: its thread waits for no more logits
 
     def take(self) -> Ready:
         """Called in its thread: takes the logits that are ready, to sample them."""
@@ -101,9 +101,9 @@ class SharedLoop(CallLoop):
         self.stepper: Caller | None = None  # the caller whose thread is taking a step
         # generations to drop after the current step, which may write to their blocks
         self._deferred_drops: list[Generation] = []
-        # how many seconds a step waits for callers that sample, and for new calls after the last
-        # step: the duration of the last step, but at least `MIN_PATIENCE` and at most
-        # `MAX_PATIENCE`
+        # how long, in seconds, a step waits for callers that are still sampling and, counted from
+        # the end of the last step, for new calls: the duration of the last step, within
+        # `MIN_PATIENCE` and `MAX_PATIENCE`
         self._patience = MAX_PATIENCE
         # when the last step began and ended; at first, times just before the loop was made
         self._last_end = time.perf_counter()
@@ -142,10 +142,12 @@ class SharedLoop(CallLoop):
         """Copies tokens to the host. If this caller is the only one and no step is in progress,
         `run_ahead` copies them, and meanwhile launches the next step."""
         with self._lock:
-            if len(self._callers) > 1 or self.stepper is not None:
-                host_tokens: list[int] = tokens.tolist()
-                return host_tokens
-            self.stepper = caller
+            is_alone = len(self._callers) == 1 and self.stepper is None
+            if is_alone:
+                self.stepper = caller
+        if not is_alone:  # without the lock: on a GPU, the copy waits for work launched before it
+            host_tokens: list[int] = tokens.tolist()
+            return host_tokens
         try:
             return run_ahead(tokens)
         finally:
@@ -177,8 +179,8 @@ class SharedLoop(CallLoop):
                 self._step()
 
     def _seconds_until_step(self) -> float:
-        """Returns how many seconds the next step still waits for callers that sample, for calls
-        that start, or for blocks; zero or less if the step is due."""
+        """Returns how many seconds the next step still waits for callers that are sampling, for
+        calls that are starting, or for blocks; zero or less if the step is due."""
         start_times = [
             caller.sampling_since
             for caller in self._callers.values()
@@ -219,9 +221,10 @@ class SharedLoop(CallLoop):
         return bool(callers) and (stepper is not None or self._shortage is None)
 
     def _step(self) -> None:
-        """Takes a step for all callers. If blocks are too few and waiting is useless, ends the
-        first generation that waits for logits and holds blocks of ended rows or, if there is none,
-        the one whose request would be admitted next. Raises an interrupt of the sampling."""
+        """Takes a step for all callers. If there are too few blocks and waiting cannot help, ends
+        the first generation that waits for logits and holds blocks of ended rows or, if there is
+        none, the one whose request would be admitted next. Raises an interrupt that stopped
+        sampling."""
         start = self._last_start = time.perf_counter()
         ready: Ready = []
         interrupt: BaseException | None = None
@@ -308,9 +311,11 @@ class SharedLoop(CallLoop):
             for part in (generation, *generation.parts):
                 caller.fail(part.error)
             caller.end_step([])
+        with self.loop.memory.lock:  # other callers remove their rows under it
+            generations = self.loop.ledger.generations()
         self.loop.recover(
             generation
-            for generation in self.loop.ledger.generations()
+            for generation in generations
             if generation.is_sampling and generation not in delivered_generations
         )
 

@@ -74,7 +74,8 @@ class RoomMissingError(ImportError):
 @functools.cache
 def is_installed(name: str) -> bool:
     """Whether the room with this name (`ROOMS`) is installed."""
-    return importlib.util.find_spec(f"{__package__}.{name}") is not None
+    spec = importlib.util.find_spec(f"{__package__}.{name}")
+    return spec is not None and spec.origin is not None  # `None`: a folder without the module
 
 
 @functools.cache
@@ -179,11 +180,11 @@ class AdaptersRoom(Protocol):
 
     def check_served(self, model: nn.Module, adapter: Hashable) -> None:
         """Raises `ValueError` if the model, with its layers switched to the adapter (`None`: with
-        the adapters that are active now), would compute other results than PEFT does."""
+        the adapters that are active now), would not compute PEFT's results."""
 
     def has_activated_lora(self, model: nn.Module) -> bool:
-        """Whether the model has an activated LoRA (aLoRA). Then `check_served` depends on which
-        adapters are active, so that it may raise although it has passed before."""
+        """Whether the model has an activated LoRA (aLoRA). If so, `check_served` depends on which
+        adapters are active: it may raise even if it has passed before."""
 
     resolve_adapter: Callable[..., ResolvedAdapter]
     """Takes a model, the option `adapter` of a request, and whether the prompt consists of token
@@ -194,8 +195,9 @@ class AdaptersRoom(Protocol):
 
     def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
         """A context that hides the `adapter_names` of PEFT's `generate` from the forwards of the
-        running call. The context's value is the list of these names or, if the call runs in code
-        that runs with an adapter, of this adapter; `None` if there are none."""
+        running call. The context's value is the list of these names. Without names, it has only the
+        adapter that the surrounding code has activated, or is empty if that is not one adapter.
+        `None`: there are no names, and no adapter is in use."""
 
     wrapper_methods: Callable[[Any], Mapping[str, Callable[..., Any]]]
     """Takes the class `PeftModel`. Returns the methods that replace its own, by name, so that calls
@@ -258,8 +260,8 @@ class RectanglesRoom(Protocol):
 
     def reasons_against_call(self, call: Candidate, reason: str) -> Iterator[str]:
         """Yields the reasons why the engine cannot run the rows of a call; `reason` says why they
-        cannot be packed. The caller reports the first. Without one, sets the call's layout,
-        paddings and prompts."""
+        cannot be packed. The caller reports the first reason. If there is none and the rows must
+        stay together, sets the call's layout, paddings and prompts."""
 
     def prepare(
         self, capability: Capability, layout: Layout, state: RequestState, prompts: Prompts
@@ -314,9 +316,9 @@ class MediaRoom(Protocol):
     `IndexError` if the prompt is longer than the model's table of positions."""
 
     run_prompts: Callable[..., LogitsPart]
-    """Takes a model, an empty cache, a list of `WholePrompts` that `check` has returned, and the
-    step's plan. Runs one forward of all rows of these prompts, even if the step does not compute
-    them; returns the logits of the step's rows."""
+    """Takes a model, an empty cache, a list of `WholePrompts`, whose prompts `check` has returned,
+    and the step's plan. Runs one forward of all rows of these prompts, including rows that the step
+    does not compute; returns the logits of the step's rows."""
 
     position_axes: Callable[..., list[list[int]] | None]
     """Takes a step's plan and the tokens' positions in their sequences. Returns

@@ -332,7 +332,7 @@ def check_ids(value: Any, mask: Any, is_whole_prompt: bool) -> None:
         return
     if not isinstance(value, Tensor):
         raise ValueError(
-            f"`input_ids` are {shown(value)}: pass a tensor of token ids, "
+            f"`input_ids` are {shown(value)}: pass a tensor of token ids, for example "
             '`model.generate(**tokenizer(texts, padding=True, return_tensors="pt"), ...)`'
         )
     shape = tuple(value.shape)

@@ -117,7 +117,7 @@ class Ledger:
         token_ids = request.sequences[index].token_ids
         token_ids.append(token)
         self.num_generated_tokens += 1
-        if len(token_ids) > request.max_forward_tokens:
+        if len(token_ids) > request.max_computable_length:
             self.overlong_requests.append((generation, request))
 
     def apply(self, generation: Generation, result: SampledTokens) -> None:
@@ -135,7 +135,7 @@ class Ledger:
             sequence.token_ids.append(result.tokens[row])
             if row in finished_rows:
                 self._end_row(generation, row)
-            elif sequence.num_tokens > sequence.request.max_forward_tokens:
+            elif sequence.num_tokens > sequence.request.max_computable_length:
                 self.overlong_requests.append((generation, sequence.request))
         if draft is not None and generation.drafter is not None:
             num_accepted = len(result.earlier_tokens)

@@ -302,7 +302,6 @@ class StepLoop:
                 # under the lock until the copies are made: other threads may change tables
                 if self.ledger.overlong_requests:
                     self._end_overlong_generations()
-                start = time.perf_counter()
                 try:
                     plan = self.scheduler.schedule()
                 except NeverFitsError as error:  # ends the request that does not fit
@@ -327,8 +326,6 @@ class StepLoop:
             logits = None
             if plan.sequences:
                 logits = self._run(plan)
-        for request in plan.admitted:
-            request.end_first_step(start)
         return plan, logits
 
     def _run(self, plan: StepPlan) -> Tensor | None:
@@ -352,6 +349,8 @@ class StepLoop:
             self.scheduler.commit(plan)
             if self.scheduler.queue.suspects:
                 self.scheduler.queue.suspects.clear_computed()
+        for request in plan.admitted:
+            request.note_first_step(start)
         if plan.has_chunks:
             self.scheduler.preemption.cost_model.observe_prefill(plan.num_tokens, seconds)
         elif self.drafter.instance is not None:
@@ -405,7 +404,7 @@ class StepLoop:
         while overlong_requests:
             generation, request = overlong_requests.popleft()
             if request.exceeds_positions and not generation.is_closed:
-                max_positions = request.max_forward_tokens
+                max_positions = request.max_computable_length
                 error = IndexError(
                     f"request {request.request_id!r} cannot continue: the model's table of"
                     f" positions ends after {max_positions} of the request's tokens. Lower"

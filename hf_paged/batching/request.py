@@ -177,7 +177,7 @@ class Rope(Protocol):
 
     must_recompute: bool  # whether a sequence is recomputed when its factors change
 
-    def factors(self, length: int) -> int:
+    def factors_id(self, length: int) -> int:
         """Returns a number that identifies the factors of a sequence of `length` tokens."""
 
 
@@ -185,7 +185,7 @@ class RopeNamespace(NamedTuple):
     """The namespace of prefixes computed with rotary factors that differ from the default ones."""
 
     default: Hashable  # the namespace with the default factors
-    factors: int  # as from `Rope.factors`
+    factors_id: int  # of `Rope.factors_id`
 
 
 class RowsError(Exception):
@@ -212,7 +212,7 @@ class Request:
     # the adapter, the cache salt, ...: only requests of one namespace share prefixes
     namespace: Hashable = None
     adapter: Hashable = None  # adapter of its forwards; `None`: the model as it is
-    adapter_bytes: int = 0  # bytes that the adapter's weights take of the pool while it runs
+    adapter_bytes: int = 0  # pool bytes that the adapter's weights occupy while the request runs
     # for a prompt with inputs besides token ids, which the model's own forward computes as a whole:
     # the call's `Prompts`, which the runner reads, and the prompt's row in them
     inputs: tuple[Any, int] | None = None
@@ -238,8 +238,9 @@ class Request:
     drafts_first_token: bool = False
     # total length of its open sequences when it was last preempted while running alone; -1: never
     num_tokens_alone: int = -1
-    rope_factors: int = 0  # identifies its rotary factors (`Rope.factors`)
-    max_forward_tokens: int = sys.maxsize  # of the longest sequence that a forward can compute
+    rope_factors_id: int = 0  # of `Rope.factors_id`
+    # maximum length of a sequence whose tokens can all be computed, by the table of positions
+    max_computable_length: int = sys.maxsize
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     # its own `max_time` criteria, whose clocks start with the first step that runs it
     time_criteria: Collection[Any] = ()
@@ -286,8 +287,8 @@ class Request:
                 f"the prompt of request {self.request_id!r} takes {length} positions, and the"
                 f" model's table of positions holds {num_positions}: shorten the prompt"
             )
-        self.max_forward_tokens = num_positions - shift
-        self.max_num_tokens = min(self.max_num_tokens, self.max_forward_tokens + 1)
+        self.max_computable_length = num_positions - shift
+        self.max_num_tokens = min(self.max_num_tokens, self.max_computable_length + 1)
 
     def update_factors(self, rope: Rope) -> bool:
         """Updates the rotary factors, and returns whether they changed. If so, also updates the
@@ -295,15 +296,15 @@ class Request:
         length = self.num_prompt_tokens
         if rope.must_recompute:
             length = max(sequence.num_tokens for sequence in self.open_sequences)
-        factors = rope.factors(length)
-        if factors == self.rope_factors:
+        factors_id = rope.factors_id(length)
+        if factors_id == self.rope_factors_id:
             return False
         namespace = self.namespace
         if isinstance(namespace, RopeNamespace):
             namespace = namespace.default
         if namespace is not UNCACHED:
-            namespace = RopeNamespace(namespace, factors)
-        self.rope_factors = factors
+            namespace = RopeNamespace(namespace, factors_id)
+        self.rope_factors_id = factors_id
         self.namespace = namespace
         return True
 
@@ -340,9 +341,9 @@ class Request:
             sequence.reset()
         self.num_shared_tokens = 0
 
-    def end_first_step(self, start: float) -> None:
-        """Called once a step that admitted the request has computed tokens: notes its `start`, in
-        seconds of `perf_counter`, unless an earlier step has computed some."""
+    def note_first_step(self, start: float) -> None:
+        """Called once a step that admitted the request is committed: notes its `start`, in seconds
+        of `perf_counter`, unless an earlier step has been noted."""
         if self.first_step_started_at is None:
             self.first_step_started_at = start
 
@@ -355,7 +356,7 @@ class Request:
     def exceeds_positions(self) -> bool:
         """Whether an open sequence has tokens past the table of positions."""
         return any(
-            sequence.num_tokens > self.max_forward_tokens for sequence in self.open_sequences
+            sequence.num_tokens > self.max_computable_length for sequence in self.open_sequences
         )
 
     @property

@@ -44,9 +44,9 @@ MIN_REPLAYED_STEPS = 16
 
 
 def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
-    """Prepares a call's decoding loop for the engine. If the engine cannot serve the loop, notes
-    the reason in the call and returns `None`; raises `ValueError` instead if the call needs
-    `batch_invariant`, which only the engine supports."""
+    """Prepares a call's decoding loop for the engine. If the engine cannot serve the loop, returns
+    `None`, after noting the reason in the call if the call has built the loop's cache; raises
+    `ValueError` instead if the call needs `batch_invariant`, which only the engine supports."""
     with contextlib.ExitStack() as stack:
         adapters = adapters_room_for(call.model)
         adapter_names = None
@@ -230,7 +230,7 @@ class BatchCall(Candidate):
             sequence.request = generation.rows[row][0]
             sequences.append(sequence)
         executor = loop.executor
-        shortage = Shortage(loop.memory)
+        shortage: Shortage | None = None
         while unfinished_sequences := [row for row in sequences if row.num_to_compute > 1]:
             with executor.lock, executor.attention():
                 executor.check_model()
@@ -239,7 +239,8 @@ class BatchCall(Candidate):
                     executor.run_rows(plan)
                     for sequence, count in zip(plan.sequences, plan.counts):
                         sequence.num_computed_tokens += count
-            if not len(plan) and not shortage.wait():
+            shortage = None if len(plan) else shortage or Shortage(loop.memory)
+            if shortage is not None and not shortage.wait():
                 first = unfinished_sequences[0]
                 count = first.num_to_compute - 1
                 num_needed = sum(table.num_needed_blocks(count) for table in first.blocks.tables)

@@ -81,7 +81,9 @@ class Call:
         self.repeats = 1  # number of rows per prompt
         # token ids and inputs before they are expanded to rows
         self.unexpanded: tuple[torch.Tensor, dict[str, Any]] | None = None
-        self.has_swapped_images = False  # whether the expansion gave rows the images of other rows
+        self.has_misassigned_images = (
+            False  # whether the expansion gave rows the images of other rows
+        )
         self.route_name = "plain"
         self.reason = "cache_implementation is not 'paged'"
         # how the call could get the paged cache that it requested, for the warning if it has none

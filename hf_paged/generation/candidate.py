@@ -154,7 +154,7 @@ class Candidate:
                     config.max_time is not None and is_sharded(model)
                 ),
                 Topic.INPUTS("transformers repeats images one by one instead of per row"): (
-                    self.call.has_swapped_images
+                    self.call.has_misassigned_images
                 ),
                 Topic.INPUTS(f"{mismatch}, but `input_ids` has {num_rows}"): mismatch is not None,
             }
@@ -301,8 +301,8 @@ class Candidate:
         if rope is None:
             return False
         min_length = self.inputs.input_ids.shape[1] - max(self.paddings)
-        min_factors = rope.factors(min_length + self.num_embedded)
-        return min_factors != rope.factors(self.config.max_length + self.num_embedded)
+        min_factors = rope.factors_id(min_length + self.num_embedded)
+        return min_factors != rope.factors_id(self.config.max_length + self.num_embedded)
 
     @property
     def num_embedded(self) -> int:

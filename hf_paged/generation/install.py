@@ -283,11 +283,11 @@ def _expand_inputs(expand: Invocation) -> Any:
     result = expand.run()
     if compat.ENCODE_MEDIA is None and not expand.model.config.is_encoder_decoder:
         _, expanded_inputs = result
-        call.has_swapped_images |= _has_swapped_images(expand.kwargs, expanded_inputs)
+        call.has_misassigned_images |= _has_misassigned_images(expand.kwargs, expanded_inputs)
     return result
 
 
-def _has_swapped_images(inputs: dict[str, Any], expanded_inputs: dict[str, Any]) -> bool:
+def _has_misassigned_images(inputs: dict[str, Any], expanded_inputs: dict[str, Any]) -> bool:
     """Whether the expansion repeated images one by one although rows have several images, as
     transformers 5.17 does: `[A, A, B, B]` for two rows that each have the images `[A, B]`."""
     repeats = inputs.get("expand_size", 1)

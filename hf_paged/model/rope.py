@@ -40,7 +40,7 @@ class LengthRope:
         self.must_recompute = any(_drops_cache(model, limit) for limit in self._limits)
         """Whether plain `generate` recomputes all tokens when a sequence's factors change."""
 
-    def factors(self, length: int) -> int:
+    def factors_id(self, length: int) -> int:
         """Returns the id of the factors of a forward whose longest sequence has `length` tokens."""
         if self._dynamic_limits and length > self._dynamic_limits[0]:
             return length
@@ -52,9 +52,9 @@ class LengthRope:
         """Returns the ids of the factors of tokens `[first, end)` of a sequence that has
         `num_tokens` tokens, including its prompt of `num_prompt_tokens`."""
         if self.must_recompute:
-            return [self.factors(num_tokens)] * (end - first)
+            return [self.factors_id(num_tokens)] * (end - first)
         return [
-            self.factors(max(num_prompt_tokens, position + 1)) for position in range(first, end)
+            self.factors_id(max(num_prompt_tokens, position + 1)) for position in range(first, end)
         ]
 
     @property

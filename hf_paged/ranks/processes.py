@@ -37,9 +37,9 @@ class Ranks:
     Implements `seams.Processes` for calls that all of them make.
 
     Methods that communicate are collective: all members must call them in the same order. If a
-    member ends, the others get a [`RankLostError`]. If a member lives but does not call, they wait
-    at most `_FAILURE_TIMEOUT` in `check_all_failed`, and at most `_IDLE_TIMEOUT` in other methods,
-    before they also get that error. `reserving`, `reserve`, `release`, `announce_step`, `moved` and
+    member ends, the others get a [`RankLostError`]. If a member is alive but does not take part,
+    the others wait at most `_FAILURE_TIMEOUT` in `check_all_failed`, and `_IDLE_TIMEOUT` elsewhere,
+    before they get that error, too. `reserving`, `reserve`, `release`, `announce_step`, `moved` and
     `call_adapters` do not communicate, and `forward` only after an error."""
 
     leads = False
@@ -133,7 +133,7 @@ class Ranks:
         differing_ranks = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if differing_ranks:
             raise RankLostError(
-                f"ranks {differing_ranks} of {self.size} have scheduled other tokens than rank 0:"
+                f"ranks {differing_ranks} of {self.size} scheduled different tokens from rank 0:"
                 " make the same calls in every process, with the same inputs, options, seeds and"
                 " weights"
             )
@@ -221,12 +221,12 @@ def _check_heads(model: nn.Module) -> None:
 
 
 def reserving(model: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Implements `model.sharding.reserving` for a model in shards."""
+    """Implements `model.sharding.reserving` for a sharded model."""
     return processes_of(model).reserving()
 
 
 def processes_of(model: nn.Module) -> Ranks:
-    """Implements `model.sharding.processes_of` for a model in shards."""
+    """Implements `model.sharding.processes_of` for a sharded model."""
     members = compat.shard_ranks(model)
     assert members is not None
     _check_heads(model)

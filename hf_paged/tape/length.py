@@ -71,7 +71,7 @@ class Length(Tensor):
             length, number = args
             if func in _COMPARISONS:
                 return length._compare(_COMPARISONS[func], number)
-            if func in _SIGNS:
+            if func in _SIGNS and not kwargs:
                 return length._add(_SIGNS[func] * number)
         args, kwargs = tree_map_only(Length, operator.attrgetter("tensor"), (args, kwargs or {}))
         return func(*args, **kwargs)
@@ -116,6 +116,8 @@ class KeyLength(int):
 
     def __add__(self, number: int) -> int:
         return self._derive(super().__add__(number), number, 1)
+
+    __radd__ = __add__
 
     def __sub__(self, number: int) -> int:
         return self._derive(super().__sub__(number), number, -1)

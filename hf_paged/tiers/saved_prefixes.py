@@ -101,7 +101,7 @@ def save(
                     f" {manager.block_size} tokens can be saved: pass a longer prompt, or lower"
                     " `block_size`"
                 )
-            if rope is not None and rope.factors(len(ids)):
+            if rope is not None and rope.factors_id(len(ids)):
                 raise ValueError(
                     "this prompt cannot be saved: its rotary factors depend on the length of the"
                     " whole prompt"

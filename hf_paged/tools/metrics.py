@@ -19,9 +19,9 @@ except ImportError as error:
         name=error.name,
     ) from error
 
-# The numbers of requests, of prompt tokens and of generated tokens have vLLM's names, with the
-# prefix `hf_paged_` for `vllm:`, since Prometheus reserves colons for recording rules.
-# prometheus_client appends `_total` to the names of counters.
+# The metrics of running and waiting requests, prompt tokens, generated tokens and the time to the
+# first token have vLLM's names, with the prefix `hf_paged_` instead of `vllm:`, since Prometheus
+# reserves colons for recording rules. prometheus_client appends `_total` to the names of counters.
 METRICS: dict[Any, dict[str, tuple[str, str]]] = {
     prometheus.GaugeMetricFamily: {
         "kv_cache_max_blocks": ("Maximum number of blocks, if `num_blocks` is set.", "num_blocks"),
@@ -62,11 +62,11 @@ METRICS: dict[Any, dict[str, tuple[str, str]]] = {
     },
     prometheus.HistogramMetricFamily: {
         "time_to_first_token_seconds": (
-            "Time from a request's arrival to its first new token, of requests that ended.",
+            "Time from arrival to the first new token, for each request that has ended.",
             "first_token_seconds",
         ),
         "time_per_output_token_seconds": (
-            "A request's average time per token after the first, of requests that ended.",
+            "Average time per token after the first, for each request that has ended.",
             "output_token_seconds",
         ),
     },

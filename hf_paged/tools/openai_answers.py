@@ -1,5 +1,5 @@
-"""Joins answers of the app of `transformers serve`, which have one choice each, into one answer in
-OpenAI's format, and adds log-probabilities to it."""
+"""Joins answers of the `transformers serve` app, each with a single choice, into one answer with
+several choices in OpenAI's format, and adds log-probabilities."""
 
 from __future__ import annotations
 
@@ -90,13 +90,13 @@ def _total_usage(usages: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def join_streams(
-    streams: Sequence[AsyncIterable[Any]], make_logprobs: MakeLogprobs, should_send_usage: bool
+    streams: Sequence[AsyncIterable[Any]], make_logprobs: MakeLogprobs, has_usage_event: bool
 ) -> AsyncGenerator[str, None]:
     """Yields the server-sent events of streams with one choice each, joined into one stream. The
     last event of a choice has its log-probabilities. The last event of the stream has the usage of
-    all choices; with `should_send_usage`, this is a further event without choices, as in OpenAI's
-    streams. An error of a stream ends the generator with that error. The end of the generator, or
-    closing it, closes the streams."""
+    all choices; with `has_usage_event`, this is a further event without choices, as in OpenAI's
+    streams. If a stream raises an error, so does the generator. When the generator ends or is
+    closed, it closes the streams that it has begun to read."""
     num_open = len(streams)
     usages: list[dict[str, Any]] = []
     last_chunk = dict[str, Any]()
@@ -116,12 +116,12 @@ async def join_streams(
             usage = chunk.pop("usage", None)
             if usage is not None:
                 usages.append(usage)
-                if not num_open and not should_send_usage:
+                if not num_open and not has_usage_event:
                     chunk["usage"] = _total_usage(usages)
             if choices:  # otherwise the chunk may be an error event
                 last_chunk = chunk
             yield f"data: {json.dumps(chunk)}\n\n"
-    if should_send_usage and usages:
+    if has_usage_event and usages:
         usage_chunk = {**last_chunk, "choices": [], "usage": _total_usage(usages)}
         yield f"data: {json.dumps(usage_chunk)}\n\n"
 

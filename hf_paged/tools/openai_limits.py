@@ -74,7 +74,7 @@ def check_extremes(options: Mapping[str, Any]) -> None:
             raise RefusedError(str(error)) from None
         if not all(_as_list(stop_strings)):
             raise RefusedError(
-                "`stop` has an empty text, at which every answer would end at once: leave it out"
+                "`stop` contains an empty string, which would end each answer at once: leave it out"
             )
 
 
@@ -130,9 +130,9 @@ def set_max_new_tokens(model: Any, config: Any, num_prompt_tokens: int) -> None:
     config.max_new_tokens = max_length - num_prompt_tokens
 
 
-def check_beams(config: Any, options: Mapping[str, Any]) -> None:
-    """Raises `RefusedError` if beams would take too much memory: the tokens of all candidates are
-    allocated at once, for the longest answer."""
+def check_beams(config: Any, options: Mapping[str, Any], num_prompt_tokens: int) -> None:
+    """Raises `RefusedError` if beams would take too much memory: the ids of all candidates, with
+    the prompt, are allocated at once for the maximum length."""
     num_beams = options.get("num_beams")
     max_new_tokens = config.max_new_tokens
     if not isinstance(num_beams, int) or num_beams < 2 or not isinstance(max_new_tokens, int):
@@ -140,11 +140,11 @@ def check_beams(config: Any, options: Mapping[str, Any]) -> None:
     eos = config.eos_token_id
     num_eos_ids = 1 if eos is None else len(_as_list(eos))
     num_candidates = num_beams * (1 + num_eos_ids)
-    if num_candidates * max_new_tokens > MAX_BEAM_TOKENS:
+    if num_candidates * (num_prompt_tokens + max_new_tokens) > MAX_BEAM_TOKENS:
         raise RefusedError(
-            f"`num_beams` is {num_beams} for {max_new_tokens} new tokens, with {num_candidates}"
-            f" candidates per step: candidates times tokens may be at most {MAX_BEAM_TOKENS}. Lower"
-            " `max_tokens` or `num_beams`"
+            f"`num_beams` is {num_beams} for {num_prompt_tokens} tokens of the prompt and"
+            f" {max_new_tokens} new ones, with {num_candidates} candidates per step: candidates"
+            f" times tokens may be at most {MAX_BEAM_TOKENS}. Lower `max_tokens` or `num_beams`"
         )
 
 

@@ -173,7 +173,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
             # transformers accepts only floats
             biases = {ids: float(bias) for ids, bias in biases.items()}
             request.generation_options["sequence_bias"] = biases
-        check_beams(gen_config, request.generation_options)
+        check_beams(gen_config, request.generation_options, len(inputs["input_ids"]))
         check_allows_tokens(model, gen_config, request.generation_options)
         core = self.manager.engine._core
         options = RequestOptions(schema=request.fields.options.get("schema"))

@@ -90,8 +90,8 @@ def _release(pid: int, pages: Pages, offset: int, size: int) -> None:
 
 
 class Extents:
-    """Counts the extents of rows, each of which takes one mapping: ranges of adjacent addresses
-    that map adjacent pages. Linux allows `vm.max_map_count` mappings per process; all rows together
+    """Counts the extents of rows: ranges of adjacent addresses that map adjacent pages. Each extent
+    takes one mapping of the process. Linux allows `vm.max_map_count` mappings; all rows together
     may take half, since other allocations also need mappings. CUDA has no such limit."""
 
     def __init__(self, limit: float = math.inf) -> None:
@@ -362,8 +362,8 @@ class CudaPages:
 
     def reserve(self, size: int, backing: Backing | None = None) -> Addresses:
         addresses = Addresses(0, size, self._tensor, backing=backing)
-        # gets the address once it is reserved; the finalizer, which exists before, shares this
-        # list, so that no error leaks the address range
+        # filled once the range is reserved: the finalizer is registered first and shares this list,
+        # so that no error leaks the range
         reserved_addresses: list[int] = []
         when_freed(addresses, self._free, reserved_addresses, size)
         reserved_addresses.append(int(self._call_in_context("cuMemAddressReserve", size, 0, 0, 0)))
@@ -409,7 +409,8 @@ class CudaPages:
             self._mapped_pages.discard(page)
 
     def release(self, offset: int, size: int) -> None:
-        released_offsets = [start for start in self._handles if offset <= start < offset + size]
+        # a copy: another thread may map pages meanwhile
+        released_offsets = [x for x in list(self._handles) if offset <= x < offset + size]
         for start in released_offsets:
             self._call_in_context("cuMemRelease", self._handles.pop(start))
 

@@ -39,8 +39,8 @@ def test_other_models_have_none() -> None:
 
 def test_what_stands_for_factors() -> None:
     longrope, dynamic, phi3 = (rope_of(build(name)) for name in ("longrope", "dynamic", "phi3"))
-    assert [longrope.factors(length) for length in (1, 32, 33, 90)] == [0, 0, 33, 33]
-    assert [dynamic.factors(length) for length in (1, 32, 33, 90)] == [0, 0, 33, 90]
+    assert [longrope.factors_id(length) for length in (1, 32, 33, 90)] == [0, 0, 33, 33]
+    assert [dynamic.factors_id(length) for length in (1, 32, 33, 90)] == [0, 0, 33, 90]
     assert [each.must_recompute for each in (longrope, dynamic, phi3)] == [False, False, True]
     assert dynamic.token_factors(30, 35, 31, 35) == [0, 0, 33, 34, 35], (
         "past tokens keep what they had"
@@ -74,7 +74,7 @@ def test_each_token_gets_the_table_of_its_own_length(name: str, before: int | No
     rotary(hidden, torch.tensor([[0 if before is None else before]]))
     assert rope.has_short_factors == (before is None or name != "dynamic")
     held = state_of(rotary)
-    factors = [rope.factors(length) for length, positions in rows for _ in positions]
+    factors = [rope.factors_id(length) for length, positions in rows for _ in positions]
     with rope.rotating(factors):
         found = rotary(
             hidden, position_ids=torch.tensor([[p for _, positions in rows for p in positions]])

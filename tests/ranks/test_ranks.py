@@ -124,7 +124,7 @@ def test_what_is_refused_leaves_the_engine_serving() -> None:
         assert told in refused[name]
     assert first["refusals"]["tokens"] == first["plain_calls"]["greedy"]
     for each in (first, second):
-        assert "scheduled other tokens than rank 0" in each["other_seeds"]
+        assert "scheduled different tokens from rank 0" in each["other_seeds"]
     failed, changed = first["failing_forward"], first["changed_weights"]
     assert failed["error"] == "RuntimeError('a fault')" and failed["then"] == failed["first"]
     assert changed["engine"] == [changed["before"], changed["after"]]

@@ -142,8 +142,8 @@ def test_what_is_not_served_is_refused(endpoint: str, body: dict[str, Any], mess
         ({"sequence_bias": [[[5], 3e38]]}, r"`sequence_bias` has the bias 3e\+38"),
         ({"stop_strings": "a" * 4097}, "`stop` has 4097 characters"),
         ({"stop_strings": ["a"] * 65}, "`stop` has 65 strings"),
-        ({"stop_strings": ["end", ""]}, "`stop` has an empty text"),
-        ({"stop_strings": ""}, "`stop` has an empty text"),
+        ({"stop_strings": ["end", ""]}, "`stop` contains an empty string"),
+        ({"stop_strings": ""}, "`stop` contains an empty string"),
         ({"num_beams": 129}, "`num_beams` is 129: it must be a whole number up to 128"),
         ({"max_matching_ngram_size": 33}, "`max_matching_ngram_size` is 33"),
         ({"prompt_lookup_num_tokens": 129}, "`prompt_lookup_num_tokens` is 129"),
@@ -171,10 +171,11 @@ def test_extreme_options_are_refused(options: dict[str, Any], message: str) -> N
 def test_beams_that_take_much_memory_are_refused() -> None:
     config = GenerationConfig(max_new_tokens=1 << 16, eos_token_id=[2, 3, 4])
     for options in ({"num_beams": 64}, {"num_beams": 1}, {}):
-        check_beams(config, options)
-    message = r"`num_beams` is 65 for 65536 new tokens, with 260 candidates .* `max_tokens`"
-    with pytest.raises(RefusedError, match=message):
-        check_beams(config, {"num_beams": 65})
+        check_beams(config, options, 0)
+    for num_beams, num_prompt_tokens in ((65, 0), (64, 1)):
+        counts = f"is {num_beams} for {num_prompt_tokens} tokens of the prompt and 65536 new ones"
+        with pytest.raises(RefusedError, match=f"{counts}, .* candidates .* `max_tokens`"):
+            check_beams(config, {"num_beams": num_beams}, num_prompt_tokens)
 
 
 @pytest.mark.parametrize(

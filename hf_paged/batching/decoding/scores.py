@@ -203,6 +203,7 @@ class BatchableProcessors:
         return cls(processors, input_ids)
 
 
+@torch.inference_mode(False)  # the mask outlives the step, and later steps write to it
 def _update_penalty_mask(
     members: Sequence[BatchableProcessors], vocab: int, device: torch.device
 ) -> Tensor:
@@ -256,7 +257,7 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
             vocab = scores.shape[1]
             penalty_mask = _update_penalty_mask(members, vocab, scores.device)
             penalties = [processor.penalty for processor in processors]
-            penalty = numbers_on(scores.device, penalties, None)[:, None]
+            penalty = numbers_on(scores.device, penalties, torch.float)[:, None]
             quotients = _divide(scores, penalty)
             penalized_scores = torch.where(scores < 0, scores * penalty, quotients)
             scores = torch.where(penalty_mask, penalized_scores, scores)
@@ -285,9 +286,9 @@ def process_together(scores: Tensor, members: Sequence[BatchableProcessors]) -> 
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """Returns `scores.argmax(dim=-1)`, `(rows,)`; of equal maxima, the first index. Faster than
-    that call on the CPU, where torch computes a maximum ten times as fast as its index, and in half
-    precision the index twice as fast by `max` as by `argmax`."""
+    """Returns `scores.argmax(dim=-1)`, `(rows,)`; of equal maxima, the first index. On the CPU,
+    first finds the best chunk by `amax`, which takes a tenth of the time of `argmax`, and then the
+    index in that chunk by `max`, which in half precision takes half of it."""
     rows, vocab = scores.shape
     if scores.device.type != "cpu":
         return scores.argmax(dim=-1)

@@ -24,8 +24,8 @@ class SharedPrefix(NamedTuple):
 
 
 class CascadeCosts(NamedTuple):
-    """Determines the memory traffic that a cascade saves and adds: the costs of one layer, or sums
-    over the layers that use the same cascade."""
+    """The costs from which the memory traffic that a cascade saves is estimated: of one layer, or
+    combined over the layers that share the cascade."""
 
     token_bytes: int  # K and V of one token, all heads
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads
@@ -103,9 +103,10 @@ def plan_cascade(
     costs: CascadeCosts,
     window: int | None = None,
 ) -> tuple[SharedPrefix, ...]:
-    """Returns the prefixes, each row in at most one, that save the most bytes: a shared block is
-    read once per `rows_per_read` rows instead of once per row, but each row writes and reads one
-    state per split and one for its tail. Returns `()` if that saves no more than `overhead_bytes`.
+    """Chooses prefixes, each row in at most one, that save bytes: a shared block is read once per
+    `rows_per_read` rows instead of once per row, but each row writes and reads one state per split
+    and one for its tail. At each prefix that rows share, takes either all of them together or only
+    subsets that share more blocks. Returns `()` if that saves no more than `overhead_bytes`.
 
     `tables[i]`: the block ids of row `i`; `seq_lens[i]`: its tokens, including the new one. The
     block of the new token is never shared, since each row writes to its own. A row longer than
@@ -132,8 +133,8 @@ def _best_prefixes(
     `num_shareable`: the number of leading blocks that each row may share."""
     if len(rows) < 2:
         return [], 0
-    # In the order of lists, a prefix that the least and the greatest table share is shared by all
-    # tables. Comparing lists runs in C.
+    # Lists compare lexicographically, so a prefix common to the least and the greatest table is
+    # common to all of them. Comparing lists runs in C.
     row_tables = [tables[row] for row in rows]
     least_table = min(row_tables)
     greatest_table = max(row_tables)

@@ -33,8 +33,8 @@ def _mix(words, position):
 
 
 @triton.jit
-def _load_bytes(address, word, num_bytes):
-    # Loads words of a tensor at any alignment, with zeros for bytes past the tensor's end.
+def _load_unaligned(address, word, num_bytes):
+    # Loads words of a tensor of `num_bytes` at any alignment, with zeros for bytes past its end.
     loaded = tl.zeros_like(word).to(tl.uint64)
     pointers = address.to(tl.pointer_type(tl.uint8))
     for byte in range(8):
@@ -66,17 +66,18 @@ def _hash_kernel(table, sums, num_tensors, num_tiles, tiles_per_program, TILE: t
         # tensors are read as bytes.
         num_word_tiles = tl.where(address % 8 == 0, size // (8 * TILE), 0)
         words_end = tl.minimum(tensor_end, first_tile + num_word_tiles)
-        words = address.to(tl.pointer_type(tl.uint64))
+        word_pointers = address.to(tl.pointer_type(tl.uint64))
         total = tl.zeros([TILE], dtype=tl.uint64)
         second_total = tl.zeros([TILE], dtype=tl.uint64)
         for current in range(tile, words_end):
             word = (current - first_tile) * TILE + lane
-            mixed, second_mixed = _mix(tl.load(words + word), (word + 1).to(tl.uint64))
+            mixed, second_mixed = _mix(tl.load(word_pointers + word), (word + 1).to(tl.uint64))
             total += mixed
             second_total += second_mixed
         for current in range(tl.maximum(tile, words_end), tensor_end):
             word = (current - first_tile) * TILE + lane
-            mixed, second_mixed = _mix(_load_bytes(address, word, size), (word + 1).to(tl.uint64))
+            loaded = _load_unaligned(address, word, size)
+            mixed, second_mixed = _mix(loaded, (word + 1).to(tl.uint64))
             # words past the end are not summed, as in `hash_portable`
             total += tl.where(word * 8 < size, mixed, 0)
             second_total += tl.where(word * 8 < size, second_mixed, 0)

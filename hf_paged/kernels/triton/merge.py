@@ -25,9 +25,9 @@ def merge_kernel(
     out_lse,
     num_parts,
     num_queries,
-    partials_part,
-    partials_token,
-    partials_head,
+    partials_stride_part,
+    partials_stride_token,
+    partials_stride_head,
     HEADS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
@@ -35,8 +35,7 @@ def merge_kernel(
     BLOCK_PARTS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    # Each program merges one query and BLOCK_HEADS heads. `partials_x` is the stride of `partials`
-    # along the axis `x`.
+    # Each program merges one query and BLOCK_HEADS heads.
     position = tl.program_id(0).to(tl.int64)
     token, source, first = position, position, 0
     if row_items is not None:
@@ -81,7 +80,11 @@ def merge_kernel(
         acc += weight[:, None] * tail_values.to(tl.float32)
     rows = (
         partials
-        + (first * partials_part + source * partials_token + head * partials_head)[None, :, None]
+        + (
+            first * partials_stride_part
+            + source * partials_stride_token
+            + head * partials_stride_head
+        )[None, :, None]
     )
     for begin in range(0, num_parts, STEP):
         part = (begin + tl.arange(0, STEP)).to(tl.int64)[:, None]
@@ -91,7 +94,9 @@ def merge_kernel(
         weights = tl.exp2((lse - anchor[None, :]) * LOG2_E)[:, :, None]
         mask = (weights > 0.0) & (dim < VALUE_DIM)[None, None, :]
         values = tl.load(
-            rows + part[:, :, None] * partials_part + dim[None, None, :], mask=mask, other=0.0
+            rows + part[:, :, None] * partials_stride_part + dim[None, None, :],
+            mask=mask,
+            other=0.0,
         )
         acc += tl.sum(weights * values.to(tl.float32), axis=0)
 
@@ -116,7 +121,7 @@ def merge(
 ) -> None:
     """Merges the attention results over parts of the keys into the result over all keys, and writes
     it to `out` (FlashInfer, arXiv 2501.01005, section 2.2). Ignores the values of parts whose
-    log-sum-exp is `-inf`; if all are such parts, writes zeros. If the kernel cannot be launched,
+    log-sum-exp is `-inf`; if every part's is, writes zeros. If the kernel cannot be launched,
     merges in PyTorch rather than raising: computing the parts again would take longer.
 
     Args:

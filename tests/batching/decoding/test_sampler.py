@@ -114,8 +114,9 @@ MIXED: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("default_dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_rows_that_divide_by_different_numbers_get_the_scores_that_each_gets_alone(
-    device: torch.device,
+    device: torch.device, default_dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = 5 * torch.randn(4, 4096, generator=generator).to(device)
@@ -125,7 +126,11 @@ def test_rows_that_divide_by_different_numbers_get_the_scores_that_each_gets_alo
         penalty = stock.RepetitionPenaltyLogitsProcessor(number)
         lists.append(LogitsProcessorList([penalty, stock.TemperatureLogitsWarper(number)]))
         members.append(BatchableProcessors.of(lists[row], input_ids[row : row + 1]))
-    together = process_together(scores, members)
+    torch.set_default_dtype(default_dtype)
+    try:
+        together = process_together(scores, members)
+    finally:
+        torch.set_default_dtype(torch.float32)
     for row, processors in enumerate(lists):
         rows = slice(row, row + 1)
         assert torch.equal(together[rows], processors(input_ids[rows], scores[rows].clone()))

@@ -71,18 +71,7 @@ class StepPlan:
     def select(self, rows: Sequence[int]) -> StepPlan:
         """Returns the plan of these rows alone, in this order, in which decodes must come first.
         It has no admitted or preempted requests."""
-        counts = [self.counts[row] for row in rows]
-        num_logits = [self.num_logits[row] for row in rows]
-        sequences = [self.sequences[row] for row in rows]
-        return StepPlan(
-            sequences,
-            [self.starts[row] for row in rows],
-            counts,
-            num_logits,
-            num_decodes=_count_decodes(counts, num_logits),
-            has_drafts=self.has_drafts and any(sequence.draft for sequence in sequences),
-            has_inputs=self.has_inputs,
-        )
+        return StepPlan.of([(self.sequences[row], self.counts[row]) for row in rows])
 
     def digest(self) -> int:
         """Returns a hash of the rows' positions, tokens, numbers of draft tokens and adapters,

@@ -63,13 +63,6 @@ def join(memory: Any) -> None:
         _pools = (*live_refs, weakref.ref(memory))
 
 
-def share(memory: Any) -> int | None:
-    """Returns the maximum number of bytes that this pool may hold: the budget less the bytes of all
-    other pools that are in use; `None` without a budget for it."""
-    total = limit(memory)  # read once: another thread may change it
-    return None if total is None else total - bytes_of_others(memory)
-
-
 def bytes_of_others(memory: Any) -> int:
     """Returns the bytes of all other pools that are in use."""
     return sum(pool.charged_bytes for pool in _other_pools(memory) if pool.is_used)

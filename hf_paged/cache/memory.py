@@ -290,7 +290,9 @@ class PagedMemory:
     def _max_bytes(self, assume_unused: bool = False) -> int | None:
         """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without
         either. With `assume_unused`, as if no other pool were in use."""
-        budget_bytes = budget.limit(self) if assume_unused else budget.share(self)
+        budget_bytes = budget.limit(self)
+        if budget_bytes is not None and not assume_unused:
+            budget_bytes -= budget.bytes_of_others(self)
         fraction = self.config.memory_fraction
         if fraction is not None and self._fraction_limit is None:
             fraction_limit = self.fraction_bytes()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -259,21 +259,14 @@ class PagedTensor(ReadOnlyTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handles = [
-            tensor
-            for tensor in _lazy_tensors((args, kwargs))
-            if isinstance(tensor, PagedTensor) and tensor.layer.rows is not None
-        ]
-        if handles and func in _READS_STRIDES:
-            for handle in handles:
-                handle.make_contiguous()
+        if func in _READS_STRIDES:
+            _make_contiguous((args, kwargs))
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:  # such as a view that requires a contiguous tensor
             if func._schema.is_mutable or is_interrupt(error):
                 raise
-            num_changed = sum(handle.make_contiguous() for handle in handles)
-            if not num_changed:
+            if not _make_contiguous((args, kwargs)):
                 raise
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -418,12 +411,8 @@ def _to_dense(value: Any) -> Any:
     return value
 
 
-def _lazy_tensors(arguments: Iterable[Any]) -> Iterator[LazyTensor]:
-    """Yields the lazy tensors in arguments of a function: faster than `tree_leaves`."""
-    for value in arguments:
-        if isinstance(value, LazyTensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _lazy_tensors(value)
-        elif isinstance(value, dict):
-            yield from _lazy_tensors(value.values())
+def _make_contiguous(arguments: Any) -> int:
+    """Calls `PagedTensor.make_contiguous` of the handles in arguments of a function, in layers
+    whose rows virtual storage maps. Returns how many of them were not contiguous."""
+    handles = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, PagedTensor))
+    return sum(handle.make_contiguous() for handle in handles if handle.layer.rows is not None)

@@ -65,10 +65,10 @@ class PrefixIndex:
         pools: Sequence[BlockPool],
         windows: Sequence[int | None],
         node_size: int,
-        ratios: Sequence[int] | None = None,
+        ratios: Sequence[int],
     ) -> None:
         self.node_size = node_size
-        self._ratios = [1] * len(pools) if ratios is None else list(ratios)
+        self._ratios = list(ratios)
         # distance, in nodes, between positions at which blocks of all groups end
         self.stride = max(self._ratios, default=1)
         self._pools = list(pools)
@@ -80,13 +80,9 @@ class PrefixIndex:
         # `(group, block_id)` of blocks registered since `begin_step`, which are not computed yet;
         # `None` outside of a step
         self._step_blocks: dict[tuple[int, int], None] | None = None
-        self._offload: Offload | None = None
-
-    def offload_to(self, offload: Offload | None) -> None:
-        """Sets the function that is called for every block that an eviction removes, while the
-        block still has its content, unless the block is not computed yet or has no digest. `None`:
-        no function."""
-        self._offload = offload
+        # called for every block that an eviction removes, while the block still has its content,
+        # unless the block is not computed yet or has no digest; `None`: no function
+        self.offload: Offload | None = None
 
     def root(self, namespace: Hashable) -> Node:
         """Returns the root node of a namespace, for `add`."""
@@ -236,8 +232,8 @@ class PrefixIndex:
         """Offloads a block that the pool evicts, while its content is intact, and unregisters
         it."""
         try:
-            if self._offload is not None:
-                self._offload_subtree(self._registered[group][block_id], group, self._offload)
+            if self.offload is not None:
+                self._offload_subtree(self._registered[group][block_id], group, self.offload)
         finally:
             self._unregister(group, block_id)
 

@@ -220,14 +220,11 @@ class BlockPool:
     def check_writable(self, block_ids: Iterable[int]) -> None:
         """Raises `AssertionError`, now and from every later `check_integrity`, if one of the blocks
         that are about to be written is shared or kept."""
-        if self.is_exclusive:
-            return
         for block_id in block_ids:
-            refcount = self._refcounts[block_id]
-            if refcount != 1 or block_id in self._kept:
+            if self.is_read_only(block_id):
                 self._write_error = (
-                    f"block {block_id} would be overwritten: refcount {refcount},"
-                    f" kept: {block_id in self._kept}"
+                    f"block {block_id} would be overwritten: refcount"
+                    f" {self._refcounts[block_id]}, kept: {block_id in self._kept}"
                 )
                 raise AssertionError(self._write_error)
 

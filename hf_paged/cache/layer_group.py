@@ -91,7 +91,7 @@ class LayerGroup:
         batch_size: int,
         context_len: int,
         query_len: int,
-        device: torch.device | str = "cpu",
+        device: torch.device,
     ) -> StepMetadata:
         """Makes logical positions `[context_len, context_len + query_len)` writable in every row.
         Returns the step, on `device` unless another layer began it. Raises `OutOfBlocksError`, with
@@ -273,7 +273,7 @@ class LayerGroup:
         self,
         length: int,
         query_len: int,
-        device: torch.device | str,
+        device: torch.device,
     ) -> StepMetadata:
         tables = self.tables
         size = self.group_memory.block_size

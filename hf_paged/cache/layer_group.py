@@ -184,9 +184,10 @@ class LayerGroup:
 
     @guarded
     def _make_writable(self, context_len: int, length: int) -> None:
-        """Makes logical positions `[context_len, length)` writable; another layer of the group may
-        already have stored some of them. Borrowed tables lack blocks only for tokens that the
-        model's own code adds. Raises `ValueError` if the layer cannot catch up with that layer."""
+        """Frees blocks outside the window and makes logical positions `[context_len, length)`
+        writable; another layer of the group may already have stored some of them. Borrowed tables
+        lack blocks only for tokens that the model's own code adds. Raises `ValueError` if the layer
+        cannot catch up with that layer."""
         if context_len < self.length:
             if context_len == 0 and any(self.paddings):
                 raise ValueError(
@@ -196,47 +197,37 @@ class LayerGroup:
                 )
             # a first prefill attends only to its new K/V
             self._check_window(context_len or length)
+        window = self.spec.window
+        is_borrowed = self.rows.is_borrowed
         tables = self.tables
         ranges = [
             (max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings
         ]
         with self.memory.changing():
-            self._extend(tables, ranges, context_len, length)
+            if window is not None and length > self.length and not self.record_past:
+                is_first_prefill = context_len == 0 and not self.length and not is_borrowed
+                first_visible = self.spec.first_visible(length)
+                self._drop_outside_window(context_len)
+                if is_first_prefill and length >= window:
+                    # a first prefill attends only to its new K/V, so it stores none that will be
+                    # outside the window
+                    for table, padding in zip(tables, self.paddings):
+                        table.skip(max(0, first_visible - padding))
+            tables_and_ranges = zip(tables, ranges)
+            if any(table.read_only_blocks(*tokens) for table, tokens in tables_and_ranges):
+                self.rows.handles.gather()
+            if self.rows.manager.extend(self.index, tables, ranges) or is_borrowed:
+                self._block_tables = None
+            if is_borrowed:
+                for blocks in self.rows.sequences:
+                    blocks.limit_capacity()  # their owner has counted fewer tokens
+            self.length = max(self.length, length)
+            self.memory.note_progress()
         self.group_memory.pool.check_writable(
             block_id
             for table, tokens in zip(tables, ranges)
             for block_id in table.read_only_blocks(*tokens)
         )
-
-    def _extend(
-        self,
-        tables: list[BlockTable],
-        ranges: list[tuple[int, int]],
-        context_len: int,
-        length: int,
-    ) -> None:
-        """Frees blocks outside the window and makes tokens `ranges[i]` of `tables[i]` writable."""
-        window = self.spec.window
-        drops_past = length > self.length and not self.record_past
-        if drops_past and window is not None:
-            is_first_prefill = context_len == 0 and not self.length and not self.rows.is_borrowed
-            first_visible = self.spec.first_visible(length)
-            self._drop_outside_window(context_len)
-            if is_first_prefill and length >= window:
-                # a first prefill attends only to its new K/V, so it stores none that will be
-                # outside the window
-                for table, padding in zip(tables, self.paddings):
-                    table.skip(max(0, first_visible - padding))
-        tables_and_ranges = zip(tables, ranges)
-        if any(table.read_only_blocks(*tokens) for table, tokens in tables_and_ranges):
-            self.rows.handles.gather()
-        if self.rows.manager.extend(self.index, tables, ranges) or self.rows.is_borrowed:
-            self._block_tables = None
-        if self.rows.is_borrowed:
-            for blocks in self.rows.sequences:
-                blocks.limit_capacity()  # their owner has counted fewer tokens
-        self.length = max(self.length, length)
-        self.memory.note_progress()
 
     def _check_window(self, length: int) -> None:
         """Raises `ValueError` unless all tokens that the next query after `length` positions sees

@@ -27,7 +27,34 @@ from .waits import Shortage
 EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
-class PagedLayer(cache_utils.DynamicLayer):
+class RowOperations:
+    """Operations on rows of a layer or a cache, by the row indices that its `reorder_cache`
+    takes."""
+
+    def batch_select_indices(self: Any, indices: Tensor) -> None:
+        """Keeps the rows `indices` (row indices or a boolean mask), in that order. Raises
+        `IndexError` for a mask of another shape."""
+        num_rows = self._num_rows
+        if not num_rows:
+            return
+        indices = _as_tensor(indices)
+        if indices.dtype == torch.bool:
+            if indices.shape != (num_rows,):
+                raise IndexError(
+                    f"the mask of rows has the shape {tuple(indices.shape)}, but the cache has"
+                    f" {num_rows} rows: pass a mask of shape ({num_rows},)"
+                )
+            indices = indices.nonzero().squeeze(-1)
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self: Any, repeats: int) -> None:
+        """Repeats each row `repeats` times, sharing its blocks; linear-attention states are
+        copied."""
+        rows = torch.arange(self._num_rows, device="cpu")
+        self.reorder_cache(rows.repeat_interleave(repeats))
+
+
+class PagedLayer(RowOperations, cache_utils.DynamicLayer):
     """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. `keys` and
     `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step, the
     layer holds no rows. K/V computed with gradients are also kept as tensors with their graph, as
@@ -310,16 +337,9 @@ class PagedLayer(cache_utils.DynamicLayer):
         self._run_once(self.group.rows.select, indices)
         self._select_in_graph(lambda states: states[indices])
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices` (row indices or a boolean mask), in that order."""
-        num_rows = len(self.group.rows.sequences)
-        if num_rows:
-            self.reorder_cache(row_indices(indices, num_rows))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times, sharing its blocks."""
-        num_rows = len(self.group.rows.sequences)
-        self.reorder_cache(repeated_rows(num_rows, repeats))
+    @property
+    def _num_rows(self) -> int:
+        return len(self.group.rows.sequences)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside
@@ -450,22 +470,3 @@ def _as_tensor(rows: Any) -> Tensor:
     if isinstance(rows, Tensor):
         return rows
     return torch.as_tensor(rows, device="cpu")
-
-
-def row_indices(indices: Tensor, num_rows: int) -> Tensor:
-    """Converts a boolean mask `(num_rows,)` to row indices `(n,)`; returns other `indices`
-    as a tensor. Raises `IndexError` for a mask of another shape."""
-    indices = _as_tensor(indices)
-    if indices.dtype != torch.bool:
-        return indices
-    if indices.shape != (num_rows,):
-        raise IndexError(
-            f"the mask of rows has the shape {tuple(indices.shape)}, but the cache has {num_rows}"
-            f" rows: pass a mask of shape ({num_rows},)"
-        )
-    return indices.nonzero().squeeze(-1)
-
-
-def repeated_rows(num_rows: int, repeats: int) -> Tensor:
-    """Returns the indices of all rows, each `repeats` times, `(num_rows * repeats,)` int64."""
-    return torch.arange(num_rows, device="cpu").repeat_interleave(repeats)

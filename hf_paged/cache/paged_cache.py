@@ -20,7 +20,7 @@ from ..step import ReadCounters, StepMetadata
 from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
-from .layers import PagedLayer, repeated_rows, row_indices
+from .layers import PagedLayer, RowOperations
 from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
@@ -47,7 +47,7 @@ class _WeaklyBound:
         return _WeaklyBound(self._function, cache)
 
 
-class PagedCache(DynamicCache):
+class PagedCache(RowOperations, DynamicCache):
     """A transformers cache whose keys and values are stored in blocks of a pool (PagedAttention,
     arXiv 2309.06180, section 4). Layers with equal specs share block tables; rows share blocks
     until one row writes (copy-on-write); layers with a sliding window free the blocks that leave
@@ -308,16 +308,6 @@ class PagedCache(DynamicCache):
                 row_counts = [len(state) for state in states if state is not None]
                 num_rows = max([num_rows, *row_counts])
         return num_rows
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times, sharing its blocks; linear-attention states are
-        copied."""
-        self.reorder_cache(repeated_rows(self._num_rows, repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices` (row indices or a boolean mask), in that order."""
-        if self._num_rows:
-            self.reorder_cache(row_indices(indices, self._num_rows))
 
     def reset(self) -> None:
         """Frees all blocks and empties the cache, which can then be reused."""

@@ -4,6 +4,7 @@ implements `update`."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 
 from .. import rooms
@@ -20,15 +21,51 @@ from ..step import ReadCounters, StepMetadata
 from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
-from .layers import PagedLayer, RowOperations
+from .layers import (
+    PagedHybridLayer,
+    PagedHybridSlidingWindowLayer,
+    PagedIndexedLayer,
+    PagedLayer,
+    PagedSlidingWindowLayer,
+    RowOperations,
+)
 from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
 from .sequence_blocks import SequenceBlocks
-from .stand_ins import paged_layer, spec_of
 from .storage import fit_blocks
 
 DEFAULT_MEMORY_FRACTION = 0.5  # of free memory, if the config sets no `memory_fraction`
+
+_PAGED_LAYERS: dict[type, type[PagedLayer]] = {
+    cache_utils.DynamicLayer: PagedLayer,
+    cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
+    cache_utils.DynamicIndexedLayer: PagedIndexedLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: PagedHybridSlidingWindowLayer,
+}
+"""By stock layer of transformers, the paged layer that replaces it."""
+
+
+def spec_of(layer: Any, kind: str) -> GroupSpec | None:
+    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if no paged
+    layer replaces the stock layer."""
+    if isinstance(layer, PagedLayer):
+        return dataclasses.replace(layer.group.spec, kind=kind)
+    if type(layer) not in _PAGED_LAYERS:
+        return None
+    window = getattr(layer, "sliding_window", None)
+    return GroupSpec(kind, window)
+
+
+def _paged_layer(layer: Any, group: LayerGroup, index: int) -> Any:
+    """Returns a new paged layer in place of `layer`, the stock or paged layer `index` of a cache.
+    `group` has the layer's spec (`spec_of`)."""
+    stock_class = type(layer)
+    layer_class: Any = _PAGED_LAYERS.get(stock_class, stock_class)
+    if issubclass(layer_class, PagedHybridLayer):
+        return layer_class(group, index, layer.number_of_states)
+    return layer_class(group, index)
 
 
 class _WeaklyBound:
@@ -169,10 +206,11 @@ class PagedCache(RowOperations, DynamicCache):
         self.groups = {spec: LayerGroup(self.rows, spec) for spec in distinct_specs}
         layers = []
         for index, (layer, spec) in enumerate(zip(empty.layers, specs)):
-            group = None if spec is None else self.groups[spec]
-            if group is None and isinstance(empty, PagedCache):
+            if spec is not None:
+                layer = _paged_layer(layer, self.groups[spec], index)
+            elif isinstance(empty, PagedCache):  # Mamba states, a model's own compressed layers
                 layer = copy.deepcopy(layer)
-            layers.append(paged_layer(layer, group, index))
+            layers.append(layer)
         Cache.__init__(self, layers=layers)
         self.layer_class_to_replicate = empty.layer_class_to_replicate
 

@@ -162,8 +162,7 @@ class StepMetadata:
         in `args` are compared by identity."""
         key = (make, *args) if args else make
         try:
-            cached_plan: Plan = self._plans[key]
-            return cached_plan
+            return self._plans[key]
         except KeyError:
             pass  # `make` runs after this block, so that its errors are not chained to `KeyError`
         new_plan = self._plans[key] = make(self, *args)

@@ -222,5 +222,4 @@ def _room(config: PagedConfig) -> rooms.VirtualRoom | None:
     """Returns the room that makes a config's storage; `None` for plain blocks."""
     if config.storage == "blocks":
         return None
-    room: rooms.VirtualRoom = rooms.room("virtual", f"`storage={config.storage!r}`")
-    return room
+    return rooms.room("virtual", f"`storage={config.storage!r}`")

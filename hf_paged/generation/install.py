@@ -387,8 +387,7 @@ def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
 
 
 def _native() -> rooms.NativeRoom:
-    native_room: rooms.NativeRoom = rooms.room("native", "`continuous_batching`")
-    return native_room
+    return rooms.room("native", "`continuous_batching`")
 
 
 def _add_to_peft(module: Any) -> None:

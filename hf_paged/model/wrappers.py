@@ -19,8 +19,7 @@ def adapters_room_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | No
     model; otherwise `None`. Raises `RoomMissingError` if the room is needed but not installed."""
     if adapter is None and not getattr(model, "peft_config", None):
         return None
-    adapters: AdaptersRoom = room("adapters", "a PEFT adapter, in `adapter` or on the model,")
-    return adapters
+    return room("adapters", "a PEFT adapter, in `adapter` or on the model,")
 
 
 def resolve_adapter(model: Any, name: str | None, has_only_ids: bool = True) -> ResolvedAdapter:

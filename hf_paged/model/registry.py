@@ -156,14 +156,11 @@ def memory_for(
     key = (_memory_options(config), has_tiers, dtypes, device, processes)
     with _lock:
         old_key, old_memory = _memories.get(model, (None, None))
-        memory = old_memory
         if old_memory is None or old_memory.config.prefix_tiers != config.prefix_tiers:
             check_tiers(config)
-        has_changed = old_key != key
-        sizes = None
-        if old_memory is not None and not has_changed:
-            sizes = old_memory.better_sizes()
-        if memory is None or has_changed or sizes is not None:
+        memory = old_memory if old_key == key else None
+        sizes = None if memory is None else memory.better_sizes()
+        if memory is None or sizes is not None:
             sizes = sizes or block_sizes(model, config, expected)
             memory = PagedMemory(config, sizes=sizes, processes=processes)
         _memories[model] = key, memory

@@ -80,9 +80,7 @@ class LayerGroup:
             if context_len:
                 return None
             return sum(bool(table.block_ids) for table in self.tables)
-        row_bounds = itertools.pairwise(step.query_start)
-        query_lens = tuple(end - start for start, end in row_bounds)
-        if step.seq_lens != query_lens:
+        if step.seq_lens != step.query_lens:
             return None
         return step.num_rows
 

@@ -45,12 +45,19 @@ class StepPlan:
             starts.append(start)
             counts.append(count)
             num_logits.append(1 + num_draft_tokens if has_logits else 0)
+        # leading rows with one token, or with logits for every token, as the verification of a
+        # draft needs them
+        num_decodes = 0
+        for count, num_row_logits in zip(counts, num_logits):
+            if count not in (1, num_row_logits):
+                break
+            num_decodes += 1
         return cls(
             sequences,
             starts,
             counts,
             num_logits,
-            num_decodes=_count_decodes(counts, num_logits),
+            num_decodes=num_decodes,
             has_drafts=any(sequence.draft for sequence in sequences),
             has_inputs=any(sequence.request.inputs is not None for sequence in sequences),
         )
@@ -86,26 +93,8 @@ class StepPlan:
 
     def __str__(self) -> str:
         """A list of (request id, sequence index, tokens to compute, number of logits, adapter)."""
-        rows: list[tuple[Any, ...]] = []
-        for sequence, count, num_logits in zip(self.sequences, self.counts, self.num_logits):
-            request = sequence.request
-            row = (
-                request.request_id,
-                sequence.index,
-                count,
-                num_logits,
-                request.adapter,
-            )
-            rows.append(row)
+        rows = [
+            (row.request.request_id, row.index, count, num_logits, row.request.adapter)
+            for row, count, num_logits in zip(self.sequences, self.counts, self.num_logits)
+        ]
         return str(rows)
-
-
-def _count_decodes(counts: Sequence[int], num_logits: Sequence[int]) -> int:
-    """Counts the leading decodes: rows with one token, or with logits for every token, as the
-    verification of a draft needs them."""
-    num_decodes = 0
-    for num_tokens, num_row_logits in zip(counts, num_logits):
-        if num_tokens != 1 and num_tokens != num_row_logits:
-            break
-        num_decodes += 1
-    return num_decodes

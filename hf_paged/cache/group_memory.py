@@ -56,16 +56,11 @@ class GroupMemory:
         self.memory: PagedMemory = weakref.proxy(memory)
         states = spec.make_states()
         self.holds_states = states is not None  # if so, a block is a slot for one state
-        self.storage: Storage
-        if states is not None:
-            self.block_size = UNBOUNDED
-            self.storage = states
-        else:
-            self.block_size = memory.sizes.of(spec)
-            weak_memory = self.memory
-            self.storage = memory.make_storage(
-                memory.config, spec, self.block_size, lambda: weak_memory.gather_handles()
-            )
+        self.block_size = UNBOUNDED if self.holds_states else memory.sizes.of(spec)
+        weak_memory = self.memory
+        self.storage: Storage = states or memory.make_storage(
+            memory.config, spec, self.block_size, lambda: weak_memory.gather_handles()
+        )
         self.pool = self.storage.pool
         self.spec = spec
         self._expected_bytes = 0  # of a block over all layers, estimated from the first layer

@@ -170,14 +170,12 @@ class GroupMemory:
         has_limit = self._has_limit
         has_memory = pool.num_blocks + num_missing <= self.storage.num_rows
         if self.holds_states:
-            num_kept = num_cached if has_limit or num_cached < KEPT_STATES else 0
-        elif has_limit:
-            num_kept = num_cached if has_memory or self.storage.is_elastic else 0
-        elif self.memory.keeps_cached and has_memory and self._has_spare_memory:
-            num_kept = CACHED_RATIO * pool.peak_used
-        else:
-            num_kept = 0
-        return max(0, num_cached - num_kept)
+            return 0 if has_limit or num_cached < KEPT_STATES else num_cached
+        if has_limit:
+            return 0 if has_memory or self.storage.is_elastic else num_cached
+        if self.memory.keeps_cached and has_memory and self._has_spare_memory:
+            return max(0, num_cached - CACHED_RATIO * pool.peak_used)
+        return num_cached
 
     def _growth_step(self, growth_limit: int) -> int:
         """Returns the minimum number of blocks to add, if at most `growth_limit` may be added."""

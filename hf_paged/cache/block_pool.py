@@ -390,19 +390,16 @@ class BlockTable:
         self,
         block_ids: Sequence[int],
         num_dropped: int,
-        num_tokens: int | None = None,
+        num_tokens: int,
     ) -> None:
         """Adds computed blocks, which other tables may share, to this empty table, after
-        `num_dropped` dropped ones. `num_tokens`: the new length, including dropped tokens; `None`
-        if the last block is full. Raises `ValueError` if the table is not empty."""
+        `num_dropped` dropped ones. `num_tokens`: the new length, including dropped tokens. Raises
+        `ValueError` if the table is not empty."""
         if self.block_ids or self.num_tokens:
             raise ValueError(
                 f"blocks can only be attached to an empty table: this one holds {self.num_tokens}"
                 " tokens"
             )
-        num_blocks = num_dropped + len(block_ids)
-        if num_tokens is None:
-            num_tokens = num_blocks * self.block_size
         self.pool.acquire(block_ids)
         self.block_ids = list(block_ids)
         self.num_dropped, self.num_tokens = num_dropped, num_tokens
@@ -425,7 +422,8 @@ class BlockTable:
     def skip(self, num_tokens: int) -> None:
         """Starts an empty table at token `num_tokens`, rounded down to the start of a block:
         earlier tokens are never stored."""
-        self.attach([], num_tokens // self.block_size)
+        num_dropped = num_tokens // self.block_size
+        self.attach([], num_dropped, num_dropped * self.block_size)
 
     def drop_before(self, token: int) -> None:
         """Releases the leading blocks that hold only tokens before `token`."""

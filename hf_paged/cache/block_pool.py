@@ -233,10 +233,9 @@ class BlockPool:
         agree, or if `check_writable` ever raised. Unless `is_complete`, further tables may hold
         blocks."""
         num_holders = Counter(block_id for table in tables for block_id in table)
-        for block_id in {*num_holders, *range(self.num_blocks)}:
-            refcount = 0
-            if 0 <= block_id < self.num_blocks:
-                refcount = self._refcounts[block_id]
+        refcounts = dict(enumerate(self._refcounts))
+        for block_id in {*num_holders, *refcounts}:
+            refcount = refcounts.get(block_id, 0)
             num_tables = num_holders[block_id]
             if num_tables > refcount or (is_complete and num_tables < refcount):
                 raise AssertionError(
@@ -244,9 +243,9 @@ class BlockPool:
                 )
         if self._write_error is not None:
             raise AssertionError(self._write_error)
-        unused_ids = {block_id for block_id, count in enumerate(self._refcounts) if not count}
+        unused_ids = {block_id for block_id, count in refcounts.items() if not count}
         kept_ids = self._kept.keys()
-        num_shared = sum(refcount > 1 for refcount in self._refcounts)
+        num_shared = sum(refcount > 1 for refcount in refcounts.values())
         expected = (unused_ids - kept_ids, unused_ids & kept_ids, num_shared)
         actual = (set(self._free), set(self._cached), self.num_shared)
         if actual != expected:

@@ -195,7 +195,7 @@ class PagedCache(RowOperations, DynamicCache):
         cross: PagedCache | None = None,
     ) -> None:
         self.memory, self.kind, self.cross = memory, kind, cross
-        self.counters = ReadCounters() if owner_counters is None else owner_counters
+        self.counters = owner_counters or ReadCounters()
         specs = [spec_of(layer, kind) for layer in empty.layers]
         if empty.layer_class_to_replicate is not None:
             distinct_specs = dict.fromkeys([GroupSpec(kind)])

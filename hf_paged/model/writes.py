@@ -56,10 +56,8 @@ class Notes:
 
     def overwritten_ids(self) -> set[int]:
         """The ids of the tensors that are now the values of the attributes in `overwritten`."""
-        ids = set[int]()
-        for module, names in self.overwritten.items():
-            ids.update(id(getattr(module, name, None)) for name in names)
-        return ids
+        items = self.overwritten.items()
+        return {id(getattr(module, name, None)) for module, names in items for name in names}
 
 
 _NO_NOTES = Notes()

@@ -44,9 +44,7 @@ class GroupSpec:
     def first_visible(self, length: int) -> int:
         """Returns the first position that the query at position `length` sees: as in transformers,
         the window includes the query."""
-        if self.window is None:
-            return 0
-        return max(0, length - self.window + 1)
+        return max(0, length - (self.window or UNBOUNDED) + 1)
 
     @property
     def prefix_window(self) -> int | None:

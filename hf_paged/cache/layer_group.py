@@ -195,18 +195,17 @@ class LayerGroup:
                 )
             # a first prefill attends only to its new K/V
             self._check_window(context_len or length)
-        window = self.spec.window
         is_borrowed = self.rows.is_borrowed
         tables = self.tables
         ranges = [
             (max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings
         ]
         with self.memory.changing():
-            if window is not None and length > self.length and not self.record_past:
+            if length > self.length and not self.record_past:
                 is_first_prefill = context_len == 0 and not self.length and not is_borrowed
                 first_visible = self.spec.first_visible(length)
                 self._drop_outside_window(context_len)
-                if is_first_prefill and length >= window:
+                if is_first_prefill and first_visible:
                     # a first prefill attends only to its new K/V, so it stores none that will be
                     # outside the window
                     for table, padding in zip(tables, self.paddings):

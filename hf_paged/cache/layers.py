@@ -276,11 +276,7 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
         blocks = self.blocks
         if blocks is None:
             return 0
-        window = self.group.spec.window
-        num_stored = length
-        if window is not None:
-            # the window of the next query includes the query itself
-            num_stored = min(length, window - 1)
+        num_stored = length - self.group.spec.first_visible(length)
         token_bytes = sum(heads * dim * dtype.itemsize for heads, dim, dtype in blocks.formats)
         return num_rows * num_stored * token_bytes
 
@@ -347,8 +343,7 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
         positive number is the length to keep in older versions of transformers, which log that it
         is deprecated; newer versions raise `ValueError`."""
         count = int(tokens_to_remove)
-        window = self.group.spec.window
-        is_full = window is not None and self.num_positions >= window
+        is_full = self.group.spec.first_visible(self.num_positions) > 0
         if is_full and not self.group.record_past:
             raise RuntimeError(
                 "`crop` cannot go back: the sliding window is full and older tokens were freed."

@@ -194,9 +194,9 @@ class Trial:
             rows = list[TrialRow]()
             for token_ids, prompt_length in zip(tokens.tolist(), prompt_lengths):
                 rows.append(runner.add(token_ids, prompt_length, row=len(rows)))
-            logits = []
-            for step in steps:
-                logits.append(runner.compute([(rows[number], count) for number, count in step]))
+            logits = [
+                runner.compute([(rows[number], count) for number, count in step]) for step in steps
+            ]
             return torch.cat(logits)
 
     def difference(
@@ -290,9 +290,7 @@ class TrialRunner:
         one more token. Returns the logits `(num_steps * len(rows), vocab_size)` of all steps."""
         logits = []
         for _ in range(num_steps):
-            step = []
-            for row in rows:
-                step.append((row, max(1, row.num_prompt_tokens - row.num_computed_tokens)))
+            step = [(row, max(1, row.num_prompt_tokens - row.num_computed_tokens)) for row in rows]
             logits.append(self.compute(step))
         return torch.cat(logits)
 

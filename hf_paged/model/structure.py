@@ -100,7 +100,7 @@ def _input_reasons(
     model = structure.model
     if compat.is_pipeline(model):
         yield Topic.DEVICES("its layers are in several processes")
-    if can_join and getattr(model.config, "is_encoder_decoder", False):
+    if can_join and model.config.is_encoder_decoder:
         yield Topic.ENCODER("the model has an encoder")
     if is_packed and structure.missing_arguments:
         missing_names = " and no ".join(structure.missing_arguments)

@@ -76,7 +76,7 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     cross_caches = [part for part in parts[1:] if isinstance(part, PagedCache)]
     cache.cross = cross_caches[0].empty_twin(cache.memory) if cross_caches else None
     batch = BatchCall(call, loop, cache, adapter_names)
-    reason = batch.reason_against()
+    reason = next(batch.reasons_against(), None)
     if loop.arguments.get("synced_gpus"):
         reason = Topic.OPTIONS("`synced_gpus` is set")
     if RIGHT_PADDED in f"{reason} {batch.layout.unsupported_reason}":

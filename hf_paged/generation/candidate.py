@@ -39,7 +39,7 @@ def applicable_reasons(reasons: dict[str, Any]) -> Iterator[str]:
 
 class Candidate:
     """A decoding loop of a `generate` call that the engine may serve. The layout, the paddings and
-    the prompts are valid once `reason_against` has returned `None`."""
+    the prompts are valid once `reasons_against` has yielded nothing."""
 
     def __init__(
         self, call: Call, loop: LoopCall, cache: PagedCache, adapter_names: list[str] | None
@@ -71,13 +71,9 @@ class Candidate:
         # with each prompt once; `None` if prompts are only token ids with consecutive positions
         self.prompts: Prompts | None = None
 
-    def reason_against(self) -> str | None:
-        """Returns why the engine cannot serve the call; `None` if it can."""
-        return next(self._reasons(), None)
-
-    def _reasons(self) -> Iterator[str]:
-        """Yields the reasons, of which only the first counts: later checks may assume that earlier
-        checks have passed."""
+    def reasons_against(self) -> Iterator[str]:
+        """Yields the reasons why the engine cannot serve the call, of which only the first counts:
+        later checks may assume that earlier checks have passed."""
         yield from self._reasons_against_options()
         reason = next(self._reasons_against_packing(), None)
         is_invariant = self.paged_config.batch_invariant

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -294,21 +293,17 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
     except Exception as error:  # user code
         if is_interrupt(error):
             raise
+    kind: Any = next(kind for kind in CONTAINERS if isinstance(value, kind))
     if result is value or type(result) is not type(value):
-        result = next(kind for kind in CONTAINERS if isinstance(value, kind))(value)
+        result = kind(value)
     # calls methods of the base class, since those of a user's class may refuse changes
-    if isinstance(value, dict):
+    if kind is dict:
         dict.update(result, zip(value, map(function, value.values())))
-    elif isinstance(value, list):
-        list.__setitem__(result, slice(None), map(function, value))
-    elif isinstance(value, set):
-        elements = list(map(function, value))
-        set.clear(result)
-        set.update(result, elements)
     else:
         elements = list(map(function, value))
-        deque.clear(result)
-        deque.extend(result, elements)
+        kind.clear(result)
+        fill = set.update if kind is set else kind.extend
+        fill(result, elements)
     return result
 
 

@@ -317,9 +317,7 @@ class LayerGroup:
 
     def crop(self, length: int) -> None:
         """Removes logical positions from `length` on, then frees blocks outside the window."""
-        paddings: tuple[int, ...] = ()
-        if length:
-            paddings = tuple(min(padding, length) for padding in self.paddings)
+        paddings = tuple(min(padding, length) for padding in self.paddings if length)
         for table, padding in zip(self.tables, self.paddings):
             table.truncate(max(0, length - padding))
         self.set_rows(paddings, min(self.length, length))

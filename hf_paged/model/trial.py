@@ -103,13 +103,9 @@ class Trial:
         undone."""
         model = self.model
         device = compute_device(model)
-        devices: list[torch.device] = []
-        if device.type not in ("cpu", "meta"):
-            devices.append(device)
+        devices = [] if device.type in ("cpu", "meta") else [device]
         modules = list(model.modules())
-        attention = NOTHING
-        if by_engine:
-            attention = switch_attention(modules)
+        attention = switch_attention(modules) if by_engine else NOTHING
         with (
             torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
             torch.no_grad(),

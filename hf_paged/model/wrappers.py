@@ -56,9 +56,7 @@ def unwrap_model(model: Any) -> Any:
 def _inner_model(model: Any) -> Any:
     """The model inside a wrapper; `None` if `model` is not a wrapper."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    fsdp_types: tuple[Any, ...] = ()
-    if fsdp is not None:
-        fsdp_types = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    fsdp_types = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     is_module = isinstance(model, nn.Module)
     if is_module and any(isinstance(module, fsdp_types) for module in model.modules()):
         raise ValueError(

@@ -124,11 +124,7 @@ def _replaced_methods(*loops: str) -> tuple[str, ...]:
         codes.append(inspect.unwrap(function).__code__)
     for code in codes:  # the list grows by the code of functions and comprehensions in `code`
         codes += filter(inspect.iscode, code.co_consts)
-    names: dict[str, Any] = {}
-    for code in codes:
-        for name in code.co_names:
-            if re.match("_[a-z]", name):
-                names[name] = code
+    names = {name: code for code in codes for name in code.co_names if re.match("_[a-z]", name)}
     for name in (*BEAM_METHODS, UPDATE_INPUTS):
         names.pop(name, None)
     # the methods of transformers, and those of some models, which the loops look up by `hasattr`

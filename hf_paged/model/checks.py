@@ -203,7 +203,6 @@ def judge_writes(trial: Trial) -> None:
 def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[WriteKey]]:
     """The logits of a prompt and a decode step that begin with the values `after` of these writes,
     and the keys of the writes that these forwards overwrite; `None` and no keys if one fails."""
-    overwritten_keys = set[WriteKey]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]
         for write in writes.values():
@@ -213,8 +212,10 @@ def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[Writ
             logits = trial.decode_rows(row, _FIRST_LENGTH)
         else:
             logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
-        for key, write in writes.items():
-            if not values_are_equal(write.table.get(write.name), write.after):
-                overwritten_keys.add(key)
+        overwritten_keys = {
+            key
+            for key, write in writes.items()
+            if not values_are_equal(write.table.get(write.name), write.after)
+        }
         return logits, overwritten_keys
     return None, set()

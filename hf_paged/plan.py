@@ -33,10 +33,10 @@ class StepPlan:
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
         """Plans `count` more tokens of each `(sequence, count)` in `rows`, in which decodes must
         come first."""
-        sequences: list[Any] = []
-        starts: list[int] = []
-        counts: list[int] = []
-        num_logits: list[int] = []
+        sequences = []
+        starts = []
+        counts = []
+        num_logits = []
         for sequence, count in rows:
             start = sequence.num_computed_tokens
             num_draft_tokens = len(sequence.draft)

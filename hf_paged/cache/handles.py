@@ -199,18 +199,19 @@ class PagedTensor(ReadOnlyTensor):
             dtype = layer.dtypes[is_value]
         device = blocks.device
         self = make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
-        self.bind(step, layer, blocks, fresh)
         self.is_value = is_value
+        self.bind(step, layer, fresh)
         self.reader = reader
         self.has_read_only_views = has_read_only_views
         self._dense = None
         return self
 
-    def bind(self, step: Any, layer: Any, blocks: Any, fresh: Tensor | None) -> None:
+    def bind(self, step: Any, layer: Any, fresh: Tensor | None) -> None:
         """Makes this the handle of another step with K/V of the same form. Between packed steps all
         arguments are `None`: handles are reused, but must keep no tensors alive that the storage
         may replace."""
-        self.step, self.layer, self.blocks, self.fresh = step, layer, blocks, fresh
+        self.step, self.layer, self.fresh = step, layer, fresh
+        self.blocks = layer and (layer.values if self.is_value else layer.keys)
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises

@@ -210,8 +210,8 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
         is_packed = step.columns is None
         if is_packed and signature in self.packed_handles:
             handles = self.packed_handles[signature]
-            for handle, fresh, (stored_tensor, _) in zip(handles, (keys, values), blocks.pair):
-                handle.bind(step, blocks, stored_tensor, fresh)
+            for handle, fresh in zip(handles, (keys, values)):
+                handle.bind(step, blocks, fresh)
             return handles
         handles = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
         if is_packed:

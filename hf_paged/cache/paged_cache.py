@@ -314,7 +314,7 @@ class PagedCache(RowOperations, DynamicCache):
         if None in steps:
             for layer in self.paged_layers:
                 for handle in itertools.chain(*layer.packed_handles.values()):
-                    handle.bind(None, None, None, None)
+                    handle.bind(None, None, None)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """Returns the number of logical positions so far, including padding. In a packed forward,

@@ -68,11 +68,11 @@ class PrefixIndex:
         ratios: Sequence[int],
     ) -> None:
         self.node_size = node_size
-        self._ratios = list(ratios)
+        self._ratios = ratios
         # distance, in nodes, between positions at which blocks of all groups end
         self.stride = max(self._ratios, default=1)
-        self._pools = list(pools)
-        self._windows = list(windows)
+        self._pools = pools
+        self._windows = windows
         self._roots: dict[Hashable, Node] = {}
         self._registered: list[dict[int, Node]] = [{} for _ in pools]
         groups = range(len(self._pools))

@@ -51,9 +51,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 def has_foreign_hook(module: nn.Module) -> bool:
     """Whether hooks of user code get the module's inputs or outputs."""
-    hooks = hooks_of(module)
-    return bool(hooks) and not all(
-        str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks
+    return not all(
+        str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks_of(module)
     )
 
 

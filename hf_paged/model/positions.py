@@ -73,11 +73,11 @@ class PositionReads(TorchDispatchMode):
         if operation in (_aten.gather, _aten.index_select) and args[0].dim():
             return [(args[0].shape[args[1]], _index_values(args[2]))]
         if operation is _aten.index:
-            reads = []
-            for size, index in zip(args[0].shape, args[1]):
-                if index is not None and index.dtype in (torch.int64, torch.int32):
-                    reads.append((size, _index_values(index)))
-            return reads
+            return [
+                (size, _index_values(index))
+                for size, index in zip(args[0].shape, args[1])
+                if index is not None and index.dtype in (torch.int64, torch.int32)
+            ]
         if operation is not _aten.slice or len(args) < 4:
             return []
         _, axis, start, end = args[:4]

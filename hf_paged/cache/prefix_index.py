@@ -229,34 +229,25 @@ class PrefixIndex:
                     pending.append(child)
 
     def _handle_eviction(self, group: int, block_id: int) -> None:
-        """Offloads a block that the pool evicts, while its content is intact, and unregisters
-        it."""
+        """Unregisters a block that the pool evicts. First offloads it, while its content is intact,
+        with all blocks that are removed with it: in full attention, those of the node's whole
+        subtree."""
+        is_subtree = self._windows[group] is None
+        groups = range(len(self._pools)) if is_subtree else (group,)
+        pending = [self._registered[group][block_id]]
         try:
-            if self.offload is not None:
-                self._offload_subtree(self._registered[group][block_id], group, self.offload)
+            while pending and self.offload is not None:
+                node = pending.pop()
+                digest = self.digest(node)
+                for index in groups:
+                    node_block = node.block_ids[index]
+                    is_computed = (index, node_block) not in (self._step_blocks or ())
+                    if digest and node_block is not None and is_computed:
+                        self.offload(index, node_block, digest)
+                if is_subtree:
+                    pending += node.children.values()
         finally:
             self._unregister(group, block_id)
-
-    def _offload_subtree(self, node: Node, group: int, offload: Offload) -> None:
-        """Offloads the node's block of this group and all blocks that are removed with it: in full
-        attention, those of the node's whole subtree."""
-        is_subtree = self._windows[group] is None
-        groups: Sequence[int] = (group,)
-        if is_subtree:
-            groups = range(len(self._pools))
-        pending = [node]
-        while pending:
-            node_to_remove = pending.pop()
-            digest = self.digest(node_to_remove)
-            if digest:
-                for group in groups:
-                    block_id = node_to_remove.block_ids[group]
-                    if block_id is None:
-                        continue
-                    if self._step_blocks is None or (group, block_id) not in self._step_blocks:
-                        offload(group, block_id, digest)
-            if is_subtree:
-                pending.extend(node_to_remove.children.values())
 
     def _unregister(self, group: int, block_id: int) -> None:
         """Removes from the index a block that the pool no longer keeps, and the nodes that need the

@@ -116,7 +116,8 @@ class GroupMemory:
         """Makes `num_blocks` blocks available, or raises `OutOfBlocksError`. With a limit, the pool
         grows up to it before evicting cached blocks, unless tensors would have to be reallocated.
         Without a limit, it evicts first, but keeps `KEPT_STATES` snapshots of states and, in an
-        engine (`keeps_cached`) with spare memory, cached blocks up to `CACHED_RATIO`."""
+        engine (`keeps_cached`) with spare memory, cached blocks up to `CACHED_RATIO`. Under
+        `PagedConfig.num_blocks`, it evicts blocks of this group before those of other groups."""
         if self.has_free(num_blocks):
             return
         memory = self.memory
@@ -127,28 +128,19 @@ class GroupMemory:
             pool.shrink()
             if not pool.num_blocks:
                 self.storage.layers.clear()
-        self._evict_to_fit(num_blocks)
+        total = memory.config.num_blocks
+        if total is not None and self.spec.is_counted:
+            num_used = memory.num_used
+            if num_blocks > total - num_used:
+                raise self._over_limit_error(num_blocks, total - num_used, total)
+            excess = num_used + memory.num_cached + num_blocks - total
+            for group in (self, *memory.groups.values()):
+                excess -= group.pool.evict(excess)
         num_missing = num_blocks - pool.num_free
         if num_missing > 0:
             num_missing -= self._num_evictable(num_missing)
         if num_missing > 0:
             self._grow(num_blocks, num_missing)
-
-    def _evict_to_fit(self, num_needed: int) -> None:
-        """Evicts cached blocks, those of this group first, until `num_needed` more used blocks fit
-        in `num_blocks`. Raises `OutOfBlocksError` if used blocks leave too little space."""
-        memory = self.memory
-        total = memory.config.num_blocks
-        if total is None or not self.spec.is_counted:
-            return
-        num_used = memory.num_used
-        if num_needed > total - num_used:
-            raise self._over_limit_error(num_needed, total - num_used, total)
-        excess = num_used + memory.num_cached + num_needed - total
-        for group in (self, *memory.groups.values()):
-            if excess <= 0:
-                return
-            excess -= group.pool.evict(excess)
 
     def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
         """Allocates `num_blocks` blocks with refcount 1, and returns their ids. `after`: as in

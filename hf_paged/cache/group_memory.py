@@ -165,8 +165,12 @@ class GroupMemory:
             return 0 if has_limit or num_cached < KEPT_STATES else num_cached
         if has_limit:
             return 0 if has_memory or self.storage.is_elastic else num_cached
-        if self.memory.keeps_cached and has_memory and self._has_spare_memory:
-            return max(0, num_cached - CACHED_RATIO * pool.peak_used)
+        if self.memory.keeps_cached and has_memory:
+            cached_bytes = num_cached * self.block_bytes
+            is_allocated = not (cached_bytes and self.storage.is_elastic)
+            # cached blocks may take half of the memory that would be free without them
+            if is_allocated or cached_bytes <= free_bytes(torch.device("cpu")):
+                return max(0, num_cached - CACHED_RATIO * pool.peak_used)
         return num_cached
 
     def _growth_step(self, growth_limit: int) -> int:
@@ -220,15 +224,6 @@ class GroupMemory:
             pool.grow(num_added)
         finally:
             memory.update_charge()
-
-    @property
-    def _has_spare_memory(self) -> bool:
-        """Whether cached blocks take at most half of the memory that would be free without them.
-        Always true of storage that is not elastic, whose memory is allocated already."""
-        cached_bytes = self.pool.num_cached * self.block_bytes
-        if not (cached_bytes and self.storage.is_elastic):
-            return True
-        return cached_bytes <= free_bytes(torch.device("cpu"))
 
     def _over_limit_error(
         self, num_needed: int, num_available: int, total: int | None = None

@@ -199,13 +199,13 @@ class GroupMemory:
             step = min(step, num_spare_rows)
         num_added = max(num_missing, step)
         num_available = pool.num_available
-        is_over_limit = num_blocks > num_available + max(0, growth_limit)
+        is_over_limit = num_blocks > num_available + growth_limit
         if is_over_limit and memory.release_unused(self):
             growth_limit = memory.growth_limit(self)
         if num_added > growth_limit:
-            num_added = max(0, min(num_missing, growth_limit))
+            num_added = min(num_missing, growth_limit)
         if num_blocks > num_available + num_added:
-            raise self._over_limit_error(num_blocks, num_available + max(0, growth_limit))
+            raise self._over_limit_error(num_blocks, num_available + growth_limit)
         if not num_added:
             return
         num_new_rows = num_added if storage.is_elastic else max(0, num_added - num_spare_rows)

@@ -311,11 +311,11 @@ class PagedMemory:
         max_bytes = self._max_bytes() if block_bytes else None
         if max_bytes is None:
             return sys.maxsize
-        num_allowed = (max_bytes - self.occupied_bytes) // block_bytes
+        num_allowed = max(0, max_bytes - self.occupied_bytes) // block_bytes
         if group.storage.is_elastic:
             return num_allowed
         num_spare_rows = group.storage.num_rows - group.pool.num_blocks
-        return max(0, num_allowed) + max(0, num_spare_rows)
+        return num_allowed + max(0, num_spare_rows)
 
     def fraction_bytes(self) -> int:
         """Returns the bytes that `memory_fraction` allows, including those already occupied."""

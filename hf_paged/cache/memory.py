@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import logging
-import operator
 import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import forks
 from ..config import PagedConfig
 from ..interrupts import is_interrupt, restoring
-from ..seams import Processes, StorageFactory
+from ..seams import Processes, Recorder, StorageFactory
 from ..threads import attempt, take_over
 from ..topics import Topic
 from . import budget
@@ -36,12 +35,7 @@ from .sequence_blocks import SequenceBlocks
 from .storage import storage_of
 from .waits import Holder
 
-if TYPE_CHECKING:
-    from ..seams import Recorder
-
 logger = logging.getLogger(__name__)
-
-_OCCUPIED_BYTES = operator.attrgetter("occupied_bytes")
 
 
 class PagedMemory:
@@ -250,7 +244,7 @@ class PagedMemory:
     @property
     def occupied_bytes(self) -> int:
         """Bytes of memory that the groups occupy."""
-        return sum(map(_OCCUPIED_BYTES, self.groups.values()))
+        return sum(group.occupied_bytes for group in self.groups.values())
 
     @property
     def num_cached(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from .. import compat
@@ -152,21 +152,12 @@ def length_types(module: nn.Module) -> list[tuple[str | None, str]]:
     ]
 
 
-class _LengthOnly(DynamicCache):
-    """A cache that reports `length` tokens, but holds none."""
-
-    def __init__(self, config: PreTrainedConfig, length: int) -> None:
-        super().__init__(config=config)
-        self.length = length
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
-
-
 def _drops_cache(model: Any, limit: int) -> bool:
     """Whether the model's `prepare_inputs_for_generation` drops the cache for the first forward
     beyond `limit` tokens."""
-    cache = _LengthOnly(model.config.get_text_config(decoder=True), limit)
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    # it reports `limit` tokens, but holds none
+    vars(cache).update(get_seq_length=lambda layer_idx=0: limit)
     ids = torch.zeros(1, limit + 1, dtype=torch.long, device=model.device)
     prepared = model.prepare_inputs_for_generation(
         ids,

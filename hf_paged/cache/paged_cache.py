@@ -138,16 +138,12 @@ class PagedCache(RowOperations, DynamicCache):
                 f"`config` is {shown(config)}: pass the model's configuration,"
                 " `PagedCache(model.config)`"
             )
+        requested_config = PagedConfig.coerce(paged_config, "paged_config")
         if memory is None:
-            requested_config = PagedConfig.coerce(paged_config, "paged_config")
-            fitted_config = fit_blocks(requested_config, config, torch.device("cpu"))
-            memory = PagedMemory(fitted_config)
+            memory = PagedMemory(fit_blocks(requested_config, config, torch.device("cpu")))
         elif not isinstance(memory, PagedMemory):
             raise ValueError(f"`memory` is {memory!r}: it must be None or a `PagedMemory`")
-        elif (
-            paged_config is not None
-            and PagedConfig.coerce(paged_config, "paged_config") != memory.config
-        ):
+        elif paged_config is not None and requested_config != memory.config:
             raise ValueError(
                 f"`paged_config` is {paged_config!r}, but `memory` was made with {memory.config!r}:"
                 " pass one of the two"

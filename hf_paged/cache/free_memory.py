@@ -223,10 +223,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    if not isinstance(error, RuntimeError):
-        return False
-    message = str(error)
-    return any(phrase in message for phrase in _OUT_OF_MEMORY)
+    is_torch_error = isinstance(error, RuntimeError)
+    return is_torch_error and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)
 
 
 # parts of the messages of CPU allocators (Linux and macOS, Windows) and of devices that raise a

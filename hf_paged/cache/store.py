@@ -106,7 +106,6 @@ def _targets(
     flattened `slots` (`None`: all). Synchronizes with the device if called for new `slots`."""
     version = None if slots.is_inference() else slots._version
     key = (block_size, device, version)
-    targets: tuple[Any, Tensor | None]
     entry = getattr(_last_targets, "entry", None)
     if entry is not None:
         last_slots, last_key, targets = entry

@@ -201,8 +201,7 @@ class BatchCall(Candidate):
         """Returns the token ids of a row of `ids` without padding; 0 for each token given as an
         embedding."""
         first_column = self.paddings[row] - self.num_embedded  # negative: embeddings precede `ids`
-        tokens: list[int] = ids[row, max(0, first_column) :].tolist()
-        return [0] * -first_column + tokens
+        return [0] * -first_column + ids[row, max(0, first_column) :].tolist()
 
     def _result(self, generation: Generation, loop: StepLoop) -> Any:
         """Returns the decoding's result, with a cache if the call returns one."""

@@ -276,8 +276,7 @@ class Candidate:
             if ids is None:
                 return None
             unexpanded = ids, unexpanded[1]
-        has_encoder = bool(self.model.config.is_encoder_decoder)
-        return prompts_of(unexpanded, self.model_kwargs, has_encoder)
+        return prompts_of(unexpanded, self.model_kwargs, self.model.config.is_encoder_decoder)
 
     def _needs_longer_table(self) -> bool:
         """Whether a row may need more positions than the model's table has, which packed forwards
@@ -306,5 +305,4 @@ class Candidate:
         embeds = self.model_kwargs.get("inputs_embeds")
         if embeds is None or self.model.config.is_encoder_decoder:
             return 0
-        num_tokens = self.inputs.input_ids.shape[1]
-        return int(embeds.shape[1] - num_tokens)
+        return embeds.shape[1] - self.inputs.input_ids.shape[1]

@@ -58,7 +58,6 @@ _is_paged_by_default = False  # whether calls that name no cache use a paged cac
 
 
 def _generate(generate: Invocation) -> Any:
-    model = generate.model
     implementation = generate.option("cache_implementation")
     if implementation in PAGED_IMPLEMENTATIONS:
         return _generate_paged(generate)
@@ -77,7 +76,7 @@ def _generate(generate: Invocation) -> Any:
         and not generate.option("is_assistant")
     ):
         warn_once(
-            model,
+            generate.model,
             Topic.NOT_PAGED(
                 "got a `cache_config` without a `cache_implementation`, so transformers' own"
                 " cache is used and the config has no effect: add"
@@ -122,10 +121,9 @@ _run_untraced = torch.compiler.disable(_run)
 def _check_arguments(generate: Invocation) -> None:
     """Raises `ValueError` or `TypeError` for arguments that would otherwise fail after memory has
     been allocated, or with an error that does not name them."""
-    model = generate.model
     kwargs = generate.kwargs
     config = generate.generation_config
-    check_weights(model)
+    check_weights(generate.model)
     misplaced_names = kwargs.keys() & PagedConfig.__annotations__.keys()
     if misplaced_names:
         pairs = [f'"{name}": {shown(kwargs[name])}' for name in sorted(misplaced_names)]

@@ -99,7 +99,7 @@ class _SwitchedContext(Generic[T]):
         self._items = items
 
     def __enter__(self) -> None:
-        entered_items: list[T] = []
+        entered_items = []
         try:
             for item in self._items:
                 self._switches.enter(item)

@@ -92,7 +92,7 @@ class Candidate:
         if self.adapter_names is not None:
             num_rows = len(self.paddings)
             is_packed = self.layout.unsupported_reason is None
-            has_criteria = bool(StopChecker(self.inputs.stopping_criteria).callers_criteria)
+            has_criteria = StopChecker(self.inputs.stopping_criteria).callers_criteria
             may_run_model = has_criteria or not are_row_wise(self.inputs.logits_processor, num_rows)
             yield from applicable_reasons(
                 {

@@ -207,8 +207,7 @@ class Trial:
         (`significant_difference`); otherwise `None`. The message names the `quantity` compared,
         the `condition` under which the model computed it, and the `reference` that gave the `plain`
         logits."""
-        dtypes = self.dtypes - {None}
-        distance = significant_difference(plain, computed, dtypes)
+        distance = significant_difference(plain, computed, self.dtypes)
         if distance is None:
             return None
         return Topic.SELF_CHECK(
@@ -276,7 +275,7 @@ class TrialRunner:
             end = max(row.num_prompt_tokens, row.num_computed_tokens + count)
             row.token_ids = row.tokens[:end]
         self.manager.flush_copies()
-        logits: Tensor = self.runner.run(StepPlan.of(rows))
+        logits = self.runner.run(StepPlan.of(rows))
         for row, count in rows:
             row.num_computed_tokens += count
         return logits

@@ -230,14 +230,11 @@ class PagedTensor(ReadOnlyTensor):
                     "the model's code reads keys or values, whose lengths only the device knows"
                 )
             else:
-                with self._inference_mode():
+                # an inference tensor if this handle is one, since torch makes views of `_dense`
+                # views of this handle
+                with torch.inference_mode(self.is_inference()):
                     self._dense = read_rows(self.step, self.layer, self.is_value)
         return self._dense
-
-    def _inference_mode(self) -> torch.inference_mode:
-        """A context in which a tensor for `_dense` is an inference tensor if this handle is one, as
-        it must be, since torch makes views of `_dense` views of this handle."""
-        return torch.inference_mode(self.is_inference())
 
     def materialize(self) -> None:
         """Gathers a copy before the blocks change, unless `dense` needs no blocks. Takes no
@@ -276,7 +273,7 @@ class PagedTensor(ReadOnlyTensor):
         strides. Returns `False`, with nothing changed, if this handle's tensor is contiguous."""
         if self.read().is_contiguous():
             return False
-        with self._inference_mode():
+        with torch.inference_mode(self.is_inference()):
             contiguous = self.dense().contiguous()
         assert self.layer.rows is not None
         self.layer.rows.disallow_views()

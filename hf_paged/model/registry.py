@@ -73,6 +73,12 @@ class Route:
     setup_seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
+def reads_in_place(counters: Sequence[ReadCounters]) -> bool:
+    """Whether cached tokens were read, and never gathered."""
+    is_gathered = any(counter.gathered for counter in counters)
+    return any(counter.in_place for counter in counters) and not is_gathered
+
+
 def route_of(
     road: str,
     reason: str,
@@ -89,13 +95,10 @@ def route_of(
         reasons.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
     elif NOT_INSTALLED in reason:
         reasons.append(reason)
-    reads_in_place = any(counter.in_place for counter in counters) and not any(
-        counter.gathered for counter in counters
-    )
     return Route(
         road,
         reason,
-        in_place=is_packed or reads_in_place,
+        in_place=is_packed or reads_in_place(counters),
         latent=any(counter.latent for counter in counters),
         slowed_by=tuple(reasons),
         **fields,

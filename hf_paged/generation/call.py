@@ -27,7 +27,7 @@ from ..cache.waits import claiming
 from ..compiled import running_eagerly
 from ..interrupts import register_for_cleanup, restoring
 from ..model.own_loop import map_tensors, tensors_of
-from ..model.registry import note_route, reads_in_place, route_of, warn_once
+from ..model.registry import note_route, reads_are_in_place, route_of, warn_once
 from ..step import ReadCounters
 from ..timing import setup_seconds
 from ..topics import Topic
@@ -175,7 +175,7 @@ class Call:
             return Topic.NOT_PAGED(self.reason)
         if self.own_code_reason is None or self.route_name != "hf_loop":
             return self.reason
-        are_views = reads_in_place(self.counters)
+        are_views = reads_are_in_place(self.counters)
         access = "read in place as contiguous rows" if are_views else "gathered"
         return Topic.MODEL_CODE(
             f"{self.reason}; keys and values are {access}: {self.own_code_reason}"

@@ -73,7 +73,7 @@ class Route:
     setup_seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
-def reads_in_place(counters: Sequence[ReadCounters]) -> bool:
+def reads_are_in_place(counters: Sequence[ReadCounters]) -> bool:
     """Whether cached tokens were read, and never gathered."""
     is_gathered = any(counter.gathered for counter in counters)
     return any(counter.in_place for counter in counters) and not is_gathered
@@ -98,7 +98,7 @@ def route_of(
     return Route(
         road,
         reason,
-        in_place=is_packed or reads_in_place(counters),
+        in_place=is_packed or reads_are_in_place(counters),
         latent=any(counter.latent for counter in counters),
         slowed_by=tuple(reasons),
         **fields,

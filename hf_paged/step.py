@@ -175,20 +175,18 @@ class StepMetadata:
         block_size: int,
         *,
         query_len: int = 1,
-        starts: Iterable[int] | None = None,
+        starts: Iterable[int] = (),
         **fields: Any,
     ) -> StepMetadata:
         """Makes a step with `query_len` tokens in each row; `starts` default to 0."""
         seq_lens = tuple(seq_lens)
         query_lens = [query_len] * block_tables.shape[0]
         query_start = tuple(itertools.accumulate(query_lens, initial=0))
-        if starts is None:
-            starts = (0,) * len(seq_lens)
         return cls(
             block_tables,
             query_start,
             seq_lens,
-            tuple(starts),
+            tuple(starts) or (0,) * len(seq_lens),
             block_size,
             **fields,
         )

@@ -60,9 +60,7 @@ class LazyTensor(Tensor):
         return _call_on_dense(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        name = type(self).__name__
-        shape = tuple(self.shape)
-        return f"{name}(shape={shape}, dtype={self.dtype})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class ReadOnlyTensor(LazyTensor):

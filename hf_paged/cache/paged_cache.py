@@ -80,8 +80,8 @@ class _WeaklyBound:
         return self._function(self._cache(), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _WeaklyBound:
-        cache: PagedCache = copy.deepcopy(self._cache(), memo)  # type: ignore[assignment]
-        return _WeaklyBound(self._function, cache)
+        cache = copy.deepcopy(self._cache(), memo)
+        return _WeaklyBound(self._function, cache)  # type: ignore[arg-type]
 
 
 class PagedCache(RowOperations, DynamicCache):

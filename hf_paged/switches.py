@@ -92,8 +92,6 @@ class Switches(Generic[T]):
 class _SwitchedContext(Generic[T]):
     """The context of `Switches.switched`."""
 
-    __slots__ = ("_items", "_switches")
-
     def __init__(self, switches: Switches[T], items: list[T]) -> None:
         self._switches = switches
         self._items = items

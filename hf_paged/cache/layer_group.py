@@ -151,7 +151,7 @@ class LayerGroup:
             return False
         for table, padding in zip(tables, paddings):
             size = table.block_size
-            num_slots = (table.num_dropped + len(table.block_ids)) * size
+            num_slots = table.num_tokens + table.num_unused_slots
             num_droppable = (first_visible - padding) // size
             if padding + num_slots < length or num_droppable > table.num_dropped:
                 return False

@@ -138,4 +138,4 @@ def release(memory: Any) -> bool:
         if not is_outer_held:
             return False
         with attempt(memory.lock, WAIT_SECONDS) as is_held:
-            return is_held and bool(memory.release())
+            return is_held and memory.release()

@@ -102,9 +102,9 @@ def free_bytes(device: torch.device) -> int:
         # the allocator reuses the memory of freed tensors, or returns it before the device runs out
         reserved_bytes = module.memory_reserved(device)
         unused_bytes = reserved_bytes - module.memory_allocated(device)
-        free = int(module.mem_get_info(device)[0])
+        free = module.mem_get_info(device)[0]
         return free + max(0, unused_bytes)
-    free = int(psutil.virtual_memory().available)
+    free = psutil.virtual_memory().available
     limit = address_limit()
     if limit is None:
         return free

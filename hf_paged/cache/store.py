@@ -113,7 +113,7 @@ def _targets(
             return targets
     flat_slots = slots.to(device).flatten()
     token_indices = None
-    if bool((flat_slots < 0).any()):
+    if (flat_slots < 0).any():
         token_indices = (flat_slots >= 0).nonzero().squeeze(1)
         flat_slots = flat_slots[token_indices]
     index = (flat_slots // block_size, slice(None), flat_slots % block_size)

@@ -53,8 +53,7 @@ def first_rows(value: Any, repeats: int) -> Any:
         if len(tensor) % repeats:
             return None
         groups = tensor.unflatten(0, (-1, repeats))
-        are_equal = groups == groups[:, :1]
-        if not bool(are_equal.all()):
+        if not (groups == groups[:, :1]).all():
             return None
     return map_tensors(lambda tensor: tensor[::repeats].contiguous(), value)
 

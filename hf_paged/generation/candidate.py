@@ -225,7 +225,7 @@ class Candidate:
         repeats = self.call.repeats
         yield from applicable_reasons(
             {
-                RIGHT_PADDED: mask is not None and bool((mask[:, -1] == 0).any()),
+                RIGHT_PADDED: mask is not None and (mask[:, -1] == 0).any(),
                 Topic.INPUTS("the attention mask hides tokens inside a row"): columns is None,
                 Topic.INPUTS("there is not one position id per token"): (
                     positions is not None
@@ -254,7 +254,7 @@ class Candidate:
             paddings = torch.tensor(self.paddings, device=device)
             expected = columns - paddings[:, None]
             differs = (positions != expected) & (expected >= 0)
-            if bool(differs.any()):
+            if differs.any():
                 return Topic.INPUTS("the position ids are not 0, 1, 2, ... in each row")
         return None
 

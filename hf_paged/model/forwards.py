@@ -109,6 +109,6 @@ def num_embeddings(model: PreTrainedModel) -> int:
     """Returns the number of rows of the input embedding (token ids must be smaller); `sys.maxsize`
     if it is unknown."""
     try:
-        return int(model.get_input_embeddings().weight.shape[0])
+        return model.get_input_embeddings().weight.shape[0]
     except (AttributeError, NotImplementedError):
         return sys.maxsize

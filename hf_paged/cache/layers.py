@@ -24,7 +24,7 @@ from .waits import Shortage
 
 # Layers that store nothing, such as layers that read another layer's K/V. Older versions of
 # transformers lack the class.
-EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+EMPTY_LAYERS = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
 class RowOperations:

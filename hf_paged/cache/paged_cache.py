@@ -37,7 +37,7 @@ from .storage import fit_blocks
 
 DEFAULT_MEMORY_FRACTION = 0.5  # of free memory, if the config sets no `memory_fraction`
 
-_PAGED_LAYERS: dict[type, type[PagedLayer]] = {
+_PAGED_LAYERS = {
     cache_utils.DynamicLayer: PagedLayer,
     cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
     cache_utils.DynamicIndexedLayer: PagedIndexedLayer,

@@ -204,7 +204,7 @@ def _code_key(model: PreTrainedModel, cache: PagedCache, modules: Modules) -> Ha
     and the dtypes, precision and device with which it computes, but not for the values of weights.
     It is computed in about a millisecond, and keeps no model alive."""
     module_types = tuple((type(module), module.training) for module in modules)
-    attributes: list[Any] = []
+    attributes = []
     # verdicts depend on shapes: a longer table has more positions
     shapes: list[torch.Size] = []
     write_only = notes_of(model).write_only

@@ -179,8 +179,7 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
                             group.num_layers,
                             num_new_tables,
                         )
-                    step = group.advance(batch_size, context_len, query_len, device)
-                    step = step.on(device)
+                    step = group.advance(batch_size, context_len, query_len, device).on(device)
                     blocks = group.group_memory.storage.layers[self.index]  # may have grown
                     assert step.slots is not None
                     blocks.store(signature, keys, values, step.slots)
@@ -240,8 +239,7 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
             if not self.num_positions or blocks is None:
                 return None
             device = blocks.keys.device
-            view = self.group.view(self.num_positions, device)
-            step = view.on(device)
+            step = self.group.view(self.num_positions, device).on(device)
             if self.graph_states is not None and torch.is_grad_enabled():
                 return self.graph_states.visible(step, blocks)[is_value]
             rows = self.group.rows

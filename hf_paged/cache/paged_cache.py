@@ -319,8 +319,7 @@ class PagedCache(RowOperations, DynamicCache):
         if layer_idx is None or self._positions is None:
             return super().get_seq_length(layer_idx or 0)
         positions = self._positions[0]
-        offsets = torch.arange(self._positions.shape[1], device=self._positions.device)
-        return positions - offsets
+        return positions - torch.arange(len(positions), device=positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Returns the offset to add to 0, 1, 2, ... for the positions of the queries in a mask. In

@@ -113,7 +113,7 @@ _routes = weakref.WeakKeyDictionary[PreTrainedModel, Route]()
 _warned = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 if hasattr(os, "register_at_fork"):
     # a child process starts without pools: other threads may have been changing them at the fork
-    os.register_at_fork(after_in_child=lambda: _memories.clear())
+    os.register_at_fork(after_in_child=_memories.clear)
 
 
 def block_sizes(

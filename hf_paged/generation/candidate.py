@@ -159,11 +159,10 @@ class Candidate:
     def _reasons_against_packing(self) -> Iterator[str]:
         """Yields the reasons why rows cannot be packed."""
         yield from self._reasons_against_prompts()
-        model = self.model
         inputs_reason = self._reason_of_inputs()
-        is_invariant = self.paged_config.batch_invariant
-        layout = choose_layout(model, self.cache, is_invariant, self.capability)
-        self.layout = layout
+        self.layout = layout = choose_layout(
+            self.model, self.cache, self.paged_config.batch_invariant, self.capability
+        )
         reason = layout.unsupported_reason
         if inputs_reason is not None:
             self.prompts = prompts = self.find_prompts()

@@ -173,10 +173,7 @@ class _OneTokenTokenizer:
 
     def __init__(self, tokenizer: Any, vocabulary: dict[str, int]) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
-
-    def get_vocab(self) -> dict[str, int]:
-        return self._vocabulary
+        self.get_vocab = lambda: vocabulary
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._tokenizer(*args, **kwargs)

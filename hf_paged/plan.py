@@ -37,6 +37,7 @@ class StepPlan:
         starts = []
         counts = []
         num_logits = []
+        num_decodes = 0
         for sequence, count in rows:
             start = sequence.num_computed_tokens
             num_draft_tokens = len(sequence.draft)
@@ -44,14 +45,11 @@ class StepPlan:
             sequences.append(sequence)
             starts.append(start)
             counts.append(count)
-            num_logits.append(1 + num_draft_tokens if has_logits else 0)
-        # leading rows with one token, or with logits for every token, as the verification of a
-        # draft needs them
-        num_decodes = 0
-        for count, num_row_logits in zip(counts, num_logits):
-            if count not in (1, num_row_logits):
-                break
-            num_decodes += 1
+            num_row_logits = 1 + num_draft_tokens if has_logits else 0
+            # leading rows with one token, or with logits for every token, as the verification of a
+            # draft needs them
+            num_decodes += num_decodes == len(num_logits) and count in (1, num_row_logits)
+            num_logits.append(num_row_logits)
         return cls(
             sequences,
             starts,

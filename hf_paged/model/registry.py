@@ -183,7 +183,8 @@ _memory_options = operator.attrgetter(
 def check_options(model: PreTrainedModel, caches: Iterable[Any], options: Any) -> None:
     """Warns if the memory of one of the [`PagedCache`]s was made with other options than `options`,
     the `cache_config` of the call that gets the caches."""
-    for memory in (cache.memory for cache in caches):
+    for cache in caches:
+        memory = cache.memory
         config = PagedConfig.coerce(options)
         if config.storage == memory.config.storage:
             config = fit_blocks(config, model.config, compute_device(model))

@@ -230,9 +230,7 @@ class GroupMemory:
     ) -> OutOfBlocksError:
         """Returns the error of a call that needs more blocks than are available. `total`:
         `num_blocks`, if that is the limit; else the limit is one in bytes."""
-        blocks = f"blocks of {self.block_size} tokens"
-        if self.holds_states:
-            blocks = "slots for states"
+        blocks = "slots for states" if self.holds_states else f"blocks of {self.block_size} tokens"
         message = f"needs {num_needed} {blocks}, but only {num_available}"
         option = "`num_blocks`"
         if total is None:
@@ -305,8 +303,9 @@ class GroupMemory:
             )
         if not commits_when_touched(keys.device):
             budget.release_idle(self.memory)
-        needed_text = f"{self.pool.num_blocks} blocks"
-        layer = self._allocate(needed_text, self.storage.make, index, keys, values)
+        layer = self._allocate(
+            f"{self.pool.num_blocks} blocks", self.storage.make, index, keys, values
+        )
         self._is_short = False
         self.memory.update_charge()
         return layer
@@ -323,8 +322,9 @@ class GroupMemory:
                 f"needs {num_bytes:,} bytes for keys and values of a wider dtype: {_budget_text()}"
             )
         try:
-            needed_text = f"{self.pool.num_blocks} blocks"
-            return self._allocate(needed_text, self.storage.promote, index, keys, values)
+            return self._allocate(
+                f"{self.pool.num_blocks} blocks", self.storage.promote, index, keys, values
+            )
         finally:
             memory.update_charge()
 

@@ -333,11 +333,8 @@ def product_precision(device: torch.device) -> tuple[str, bool]:
     backend: Any = torch.backends.cuda
     if device.type in ("cpu", "xpu"):
         backend = torch.backends.mkldnn
-    float32_precision = backend.matmul.fp32_precision
-    accumulates_in_half = False
-    if device.type == "cuda":
-        accumulates_in_half = backend.matmul.allow_fp16_accumulation
-    return float32_precision, accumulates_in_half
+    matmul = backend.matmul
+    return matmul.fp32_precision, device.type == "cuda" and matmul.allow_fp16_accumulation
 
 
 def significant_difference(

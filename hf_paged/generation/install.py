@@ -393,9 +393,7 @@ def _add_to_peft(module: Any) -> None:
     `adapters`. Adds those of continuous batching if `install` has replaced them; they call the
     methods of the model inside."""
     adapters: rooms.AdaptersRoom | None = rooms.room_if_installed("adapters")
-    methods: Mapping[str, Method] = {}
-    if adapters is not None:
-        methods = adapters.wrapper_methods(module.PeftModel)
+    methods = {} if adapters is None else adapters.wrapper_methods(module.PeftModel)
     with _lock:
         if any(owner is ContinuousMixin for owner, _ in _installed):
             methods = {**methods, **_native().wrapper_methods}

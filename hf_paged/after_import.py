@@ -25,7 +25,7 @@ class _AfterImport(NamedTuple):
             return None
         finders = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
         specs = (finder.find_spec(name, path, target) for finder in finders)
-        spec = next((spec for spec in specs if spec is not None), None)
+        spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
             loader: Any = spec.loader
             run = loader.exec_module

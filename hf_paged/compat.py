@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _missing: list[str] = []
 
 
-def _require(owner: Any, name: str) -> str:
+def _require(name: str, owner: Any = GenerationMixin) -> str:
     if not hasattr(owner, name):
         owner_name = getattr(owner, "__name__", type(owner).__name__)
         _missing.append(f"{owner_name}.{name}")
@@ -34,7 +34,7 @@ def _require(owner: Any, name: str) -> str:
 
 
 def _require_method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
-    _require(owner, name)
+    _require(name, owner)
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
         return getattr(model, name)(*args, **kwargs)
@@ -62,18 +62,18 @@ def encode_media(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     return dict(getattr(model, ENCODE_MEDIA)(inputs))
 
 
-PREPARE_CACHE = _require(GenerationMixin, "_prepare_cache_for_generation")
-EXPAND_INPUTS = _require(GenerationMixin, "_expand_inputs_for_generation")
-PREFILL = _require(GenerationMixin, "_prefill")
-SAMPLE = _require(GenerationMixin, "_sample")
-BEAM_SEARCH = _require(GenerationMixin, "_beam_search")
-ASSISTED_DECODING = _require(GenerationMixin, "_assisted_decoding")
-UPDATE_INPUTS = _require(GenerationMixin, "_update_model_kwargs_for_generation")
+PREPARE_CACHE = _require("_prepare_cache_for_generation")
+EXPAND_INPUTS = _require("_expand_inputs_for_generation")
+PREFILL = _require("_prefill")
+SAMPLE = _require("_sample")
+BEAM_SEARCH = _require("_beam_search")
+ASSISTED_DECODING = _require("_assisted_decoding")
+UPDATE_INPUTS = "_update_model_kwargs_for_generation"
 
-WARN_OF_PADDING = _require(PreTrainedModel, "warn_if_padding_and_no_attention_mask")
+WARN_OF_PADDING = _require("warn_if_padding_and_no_attention_mask", PreTrainedModel)
 
-PREPARE_CONFIG = _require(GenerationMixin, "_prepare_generation_config")
-prepare_generation_config = _require_method("_prepare_generation_config")
+PREPARE_CONFIG = "_prepare_generation_config"
+prepare_generation_config = _require_method(PREPARE_CONFIG)
 prepare_special_tokens = _require_method("_prepare_special_tokens")
 prepare_generated_length = _require_method("_prepare_generated_length")
 _validate_generation_mode = _require_method("_validate_generation_mode")
@@ -81,7 +81,7 @@ validate_generated_length = _require_method("_validate_generated_length")
 get_logits_processor = _require_method("_get_logits_processor")
 get_stopping_criteria = _require_method("_get_stopping_criteria")
 optimizing_for_decode = _require_method("_optimize_model_for_decode")
-_STATEFUL = _require(PreTrainedModel, "_is_stateful")
+_STATEFUL = _require("_is_stateful", PreTrainedModel)
 
 
 def validate_generation_mode(model: Any, mode: Any, config: Any, kwargs: dict[str, Any]) -> None:
@@ -124,11 +124,7 @@ def _replaced_methods(*loops: str) -> tuple[str, ...]:
         codes.append(inspect.unwrap(function).__code__)
     for code in codes:  # the list grows by the code of functions and comprehensions in `code`
         codes += filter(inspect.iscode, code.co_consts)
-    names: dict[str, Any] = {}
-    for code in codes:
-        for name in code.co_names:
-            if re.match("_[a-z]", name):
-                names[name] = code
+    names = {name: code for code in codes for name in code.co_names if re.match("_[a-z]", name)}
     for name in (*BEAM_METHODS, UPDATE_INPUTS):
         names.pop(name, None)
     # the methods of transformers, and those of some models, which the loops look up by `hasattr`
@@ -160,18 +156,14 @@ def top_k_continuations(model: Any, log_probs: Any, **arguments: Any) -> tuple[A
     return _top_k_continuations(model, accumulated_log_probs=log_probs, **arguments)
 
 
-_STOP_MODE = _require(StopStringCriteria, "_get_stop_string_matching_mode")
-
-
-def _stop_mode(tokenizer: Any) -> str | None:
-    """Returns the kind of the tokenizer's decoder if `StopStringCriteria` compares its tokens as
-    bytes; `None` if it compares them as text."""
-    return getattr(StopStringCriteria, _STOP_MODE)(tokenizer)
+# the kind of a tokenizer's decoder if `StopStringCriteria` compares its tokens as bytes; `None` if
+# as text
+_stop_mode = _require_method("_get_stop_string_matching_mode", StopStringCriteria)
 
 
 def stop_texts(tokenizer: Any, strings: tuple[str, ...]) -> tuple[Any, ...]:
     """Returns stop strings as `StopStringCriteria` compares them: as bytes, or as text."""
-    if _stop_mode(tokenizer) is None:
+    if _stop_mode(StopStringCriteria, tokenizer) is None:
         return strings
     return tuple(string.encode() for string in strings)
 
@@ -181,10 +173,7 @@ class _OneTokenTokenizer:
 
     def __init__(self, tokenizer: Any, vocabulary: dict[str, int]) -> None:
         self._tokenizer = tokenizer
-        self._vocabulary = vocabulary
-
-    def get_vocab(self) -> dict[str, int]:
-        return self._vocabulary
+        self.get_vocab = lambda: vocabulary
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._tokenizer(*args, **kwargs)
@@ -198,7 +187,7 @@ def token_text(tokenizer: Any, name: str, token: int) -> Any:
     the results of `stop_texts`."""
     one_token_tokenizer = _OneTokenTokenizer(tokenizer, {name: token})
     (text,), _ = StopStringCriteria.clean_tokenizer_vocab(
-        one_token_tokenizer, stop_string_matching_mode=_stop_mode(tokenizer)
+        one_token_tokenizer, stop_string_matching_mode=_stop_mode(StopStringCriteria, tokenizer)
     )
     return text
 
@@ -220,7 +209,7 @@ def mtp_logits(mtp: Any, hidden: Any) -> Any:
 
 # The arguments by which transformers passes a cache to forwards: "cache" from 5.24 on,
 # "past_key_values" before that, and the names that special or older models use.
-_require(generation_utils, "ALL_CACHE_NAMES")
+_require("ALL_CACHE_NAMES", generation_utils)
 CACHE_NAMES: tuple[str, ...] = tuple(
     getattr(generation_utils, "ALL_CACHE_NAMES", ("past_key_values",))
 )
@@ -249,7 +238,7 @@ def cache_name(model: Any) -> str:
 
 
 # inputs that only the first forward gets if there is a cache
-_require(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL")
+_require("MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", generation_utils)
 PREFILL_INPUTS = frozenset(
     getattr(generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ())
 )
@@ -267,11 +256,11 @@ for _attribute in ("_pad_token_tensor", "_eos_token_tensor"):
     if _prepare_code is not None and _attribute not in _prepare_code.co_names:
         _missing.append(f"GenerationConfig.{_attribute}")
 
-_IMPLEMENTATION = _require(PreTrainedConfig(), "_attn_implementation_internal")
-SUPPORTS_SDPA = _require(PreTrainedModel, "_supports_sdpa")
-_CACHE_IMPLEMENTATIONS = _require(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS")
-_MAPPING = _require(ALL_ATTENTION_FUNCTIONS, "_global_mapping")
-_require(ALL_MASK_ATTENTION_FUNCTIONS, _MAPPING)
+_IMPLEMENTATION = _require("_attn_implementation_internal", PreTrainedConfig())
+SUPPORTS_SDPA = _require("_supports_sdpa", PreTrainedModel)
+_CACHE_IMPLEMENTATIONS = _require("ALL_CACHE_IMPLEMENTATIONS", configuration_utils)
+_MAPPING = _require("_global_mapping", ALL_ATTENTION_FUNCTIONS)
+_require(_MAPPING, ALL_MASK_ATTENTION_FUNCTIONS)
 
 # attribute of a model: the continuous batching manager for the next session
 CACHED_MANAGER = "_cached_continuous_batching_manager"

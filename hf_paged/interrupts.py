@@ -89,8 +89,7 @@ def restoring(
 
     @functools.wraps(function)
     def make(*args: P.args, **kwargs: P.kwargs) -> contextlib.AbstractContextManager[T]:
-        generator_function: Any = function
-        return _Restoring(generator_function, args, kwargs)
+        return _Restoring(function, args, kwargs)  # type: ignore[arg-type]
 
     return make
 

@@ -33,10 +33,11 @@ class StepPlan:
     def of(cls, rows: Iterable[tuple[Any, int]]) -> StepPlan:
         """Returns a plan of `count` more tokens for each `(sequence, count)` in `rows`. Decodes
         must come first in `rows`."""
-        sequences: list[Any] = []
-        starts: list[int] = []
-        counts: list[int] = []
-        num_logits: list[int] = []
+        sequences = []
+        starts = []
+        counts = []
+        num_logits = []
+        num_decodes = 0
         for sequence, count in rows:
             start = sequence.num_computed_tokens
             num_draft_tokens = len(sequence.draft)
@@ -44,13 +45,17 @@ class StepPlan:
             sequences.append(sequence)
             starts.append(start)
             counts.append(count)
-            num_logits.append(1 + num_draft_tokens if has_logits else 0)
+            num_row_logits = 1 + num_draft_tokens if has_logits else 0
+            # leading rows with one token, or with logits for every token, as the verification of a
+            # draft needs them
+            num_decodes += num_decodes == len(num_logits) and count in (1, num_row_logits)
+            num_logits.append(num_row_logits)
         return cls(
             sequences,
             starts,
             counts,
             num_logits,
-            num_decodes=_count_decodes(counts, num_logits),
+            num_decodes=num_decodes,
             has_drafts=any(sequence.draft for sequence in sequences),
             has_inputs=any(sequence.request.inputs is not None for sequence in sequences),
         )
@@ -71,18 +76,7 @@ class StepPlan:
     def select(self, rows: Sequence[int]) -> StepPlan:
         """Returns the plan of these rows alone, in the given order; decodes must come first. The
         plan has no admitted or preempted requests."""
-        counts = [self.counts[row] for row in rows]
-        num_logits = [self.num_logits[row] for row in rows]
-        sequences = [self.sequences[row] for row in rows]
-        return StepPlan(
-            sequences,
-            [self.starts[row] for row in rows],
-            counts,
-            num_logits,
-            num_decodes=_count_decodes(counts, num_logits),
-            has_drafts=self.has_drafts and any(sequence.draft for sequence in sequences),
-            has_inputs=self.has_inputs,
-        )
+        return StepPlan.of([(self.sequences[row], self.counts[row]) for row in rows])
 
     def digest(self) -> int:
         """Returns a hash of the rows' positions, tokens, numbers of draft tokens and adapters,
@@ -97,26 +91,8 @@ class StepPlan:
 
     def __str__(self) -> str:
         """A list of (request id, sequence index, tokens to compute, number of logits, adapter)."""
-        rows: list[tuple[Any, ...]] = []
-        for sequence, count, num_logits in zip(self.sequences, self.counts, self.num_logits):
-            request = sequence.request
-            row = (
-                request.request_id,
-                sequence.index,
-                count,
-                num_logits,
-                request.adapter,
-            )
-            rows.append(row)
+        rows = [
+            (row.request.request_id, row.index, count, num_logits, row.request.adapter)
+            for row, count, num_logits in zip(self.sequences, self.counts, self.num_logits)
+        ]
         return str(rows)
-
-
-def _count_decodes(counts: Sequence[int], num_logits: Sequence[int]) -> int:
-    """Counts the leading decodes: rows with one token, or with logits for every token, as the
-    verification of a draft needs them."""
-    num_decodes = 0
-    for num_tokens, num_row_logits in zip(counts, num_logits):
-        if num_tokens != 1 and num_tokens != num_row_logits:
-            break
-        num_decodes += 1
-    return num_decodes

@@ -149,8 +149,7 @@ class StepMetadata:
     _plans: dict[object, Any] = dataclasses.field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        pairs = itertools.pairwise(self.query_start)
-        query_lens = {end - start for start, end in pairs} or {1}
+        query_lens = set(self.query_lens) or {1}
         query_len = None
         if len(query_lens) == 1:
             query_len = query_lens.pop()
@@ -162,8 +161,7 @@ class StepMetadata:
         in `args` are compared by identity."""
         key = (make, *args) if args else make
         try:
-            cached_plan: Plan = self._plans[key]
-            return cached_plan
+            return self._plans[key]
         except KeyError:
             pass  # `make` runs after this block, so that its errors are not chained to `KeyError`
         new_plan = self._plans[key] = make(self, *args)
@@ -177,20 +175,18 @@ class StepMetadata:
         block_size: int,
         *,
         query_len: int = 1,
-        starts: Iterable[int] | None = None,
+        starts: Iterable[int] = (),
         **fields: Any,
     ) -> StepMetadata:
         """Makes a step with `query_len` tokens in each row; `starts` default to 0."""
         seq_lens = tuple(seq_lens)
         query_lens = [query_len] * block_tables.shape[0]
         query_start = tuple(itertools.accumulate(query_lens, initial=0))
-        if starts is None:
-            starts = (0,) * len(seq_lens)
         return cls(
             block_tables,
             query_start,
             seq_lens,
-            tuple(starts),
+            tuple(starts) or (0,) * len(seq_lens),
             block_size,
             **fields,
         )
@@ -211,10 +207,14 @@ class StepMetadata:
         return self.query_start[-1]
 
     @lazy_property
+    def query_lens(self) -> tuple[int, ...]:
+        """The number of tokens of each row."""
+        return tuple([end - start for start, end in itertools.pairwise(self.query_start)])
+
+    @lazy_property
     def max_query_len(self) -> int:
         """The largest number of queries of a row."""
-        pairs = itertools.pairwise(self.query_start)
-        return max((end - start for start, end in pairs), default=0)
+        return max(self.query_lens, default=0)
 
     @property
     def on_device(self) -> Lengths:
@@ -273,8 +273,8 @@ class StepMetadata:
         parts; `None` for a part without rows."""
         num_rows = self.num_rows
         count = 0
-        for start, end in itertools.pairwise(self.query_start):
-            if end - start > max_queries:
+        for query_len in self.query_lens:
+            if query_len > max_queries:
                 break
             count += 1
         if count == num_rows:
@@ -289,7 +289,7 @@ class StepMetadata:
         low = self.starts[row]
         high = self.seq_lens[row]
         if self.causal:
-            query_len = self.query_start[row + 1] - self.query_start[row]
+            query_len = self.query_lens[row]
             position = high - query_len + query
             high = position + 1
             if self.window is not None:
@@ -323,7 +323,7 @@ def row_groups(step: StepMetadata) -> tuple[tuple[slice, StepMetadata], ...]:
     are first prefills or none is. Returns (slice of tokens, step) for each run."""
 
     def group_key(row: int) -> tuple[int, bool]:
-        query_len = step.query_start[row + 1] - step.query_start[row]
+        query_len = step.query_lens[row]
         if query_len == 1:
             return 1, False
         return query_len, step.seq_lens[row] == query_len and not step.starts[row]

@@ -67,19 +67,18 @@ class Switches(Generic[T]):
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process, ends the calls of other threads, which do not exist there."""
-        current_thread = threading.get_ident()
-        self._retain(lambda thread: thread == current_thread)
+        self._retain(True)
 
     def clean_up_after_error(self) -> None:
         """Ends the calls of this thread."""
-        current_thread = threading.get_ident()
         with self._lock:
-            self._retain(lambda thread: thread != current_thread)
+            self._retain(False)
 
-    def _retain(self, is_retained: Callable[[int], bool]) -> None:
-        """Ends the calls of all threads except those for which `is_retained` is true."""
+    def _retain(self, is_current: bool) -> None:
+        """Ends the calls of the other threads or, unless `is_current`, those of this thread."""
+        current_thread = threading.get_ident()
         for item, _, threads in list(self.entries.values()):
-            threads[:] = filter(is_retained, threads)
+            threads[:] = [thread for thread in threads if (thread == current_thread) is is_current]
             self._restore_if_unused(item, threads)
 
     def _restore_if_unused(self, item: T, threads: list[int]) -> None:
@@ -93,14 +92,12 @@ class Switches(Generic[T]):
 class _SwitchedContext(Generic[T]):
     """The context of `Switches.switched`."""
 
-    __slots__ = ("_items", "_switches")
-
     def __init__(self, switches: Switches[T], items: list[T]) -> None:
         self._switches = switches
         self._items = items
 
     def __enter__(self) -> None:
-        entered_items: list[T] = []
+        entered_items = []
         try:
             for item in self._items:
                 self._switches.enter(item)

@@ -234,7 +234,7 @@ class BlockManager:
     def set_tier(self, tier: Tier | None) -> None:
         """Sets the tier that stores blocks evicted from the prefix cache; `None`: no tier."""
         self.tier = tier
-        self.index.offload_to(None if tier is None else self._offload)
+        self.index.offload = None if tier is None else self._offload
 
     def _offload(self, group_index: int, block_id: int, digest: bytes) -> None:
         """Passes a block that the prefix cache is evicting to the tier."""

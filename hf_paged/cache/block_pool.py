@@ -220,14 +220,11 @@ class BlockPool:
     def check_writable(self, block_ids: Iterable[int]) -> None:
         """Raises `AssertionError`, now and from every later `check_integrity`, if one of the blocks
         that are about to be written is shared or kept."""
-        if self.is_exclusive:
-            return
         for block_id in block_ids:
-            refcount = self._refcounts[block_id]
-            if refcount != 1 or block_id in self._kept:
+            if self.is_read_only(block_id):
                 self._write_error = (
-                    f"block {block_id} would be overwritten: refcount {refcount},"
-                    f" kept: {block_id in self._kept}"
+                    f"block {block_id} would be overwritten: refcount"
+                    f" {self._refcounts[block_id]}, kept: {block_id in self._kept}"
                 )
                 raise AssertionError(self._write_error)
 
@@ -236,10 +233,9 @@ class BlockPool:
         agree, or if `check_writable` ever raised. Unless `is_complete`, further tables may hold
         blocks."""
         num_holders = Counter(block_id for table in tables for block_id in table)
-        for block_id in {*num_holders, *range(self.num_blocks)}:
-            refcount = 0
-            if 0 <= block_id < self.num_blocks:
-                refcount = self._refcounts[block_id]
+        refcounts = dict(enumerate(self._refcounts))
+        for block_id in {*num_holders, *refcounts}:
+            refcount = refcounts.get(block_id, 0)
             num_tables = num_holders[block_id]
             if num_tables > refcount or (is_complete and num_tables < refcount):
                 raise AssertionError(
@@ -247,9 +243,9 @@ class BlockPool:
                 )
         if self._write_error is not None:
             raise AssertionError(self._write_error)
-        unused_ids = {block_id for block_id, count in enumerate(self._refcounts) if not count}
+        unused_ids = {block_id for block_id, count in refcounts.items() if not count}
         kept_ids = self._kept.keys()
-        num_shared = sum(refcount > 1 for refcount in self._refcounts)
+        num_shared = sum(refcount > 1 for refcount in refcounts.values())
         expected = (unused_ids - kept_ids, unused_ids & kept_ids, num_shared)
         actual = (set(self._free), set(self._cached), self.num_shared)
         if actual != expected:
@@ -393,19 +389,16 @@ class BlockTable:
         self,
         block_ids: Sequence[int],
         num_dropped: int,
-        num_tokens: int | None = None,
+        num_tokens: int,
     ) -> None:
         """Adds computed blocks, which other tables may share, to this empty table, after
-        `num_dropped` dropped ones. `num_tokens`: the new length, including dropped tokens; `None`
-        if the last block is full. Raises `ValueError` if the table is not empty."""
+        `num_dropped` dropped ones. `num_tokens`: the new length, including dropped tokens. Raises
+        `ValueError` if the table is not empty."""
         if self.block_ids or self.num_tokens:
             raise ValueError(
                 f"blocks can only be attached to an empty table: this one holds {self.num_tokens}"
                 " tokens"
             )
-        num_blocks = num_dropped + len(block_ids)
-        if num_tokens is None:
-            num_tokens = num_blocks * self.block_size
         self.pool.acquire(block_ids)
         self.block_ids = list(block_ids)
         self.num_dropped, self.num_tokens = num_dropped, num_tokens
@@ -428,7 +421,8 @@ class BlockTable:
     def skip(self, num_tokens: int) -> None:
         """Starts an empty table at token `num_tokens`, rounded down to the start of a block:
         earlier tokens are never stored."""
-        self.attach([], num_tokens // self.block_size)
+        num_dropped = num_tokens // self.block_size
+        self.attach([], num_dropped, num_dropped * self.block_size)
 
     def drop_before(self, token: int) -> None:
         """Releases the leading blocks that hold only tokens before `token`."""

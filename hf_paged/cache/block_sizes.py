@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..config import AUTO
-from .groups import GroupSpec
+from .groups import UNBOUNDED, GroupSpec
 
 DEFAULT_BLOCK_SIZE = 16  # without data (PagedAttention, arXiv 2309.06180, section 7.2)
 MAX_NUM_LENGTHS = 1024  # how many final lengths are kept, the latest ones
@@ -45,10 +45,9 @@ class Occupancy(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], window: int | None = None) -> Occupancy:
-        if window is None:
-            return cls(sum(lengths), len(lengths))
-        num_tokens = sum(min(length, window) for length in lengths)
-        num_partial_blocks = sum(1 + (length > window) for length in lengths)
+        limit = window or UNBOUNDED
+        num_tokens = sum(min(length, limit) for length in lengths)
+        num_partial_blocks = sum(1 + (length > limit) for length in lengths)
         return cls(num_tokens, num_partial_blocks)
 
     def losses(self, block_size: int, times: dict[int, float]) -> tuple[float, float]:

@@ -10,6 +10,7 @@ from typing import Any
 from .. import forks
 from ..config import is_whole
 from ..threads import attempt
+from ..weak_sets import members_of
 
 # seconds to wait for an idle pool's lock: threads that only read the pool's figures hold the lock
 # for less time
@@ -19,9 +20,7 @@ PATIENCE = 10.0  # seconds for which a request waits for memory that other model
 
 _lock = forks.rlock()
 _limit: int | None = None  # bytes
-# All memories that the budget limits. The tuple is replaced, never changed, so that threads may
-# read it while another thread adds a memory.
-_pools: tuple[weakref.ref[Any], ...] = ()
+_pools = weakref.WeakSet[Any]()  # all memories that the budget limits
 
 
 def budget(num_bytes: int | None) -> None:
@@ -57,17 +56,7 @@ def limit(memory: Any = None) -> int | None:
 
 def join(memory: Any) -> None:
     """Adds this `PagedMemory` to the pools that the budget limits."""
-    global _pools
-    with _lock:
-        live_refs = [ref for ref in _pools if ref() is not None]
-        _pools = (*live_refs, weakref.ref(memory))
-
-
-def share(memory: Any) -> int | None:
-    """Returns the maximum number of bytes that this pool may hold: the budget less the bytes of all
-    other pools that are in use; `None` without a budget for it."""
-    total = limit(memory)  # read once: another thread may change it
-    return None if total is None else total - bytes_of_others(memory)
+    _pools.add(memory)
 
 
 def bytes_of_others(memory: Any) -> int:
@@ -118,8 +107,7 @@ def enforce() -> None:
 def _other_pools(memory: Any) -> list[Any]:
     """Returns all live pools except `memory` (which may be a weak proxy, or `None`)."""
     lock = None if memory is None else memory.lock
-    pools = (ref() for ref in _pools)
-    return [pool for pool in pools if pool is not None and pool.lock is not lock]
+    return [pool for pool in members_of(_pools) if pool.lock is not lock]
 
 
 def _idle_pools(pools: list[Any]) -> list[Any]:
@@ -150,4 +138,4 @@ def release(memory: Any) -> bool:
         if not is_outer_held:
             return False
         with attempt(memory.lock, WAIT_SECONDS) as is_held:
-            return is_held and bool(memory.release())
+            return is_held and memory.release()

@@ -104,9 +104,9 @@ def free_bytes(device: torch.device) -> int:
         # the allocator reuses the memory of freed tensors, or returns it before the device runs out
         reserved_bytes = module.memory_reserved(device)
         unused_bytes = reserved_bytes - module.memory_allocated(device)
-        free = int(module.mem_get_info(device)[0])
+        free = module.mem_get_info(device)[0]
         return free + max(0, unused_bytes)
-    free = int(psutil.virtual_memory().available)
+    free = psutil.virtual_memory().available
     limit = address_limit()
     if limit is None:
         return free
@@ -224,10 +224,8 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    if not isinstance(error, RuntimeError):
-        return False
-    message = str(error)
-    return any(phrase in message for phrase in _OUT_OF_MEMORY)
+    is_torch_error = isinstance(error, RuntimeError)
+    return is_torch_error and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)
 
 
 # parts of the messages of CPU allocators (Linux and macOS, Windows) and of devices that raise a

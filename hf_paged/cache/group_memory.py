@@ -56,16 +56,11 @@ class GroupMemory:
         self.memory: PagedMemory = weakref.proxy(memory)
         states = spec.make_states()
         self.holds_states = states is not None  # if so, a block is a slot for one state
-        self.storage: Storage
-        if states is not None:
-            self.block_size = UNBOUNDED
-            self.storage = states
-        else:
-            self.block_size = memory.sizes.of(spec)
-            weak_memory = self.memory
-            self.storage = memory.make_storage(
-                memory.config, spec, self.block_size, lambda: weak_memory.gather_handles()
-            )
+        self.block_size = UNBOUNDED if self.holds_states else memory.sizes.of(spec)
+        weak_memory = self.memory
+        self.storage: Storage = states or memory.make_storage(
+            memory.config, spec, self.block_size, lambda: weak_memory.gather_handles()
+        )
         self.pool = self.storage.pool
         self.spec = spec
         self._expected_bytes = 0  # of a block over all layers, estimated from the first layer
@@ -121,7 +116,8 @@ class GroupMemory:
         """Makes `num_blocks` blocks available, or raises `OutOfBlocksError`. With a limit, the pool
         grows up to it before evicting cached blocks, unless tensors would have to be reallocated.
         Without a limit, it evicts first, but keeps `KEPT_STATES` snapshots of states and, in an
-        engine (`keeps_cached`) with spare memory, cached blocks up to `CACHED_RATIO`."""
+        engine (`keeps_cached`) with spare memory, cached blocks up to `CACHED_RATIO`. Under
+        `PagedConfig.num_blocks`, it evicts blocks of this group before those of other groups."""
         if self.has_free(num_blocks):
             return
         memory = self.memory
@@ -132,28 +128,19 @@ class GroupMemory:
             pool.shrink()
             if not pool.num_blocks:
                 self.storage.layers.clear()
-        self._evict_to_fit(num_blocks)
+        total = memory.config.num_blocks
+        if total is not None and self.spec.is_counted:
+            num_used = memory.num_used
+            if num_blocks > total - num_used:
+                raise self._over_limit_error(num_blocks, total - num_used, total)
+            excess = num_used + memory.num_cached + num_blocks - total
+            for group in (self, *memory.groups.values()):
+                excess -= group.pool.evict(excess)
         num_missing = num_blocks - pool.num_free
         if num_missing > 0:
             num_missing -= self._num_evictable(num_missing)
         if num_missing > 0:
             self._grow(num_blocks, num_missing)
-
-    def _evict_to_fit(self, num_needed: int) -> None:
-        """Evicts cached blocks, this group's first, until `num_needed` more used blocks fit in
-        `PagedConfig.num_blocks`. Raises `OutOfBlocksError` if used blocks leave too few."""
-        memory = self.memory
-        total = memory.config.num_blocks
-        if total is None or not self.spec.is_counted:
-            return
-        num_used = memory.num_used
-        if num_needed > total - num_used:
-            raise self._over_limit_error(num_needed, total - num_used, total)
-        excess = num_used + memory.num_cached + num_needed - total
-        for group in (self, *memory.groups.values()):
-            if excess <= 0:
-                return
-            excess -= group.pool.evict(excess)
 
     def take(self, num_blocks: int, after: Sequence[int] = ()) -> list[int]:
         """Allocates `num_blocks` blocks with refcount 1, and returns their ids. `after`: as in
@@ -175,14 +162,16 @@ class GroupMemory:
         has_limit = self._has_limit
         has_memory = pool.num_blocks + num_missing <= self.storage.num_allocated_blocks
         if self.holds_states:
-            num_kept = num_cached if has_limit or num_cached < KEPT_STATES else 0
-        elif has_limit:
-            num_kept = num_cached if has_memory or self.storage.is_elastic else 0
-        elif self.memory.keeps_cached and has_memory and self._has_spare_memory:
-            num_kept = CACHED_RATIO * pool.peak_used
-        else:
-            num_kept = 0
-        return max(0, num_cached - num_kept)
+            return 0 if has_limit or num_cached < KEPT_STATES else num_cached
+        if has_limit:
+            return 0 if has_memory or self.storage.is_elastic else num_cached
+        if self.memory.keeps_cached and has_memory:
+            cached_bytes = num_cached * self.block_bytes
+            is_allocated = not (cached_bytes and self.storage.is_elastic)
+            # cached blocks may take half of the memory that would be free without them
+            if is_allocated or cached_bytes <= free_bytes(torch.device("cpu")):
+                return max(0, num_cached - CACHED_RATIO * pool.peak_used)
+        return num_cached
 
     def _growth_step(self, growth_limit: int) -> int:
         """Returns the minimum number of blocks to add, if at most `growth_limit` may be added."""
@@ -211,13 +200,13 @@ class GroupMemory:
             step = min(step, num_spare_blocks)
         num_added = max(num_missing, step)
         num_available = pool.num_available
-        is_over_limit = num_blocks > num_available + max(0, growth_limit)
+        is_over_limit = num_blocks > num_available + growth_limit
         if is_over_limit and memory.release_unused(self):
             growth_limit = memory.growth_limit(self)
         if num_added > growth_limit:
-            num_added = max(0, min(num_missing, growth_limit))
+            num_added = min(num_missing, growth_limit)
         if num_blocks > num_available + num_added:
-            raise self._over_limit_error(num_blocks, num_available + max(0, growth_limit))
+            raise self._over_limit_error(num_blocks, num_available + growth_limit)
         if not num_added:
             return
         num_charged = num_added if storage.is_elastic else max(0, num_added - num_spare_blocks)
@@ -237,23 +226,12 @@ class GroupMemory:
         finally:
             memory.update_charge()
 
-    @property
-    def _has_spare_memory(self) -> bool:
-        """Whether cached blocks take at most half of the memory that would be free without them.
-        Always true of storage that is not elastic, whose memory is allocated already."""
-        cached_bytes = self.pool.num_cached * self.block_bytes
-        if not (cached_bytes and self.storage.is_elastic):
-            return True
-        return cached_bytes <= free_bytes(torch.device("cpu"))
-
     def _over_limit_error(
         self, num_needed: int, num_available: int, total: int | None = None
     ) -> OutOfBlocksError:
         """Returns the error of a call that needs more blocks than are available. `total`:
         `PagedConfig.num_blocks`, if that is the limit; `None` if the limit is in bytes."""
-        blocks = f"blocks of {self.block_size} tokens"
-        if self.holds_states:
-            blocks = "slots for states"
+        blocks = "slots for states" if self.holds_states else f"blocks of {self.block_size} tokens"
         message = f"needs {num_needed} {blocks}, but only {num_available}"
         option = "`num_blocks`"
         if total is None:
@@ -327,8 +305,9 @@ class GroupMemory:
             )
         if not commits_when_touched(keys.device):
             budget.release_idle(self.memory)
-        needed_text = f"{self.pool.num_blocks} blocks"
-        layer = self._allocate(needed_text, self.storage.make, index, keys, values)
+        layer = self._allocate(
+            f"{self.pool.num_blocks} blocks", self.storage.make, index, keys, values
+        )
         self._is_short = False
         self.memory.update_charge()
         return layer
@@ -345,8 +324,9 @@ class GroupMemory:
                 f"needs {num_bytes:,} bytes for keys and values of a wider dtype: {_budget_text()}"
             )
         try:
-            needed_text = f"{self.pool.num_blocks} blocks"
-            return self._allocate(needed_text, self.storage.promote, index, keys, values)
+            return self._allocate(
+                f"{self.pool.num_blocks} blocks", self.storage.promote, index, keys, values
+            )
         finally:
             memory.update_charge()
 

@@ -35,18 +35,15 @@ class GroupSpec:
         besides the `num_held` blocks of earlier tokens, if up to `chunk` tokens are appended at a
         time. `first` must be the first token of a block."""
         end_block = -(-end // block_size)
-        span = end_block - first // block_size
-        if self.window is not None:  # the oldest visible token may be the last of its block
-            num_visible = (self.window + chunk - 3 + block_size) // block_size + 1
-            span = min(span, num_visible - num_held)
-        return max(0, span)
+        window = self.window or UNBOUNDED
+        # the oldest visible token may be the last of its block
+        num_visible = (window + chunk - 3 + block_size) // block_size + 1
+        return max(0, min(end_block - first // block_size, num_visible - num_held))
 
     def first_visible(self, length: int) -> int:
         """Returns the first position that the query at position `length` sees: as in transformers,
         the window includes the query."""
-        if self.window is None:
-            return 0
-        return max(0, length - self.window + 1)
+        return max(0, length - (self.window or UNBOUNDED) + 1)
 
     @property
     def prefix_window(self) -> int | None:

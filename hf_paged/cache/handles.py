@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -60,9 +60,7 @@ class LazyTensor(Tensor):
         return _call_on_dense(func, args, kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        name = type(self).__name__
-        shape = tuple(self.shape)
-        return f"{name}(shape={shape}, dtype={self.dtype})"
+        return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 class ReadOnlyTensor(LazyTensor):
@@ -199,18 +197,19 @@ class PagedTensor(ReadOnlyTensor):
             dtype = layer.dtypes[is_value]
         device = blocks.device
         self = make_without_memory(cls, shape, strides=strides, dtype=dtype, device=device)
-        self.bind(step, layer, blocks, fresh)
         self.is_value = is_value
+        self.bind(step, layer, fresh)
         self.reader = reader
         self.has_read_only_views = has_read_only_views
         self._dense = None
         return self
 
-    def bind(self, step: Any, layer: Any, blocks: Any, fresh: Tensor | None) -> None:
+    def bind(self, step: Any, layer: Any, fresh: Tensor | None) -> None:
         """Makes this the handle of another step, whose K/V have an equal `store_signature`. Between
         packed steps, all arguments are `None`: handles are reused, but must keep no tensors alive
         that the storage may replace."""
-        self.step, self.layer, self.blocks, self.fresh = step, layer, blocks, fresh
+        self.step, self.layer, self.fresh = step, layer, fresh
+        self.blocks = layer and (layer.values if self.is_value else layer.keys)
 
     def dense(self) -> Tensor:
         """Returns an ordinary tensor: `fresh`, or K/V read from the blocks once. Raises
@@ -229,14 +228,11 @@ class PagedTensor(ReadOnlyTensor):
                     "the model's code reads keys or values, whose lengths only the device knows"
                 )
             else:
-                with self._inference_mode():
+                # an inference tensor if this handle is one, since torch makes views of `_dense`
+                # views of this handle
+                with torch.inference_mode(self.is_inference()):
                     self._dense = read_rows(self.step, self.layer, self.is_value)
         return self._dense
-
-    def _inference_mode(self) -> torch.inference_mode:
-        """A context for creating `_dense`, which must be an inference tensor if and only if this
-        handle is one, since torch turns views of `_dense` into views of the handle."""
-        return torch.inference_mode(self.is_inference())
 
     def materialize(self) -> None:
         """Gathers a copy before the blocks change, unless `dense` needs no blocks. Takes no
@@ -259,21 +255,14 @@ class PagedTensor(ReadOnlyTensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handles = [
-            tensor
-            for tensor in _lazy_tensors((args, kwargs))
-            if isinstance(tensor, PagedTensor) and tensor.layer.rows is not None
-        ]
-        if handles and func in _READS_STRIDES:
-            for handle in handles:
-                handle.make_contiguous()
+        if func in _READS_STRIDES:
+            _make_contiguous((args, kwargs))
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         except RuntimeError as error:  # such as a view that requires a contiguous tensor
             if func._schema.is_mutable or is_interrupt(error):
                 raise
-            num_changed = sum(handle.make_contiguous() for handle in handles)
-            if not num_changed:
+            if not _make_contiguous((args, kwargs)):
                 raise
             return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -283,7 +272,7 @@ class PagedTensor(ReadOnlyTensor):
         contiguous."""
         if self.read().is_contiguous():
             return False
-        with self._inference_mode():
+        with torch.inference_mode(self.is_inference()):
             contiguous = self.dense().contiguous()
         assert self.layer.rows is not None
         self.layer.rows.disallow_views()
@@ -419,12 +408,8 @@ def _to_dense(value: Any) -> Any:
     return value
 
 
-def _lazy_tensors(arguments: Iterable[Any]) -> Iterator[LazyTensor]:
-    """Yields the lazy tensors in arguments of a function: faster than `tree_leaves`."""
-    for value in arguments:
-        if isinstance(value, LazyTensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from _lazy_tensors(value)
-        elif isinstance(value, dict):
-            yield from _lazy_tensors(value.values())
+def _make_contiguous(arguments: Any) -> int:
+    """Calls `PagedTensor.make_contiguous` of the handles in arguments of a function, in layers
+    whose rows virtual storage maps. Returns how many of them were not contiguous."""
+    handles = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, PagedTensor))
+    return sum(handle.make_contiguous() for handle in handles if handle.layer.rows is not None)

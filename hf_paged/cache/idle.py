@@ -134,9 +134,9 @@ def _stop() -> None:
 
 
 def _reset_in_child() -> None:
-    """Resets the state in a forked child, where the thread does not exist."""
-    global _lock, _condition, _is_running
-    _lock = forks.rlock()
+    """Resets the state in a forked child, where the thread does not exist. `forks` frees the
+    lock."""
+    global _condition, _is_running
     _is_running = False
     _condition = threading.Condition(_lock)
     _deadlines.clear()

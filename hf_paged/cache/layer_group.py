@@ -80,9 +80,7 @@ class LayerGroup:
             if context_len:
                 return None
             return sum(bool(table.block_ids) for table in self.tables)
-        row_bounds = itertools.pairwise(step.query_start)
-        query_lens = tuple(end - start for start, end in row_bounds)
-        if step.seq_lens != query_lens:
+        if step.seq_lens != step.query_lens:
             return None
         return step.num_rows
 
@@ -91,7 +89,7 @@ class LayerGroup:
         batch_size: int,
         context_len: int,
         query_len: int,
-        device: torch.device | str = "cpu",
+        device: torch.device,
     ) -> StepMetadata:
         """Makes logical positions `[context_len, context_len + query_len)` writable in every row.
         Returns the step, on `device` unless another layer began it. Raises `OutOfBlocksError`, with
@@ -153,7 +151,7 @@ class LayerGroup:
             return False
         for table, padding in zip(tables, paddings):
             size = table.block_size
-            num_slots = (table.num_dropped + len(table.block_ids)) * size
+            num_slots = table.num_tokens + table.num_unused_slots
             num_droppable = (first_visible - padding) // size
             if padding + num_slots < length or num_droppable > table.num_dropped:
                 return False
@@ -184,9 +182,10 @@ class LayerGroup:
 
     @guarded
     def _make_writable(self, context_len: int, length: int) -> None:
-        """Makes logical positions `[context_len, length)` writable; another layer of the group may
-        already have stored some of them. Borrowed tables lack blocks only for tokens that the
-        model's own code adds. Raises `ValueError` if the layer cannot catch up with that layer."""
+        """Frees blocks outside the window and makes logical positions `[context_len, length)`
+        writable; another layer of the group may already have stored some of them. Borrowed tables
+        lack blocks only for tokens that the model's own code adds. Raises `ValueError` if the layer
+        cannot catch up with that layer."""
         if context_len < self.length:
             if context_len == 0 and any(self.paddings):
                 raise ValueError(
@@ -196,47 +195,36 @@ class LayerGroup:
                 )
             # a first prefill attends only to its new K/V
             self._check_window(context_len or length)
+        is_borrowed = self.rows.is_borrowed
         tables = self.tables
         ranges = [
             (max(0, context_len - padding), max(0, length - padding)) for padding in self.paddings
         ]
         with self.memory.changing():
-            self._extend(tables, ranges, context_len, length)
+            if length > self.length and not self.record_past:
+                is_first_prefill = context_len == 0 and not self.length and not is_borrowed
+                first_visible = self.spec.first_visible(length)
+                self._drop_outside_window(context_len)
+                if is_first_prefill and first_visible:
+                    # a first prefill attends only to its new K/V, so it stores none that will be
+                    # outside the window
+                    for table, padding in zip(tables, self.paddings):
+                        table.skip(max(0, first_visible - padding))
+            tables_and_ranges = zip(tables, ranges)
+            if any(table.read_only_blocks(*tokens) for table, tokens in tables_and_ranges):
+                self.rows.handles.gather()
+            if self.rows.manager.extend(self.index, tables, ranges) or is_borrowed:
+                self._block_tables = None
+            if is_borrowed:
+                for blocks in self.rows.sequences:
+                    blocks.limit_capacity()  # their owner has counted fewer tokens
+            self.length = max(self.length, length)
+            self.memory.note_progress()
         self.group_memory.pool.check_writable(
             block_id
             for table, tokens in zip(tables, ranges)
             for block_id in table.read_only_blocks(*tokens)
         )
-
-    def _extend(
-        self,
-        tables: list[BlockTable],
-        ranges: list[tuple[int, int]],
-        context_len: int,
-        length: int,
-    ) -> None:
-        """Frees blocks outside the window and makes tokens `ranges[i]` of `tables[i]` writable."""
-        window = self.spec.window
-        drops_past = length > self.length and not self.record_past
-        if drops_past and window is not None:
-            is_first_prefill = context_len == 0 and not self.length and not self.rows.is_borrowed
-            first_visible = self.spec.first_visible(length)
-            self._drop_outside_window(context_len)
-            if is_first_prefill and length >= window:
-                # a first prefill attends only to its new K/V, so it stores none that will be
-                # outside the window
-                for table, padding in zip(tables, self.paddings):
-                    table.skip(max(0, first_visible - padding))
-        tables_and_ranges = zip(tables, ranges)
-        if any(table.read_only_blocks(*tokens) for table, tokens in tables_and_ranges):
-            self.rows.handles.gather()
-        if self.rows.manager.extend(self.index, tables, ranges) or self.rows.is_borrowed:
-            self._block_tables = None
-        if self.rows.is_borrowed:
-            for blocks in self.rows.sequences:
-                blocks.limit_capacity()  # their owner has counted fewer tokens
-        self.length = max(self.length, length)
-        self.memory.note_progress()
 
     def _check_window(self, length: int) -> None:
         """Raises `ValueError` unless all tokens that the next query after `length` positions sees
@@ -273,7 +261,7 @@ class LayerGroup:
         self,
         length: int,
         query_len: int,
-        device: torch.device | str,
+        device: torch.device,
     ) -> StepMetadata:
         tables = self.tables
         size = self.group_memory.block_size
@@ -329,9 +317,7 @@ class LayerGroup:
 
     def crop(self, length: int) -> None:
         """Removes logical positions from `length` on, then frees blocks outside the window."""
-        paddings: tuple[int, ...] = ()
-        if length:
-            paddings = tuple(min(padding, length) for padding in self.paddings)
+        paddings = tuple(min(padding, length) for padding in self.paddings if length)
         for table, padding in zip(self.tables, self.paddings):
             table.truncate(max(0, length - padding))
         self.set_rows(paddings, min(self.length, length))

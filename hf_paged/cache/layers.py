@@ -24,10 +24,37 @@ from .waits import Shortage
 
 # Layers that store nothing, such as layers that read another layer's K/V. Older versions of
 # transformers lack the class.
-EMPTY_LAYERS: tuple[type, ...] = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
+EMPTY_LAYERS = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
 
 
-class PagedLayer(cache_utils.DynamicLayer):
+class RowOperations:
+    """Operations on rows of a layer or a cache, by the row indices that its `reorder_cache`
+    takes."""
+
+    def batch_select_indices(self: Any, indices: Tensor) -> None:
+        """Keeps the rows `indices` (row indices or a boolean mask), in that order. Raises
+        `IndexError` for a mask of another shape."""
+        num_rows = self._num_rows
+        if not num_rows:
+            return
+        indices = _as_tensor(indices)
+        if indices.dtype == torch.bool:
+            if indices.shape != (num_rows,):
+                raise IndexError(
+                    f"the mask of rows has the shape {tuple(indices.shape)}, but the cache has"
+                    f" {num_rows} rows: pass a mask of shape ({num_rows},)"
+                )
+            indices = indices.nonzero().squeeze(-1)
+        self.reorder_cache(indices)
+
+    def batch_repeat_interleave(self: Any, repeats: int) -> None:
+        """Repeats each row `repeats` times, sharing its blocks; linear-attention states are
+        copied."""
+        rows = torch.arange(self._num_rows, device="cpu")
+        self.reorder_cache(rows.repeat_interleave(repeats))
+
+
+class PagedLayer(RowOperations, cache_utils.DynamicLayer):
     """Keys and values of one layer in the blocks of its group; replaces `DynamicLayer`. `keys` and
     `values` are [`PagedTensor`] handles, unless gradients reach them. During a packed step, the
     layer holds no rows. K/V computed with gradients are also kept as tensors with their graph, as
@@ -152,8 +179,7 @@ class PagedLayer(cache_utils.DynamicLayer):
                             group.num_layers,
                             num_new_tables,
                         )
-                    step = group.advance(batch_size, context_len, query_len, device)
-                    step = step.on(device)
+                    step = group.advance(batch_size, context_len, query_len, device).on(device)
                     blocks = group.group_memory.storage.layers[self.index]  # may have grown
                     assert step.slots is not None
                     blocks.store(signature, keys, values, step.slots)
@@ -183,8 +209,8 @@ class PagedLayer(cache_utils.DynamicLayer):
         is_packed = step.columns is None
         if is_packed and signature in self.packed_handles:
             handles = self.packed_handles[signature]
-            for handle, fresh, (stored_tensor, _) in zip(handles, (keys, values), blocks.pair):
-                handle.bind(step, blocks, stored_tensor, fresh)
+            for handle, fresh in zip(handles, (keys, values)):
+                handle.bind(step, blocks, fresh)
             return handles
         handles = PagedTensor(step, blocks, False, keys), PagedTensor(step, blocks, True, values)
         if is_packed:
@@ -213,8 +239,7 @@ class PagedLayer(cache_utils.DynamicLayer):
             if not self.num_positions or blocks is None:
                 return None
             device = blocks.keys.device
-            view = self.group.view(self.num_positions, device)
-            step = view.on(device)
+            step = self.group.view(self.num_positions, device).on(device)
             if self.graph_states is not None and torch.is_grad_enabled():
                 return self.graph_states.visible(step, blocks)[is_value]
             rows = self.group.rows
@@ -249,11 +274,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         blocks = self.blocks
         if blocks is None:
             return 0
-        window = self.group.spec.window
-        num_stored = length
-        if window is not None:
-            # the window of the next query includes the query itself
-            num_stored = min(length, window - 1)
+        num_stored = length - self.group.spec.first_visible(length)
         token_bytes = sum(heads * dim * dtype.itemsize for heads, dim, dtype in blocks.formats)
         return num_rows * num_stored * token_bytes
 
@@ -308,16 +329,9 @@ class PagedLayer(cache_utils.DynamicLayer):
         self._run_once(self.group.rows.select, indices)
         self._select_in_graph(lambda states: states[indices])
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices` (row indices or a boolean mask), in that order."""
-        num_rows = len(self.group.rows.sequences)
-        if num_rows:
-            self.reorder_cache(row_indices(indices, num_rows))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times, sharing its blocks."""
-        num_rows = len(self.group.rows.sequences)
-        self.reorder_cache(repeated_rows(num_rows, repeats))
+    @property
+    def _num_rows(self) -> int:
+        return len(self.group.rows.sequences)
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside
@@ -325,8 +339,7 @@ class PagedLayer(cache_utils.DynamicLayer):
         positive number is the length to keep in older versions of transformers, which log that it
         is deprecated; newer versions raise `ValueError`."""
         count = int(tokens_to_remove)
-        window = self.group.spec.window
-        is_full = window is not None and self.num_positions >= window
+        is_full = self.group.spec.first_visible(self.num_positions) > 0
         if is_full and not self.group.record_past:
             raise RuntimeError(
                 "`crop` cannot go back: the sliding window is full and older tokens were freed."
@@ -454,22 +467,3 @@ def _as_tensor(rows: Any) -> Tensor:
         return rows
     tensor = torch.as_tensor(rows, device="cpu")
     return tensor if tensor.numel() else tensor.long()  # an empty list becomes a float tensor
-
-
-def row_indices(indices: Tensor, num_rows: int) -> Tensor:
-    """Converts a boolean mask `(num_rows,)` to row indices `(n,)`; returns other `indices`
-    as a tensor. Raises `IndexError` for a mask of another shape."""
-    indices = _as_tensor(indices)
-    if indices.dtype != torch.bool:
-        return indices
-    if indices.shape != (num_rows,):
-        raise IndexError(
-            f"the mask of rows has the shape {tuple(indices.shape)}, but the cache has {num_rows}"
-            f" rows: pass a mask of shape ({num_rows},)"
-        )
-    return indices.nonzero().squeeze(-1)
-
-
-def repeated_rows(num_rows: int, repeats: int) -> Tensor:
-    """Returns the indices of all rows, each `repeats` times, `(num_rows * repeats,)` int64."""
-    return torch.arange(num_rows, device="cpu").repeat_interleave(repeats)

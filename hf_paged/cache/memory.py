@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import logging
-import operator
 import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -19,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .. import forks
 from ..config import PagedConfig
 from ..interrupts import is_interrupt, restoring
-from ..seams import Processes, StorageFactory
+from ..seams import Processes, Recorder, StorageFactory
 from ..threads import attempt, take_over
 from ..topics import Topic
 from . import budget
@@ -36,12 +35,7 @@ from .sequence_blocks import SequenceBlocks
 from .storage import storage_of
 from .waits import Holder
 
-if TYPE_CHECKING:
-    from ..seams import Recorder
-
 logger = logging.getLogger(__name__)
-
-_OCCUPIED_BYTES = operator.attrgetter("occupied_bytes")
 
 
 class PagedMemory:
@@ -251,7 +245,7 @@ class PagedMemory:
     @property
     def occupied_bytes(self) -> int:
         """Bytes of memory that the groups occupy."""
-        return sum(map(_OCCUPIED_BYTES, self.groups.values()))
+        return sum(group.occupied_bytes for group in self.groups.values())
 
     @property
     def num_cached(self) -> int:
@@ -291,7 +285,9 @@ class PagedMemory:
     def _max_bytes(self, assume_unused: bool = False) -> int | None:
         """Returns the bytes that `memory_fraction` and `hf_paged.budget` allow; `None` without
         either. With `assume_unused`, as if no other pool were in use."""
-        budget_bytes = budget.limit(self) if assume_unused else budget.share(self)
+        budget_bytes = budget.limit(self)
+        if budget_bytes is not None and not assume_unused:
+            budget_bytes -= budget.bytes_of_others(self)
         fraction = self.config.memory_fraction
         if fraction is not None and self._fraction_limit is None:
             fraction_limit = self.fraction_bytes()
@@ -310,11 +306,11 @@ class PagedMemory:
         max_bytes = self._max_bytes() if block_bytes else None
         if max_bytes is None:
             return sys.maxsize
-        num_allowed = (max_bytes - self.occupied_bytes) // block_bytes
+        num_allowed = max(0, max_bytes - self.occupied_bytes) // block_bytes
         if group.storage.is_elastic:
             return num_allowed
         num_spare_blocks = group.storage.num_allocated_blocks - group.pool.num_blocks
-        return max(0, num_allowed) + max(0, num_spare_blocks)
+        return num_allowed + max(0, num_spare_blocks)
 
     def fraction_bytes(self) -> int:
         """Returns the bytes that `memory_fraction` allows, including those already occupied."""

@@ -4,6 +4,7 @@ implements `update`."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import weakref
@@ -11,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache
 
 from .. import rooms
@@ -20,15 +21,51 @@ from ..step import ReadCounters, StepMetadata
 from .free_memory import Reservation
 from .groups import GroupSpec
 from .layer_group import LayerGroup
-from .layers import PagedLayer, repeated_rows, row_indices
+from .layers import (
+    PagedHybridLayer,
+    PagedHybridSlidingWindowLayer,
+    PagedIndexedLayer,
+    PagedLayer,
+    PagedSlidingWindowLayer,
+    RowOperations,
+)
 from .memory import PagedMemory
 from .memory_stats import MemoryStats
 from .rows import CacheRows
 from .sequence_blocks import SequenceBlocks
-from .stand_ins import paged_layer, spec_of
 from .storage import fit_blocks
 
 DEFAULT_MEMORY_FRACTION = 0.5  # of free memory, if the config sets no `memory_fraction`
+
+_PAGED_LAYERS = {
+    cache_utils.DynamicLayer: PagedLayer,
+    cache_utils.DynamicSlidingWindowLayer: PagedSlidingWindowLayer,
+    cache_utils.DynamicIndexedLayer: PagedIndexedLayer,
+    cache_utils.LinearAttentionAndFullAttentionLayer: PagedHybridLayer,
+    cache_utils.LinearAttentionAndSlidingWindowAttentionLayer: PagedHybridSlidingWindowLayer,
+}
+"""By stock layer of transformers, the paged layer that replaces it."""
+
+
+def spec_of(layer: Any, kind: str) -> GroupSpec | None:
+    """Returns the group spec of a stock or paged layer in a cache of this kind; `None` if no paged
+    layer replaces the stock layer."""
+    if isinstance(layer, PagedLayer):
+        return dataclasses.replace(layer.group.spec, kind=kind)
+    if type(layer) not in _PAGED_LAYERS:
+        return None
+    window = getattr(layer, "sliding_window", None)
+    return GroupSpec(kind, window)
+
+
+def _paged_layer(layer: Any, group: LayerGroup, index: int) -> Any:
+    """Returns a new paged layer in place of `layer`, the stock or paged layer `index` of a cache.
+    `group` has the layer's spec (`spec_of`)."""
+    stock_class = type(layer)
+    layer_class: Any = _PAGED_LAYERS.get(stock_class, stock_class)
+    if issubclass(layer_class, PagedHybridLayer):
+        return layer_class(group, index, layer.number_of_states)
+    return layer_class(group, index)
 
 
 class _WeakMethod:
@@ -43,11 +80,11 @@ class _WeakMethod:
         return self._function(self._cache(), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _WeakMethod:
-        cache: PagedCache = copy.deepcopy(self._cache(), memo)  # type: ignore[assignment]
-        return _WeakMethod(self._function, cache)
+        cache = copy.deepcopy(self._cache(), memo)
+        return _WeakMethod(self._function, cache)  # type: ignore[arg-type]
 
 
-class PagedCache(DynamicCache):
+class PagedCache(RowOperations, DynamicCache):
     """A transformers cache whose keys and values are stored in blocks of a pool (PagedAttention,
     arXiv 2309.06180, section 4). Layers with equal specs share block tables; rows share blocks
     until one row writes (copy-on-write); layers with a sliding window free the blocks that leave
@@ -101,16 +138,12 @@ class PagedCache(DynamicCache):
                 f"`config` is {shown(config)}: pass the model's configuration,"
                 " `PagedCache(model.config)`"
             )
+        requested_config = PagedConfig.coerce(paged_config, "paged_config")
         if memory is None:
-            requested_config = PagedConfig.coerce(paged_config, "paged_config")
-            fitted_config = fit_blocks(requested_config, config, torch.device("cpu"))
-            memory = PagedMemory(fitted_config)
+            memory = PagedMemory(fit_blocks(requested_config, config, torch.device("cpu")))
         elif not isinstance(memory, PagedMemory):
             raise ValueError(f"`memory` is {memory!r}: it must be None or a `PagedMemory`")
-        elif (
-            paged_config is not None
-            and PagedConfig.coerce(paged_config, "paged_config") != memory.config
-        ):
+        elif paged_config is not None and requested_config != memory.config:
             raise ValueError(
                 f"`paged_config` is {paged_config!r}, but `memory` was made with {memory.config!r}:"
                 " pass one of the two"
@@ -158,7 +191,7 @@ class PagedCache(DynamicCache):
         cross: PagedCache | None = None,
     ) -> None:
         self.memory, self.kind, self.cross = memory, kind, cross
-        self.counters = ReadCounters() if owner_counters is None else owner_counters
+        self.counters = owner_counters or ReadCounters()
         specs = [spec_of(layer, kind) for layer in empty.layers]
         if empty.layer_class_to_replicate is not None:
             distinct_specs = dict.fromkeys([GroupSpec(kind)])
@@ -169,10 +202,11 @@ class PagedCache(DynamicCache):
         self.groups = {spec: LayerGroup(self.rows, spec) for spec in distinct_specs}
         layers = []
         for index, (layer, spec) in enumerate(zip(empty.layers, specs)):
-            group = None if spec is None else self.groups[spec]
-            if group is None and isinstance(empty, PagedCache):
+            if spec is not None:
+                layer = _paged_layer(layer, self.groups[spec], index)
+            elif isinstance(empty, PagedCache):  # Mamba states, a model's own compressed layers
                 layer = copy.deepcopy(layer)
-            layers.append(paged_layer(layer, group, index))
+            layers.append(layer)
         Cache.__init__(self, layers=layers)
         self.layer_class_to_replicate = empty.layer_class_to_replicate
 
@@ -277,7 +311,7 @@ class PagedCache(DynamicCache):
         if None in steps:
             for layer in self.paged_layers:
                 for handle in itertools.chain(*layer.packed_handles.values()):
-                    handle.bind(None, None, None, None)
+                    handle.bind(None, None, None)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
         """Returns the number of logical positions so far, including padding. In a packed forward,
@@ -286,8 +320,7 @@ class PagedCache(DynamicCache):
         if layer_idx is None or self._positions is None:
             return super().get_seq_length(layer_idx or 0)
         positions = self._positions[0]
-        offsets = torch.arange(self._positions.shape[1], device=self._positions.device)
-        return positions - offsets
+        return positions - torch.arange(len(positions), device=positions.device)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
         """Returns the offset to add to 0, 1, 2, ... for the positions of the queries in a mask. In
@@ -309,16 +342,6 @@ class PagedCache(DynamicCache):
                 row_counts = [len(state) for state in states if state is not None]
                 num_rows = max([num_rows, *row_counts])
         return num_rows
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeats each row `repeats` times, sharing its blocks; linear-attention states are
-        copied."""
-        self.reorder_cache(repeated_rows(self._num_rows, repeats))
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keeps the rows `indices` (row indices or a boolean mask), in that order."""
-        if self._num_rows:
-            self.reorder_cache(row_indices(indices, self._num_rows))
 
     def reset(self) -> None:
         """Frees all blocks and empties the cache, which can then be reused."""

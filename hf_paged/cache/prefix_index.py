@@ -65,14 +65,14 @@ class PrefixIndex:
         pools: Sequence[BlockPool],
         windows: Sequence[int | None],
         node_size: int,
-        ratios: Sequence[int] | None = None,
+        ratios: Sequence[int],
     ) -> None:
         self.node_size = node_size
-        self._ratios = [1] * len(pools) if ratios is None else list(ratios)
+        self._ratios = ratios
         # distance, in nodes, between positions at which blocks of all groups end
         self.stride = max(self._ratios, default=1)
-        self._pools = list(pools)
-        self._windows = list(windows)
+        self._pools = pools
+        self._windows = windows
         self._roots: dict[Hashable, Node] = {}
         self._registered: list[dict[int, Node]] = [{} for _ in pools]
         groups = range(len(self._pools))
@@ -80,13 +80,9 @@ class PrefixIndex:
         # `(group, block_id)` of blocks registered since `begin_step`, which are not computed yet;
         # `None` outside of a step
         self._step_blocks: dict[tuple[int, int], None] | None = None
-        self._offload: Offload | None = None
-
-    def offload_to(self, offload: Offload | None) -> None:
-        """Sets the function to call with each block that an eviction is about to remove, while the
-        block still has its content. Blocks that are not computed yet, or that have no digest, are
-        skipped. `None`: no function."""
-        self._offload = offload
+        # called with each block that an eviction is about to remove, while the block still has its
+        # content, unless the block is not computed yet or has no digest; `None`: no function
+        self.offload: Offload | None = None
 
     def root(self, namespace: Hashable) -> Node:
         """Returns the root node of a namespace, for `add`."""
@@ -233,34 +229,25 @@ class PrefixIndex:
                     pending.append(child)
 
     def _handle_eviction(self, group: int, block_id: int) -> None:
-        """Offloads a block that the pool evicts, while its content is intact, and unregisters
-        it."""
+        """Unregisters a block that the pool evicts. First offloads it, while its content is intact,
+        with all blocks that are removed with it: in full attention, those of the node's whole
+        subtree."""
+        is_subtree = self._windows[group] is None
+        groups = range(len(self._pools)) if is_subtree else (group,)
+        pending = [self._registered[group][block_id]]
         try:
-            if self._offload is not None:
-                self._offload_subtree(self._registered[group][block_id], group, self._offload)
+            while pending and self.offload is not None:
+                node = pending.pop()
+                digest = self.digest(node)
+                for index in groups:
+                    node_block = node.block_ids[index]
+                    is_computed = (index, node_block) not in (self._step_blocks or ())
+                    if digest and node_block is not None and is_computed:
+                        self.offload(index, node_block, digest)
+                if is_subtree:
+                    pending += node.children.values()
         finally:
             self._unregister(group, block_id)
-
-    def _offload_subtree(self, node: Node, group: int, offload: Offload) -> None:
-        """Offloads the blocks that an eviction of the node's block of this group removes: in a
-        full-attention group, all blocks of the node's subtree; otherwise only that block."""
-        is_subtree = self._windows[group] is None
-        groups: Sequence[int] = (group,)
-        if is_subtree:
-            groups = range(len(self._pools))
-        pending = [node]
-        while pending:
-            node_to_remove = pending.pop()
-            digest = self.digest(node_to_remove)
-            if digest:
-                for group in groups:
-                    block_id = node_to_remove.block_ids[group]
-                    if block_id is None:
-                        continue
-                    if self._step_blocks is None or (group, block_id) not in self._step_blocks:
-                        offload(group, block_id, digest)
-            if is_subtree:
-                pending.extend(node_to_remove.children.values())
 
     def _unregister(self, group: int, block_id: int) -> None:
         """Removes from the index a block that the pool no longer keeps, and the nodes that need the

@@ -223,5 +223,4 @@ def _room(config: PagedConfig) -> rooms.VirtualRoom | None:
     """Returns the optional package that makes a config's storage; `None` for plain blocks."""
     if config.storage == "blocks":
         return None
-    room: rooms.VirtualRoom = rooms.room("virtual", f"`storage={config.storage!r}`")
-    return room
+    return rooms.room("virtual", f"`storage={config.storage!r}`")

@@ -106,7 +106,6 @@ def _targets(
     flattened `slots` (`None`: all). Synchronizes with the device if called for new `slots`."""
     version = None if slots.is_inference() else slots._version
     key = (block_size, device, version)
-    targets: tuple[Any, Tensor | None]
     entry = getattr(_last_targets, "entry", None)
     if entry is not None:
         last_slots, last_key, targets = entry
@@ -114,7 +113,7 @@ def _targets(
             return targets
     flat_slots = slots.to(device).flatten()
     token_indices = None
-    if bool((flat_slots < 0).any()):
+    if (flat_slots < 0).any():
         token_indices = (flat_slots >= 0).nonzero().squeeze(1)
         flat_slots = flat_slots[token_indices]
     index = (flat_slots // block_size, slice(None), flat_slots % block_size)

@@ -75,12 +75,7 @@ def _to_cpu(tensor: torch.Tensor, block_ids: list[int]) -> torch.Tensor:
     blocks = tensor.index_select(0, ids)
     if tensor.is_cpu:
         return blocks
-    host = torch.empty(
-        blocks.shape,
-        dtype=blocks.dtype,
-        device="cpu",
-        pin_memory=tensor.is_cuda,
-    )
+    host = torch.empty_like(blocks, device="cpu", pin_memory=tensor.is_cuda)
     # synchronous: preemption is rare, and its measured time is then exact
     return host.copy_(blocks)
 

@@ -76,7 +76,7 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     cross_caches = [part for part in parts[1:] if isinstance(part, PagedCache)]
     cache.cross = cross_caches[0].empty_twin(cache.memory) if cross_caches else None
     batch = BatchCall(call, loop, cache, adapter_names)
-    reason = batch.reason_against()
+    reason = next(batch.reasons_against(), None)
     if loop.arguments.get("synced_gpus"):
         reason = Topic.OPTIONS("`synced_gpus` is set")
     if RIGHT_PADDED in f"{reason} {batch.layout.unsupported_reason}":
@@ -201,8 +201,7 @@ class BatchCall(Candidate):
         """Returns the token ids of a row of `ids` without padding; 0 for each token given as an
         embedding."""
         first_column = self.paddings[row] - self.num_embedded  # negative: embeddings precede `ids`
-        tokens: list[int] = ids[row, max(0, first_column) :].tolist()
-        return [0] * -first_column + tokens
+        return [0] * -first_column + ids[row, max(0, first_column) :].tolist()
 
     def _result(self, generation: Generation, loop: StepLoop) -> Any:
         """Returns the decoding's result, with a cache if the call returns one."""

@@ -27,7 +27,7 @@ from ..cache.waits import claiming
 from ..compiled import running_eagerly
 from ..interrupts import register_for_cleanup, restoring
 from ..model.own_loop import map_tensors, tensors_of
-from ..model.registry import note_route, route_of, warn_once
+from ..model.registry import note_route, reads_are_in_place, route_of, warn_once
 from ..step import ReadCounters
 from ..timing import setup_seconds
 from ..topics import Topic
@@ -53,8 +53,7 @@ def first_rows(value: Any, repeats: int) -> Any:
         if len(tensor) % repeats:
             return None
         groups = tensor.unflatten(0, (-1, repeats))
-        are_equal = groups == groups[:, :1]
-        if not bool(are_equal.all()):
+        if not (groups == groups[:, :1]).all():
             return None
     return map_tensors(lambda tensor: tensor[::repeats].contiguous(), value)
 
@@ -177,9 +176,7 @@ class Call:
             return Topic.NOT_PAGED(self.reason)
         if self.own_code_reason is None or self.route_name != "hf_loop":
             return self.reason
-        is_in_place = any(counter.in_place for counter in self.counters)
-        is_gathered = any(counter.gathered for counter in self.counters)
-        are_views = is_in_place and not is_gathered
+        are_views = reads_are_in_place(self.counters)
         access = "read in place as contiguous rows" if are_views else "gathered"
         return Topic.MODEL_CODE(
             f"{self.reason}; keys and values are {access}: {self.own_code_reason}"

@@ -39,7 +39,7 @@ def applicable_reasons(reasons: dict[str, Any]) -> Iterator[str]:
 
 class Candidate:
     """A decoding loop of a `generate` call that the engine may serve. The layout, the paddings and
-    the prompts are valid once `reason_against` has returned `None`."""
+    the prompts are valid once `reasons_against` has yielded nothing."""
 
     def __init__(
         self, call: Call, loop: LoopCall, cache: PagedCache, adapter_names: list[str] | None
@@ -71,13 +71,9 @@ class Candidate:
         # with each prompt once; `None` if prompts are only token ids with consecutive positions
         self.prompts: Prompts | None = None
 
-    def reason_against(self) -> str | None:
-        """Returns why the engine cannot serve the call; `None` if it can."""
-        return next(self._reasons(), None)
-
-    def _reasons(self) -> Iterator[str]:
-        """Yields reasons against serving the call. Only the first counts: later checks may assume
-        that earlier checks have passed."""
+    def reasons_against(self) -> Iterator[str]:
+        """Yields the reasons why the engine cannot serve the call. Only the first counts: later
+        checks may assume that earlier checks have passed."""
         yield from self._reasons_against_options()
         reason = next(self._reasons_against_packing(), None)
         is_invariant = self.paged_config.batch_invariant
@@ -96,7 +92,7 @@ class Candidate:
         if self.adapter_names is not None:
             num_rows = len(self.paddings)
             is_packed = self.layout.unsupported_reason is None
-            has_criteria = bool(StopChecker(self.inputs.stopping_criteria).callers_criteria)
+            has_criteria = StopChecker(self.inputs.stopping_criteria).callers_criteria
             may_run_model = has_criteria or not are_row_wise(self.inputs.logits_processor, num_rows)
             yield from applicable_reasons(
                 {
@@ -163,11 +159,10 @@ class Candidate:
     def _reasons_against_packing(self) -> Iterator[str]:
         """Yields the reasons why rows cannot be packed."""
         yield from self._reasons_against_prompts()
-        model = self.model
         inputs_reason = self._reason_of_inputs()
-        is_invariant = self.paged_config.batch_invariant
-        layout = choose_layout(model, self.cache, is_invariant, self.capability)
-        self.layout = layout
+        self.layout = layout = choose_layout(
+            self.model, self.cache, self.paged_config.batch_invariant, self.capability
+        )
         reason = layout.unsupported_reason
         if inputs_reason is not None:
             self.prompts = prompts = self.find_prompts()
@@ -229,7 +224,7 @@ class Candidate:
         repeats = self.call.repeats
         yield from applicable_reasons(
             {
-                RIGHT_PADDED: mask is not None and bool((mask[:, -1] == 0).any()),
+                RIGHT_PADDED: mask is not None and (mask[:, -1] == 0).any(),
                 Topic.INPUTS("the attention mask hides tokens inside a row"): columns is None,
                 Topic.INPUTS("there is not one position id per token"): (
                     positions is not None
@@ -258,7 +253,7 @@ class Candidate:
             paddings = torch.tensor(self.paddings, device=device)
             expected = columns - paddings[:, None]
             differs = (positions != expected) & (expected >= 0)
-            if bool(differs.any()):
+            if differs.any():
                 return Topic.INPUTS("the position ids are not 0, 1, 2, ... in each row")
         return None
 
@@ -280,8 +275,7 @@ class Candidate:
             if ids is None:
                 return None
             unexpanded = ids, unexpanded[1]
-        has_encoder = bool(self.model.config.is_encoder_decoder)
-        return prompts_of(unexpanded, self.model_kwargs, has_encoder)
+        return prompts_of(unexpanded, self.model_kwargs, self.model.config.is_encoder_decoder)
 
     def _needs_longer_table(self) -> bool:
         """Whether a row may need more positions than the model's table has, which packed forwards
@@ -310,5 +304,4 @@ class Candidate:
         embeds = self.model_kwargs.get("inputs_embeds")
         if embeds is None or self.model.config.is_encoder_decoder:
             return 0
-        num_tokens = self.inputs.input_ids.shape[1]
-        return int(embeds.shape[1] - num_tokens)
+        return embeds.shape[1] - self.inputs.input_ids.shape[1]

@@ -58,7 +58,6 @@ _is_paged_by_default = False  # whether calls that name no cache use a paged cac
 
 
 def _generate(generate: Invocation) -> Any:
-    model = generate.model
     implementation = generate.option("cache_implementation")
     if implementation in PAGED_IMPLEMENTATIONS:
         return _generate_paged(generate)
@@ -77,7 +76,7 @@ def _generate(generate: Invocation) -> Any:
         and not generate.option("is_assistant")
     ):
         warn_once(
-            model,
+            generate.model,
             Topic.NOT_PAGED(
                 "got a `cache_config` without a `cache_implementation`, so transformers' own"
                 " cache is used and the config has no effect: add"
@@ -122,10 +121,9 @@ _run_untraced = torch.compiler.disable(_run)
 def _check_arguments(generate: Invocation) -> None:
     """Raises `ValueError` or `TypeError` for arguments that would otherwise fail after memory has
     been allocated, or with an error that does not name them."""
-    model = generate.model
     kwargs = generate.kwargs
     config = generate.generation_config
-    check_weights(model)
+    check_weights(generate.model)
     misplaced_names = kwargs.keys() & PagedConfig.__annotations__.keys()
     if misplaced_names:
         pairs = [f'"{name}": {shown(kwargs[name])}' for name in sorted(misplaced_names)]
@@ -388,8 +386,7 @@ def _replace(owner: type, name: str, wrapper: Method | None = None) -> None:
 
 
 def _native() -> rooms.NativeRoom:
-    native_room: rooms.NativeRoom = rooms.room("native", "`continuous_batching`")
-    return native_room
+    return rooms.room("native", "`continuous_batching`")
 
 
 def _add_to_peft(module: Any) -> None:
@@ -397,9 +394,7 @@ def _add_to_peft(module: Any) -> None:
     package `adapters`. If `install` has replaced the methods of continuous batching, also adds
     methods that call those of the wrapped model."""
     adapters: rooms.AdaptersRoom | None = rooms.room_if_installed("adapters")
-    methods: Mapping[str, Method] = {}
-    if adapters is not None:
-        methods = adapters.wrapper_methods(module.PeftModel)
+    methods = {} if adapters is None else adapters.wrapper_methods(module.PeftModel)
     with _lock:
         if any(owner is ContinuousMixin for owner, _ in _installed):
             methods = {**methods, **_native().wrapper_methods}

@@ -134,8 +134,8 @@ class Capability:
         if reason is not None and processes is None:
             return reason
         if self._code_key is None:
-            self._code_key = _code_key(model, structure.modules)
-        key = _verdict_key(check, call_kind, cache, self._code_key)
+            self._code_key = _code_key(model, cache, structure.modules)
+        key = check, call_kind, self._code_key
         with _lock:
             verdicts = _verdicts.setdefault(model, {})
             verdict = verdicts.get(key)
@@ -162,15 +162,15 @@ class Capability:
                 return verdict
         # a new key: keys leave out write-only attributes, and `classify_writes` may just have
         # noted some
-        self._code_key = _code_key(model, structure.modules)
-        _store_verdict(model, _verdict_key(check, call_kind, cache, self._code_key), verdict)
+        self._code_key = _code_key(model, cache, structure.modules)
+        _store_verdict(model, (check, call_kind, self._code_key), verdict)
         return verdict
 
 
 def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> None:
     """Records why packed forwards of the model fail although `packed_check` has passed. While the
     model's `_code_key` stays the same, `choose_layout` chooses no packed layout."""
-    key = _verdict_key(packed_check, None, cache, _code_key(model, list(model.modules())))
+    key = packed_check, None, _code_key(model, cache, list(model.modules()))
     _store_verdict(model, key, Topic.SELF_CHECK(f"packed, its forward fails: {reason}"))
 
 
@@ -193,15 +193,6 @@ def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
     return has_global_hooks, modules
 
 
-def _verdict_key(
-    check: Callable[..., Any],
-    call_kind: Any,
-    cache: PagedCache,
-    code_key: Hashable,
-) -> Hashable:
-    return check, call_kind, cache.layer_kinds, code_key
-
-
 def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
     with _lock:
         verdicts = _verdicts.setdefault(model, {})
@@ -210,12 +201,12 @@ def _store_verdict(model: PreTrainedModel, key: Hashable, verdict: Any) -> None:
             del verdicts[next(iter(verdicts))]
 
 
-def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
-    """Returns a key of the code of a model's forward, the shapes of its weights, and the dtypes,
-    precision and device with which it computes, but not of the weights' values. Takes about a
-    millisecond. The key keeps no model alive."""
+def _code_key(model: PreTrainedModel, cache: PagedCache, modules: Modules) -> Hashable:
+    """Returns a key of the code of a model's forward, the layers of its cache, the shapes of its
+    weights, and the dtypes, precision and device with which it computes, but not of the weights'
+    values. Takes about a millisecond. The key keeps no model alive."""
     module_types = tuple((type(module), module.training) for module in modules)
-    attributes: list[Any] = []
+    attributes = []
     # verdicts depend on shapes: a longer table has more positions
     shapes: list[torch.Size] = []
     write_only = notes_of(model).write_only
@@ -232,6 +223,7 @@ def _code_key(model: PreTrainedModel, modules: Modules) -> Hashable:
     configs = switchable_configs(modules)
     device = compute_device(model)
     return (
+        cache.layer_kinds,
         module_types,
         tuple(map(behavior_key, attributes)),
         tuple(functions),

@@ -205,7 +205,6 @@ def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[Writ
     """Sets the written attributes to their values `after`, then runs a prompt and a decode step.
     Returns the logits, and the keys of the attributes that these forwards overwrote; `None` and no
     keys if a forward fails."""
-    overwritten_keys = set[WriteKey]()
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]
         for write in writes.values():
@@ -215,8 +214,10 @@ def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[Writ
             logits = trial.decode_rows(row, _FIRST_LENGTH)
         else:
             logits = trial.decode(prompts.input_ids, prompts.model_kwargs, row[:, :1])
-        for key, write in writes.items():
-            if not values_are_equal(write.table.get(write.name), write.after):
-                overwritten_keys.add(key)
+        overwritten_keys = {
+            key
+            for key, write in writes.items()
+            if not values_are_equal(write.table.get(write.name), write.after)
+        }
         return logits, overwritten_keys
     return None, set()

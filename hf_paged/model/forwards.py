@@ -51,9 +51,8 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 def has_foreign_hook(module: nn.Module) -> bool:
     """Whether hooks of user code get the module's inputs or outputs."""
-    hooks = hooks_of(module)
-    return bool(hooks) and not all(
-        str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks
+    return not all(
+        str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks_of(module)
     )
 
 
@@ -110,6 +109,6 @@ def num_embeddings(model: PreTrainedModel) -> int:
     """Returns the number of rows of the input embedding (token ids must be smaller); `sys.maxsize`
     if it is unknown."""
     try:
-        return int(model.get_input_embeddings().weight.shape[0])
+        return model.get_input_embeddings().weight.shape[0]
     except (AttributeError, NotImplementedError):
         return sys.maxsize

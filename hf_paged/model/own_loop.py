@@ -57,23 +57,19 @@ def prepare(
 ) -> dict[str, Any]:
     """Returns the arguments of the model's forward. In the rows' first step, all tokens of `ids`
     `(rows, length)` but the first `num_cached` are new; in later steps, the last `num_new`."""
-    has_encoder = bool(model.config.is_encoder_decoder)
+    has_encoder = model.config.is_encoder_decoder
     embeds = inputs.get("inputs_embeds")
     tokens = embeds if is_first_step and embeds is not None and not has_encoder else ids
     count = tokens.shape[1] - num_cached if is_first_step else num_new
-    prepared: dict[str, Any] = model.prepare_inputs_for_generation(
+    return model.prepare_inputs_for_generation(
         ids, next_sequence_length=count, is_first_iteration=is_first_step, **inputs
     )
-    return prepared
 
 
 def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Returns the inputs from which `prepare` prepares the step after this one."""
-    has_encoder = bool(model.config.is_encoder_decoder)
-    updated_inputs: dict[str, Any] = compat.update_inputs(
-        model, outputs, inputs, is_encoder_decoder=has_encoder
-    )
-    return updated_inputs
+    has_encoder = model.config.is_encoder_decoder
+    return compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)
 
 
 def cache_output(cache: Any) -> ModelOutput:

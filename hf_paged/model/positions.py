@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -74,11 +73,11 @@ class PositionReads(TorchDispatchMode):
         if operation in (_aten.gather, _aten.index_select) and args[0].dim():
             return [(args[0].shape[args[1]], _index_values(args[2]))]
         if operation is _aten.index:
-            reads = []
-            for size, index in zip(args[0].shape, args[1]):
-                if index is not None and index.dtype in (torch.int64, torch.int32):
-                    reads.append((size, _index_values(index)))
-            return reads
+            return [
+                (size, _index_values(index))
+                for size, index in zip(args[0].shape, args[1])
+                if index is not None and index.dtype in (torch.int64, torch.int32)
+            ]
         if operation is not _aten.slice or len(args) < 4:
             return []
         _, axis, start, end = args[:4]
@@ -144,14 +143,15 @@ def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: Positi
     they must replace it."""
     if table.is_parameter:
         return False
-    can_grow = False
     num_writes = len(trial.writes)
-    with contextlib.suppress(ForwardFailedError):
-        length = table.offset + _NUM_PROMPT_TOKENS + _NUM_STEPS - 1
+    length = table.offset + _NUM_PROMPT_TOKENS + _NUM_STEPS - 1
+    try:
         _find_tables(trial, encoder_inputs, table.size, length)
-        can_grow = True
-    del trial.writes[num_writes:]  # forwards with the whole table do not replace it
-    return can_grow
+        return True
+    except ForwardFailedError:
+        return False
+    finally:
+        del trial.writes[num_writes:]  # forwards with the whole table do not replace it
 
 
 def grow_positions(model: PreTrainedModel, length: int) -> None:

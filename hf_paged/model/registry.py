@@ -73,6 +73,12 @@ class Route:
     setup_seconds: dict[str, float] = field(default_factory=dict, compare=False)
 
 
+def reads_are_in_place(counters: Sequence[ReadCounters]) -> bool:
+    """Whether cached tokens were read, and never gathered."""
+    is_gathered = any(counter.gathered for counter in counters)
+    return any(counter.in_place for counter in counters) and not is_gathered
+
+
 def route_of(
     road: str,
     reason: str,
@@ -89,13 +95,10 @@ def route_of(
         reasons.append(Topic.GATHERED(f"keys and values are gathered in decode steps ({reason})"))
     elif NOT_INSTALLED in reason:
         reasons.append(reason)
-    reads_in_place = any(counter.in_place for counter in counters) and not any(
-        counter.gathered for counter in counters
-    )
     return Route(
         road,
         reason,
-        in_place=is_packed or reads_in_place,
+        in_place=is_packed or reads_are_in_place(counters),
         latent=any(counter.latent for counter in counters),
         slowed_by=tuple(reasons),
         **fields,
@@ -110,7 +113,7 @@ _routes = weakref.WeakKeyDictionary[PreTrainedModel, Route]()
 _warned = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 if hasattr(os, "register_at_fork"):
     # a child process starts without pools: other threads may have been changing them at the fork
-    os.register_at_fork(after_in_child=lambda: _memories.clear())
+    os.register_at_fork(after_in_child=_memories.clear)
 
 
 def block_sizes(
@@ -156,14 +159,11 @@ def memory_for(
     key = (_memory_options(config), has_tiers, dtypes, device, processes)
     with _lock:
         old_key, old_memory = _memories.get(model, (None, None))
-        memory = old_memory
         if old_memory is None or old_memory.config.prefix_tiers != config.prefix_tiers:
             check_tiers(config)
-        has_changed = old_key != key
-        sizes = None
-        if old_memory is not None and not has_changed:
-            sizes = old_memory.better_sizes()
-        if memory is None or has_changed or sizes is not None:
+        memory = old_memory if old_key == key else None
+        sizes = None if memory is None else memory.better_sizes()
+        if memory is None or sizes is not None:
             sizes = sizes or block_sizes(model, config, expected)
             memory = PagedMemory(config, sizes=sizes, processes=processes)
         _memories[model] = key, memory
@@ -183,7 +183,8 @@ _memory_options = operator.attrgetter(
 def check_options(model: PreTrainedModel, caches: Iterable[Any], options: Any) -> None:
     """Warns if the memory of one of the [`PagedCache`]s was made with other options than `options`,
     the `cache_config` of the call that gets the caches."""
-    for memory in (cache.memory for cache in caches):
+    for cache in caches:
+        memory = cache.memory
         config = PagedConfig.coerce(options)
         if config.storage == memory.config.storage:
             config = fit_blocks(config, model.config, compute_device(model))

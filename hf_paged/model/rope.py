@@ -102,7 +102,7 @@ def _rotate(
         *args,
         *(kwargs.pop(name) for name in ("x", "position_ids") if name in kwargs),
     )
-    outputs: list[Any] = []
+    outputs = []
     order: list[int] = []
     for factors_id in sorted(token_indices):
         # resets the module to the factors of a short sequence

@@ -43,8 +43,8 @@ _RATE_NAMES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
 
 
 class Structure:
-    """A model's modules, and the facts about them on which reasons against layouts depend. Each
-    fact is computed once, so an object is valid only while the model stays as it is."""
+    """A model's modules, and whether its own code computes attention, on which reasons against
+    layouts depend. An object is valid only while the model stays as it is."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -54,27 +54,6 @@ class Structure:
     def has_own_attention(self) -> bool:
         """Whether no attention layer calls the attention interface."""
         return not calls_interface(self.modules)
-
-    @lazy_property
-    def missing_arguments(self) -> list[str]:
-        """The arguments that packed forwards need and the model's forward does not take."""
-        parameters = inspect.signature(self.model.forward).parameters
-        missing_names = []
-        if not self.has_own_attention and "position_ids" not in parameters:
-            # not required of a model with its own attention code: without `position_ids` (ALiBi),
-            # it takes positions from the mask
-            missing_names.append("position_ids")
-        if not any(name in parameters for name in compat.CACHE_NAMES):
-            missing_names.append("cache")
-        return missing_names
-
-    @lazy_property
-    def foreign_attention(self) -> str | None:
-        return foreign_attention(self.modules)
-
-    @lazy_property
-    def hook_reasons(self) -> list[str]:
-        return list(hook_reasons(self.model, self.modules))
 
 
 def has_states_outside_cache(modules: Iterable[nn.Module]) -> bool:
@@ -89,7 +68,7 @@ def reasons_against(structure: Structure, cache: PagedCache, layout_name: str) -
     can_join = layout_name != "together"
     yield from _input_reasons(structure, cache, is_packed, can_join)
     yield from _code_reasons(structure, is_packed, can_join)
-    yield from structure.hook_reasons
+    yield from hook_reasons(structure.model, structure.modules)
     yield from row_reasons(structure.model, structure.modules, is_packed)
 
 
@@ -100,11 +79,20 @@ def _input_reasons(
     model = structure.model
     if compat.is_pipeline(model):
         yield Topic.DEVICES("its layers are in several processes")
-    if can_join and getattr(model.config, "is_encoder_decoder", False):
+    if can_join and model.config.is_encoder_decoder:
         yield Topic.ENCODER("the model has an encoder")
-    if is_packed and structure.missing_arguments:
-        missing_names = " and no ".join(structure.missing_arguments)
-        yield Topic.MODEL_CODE(f"its forward takes no {missing_names}")
+    if is_packed:
+        parameters = inspect.signature(model.forward).parameters
+        missing_arguments = []
+        if not structure.has_own_attention and "position_ids" not in parameters:
+            # not required of a model with its own attention code: without `position_ids` (ALiBi),
+            # it takes positions from the mask
+            missing_arguments.append("position_ids")
+        if not any(name in parameters for name in compat.CACHE_NAMES):
+            missing_arguments.append("cache")
+        if missing_arguments:
+            missing_names = " and no ".join(missing_arguments)
+            yield Topic.MODEL_CODE(f"its forward takes no {missing_names}")
     if cache.layer_class_to_replicate is not None or not cache.layers:
         yield Topic.CACHE("its cache does not know its layers before the first forward")
     elif not is_packed and not compat.supports_dynamic_cache(model):
@@ -145,8 +133,9 @@ def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iter
     if must_switch and not switchable_configs(structure.modules):
         yield Topic.MODEL_CODE("its attention layers have no `config` that selects their function")
     # users' attention functions must get the same calls and rows as in plain `generate`
-    if structure.foreign_attention:
-        yield structure.foreign_attention
+    foreign_reason = foreign_attention(structure.modules)
+    if foreign_reason:
+        yield foreign_reason
 
 
 def hook_reasons(model: PreTrainedModel, modules: Modules) -> Iterator[str]:

@@ -103,13 +103,9 @@ class Trial:
         that cannot be undone."""
         model = self.model
         device = compute_device(model)
-        devices: list[torch.device] = []
-        if device.type not in ("cpu", "meta"):
-            devices.append(device)
+        devices = [] if device.type in ("cpu", "meta") else [device]
         modules = list(model.modules())
-        attention = NOTHING
-        if by_engine:
-            attention = switch_attention(modules)
+        attention = switch_attention(modules) if by_engine else NOTHING
         with (
             torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
             torch.no_grad(),
@@ -194,9 +190,9 @@ class Trial:
             rows = list[TrialRow]()
             for token_ids, prompt_length in zip(tokens.tolist(), prompt_lengths):
                 rows.append(runner.add(token_ids, prompt_length, row=len(rows)))
-            logits = []
-            for step in steps:
-                logits.append(runner.compute([(rows[number], count) for number, count in step]))
+            logits = [
+                runner.compute([(rows[number], count) for number, count in step]) for step in steps
+            ]
             return torch.cat(logits)
 
     def difference(
@@ -211,8 +207,7 @@ class Trial:
         (`significant_difference`); otherwise `None`. The message names the `quantity` compared,
         the `condition` under which the model computed it, and the `reference` that gave the `plain`
         logits."""
-        dtypes = self.dtypes - {None}
-        distance = significant_difference(plain, computed, dtypes)
+        distance = significant_difference(plain, computed, self.dtypes)
         if distance is None:
             return None
         return Topic.SELF_CHECK(
@@ -280,7 +275,7 @@ class TrialRunner:
             end = max(row.num_prompt_tokens, row.num_computed_tokens + count)
             row.token_ids = row.tokens[:end]
         self.manager.flush_copies()
-        logits: Tensor = self.runner.run(StepPlan.of(rows))
+        logits = self.runner.run(StepPlan.of(rows))
         for row, count in rows:
             row.num_computed_tokens += count
         return logits
@@ -290,9 +285,7 @@ class TrialRunner:
         one more token. Returns the logits `(num_steps * len(rows), vocab_size)` of all steps."""
         logits = []
         for _ in range(num_steps):
-            step = []
-            for row in rows:
-                step.append((row, max(1, row.num_prompt_tokens - row.num_computed_tokens)))
+            step = [(row, max(1, row.num_prompt_tokens - row.num_computed_tokens)) for row in rows]
             logits.append(self.compute(step))
         return torch.cat(logits)
 
@@ -340,11 +333,8 @@ def product_precision(device: torch.device) -> tuple[str, bool]:
     backend: Any = torch.backends.cuda
     if device.type in ("cpu", "xpu"):
         backend = torch.backends.mkldnn
-    float32_precision = backend.matmul.fp32_precision
-    accumulates_in_half = False
-    if device.type == "cuda":
-        accumulates_in_half = backend.matmul.allow_fp16_accumulation
-    return float32_precision, accumulates_in_half
+    matmul = backend.matmul
+    return matmul.fp32_precision, device.type == "cuda" and matmul.allow_fp16_accumulation
 
 
 def significant_difference(

@@ -109,12 +109,10 @@ class WeightsGuard:
         spans, and all cached blocks of other managers; if there is none, drops all cached blocks
         and turns prefix caching off. Returns whether the fingerprint is unchanged."""
         model_fingerprint = self._fingerprint(self._model, state)
-        current = None
-        if model_fingerprint is not None:
-            current = (model_fingerprint, self._autocast)
+        current = model_fingerprint and (model_fingerprint, self._autocast)
         with self._memory.changing():
-            previous = self._memory.fingerprint
-            if current is None or current != previous:
+            is_unchanged = current is not None and current == self._memory.fingerprint
+            if not is_unchanged:
                 self._drop_earlier()
                 for blocks in self._memory.managers.values():
                     # the managers of other layouts share the fingerprint
@@ -127,7 +125,7 @@ class WeightsGuard:
                 self._blocks.prefix_caching = False
             self._memory.fingerprint = current
             self._epochs.verify()
-        return current is not None and current == previous
+        return is_unchanged
 
     def _drop_earlier(self) -> None:
         """Drops the blocks of earlier spans, and the stored fingerprint. The model is no longer

@@ -20,8 +20,7 @@ def adapters_room_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | No
     not installed."""
     if adapter is None and not getattr(model, "peft_config", None):
         return None
-    adapters: AdaptersRoom = room("adapters", "a PEFT adapter, in `adapter` or on the model,")
-    return adapters
+    return room("adapters", "a PEFT adapter, in `adapter` or on the model,")
 
 
 def resolve_adapter(model: Any, name: str | None, has_only_ids: bool = True) -> ResolvedAdapter:
@@ -58,9 +57,7 @@ def unwrap_model(model: Any) -> Any:
 def _inner_model(model: Any) -> Any:
     """The model inside a wrapper; `None` if `model` is not a wrapper."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    fsdp_types: tuple[Any, ...] = ()
-    if fsdp is not None:
-        fsdp_types = (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    fsdp_types = () if fsdp is None else (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
     is_module = isinstance(model, nn.Module)
     if is_module and any(isinstance(module, fsdp_types) for module in model.modules()):
         raise ValueError(

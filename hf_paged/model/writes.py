@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import operator
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -56,10 +55,8 @@ class Notes:
 
     def overwritten_ids(self) -> set[int]:
         """The ids of the tensors that are now the values of the attributes in `overwritten`."""
-        ids = set[int]()
-        for module, names in self.overwritten.items():
-            ids.update(id(getattr(module, name, None)) for name in names)
-        return ids
+        items = self.overwritten.items()
+        return {id(getattr(module, name, None)) for module, names in items for name in names}
 
 
 _NO_NOTES = Notes()
@@ -303,21 +300,17 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
     except Exception as error:  # user code
         if is_interrupt(error):
             raise
+    base: Any = next(base for base in CONTAINERS if isinstance(value, base))
     if result is value or type(result) is not type(value):
-        result = next(base for base in CONTAINERS if isinstance(value, base))(value)
+        result = base(value)
     # calls methods of the base class, since those of a user's class may refuse changes
-    if isinstance(value, dict):
+    if base is dict:
         dict.update(result, zip(value, map(function, value.values())))
-    elif isinstance(value, list):
-        list.__setitem__(result, slice(None), map(function, value))
-    elif isinstance(value, set):
-        elements = list(map(function, value))
-        set.clear(result)
-        set.update(result, elements)
     else:
         elements = list(map(function, value))
-        deque.clear(result)
-        deque.extend(result, elements)
+        base.clear(result)
+        fill = set.update if base is set else base.extend
+        fill(result, elements)
     return result
 
 

@@ -26,7 +26,7 @@ from ..attention.backends.reference import AttentionCall
 from ..attention.switch import foreign_attention, switchable_configs
 from ..cache.groups import GroupSpec
 from ..cache.kv_blocks import KVBlocks
-from ..cache.stand_ins import spec_of
+from ..cache.paged_cache import spec_of
 from ..interrupts import is_interrupt
 from ..model.registry import Route, last_route
 from ..model.trial import first_line

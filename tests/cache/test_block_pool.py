@@ -117,11 +117,11 @@ def test_tables_begin_behind_blocks_that_were_freed_skipped_or_are_shared() -> N
     pool = BlockPool(8)
     table = filled(pool, 3 * SIZE)
     second = BlockTable(pool, SIZE)
-    second.attach(table.block_ids[1:], num_dropped=1)
+    second.attach(table.block_ids[1:], num_dropped=1, num_tokens=3 * SIZE)
     assert (second.num_tokens, second.num_dropped, pool.num_shared) == (3 * SIZE, 1, 2)
     assert second.append(1) is None  # after full blocks nothing is copied
     with pytest.raises(ValueError, match="holds 25 tokens"):
-        second.attach(table.block_ids, 0)
+        second.attach(table.block_ids, 0, 3 * SIZE)
     table.drop_before(SIZE + 1)
     table.truncate(SIZE)
     assert (table.block_ids, table.num_tokens, table.num_dropped) == ([], SIZE, 1)

@@ -27,7 +27,7 @@ def fill(
 
 def test_a_hole_in_a_window_is_not_stepped_over() -> None:
     pools = [BlockPool(9), BlockPool(9)]
-    index = PrefixIndex(pools, [None, 4], SIZE)
+    index = PrefixIndex(pools, [None, 4], SIZE, [1, 1])
     path = ((5, 5), (5, 6), (6, 5))
     fill(index, pools, path, num_dropped=2, epoch=0)
     # the window group has the first block and the third
@@ -39,7 +39,7 @@ def test_a_hole_in_a_window_is_not_stepped_over() -> None:
 
 def test_a_node_is_as_old_as_its_oldest_block() -> None:
     pools = [BlockPool(9), BlockPool(9)]
-    index = PrefixIndex(pools, [None, 3], SIZE)
+    index = PrefixIndex(pools, [None, 3], SIZE, [1, 1])
     fill(index, pools, ((5, 5),), num_dropped=1, epoch=1)
     # indexes the block that the window group lacked
     fill(index, pools, ((5, 5),), num_dropped=0, epoch=2)
@@ -50,7 +50,7 @@ def test_a_node_is_as_old_as_its_oldest_block() -> None:
 
 def test_check_integrity_sees_a_name_that_no_node_has() -> None:
     pool = BlockPool(1)
-    index = PrefixIndex([pool], [None], SIZE)
+    index = PrefixIndex([pool], [None], SIZE, [1])
     node = index.add(index.root(None), (5, 6), pool.allocate(1))
     index.check_integrity()
     node.block_ids[0] = None
@@ -61,9 +61,9 @@ def test_check_integrity_sees_a_name_that_no_node_has() -> None:
 def test_blocks_registered_after_a_step_was_undone_are_computed() -> None:
     """A loaded prefix, for example."""
     pool = BlockPool(2)
-    index = PrefixIndex([pool], [None], 2)
+    index = PrefixIndex([pool], [None], 2, [1])
     told: list[int] = []
-    index.offload_to(lambda group, block_id, digest: told.append(block_id))
+    index.offload = lambda group, block_id, digest: told.append(block_id)
     index.begin_step()
     index.undo_step()
     (block_id,) = pool.allocate(1)
@@ -78,7 +78,7 @@ def test_blocks_registered_after_a_step_was_undone_are_computed() -> None:
 def test_blocks_of_a_step_that_was_undone_are_not_found() -> None:
     """Nothing has computed them; those of the step before stay."""
     pool = BlockPool(4)
-    index = PrefixIndex([pool], [None], SIZE)
+    index = PrefixIndex([pool], [None], SIZE, [1])
     (kept,) = pool.allocate(1)
     index.begin_step()
     node = index.add(index.root(None), (5, 6), [kept])

@@ -16,6 +16,7 @@ from . import forks
 if TYPE_CHECKING:  # types of the core alone
     from torch import Tensor, nn
     from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
     from .batching.arguments import Assistance
     from .batching.engine_core import EngineCore
@@ -249,6 +250,36 @@ class NativeRoom(Protocol):
 
     def destroy_kept_managers(self) -> None:
         """Destroys the managers that are kept for models' next sessions."""
+
+
+class RectangleRecorder(Protocol):
+    """Records the decode steps of one model's rectangles (`rectangles.rectangle.Rectangle`), and
+    replays them."""
+
+    def begin(self, state: ModelState | None) -> None:
+        """Like `Runner.begin`: called before steps of the model in this state."""
+
+    def run(self, rectangle: Any, prepared: dict[str, Any]) -> Tensor | None:
+        """Replays a step with these model inputs, and returns logits `(rows, vocab_size)`; `None`
+        if no recording serves the step. Changes the states, unless `check` must follow."""
+
+    def outputs(self, rectangle: Any, prepared: dict[str, Any]) -> ModelOutput:
+        """Returns what is known of the outputs of a replay: its cache, and the inputs that the
+        forward passes through."""
+
+    def check(
+        self,
+        rectangle: Any,
+        replayed: Tensor,
+        expected: Tensor,
+        inputs: dict[str, Any],
+        outputs: Any,
+        prepared: dict[str, Any],
+    ) -> None:
+        """Compares the logits and states of a replay with those of the model's own forward, as
+        `Recorder.check` does. Also checks that the next step's inputs follow from `inputs`, those
+        of this step, without outputs that only the forward has. `outputs`: the forward's, with the
+        arguments `prepared`."""
 
 
 class RectanglesRoom(Protocol):

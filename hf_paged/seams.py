@@ -14,7 +14,6 @@ from .plan import StepPlan
 if TYPE_CHECKING:  # types of the core alone
     from torch import Tensor, nn
     from transformers import LogitsProcessor, PreTrainedModel
-    from transformers.utils import ModelOutput
 
     from .attention.backends.parts import Part, PartPlan
     from .batching import request
@@ -38,6 +37,7 @@ if TYPE_CHECKING:  # types of the core alone
     from .config import PagedConfig
     from .model.layout import Layout
     from .model.state import ModelState
+    from .rooms import RectangleRecorder
     from .step import StepMetadata
 
 
@@ -226,36 +226,6 @@ class Recorder(Protocol):
     def release(self) -> None:
         """Called after the memory has released its layer groups (`GroupMemory.release`): also
         gives back the memory of recordings, and drops those that are no longer valid."""
-
-
-class RectangleRecorder(Protocol):
-    """Records the decode steps of one model's rectangles (`rectangles.rectangle.Rectangle`), and
-    replays them."""
-
-    def begin(self, state: ModelState | None) -> None:
-        """Like `Runner.begin`: called before steps of the model in this state."""
-
-    def run(self, rectangle: Any, prepared: dict[str, Any]) -> Tensor | None:
-        """Replays a step with these model inputs, and returns logits `(rows, vocab_size)`; `None`
-        if no recording serves the step. Changes the states, unless `check` must follow."""
-
-    def outputs(self, rectangle: Any, prepared: dict[str, Any]) -> ModelOutput:
-        """Returns what is known of the outputs of a replay: its cache, and the inputs that the
-        forward passes through."""
-
-    def check(
-        self,
-        rectangle: Any,
-        replayed: Tensor,
-        expected: Tensor,
-        inputs: dict[str, Any],
-        outputs: Any,
-        prepared: dict[str, Any],
-    ) -> None:
-        """Compares the logits and states of a replay with those of the model's own forward, as
-        `Recorder.check` does. Also checks that the next step's inputs follow from `inputs`, those
-        of this step, without outputs that only the forward has. `outputs`: the forward's, with the
-        arguments `prepared`."""
 
 
 class RunAhead(Protocol):

@@ -51,8 +51,7 @@ class Generation:
     kept_blocks: dict[int, tuple[SequenceBlocks, int]] = field(default_factory=dict)
     parts: list[Generation] = field(default_factory=list)  # after `split`, one per row
     drafter: Drafter | None = None  # attached to its only row (`attach_drafter`)
-    # counts of verified drafts and their tokens, by field name of `RequestResult`; parts share the
-    # counter
+    # counts of verified drafts and of their tokens, by field of `RequestResult`; parts share it
     draft_counts: Counter[str] = field(default_factory=Counter)
     error: Exception | None = None  # the error that ended it early
     is_closed: bool = False  # whether it has ended: its rows need no further step

@@ -83,19 +83,15 @@ class Reading:
         self._tensor_numbers = dict[Any, int]()
         self._object_numbers = dict[int, int]()
         self._num_plain_objects = 0
-        # by id: the containers, functions and objects that were described
-        self._described = dict[int, Any]()
-        # by id: those that were nested too deep to be described
-        self._too_deep = dict[int, Any]()
+        self._described = dict[int, Any]()  # by id: described containers, functions and objects
+        self._too_deep = dict[int, Any]()  # by id: those that are nested too deep to be described
         # Whether containers and objects in closures of user code are described. Hooks and functions
         # that users set on libraries' classes may collect results there.
         self._reads_closures = False
-        # whether the value that is being described is in a closure, or in an object first found in
-        # one
+        # whether the value being described is in a closure, or in an object first found in one
         self._is_in_closure = False
         self._closure_objects = set[int]()  # ids of these objects
-        # items of all containers in closures, except containers with only scalars
-        self._num_closure_items = 0
+        self._num_closure_items = 0  # of containers in closures, except those with only scalars
         # descriptions of containers and their depths, by id and `_reads_closures`
         self._containers = dict[tuple[int, bool], tuple[int, Any]]()
         self._classes = set[type]()  # described so far

@@ -12,13 +12,10 @@ from benchmarks.sections import overview
 
 BEST = "the fastest other engine"
 PROMPTS = "prompts and mixed steps through kernels of our own for many rows"
-WEIGHTS = """steps of few rows, which read the weights slower than the memory allows; huge pages
-    (`MADV_COLLAPSE`) help"""
-THREADS = """prompts that share a forward, and steps as fast as those of one thread, as the code
-    after revision bf2fe4f3 has them ([changes](CHANGELOG.md)); then the products of prompts"""
+WEIGHTS = "steps of few rows, which read the weights slower than the memory allows"
+THREADS = "a caller's own work between steps, and its wake; then the products of prompts"
 PRODUCTS, MIXED = "products of many rows", "products of adapters in float32"
-CODES = """recorded steps that read the codes in place, as the code after revision bf2fe4f3 does
-    ([changes](CHANGELOG.md)); then the speed of these products"""
+CODES = "products of one row, which take as long with codes as with bfloat16"
 PYTHON = "the Python of a step and of its beams, beside which a tiny model computes little"
 SHORT = "admission and recording, which cost more than 16 tokens of such a model"
 CHECKS = "prompts, and checks of weights that change between calls"

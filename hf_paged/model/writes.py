@@ -304,7 +304,7 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
     if result is value or type(result) is not type(value):
         result = base(value)
     # calls methods of the base class, since those of a user's class may refuse changes
-    if base is dict:
+    if isinstance(value, dict):
         dict.update(result, zip(value, map(function, value.values())))
     else:
         elements = list(map(function, value))

@@ -34,4 +34,4 @@ def fix_prices(replace: Callable[[Any, str, Any], None] = setattr) -> None:
     if is_installed("speculation"):
         from hf_paged.speculation.speculator import Speculator
 
-        replace(Speculator, "computed", lambda self, num_tokens, seconds: None)
+        replace(Speculator, "note_decode_time", lambda self, num_tokens, seconds: None)

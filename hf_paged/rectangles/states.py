@@ -47,7 +47,7 @@ class StateStorage:
     the runner keeps alive, or [`StateRows`], which this storage keeps alive. A copied slot refers
     to the same row until the state of one of the two slots is computed again."""
 
-    nbytes = num_rows = growth_step = 0
+    nbytes = num_allocated_blocks = growth_step = 0
     is_elastic = True
     max_bytes: int | None = None
 

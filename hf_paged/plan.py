@@ -36,7 +36,7 @@ class StepPlan:
         sequences = []
         starts = []
         counts = []
-        num_logits = []
+        num_logits: list[int] = []
         num_decodes = 0
         for sequence, count in rows:
             start = sequence.num_computed_tokens

@@ -297,7 +297,7 @@ def _map_elements(function: Callable[[Any], Any], value: Any) -> Any:
     if result is value or type(result) is not type(value):
         result = kind(value)
     # calls methods of the base class, since those of a user's class may refuse changes
-    if kind is dict:
+    if isinstance(value, dict):
         dict.update(result, zip(value, map(function, value.values())))
     else:
         elements = list(map(function, value))

@@ -235,9 +235,7 @@ class KVBlocks:
     def form(self) -> tuple[Any, ...]:
         """The arguments of `view` after the tensors."""
         _, heads, block_size, dim = self.keys.shape
-        code_format = None
-        if self.quantized_dtype is not None:
-            code_format = (block_size, self.quantized_dtype)
+        code_format = self.quantized_dtype and (block_size, self.quantized_dtype)
         return heads, dim, self.dtypes, code_format
 
     def __reduce__(self) -> tuple[Any, ...]:

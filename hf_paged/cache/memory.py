@@ -239,8 +239,7 @@ class PagedMemory:
     def is_used(self) -> bool:
         """Whether any table holds a block. May be read without the lock."""
         self.free_abandoned()
-        groups = list(self.groups.values())
-        return any(group.pool.num_used for group in groups)
+        return any(group.pool.num_used for group in list(self.groups.values()))
 
     @property
     def occupied_bytes(self) -> int:
@@ -288,8 +287,7 @@ class PagedMemory:
         budget_bytes = budget.limit(self)
         if budget_bytes is not None and not assume_unused:
             budget_bytes -= budget.bytes_of_others(self)
-        fraction = self.config.memory_fraction
-        if fraction is not None and self._fraction_limit is None:
+        if self.config.memory_fraction is not None and self._fraction_limit is None:
             fraction_limit = self.fraction_bytes()
             if self.processes is not None:
                 fraction_limit = self.processes.minimum(fraction_limit)

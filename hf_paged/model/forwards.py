@@ -51,8 +51,9 @@ def hooks_of(module: nn.Module) -> list[Any]:
 
 def has_foreign_hook(module: nn.Module) -> bool:
     """Whether hooks of user code get the module's inputs or outputs."""
-    return not all(
-        str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks_of(module)
+    hooks = hooks_of(module)
+    return bool(hooks) and not all(
+        str(getattr(hook, "__module__", "")).startswith(_LIBRARIES) for hook in hooks
     )
 
 

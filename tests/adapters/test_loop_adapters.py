@@ -201,7 +201,7 @@ def test_prefetched_adapters_that_no_request_waits_for_are_dropped(tmp_path, mon
     with engine_of() as engine:
         engine.generate(prompts(9), GREEDY, adapter=first)
         adapters, orders = adapters_of(engine), []
-        processes = SimpleNamespace(adapters=lambda *order: orders.append(order))
+        processes = SimpleNamespace(call_adapters=lambda *order: orders.append(order))
         file = AdapterFile(str(tmp_path / "other"), "", 1)
         with monkeypatch.context() as patch:
             patch.setattr(adapters, "_processes", processes)

@@ -147,7 +147,7 @@ class Candidate:
                 Topic.OPTIONS("`is_assistant`, `prefill_chunk_size` or `low_memory` is set"): (
                     config.is_assistant or is_chunked or config.low_memory
                 ),
-                Topic.OPTIONS("`custom_generate` may continue with the cache"): (
+                Topic.OPTIONS("user code that calls the loop may continue with the cache"): (
                     self.call.has_custom_loop
                 ),
                 Topic.RANKS("`max_time` would end rows by each rank's own clock"): (

@@ -204,7 +204,8 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 
 
 def overridden(model: PreTrainedModel, loop: str) -> str | None:
-    """The first method that the model overrides and that `loop`, a method of transformers, calls
-    but the engine's loop does not; `None` if there is none."""
-    names = compat.REPLACED_METHODS[loop]
+    """The first method that the model overrides among `loop`, a method of transformers, and the
+    methods that it calls but the engine's loop does not; `None` if there is none. An override of
+    `loop` that calls it may continue with the cache, which the engine leaves empty."""
+    names = (loop, *compat.REPLACED_METHODS[loop])
     return next((name for name in names if not is_stock(model, name)), None)

@@ -81,6 +81,7 @@ validate_generated_length = _require_method("_validate_generated_length")
 get_logits_processor = _require_method("_get_logits_processor")
 get_stopping_criteria = _require_method("_get_stopping_criteria")
 optimizing_for_decode = _require_method("_optimize_model_for_decode")
+can_compile = _require_method("_valid_auto_compile_criteria")
 _STATEFUL = _require("_is_stateful", PreTrainedModel)
 
 

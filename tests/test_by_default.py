@@ -12,6 +12,7 @@ from transformers import DynamicCache, GenerationConfig
 
 import hf_paged
 from tests.support import models
+from tests.support.engine_helpers import Recorder
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +54,14 @@ def test_tokens_are_plain(family: str, name: str) -> None:
     assert hf_paged.last_route(model).road == ("hf_loop" if takes_loop else "engine")
     hf_paged.check_integrity(model)
     assert torch.equal(ours, plain)
+
+
+def test_a_list_of_streamers_is_taken() -> None:
+    model, streamers = models.get("llama"), [Recorder(), Recorder()]
+    hf_paged.install(by_default=True)
+    tokens = model.generate(**models.prompt("llama", 2), max_new_tokens=3, streamer=streamers)
+    for streamer, row in zip(streamers, tokens.tolist()):
+        assert streamer.values[1:] == [[token] for token in row[-3:]]
 
 
 def road(**options: Any) -> str | None:

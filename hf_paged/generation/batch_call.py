@@ -84,6 +84,9 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
         return None
+    if loop.method != compat.BEAM_SEARCH and batch.config.compile_config is not None:
+        # logs that the option has no effect, as transformers' loop would
+        compat.can_compile(call.model, batch.model_kwargs, batch.config)
     call.route_name, call.reason = "engine", batch.layout.reason
     call.route_fields.update(
         is_packed=batch.layout.unsupported_reason is None,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 
 from .. import compat
 from ..attention.backends import unsupported_reasons
@@ -25,9 +26,11 @@ from ..cache.memory import PagedMemory
 from ..cache.paged_cache import PagedCache
 from ..cache.waits import claiming
 from ..compiled import running_eagerly
+from ..config import PagedConfig
 from ..interrupts import register_for_cleanup, restoring
 from ..model.own_loop import map_tensors, tensors_of
-from ..model.registry import note_route, reads_are_in_place, route_of, warn_once
+from ..model.registry import memory_for, note_route, reads_are_in_place, route_of, warn_once
+from ..model.sharding import reserving
 from ..step import ReadCounters
 from ..timing import setup_seconds
 from ..topics import Topic
@@ -67,7 +70,8 @@ class Call:
     functions, compiled layers), which is switched back when it ends."""
 
     def __init__(self, model: PreTrainedModel, has_custom_loop: bool = False) -> None:
-        """`has_custom_loop`: whether `custom_generate` is a function."""
+        """`has_custom_loop`: whether `custom_generate` is a function, or user code prepared the
+        cache, so that such code calls the decoding loop."""
         self.model = model
         self.has_custom_loop = has_custom_loop
         self.stack = contextlib.ExitStack()
@@ -89,6 +93,10 @@ class Call:
         self.remedy: str | None = None
         self.reads_in_place = False  # whether attention is switched to read blocks in place
         self.is_running = False  # whether `running` has begun
+        self.has_prepared_cache = False  # whether the model has prepared its cache in this call
+        # whether code that ran instead, such as that of `custom_generate`, has requested a paged
+        # cache in another call
+        self.is_delegated = False
         self.own_code_reason: str | None = None  # why attention other than ours runs
         self.slowed_by: set[str] = set()  # reasons why the call was slower than possible
         # in a call on the engine, by kind of cache: (rows, positions per row)
@@ -124,7 +132,7 @@ class Call:
             plain_bytes = sum(
                 cache.plain_bytes(*self.cache_sizes.get(cache.kind, ())) for cache in self.caches
             )
-            if self._lacks_cache and capturing.get() is None:
+            if self._lacks_cache and self._is_noted:
                 warn_once(
                     self.model,
                     Topic.NOT_PAGED(
@@ -148,7 +156,7 @@ class Call:
                 self.slowed_by,
                 **self.route_fields,
             )
-            if capturing.get() is None:
+            if self._is_noted:
                 note_route(self.model, route)
             # dropped before the claim ends, since they may hold blocks
             self.built_caches = []
@@ -164,6 +172,13 @@ class Call:
             starting_calls.discard(self)
             for cache in self.built_caches:
                 cache.discard()
+
+    @property
+    def _is_noted(self) -> bool:
+        """Whether the call is the model's last one: its loop is not only captured, and no call
+        within it has taken its place."""
+        is_replaced = self.is_delegated and not self.has_prepared_cache
+        return capturing.get() is None and not is_replaced
 
     @property
     def _lacks_cache(self) -> bool:
@@ -207,12 +222,40 @@ class Call:
         if is_first and self.is_running:
             self._switch()
 
-    def use_memory(self, memory: PagedMemory) -> PagedMemory:
-        """Sets the memory of the call to `memory`, the model's, and returns it."""
-        self.memory = memory
+    def page_caches(self, config: PagedConfig, arguments: dict[str, Any]) -> None:
+        """Sets the call's memory, and replaces each `DynamicCache` that the model has just built by
+        a `PagedCache` in this memory. `arguments`: those with which the model prepared its
+        cache."""
+        generation_config = arguments["generation_config"]
+        model_kwargs = arguments["model_kwargs"]
+        length = arguments.get("max_cache_length") or 0
+        num_prompts = arguments.get("batch_size") or 1
+        num_rows = num_prompts * rows_per_prompt(generation_config)
+        if self.is_running:
+            self.stack.enter_context(reserving(self.model))
+        lengths = [length] * num_rows if length else []
+        self.memory = memory = memory_for(self.model, config, lengths)
         if self.is_running:
             memory.begin_call(self)
-        return memory
+
+        def to_paged(cache: Any, kind: str) -> Any:
+            if type(cache) is not DynamicCache:
+                return cache
+            paged_cache = PagedCache.from_empty(cache, memory, kind)
+            if kind == "self":
+                blocks_per_row = length // memory.block_size + 1
+                paged_cache.reserve(num_rows * blocks_per_row, num_rows)
+            if generation_config.is_assistant:
+                paged_cache.activate_past_recording()
+            return paged_cache
+
+        for name in compat.CACHE_NAMES:
+            cache = model_kwargs.get(name)
+            if isinstance(cache, EncoderDecoderCache):
+                cache.self_attention_cache = to_paged(cache.self_attention_cache, "self")
+                cache.cross_attention_cache = to_paged(cache.cross_attention_cache, "cross")
+            elif cache is not None:
+                model_kwargs[name] = to_paged(cache, "self")
 
     def note_missing_cache(self, reason: str, remedy: str) -> None:
         """Notes why the call lacks the paged cache that it requested, and how it could get one."""

@@ -143,7 +143,7 @@ class Candidate:
                 Topic.OPTIONS("`is_assistant`, `prefill_chunk_size` or `low_memory` is set"): (
                     config.is_assistant or is_chunked or config.low_memory
                 ),
-                Topic.OPTIONS("a `custom_generate` function may use the cache after this loop"): (
+                Topic.OPTIONS("user code that calls the loop may use the cache after it"): (
                     self.call.has_custom_loop
                 ),
                 Topic.RANKS("each rank would apply `max_time` by its own clock"): (

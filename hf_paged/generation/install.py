@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, EncoderDecoderCache
 from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.utils import GenerationMixin
 
@@ -37,13 +36,14 @@ from ..cache.paged_cache import PagedCache
 from ..config import INSTALL_VARIABLE, PagedConfig, shown
 from ..interrupts import guarded
 from ..model.own_loop import cache_parts
-from ..model.registry import check_options, memory_for, warn_once
-from ..model.sharding import deferring_signals, reserving
+from ..model.registry import check_options, warn_once
+from ..model.sharding import deferring_signals
+from ..model.values import is_user_module
 from ..switches import NOTHING
 from ..threads import step_lock
 from ..topics import Topic
 from .batch_call import batch_of
-from .call import Call, caches_in, current_call, prepared_call, rows_per_prompt, starting_calls
+from .call import Call, caches_in, current_call, prepared_call, starting_calls
 from .invocation import Invocation, Method, method_of, wrapper_of
 
 PAGED_IMPLEMENTATIONS = ("paged", NAME)  # values of `cache_implementation` for a paged cache
@@ -58,6 +58,7 @@ _is_paged_by_default = False  # whether calls that name no cache use a paged cac
 
 
 def _generate(generate: Invocation) -> Any:
+    generate.name_arguments()
     implementation = generate.option("cache_implementation")
     if implementation in PAGED_IMPLEMENTATIONS:
         return _generate_paged(generate)
@@ -74,6 +75,7 @@ def _generate(generate: Invocation) -> Any:
         and not _is_paged_by_default
         and generate.option("cache_config") is not None
         and not generate.option("is_assistant")
+        and not _is_paged_cache_passed(generate)
     ):
         warn_once(
             generate.model,
@@ -83,8 +85,16 @@ def _generate(generate: Invocation) -> Any:
                 ' cache_implementation="paged", or leave `cache_config` out'
             ),
         )
-    run = _run_untraced if _is_paged_by_default else _run
-    return run(generate, False)
+    if not _is_paged_by_default:
+        return _run(generate, False)
+    _split_streamer(generate)
+    return _run_untraced(generate, False)
+
+
+def _is_paged_cache_passed(generate: Invocation) -> bool:
+    values = [*caches_in(generate.kwargs), generate.kwargs.get(_OLD_CACHE_NAME)]
+    parts = [part for value in values for part in cache_parts(value)]
+    return any(isinstance(part, PagedCache) for part in parts)
 
 
 @torch.compiler.disable  # for compiled functions that call `generate`
@@ -97,20 +107,30 @@ def _generate_paged(generate: Invocation) -> Any:
     if kwargs.get("cache_implementation") == "paged":
         # transformers would serve "paged" with its continuous batching, before any preparation
         kwargs["cache_implementation"] = NAME
-    streamer = kwargs.get("streamer")
-    if isinstance(streamer, (list, tuple)):
-        kwargs["streamer"] = RowStreamers(streamer, kwargs.get("attention_mask"))
+    _split_streamer(generate)
     return _run(generate, True)
+
+
+def _split_streamer(generate: Invocation) -> None:
+    """Replaces a list of streamers, one per row, by a streamer for all rows."""
+    streamer = generate.kwargs.get("streamer")
+    if isinstance(streamer, (list, tuple)):
+        has_encoder = generate.model.config.is_encoder_decoder
+        mask = "decoder_attention_mask" if has_encoder else "attention_mask"
+        generate.kwargs["streamer"] = RowStreamers(streamer, generate.kwargs.get(mask))
 
 
 @guarded
 def _run(generate: Invocation, is_requested: bool) -> Any:
     prepared_call.set(None)
     _wrap_overrides(type(generate.model))
+    outer_call = generate.value_of(current_call)
     call = Call(generate.model, callable(generate.kwargs.get("custom_generate")))
     if is_requested:
         reason = f"{type(generate.model).__name__} prepares its cache itself"
         call.note_missing_cache(reason, "Use a model that generates as transformers does")
+        if outer_call is not None:
+            outer_call.is_delegated = True
     with call.running():
         return generate.run()
 
@@ -206,10 +226,15 @@ def _prepare_cache(prepare: Invocation) -> Any:
         result = prepare.run()
     with deferring_signals(model):
         if call is None:
-            call = Call(model)
+            own_generate = getattr(model, "generate", None)
+            module_name = getattr(own_generate, "__module__", "transformers")
+            call = Call(model, has_custom_loop=is_user_module(module_name))
+            # the model's own `generate` may have passed the model's config instead of a copy
+            generation_config.cache_implementation = implementation
             prepared_call.set(call)
+        call.has_prepared_cache = True
         if config is not None and not is_passed:
-            _page_caches(call, config, arguments)
+            call.page_caches(config, arguments)
         parts = [part for cache in caches_in(model_kwargs) for part in cache_parts(cache)]
         caches = [part for part in parts if isinstance(part, PagedCache)]
         if caches:
@@ -237,40 +262,6 @@ def _reason_and_remedy(model: Any, is_passed: bool, arguments: dict[str, Any]) -
         f"transformers {transformers.__version__} made no cache that hf_paged recognizes",
         "Install a version of transformers that this hf_paged supports",
     )
-
-
-def _page_caches(call: Call, config: PagedConfig, arguments: dict[str, Any]) -> None:
-    """Sets the call's memory, and replaces each `DynamicCache` that the model has just built with a
-    `PagedCache` in this memory."""
-    model = call.model
-    generation_config = arguments["generation_config"]
-    model_kwargs = arguments["model_kwargs"]
-    length = arguments.get("max_cache_length") or 0
-    num_prompts = arguments.get("batch_size") or 1
-    num_rows = num_prompts * rows_per_prompt(generation_config)
-    if call.is_running:
-        call.stack.enter_context(reserving(model))
-    lengths = [length] * num_rows if length else []
-    memory = call.use_memory(memory_for(model, config, lengths))
-
-    def to_paged(cache: Any, kind: str) -> Any:
-        if type(cache) is not DynamicCache:
-            return cache
-        paged_cache = PagedCache.from_empty(cache, memory, kind)
-        if kind == "self":
-            blocks_per_row = length // memory.block_size + 1
-            paged_cache.reserve(num_rows * blocks_per_row, num_rows)
-        if generation_config.is_assistant:
-            paged_cache.activate_past_recording()
-        return paged_cache
-
-    for name in compat.CACHE_NAMES:
-        cache = model_kwargs.get(name)
-        if isinstance(cache, EncoderDecoderCache):
-            cache.self_attention_cache = to_paged(cache.self_attention_cache, "self")
-            cache.cross_attention_cache = to_paged(cache.cross_attention_cache, "cross")
-        elif cache is not None:
-            model_kwargs[name] = to_paged(cache, "self")
 
 
 def _expand_inputs(expand: Invocation) -> Any:
@@ -326,13 +317,12 @@ def _decode(decode: Invocation) -> Any:
                 batch = batch_of(call, loop_call)
                 if batch:
                     return batch.run()
-            arguments = loop_call.arguments
-            streamer = arguments.get("streamer")
-            if isinstance(streamer, RowStreamers):
-                criteria = arguments["stopping_criteria"]
-                decode.kwargs["stopping_criteria"] = ObservedCriteria(criteria, streamer)
-            call.claim_blocks(arguments)
+            call.claim_blocks(loop_call.arguments)
         starting_calls.discard(call)
+        streamer = decode.kwargs.get("streamer")
+        if isinstance(streamer, RowStreamers):
+            criteria = decode.kwargs["stopping_criteria"]
+            decode.kwargs["stopping_criteria"] = ObservedCriteria(criteria, streamer)
         return decode.run()
 
 

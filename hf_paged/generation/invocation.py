@@ -37,12 +37,22 @@ class Invocation:
         value = variable.get()
         return value if value is not None and value.model is self.model else None
 
+    def name_arguments(self) -> None:
+        """In a call of `generate`, makes all positional arguments but the first, `inputs`, keyword
+        arguments."""
+        values = self.args[1:]
+        if values:
+            names = list(inspect.signature(self.original).parameters)[2:-1]
+            named = dict(zip(names, values))
+            # otherwise the call raises an error
+            if len(named) == len(values) and named.keys().isdisjoint(self.kwargs):
+                self.args, self.kwargs = self.args[:1], {**self.kwargs, **named}
+
     @property
     def generation_config(self) -> Any:
         """The argument `generation_config`, if this is a call of `generate`; `None` if it is not
         passed."""
-        positional = self.args[1] if len(self.args) > 1 else None
-        return self.kwargs.get("generation_config", positional)
+        return self.kwargs.get("generation_config")
 
     def option(self, name: str) -> Any:
         """Returns the value of an option of `generate`; `None` if it is not set. The first of these

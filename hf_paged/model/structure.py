@@ -193,7 +193,8 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 
 
 def overridden(model: PreTrainedModel, loop: str) -> str | None:
-    """Returns the name of the first method that the model overrides, that transformers' method
-    `loop` calls, and that the engine's loop does not call; `None` if there is none."""
-    names = compat.REPLACED_METHODS[loop]
+    """Returns the name of the first method that the model overrides: transformers' method `loop`,
+    or one that it calls and the engine's loop does not; `None` if there is none. An override of
+    `loop` that calls it may continue with the cache, which the engine leaves empty."""
+    names = (loop, *compat.REPLACED_METHODS[loop])
     return next((name for name in names if not is_stock(model, name)), None)

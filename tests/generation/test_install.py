@@ -8,6 +8,7 @@ import logging
 import os
 import runpy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from hf_paged.rooms import is_installed
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.checks import assert_paged_is_plain, generate_both
+from tests.support.engine_helpers import Recorder
 from tests.support.rooms import needs_shared_prefill
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
@@ -197,7 +199,10 @@ def test_a_cache_config_alone_warns(messages: Any) -> None:
 KEEPS = "keeps its own options"
 
 
-def test_a_cache_config_beside_a_passed_cache_warns_if_it_differs(messages: Any) -> None:
+@pytest.mark.parametrize("asked", [{}, {"cache_implementation": "paged"}], ids=str)
+def test_a_cache_config_beside_a_passed_cache_warns_if_it_differs(
+    asked: dict[str, Any], messages: Any
+) -> None:
     model = models.build("llama")
     name, given = compat.cache_name(model), {"storage": "virtual"}
     cases = [({}, {}, False), ({}, {"block_size": 8}, True)]
@@ -206,8 +211,8 @@ def test_a_cache_config_beside_a_passed_cache_warns_if_it_differs(messages: Any)
     for own, cache_config, differs in cases:
         cache = hf_paged.PagedCache(model.config, own)
         options = {"cache_config": cache_config, name: cache}
-        generate(model, cache_implementation="paged", **options)
-        assert sum(KEEPS in message for message in messages()) == differs
+        generate(model, **asked, **options)
+        assert [KEEPS in message for message in messages()] == [True] * differs
 
 
 def test_a_cache_config_with_the_options_of_a_passed_cache_is_silent(
@@ -230,17 +235,123 @@ def test_a_cache_config_with_the_options_of_a_passed_cache_is_silent(
     assert not [message for message in messages() if KEEPS in message]
 
 
-def test_a_function_that_generates_may_go_on_with_its_cache() -> None:
-    model, ids = models.get("llama"), models.token_ids(2, 9)
+class OwnLoop(LlamaForCausalLM):
+    """Goes on with the cache after transformers' loop."""
+
+    def _sample(self, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+        return one_more(super(), self, input_ids, **arguments)
+
+
+class OwnGenerate(LlamaForCausalLM):
+    """As `OwnLoop`, and passes its own generation config, not a copy."""
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        own: Any = self
+        config = own.generation_config
+        own._prepare_special_tokens(config, device=input_ids.device)
+        config.max_length = input_ids.shape[1] + 5
+        arguments: Any = {"use_cache": True}
+        own._prepare_cache_for_generation(config, arguments, None, len(input_ids), 64)
+        arguments["stopping_criteria"] = own._get_stopping_criteria(config, [])
+        arguments |= {"logits_processor": LogitsProcessorList(), "generation_config": config}
+        with torch.no_grad():
+            return one_more(super(), own, input_ids, **arguments)
+
+
+def one_more(loops: Any, model: Any, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    ids = loops._sample(input_ids, **arguments)
     name = compat.cache_name(model)
+    logits = model(ids[:, -1:], **{name: arguments[name]}).logits[:, -1]
+    return torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
 
-    def one_more(model: Any, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
-        ids = type(model)._sample(model, input_ids, **arguments)
-        logits = model(ids[:, -1:], **{name: arguments[name]}).logits[:, -1]
-        return torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
 
-    options = {"max_new_tokens": 5, "do_sample": False, "custom_generate": one_more}
-    assert_paged_is_plain(model, {"input_ids": ids}, options)
+def custom_loop(model: Any, input_ids: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    return one_more(model, model, input_ids, **arguments)
+
+
+@pytest.mark.parametrize("how", ["keyword", "position", "OwnLoop", "OwnGenerate"])
+def test_code_that_calls_the_loop_may_go_on_with_the_cache(how: str) -> None:
+    model, ids = models.build("llama"), models.token_ids(2, 9)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    arguments: tuple[Any, ...] = (ids,)
+    if how == "keyword":
+        options["custom_generate"] = custom_loop
+    elif how == "position":
+        arguments = (ids, *[None] * 9, custom_loop)
+    else:
+        model.__class__ = OwnLoop if how == "OwnLoop" else OwnGenerate
+    expected = model.generate(*arguments, **options)
+    model.generation_config.cache_implementation = "paged"
+    for _ in range(2):
+        assert torch.equal(model.generate(*arguments, **options), expected)
+        assert hf_paged.last_route(model).road == "hf_loop"
+
+
+def test_code_in_a_folder_that_generates_is_paged(tmp_path: Path, messages: Any) -> None:
+    """Like that of repositories on the Hub (`custom_generate="owner/name"`)."""
+    (tmp_path / "custom_generate").mkdir()
+    (tmp_path / "custom_generate" / "generate.py").write_text(
+        "def generate(model, *args, **options): return model.generate(*args, **options)"
+    )
+    model = models.build("llama")
+    options = {**OPTIONS, "custom_generate": str(tmp_path), "trust_remote_code": True}
+    assert assert_paged_is_plain(model, models.prompt("llama"), options).road == "engine"
+    assert messages() == []
+
+
+@pytest.mark.parametrize("road", ["engine", "hf_loop", "plain", "a passed cache"])
+def test_the_streamer_of_a_row_ends_with_the_row(road: str) -> None:
+    model, inputs = models.get("llama"), models.padded_prompt("llama")
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": models.PAD}
+    end = options["eos_token_id"] = int(model.generate(**inputs, **options)[1, -9])
+    expected = model.generate(**inputs, **options)
+    if road == "hf_loop":
+        options["prefill_chunk_size"] = 64
+    elif road == "plain":
+        options["use_cache"] = False
+    elif road == "a passed cache":
+        options[compat.cache_name(model)] = hf_paged.PagedCache(model.config)
+    streamers = [Recorder() for _ in expected]
+    output = model.generate(**inputs, **options, **models.PAGED, streamer=streamers)
+    assert torch.equal(output, expected)
+    for streamer, row, mask in zip(streamers, expected, inputs["attention_mask"]):
+        prompt, *tokens = [torch.tensor(value).flatten().tolist() for value in streamer.values]
+        new_tokens = row[len(mask) :].tolist()
+        if end in new_tokens:
+            del new_tokens[new_tokens.index(end) + 1 :]
+        assert prompt == row[: len(mask)][mask.bool()].tolist() and streamer.ended == 1
+        assert [token for part in tokens for token in part] == new_tokens
+
+
+def test_streamers_of_rows_of_an_encoder_decoder_get_the_decoders_prompts() -> None:
+    """These are as long as the encoder's, with the token at which T5's decoder starts."""
+    model, ids = models.get("t5"), models.token_ids(2, 7)
+    mask = torch.ones_like(ids)
+    mask[1, 4:] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids[:, 1:]}
+    streamers = [Recorder(), Recorder()]
+    output = model.generate(**inputs, **OPTIONS, **models.PAGED, streamer=streamers)
+    prompts = [streamer.values[0][0] for streamer in streamers]
+    assert prompts == output[:, : -OPTIONS["max_new_tokens"]].tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"prefill_chunk_size": 64}], ids=str)
+def test_compilation_that_does_not_happen_is_told_as_by_plain(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, told = models.build("llama"), []
+    monitored = logging.getLogger("transformers")
+    monitored.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING, logger="transformers"):
+            for paged in ({}, models.PAGED):
+                transformers.utils.logging.warning_once.cache_clear()
+                caplog.clear()
+                generate(model, compile_config=transformers.CompileConfig(), **options, **paged)
+                told.append([r.getMessage() for r in caplog.records if "compil" in r.getMessage()])
+    finally:
+        monitored.removeHandler(caplog.handler)
+    assert told[0] == told[1]
 
 
 def test_healed_tokens_of_a_prompt_with_positions(monkeypatch: pytest.MonkeyPatch) -> None:

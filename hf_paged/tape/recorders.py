@@ -23,6 +23,7 @@ from ..interrupts import restoring
 from ..kernels import forced_backend, uses_triton
 from ..model.state import ModelState
 from ..model.trial import first_line, significant_difference
+from ..model.values import is_user_module
 from ..model.writes import Snapshot, Write, notes_of
 from ..seams import RecordedContext
 from ..step import NotCapturable
@@ -200,9 +201,10 @@ def uncached_autocast(device: torch.device) -> torch.autocast:
 def undoing_writes(model: nn.Module, state: ModelState | None) -> Iterator[None]:
     """A context for a recording: when it ends, it undoes writes into the model, as far as a
     [`Snapshot`] can. Raises [`NotCapturable`] for writes of Python code that replays would miss:
-    to anything but the content of a tensor, unless it only replaces a tensor that no forward reads
-    (and that no operation has read, since `Tapes` refuses that). These include writes to configs,
-    classes and globals, of which `state` reads the values."""
+    to anything but the content of a tensor, unless a library's module only replaces a tensor that
+    no forward reads (and that no operation has read, since `Tapes` refuses that). A user's module
+    may replace it for the user's other code, such as a processor. Writes to configs, classes and
+    globals, of which `state` reads the values, count, too."""
     snapshot = Snapshot(model)
     writes: list[Write] = []
     values = None if state is None else state.read_values()
@@ -216,6 +218,7 @@ def undoing_writes(model: nn.Module, state: ModelState | None) -> Iterator[None]
     write_only = notes_of(model).write_only
     for write in writes:
         is_unread = write.name in write_only.get(write.module, ())
+        is_unread &= not is_user_module(type(write.module).__module__)
         if not write.is_in_place and not (is_unread and isinstance(write.after, Tensor)):
             attribute = f"{type(write.module).__name__}.{write.name}"
             raise NotCapturable(f"its forward writes `{attribute}`, which replays would not")

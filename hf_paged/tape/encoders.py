@@ -32,13 +32,24 @@ def reads_mask(rectangle: Rectangle, inputs: Mapping[str, Any], reads_keys: bool
     since the model's own code computes that mask, for instance from a mask of frames. `reads_keys`:
     as in `StepGraphs`; if false, a mask that hides nothing is not needed."""
     mask = inputs.get(MASK)
-    if mask is None or rectangle.encoder_columns is not None or _is_token_mask(mask, rectangle):
+    if mask is None or _is_token_mask(mask, rectangle):
+        return False
+    if rectangle.encoder_columns is not None and not _is_replaced(mask, rectangle):
         return False
     return reads_keys or not bool((mask == 1).all())
 
 
 def _is_token_mask(mask: Tensor, rectangle: Rectangle) -> bool:
     return mask.shape == (len(rectangle.blocks), rectangle.encoder_width)
+
+
+def _is_replaced(mask: Any, rectangle: Rectangle) -> bool:
+    """Whether a step has another mask than its rectangle: a model's code that prepares the step may
+    hide other tokens than in the step before."""
+    given = rectangle.inputs.get(MASK)
+    if mask is given or not (isinstance(mask, Tensor) and isinstance(given, Tensor)):
+        return False
+    return mask.shape != given.shape or not torch.equal(mask, given)
 
 
 def visible_ranges(
@@ -50,8 +61,9 @@ def visible_ranges(
     `encoder_columns` if the mask is the same in every step."""
     lengths = encoder_lengths(rectangle)
     columns = rectangle.encoder_columns
-    if columns is None:  # the model's own code attends to the encoder
-        mask = inputs.get(MASK)
+    mask = inputs.get(MASK)
+    is_replaced = _is_replaced(mask, rectangle)
+    if columns is None or is_replaced:  # the model's own code attends to the encoder
         if mask is None or is_mask_read or not _is_token_mask(mask, rectangle):
             return [(0, length) for length in lengths]
         is_binary = bool(((mask == 0) | (mask == 1)).all())
@@ -59,7 +71,7 @@ def visible_ranges(
         if bounds is None:
             return None
         columns = list(zip(*bounds))
-        if MASK in rectangle.constant_names:
+        if MASK in rectangle.constant_names and not is_replaced:
             rectangle.encoder_columns = columns
     ranges = []
     for length, (first, end) in zip(lengths, columns):

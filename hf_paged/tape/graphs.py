@@ -280,10 +280,12 @@ class StepGraphs:
         each, and, on a GPU and if the context allows chunks, those with few chunk tokens. `_limits`
         bounds the numbers of decodes and of chunk tokens. Steps with `rope_factors` are not
         recorded."""
-        if tokens.rope_factors:
-            return False
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
         limits = self._limits
+        if tokens.rope_factors:
+            if not num_chunk_tokens:
+                note_unrecorded("its rotary factors depend on the length of each row")
+            return False
         if not num_chunk_tokens:
             if tokens.num_decodes > limits.get("decodes", tokens.num_decodes):
                 note_unrecorded(self._reason_against_decodes)

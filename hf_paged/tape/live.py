@@ -40,6 +40,8 @@ from .torch_options import torch_options
 from .unmasked import current_columns
 
 _CONSTANTS = SCALARS | {torch.dtype, torch.device, torch.Size}
+# other code may wrap the method, now or later
+_CALL_CODE = getattr(nn.Module._call_impl, "__code__", None)
 
 
 class LiveRefused(NotCapturable):
@@ -175,8 +177,8 @@ def _calls_in(traceback: TracebackType | None) -> Iterator[tuple[nn.Module, Any]
     """Yields the modules that were running, the outermost first, and their arguments."""
     while traceback is not None:
         frame = traceback.tb_frame
-        if frame.f_code is nn.Module._call_impl.__code__:
-            variables = frame.f_locals
+        variables = frame.f_locals if frame.f_code is _CALL_CODE else {}
+        if "self" in variables:
             yield variables["self"], (variables["args"], variables["kwargs"])
         traceback = traceback.tb_next
 

@@ -23,6 +23,7 @@ from ..interrupts import restoring
 from ..kernels import forced_backend, uses_triton
 from ..model.state import ModelState
 from ..model.trial import first_line, significant_difference
+from ..model.values import is_user_module
 from ..model.writes import Snapshot, Write, notes_of
 from ..seams import RecordedContext
 from ..step import NotCapturable
@@ -203,8 +204,9 @@ def undoing_writes(model: nn.Module, state: ModelState | None) -> Iterator[None]
     """A context for a recording: when it ends, it undoes writes to the model, as far as a
     [`Snapshot`] can. Raises [`NotCapturable`] if Python code wrote to anything but the content of
     tensors, since a replay would not: to attributes of modules, or to configs, classes and globals,
-    whose values `state` reads. Only a tensor that no forward reads may be replaced (no operation
-    has read it either, since `Tapes` refuses that)."""
+    whose values `state` reads. Only a library's module may replace a tensor that no forward reads
+    (no operation has read it either, since `Tapes` refuses that): a user's module may set it for
+    the user's other code, such as a processor."""
     snapshot = Snapshot(model)
     writes: list[Write] = []
     values = None if state is None else state.read_values()
@@ -218,6 +220,7 @@ def undoing_writes(model: nn.Module, state: ModelState | None) -> Iterator[None]
     write_only = notes_of(model).write_only
     for write in writes:
         is_unread = write.name in write_only.get(write.module, ())
+        is_unread &= not is_user_module(type(write.module).__module__)
         if not write.is_in_place and not (is_unread and isinstance(write.after, Tensor)):
             attribute = f"{type(write.module).__name__}.{write.name}"
             raise NotCapturable(f"its forward writes `{attribute}`, which replays would not")

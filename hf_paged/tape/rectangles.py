@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .graphs import StepGraphs
 
 _LOGIT_COUNTS = ("logits_to_keep", "num_logits_to_keep")
+_PREPARE = "prepare_inputs_for_generation"
 _POSITION_INPUTS = ("position_ids", "decoder_position_ids", "cache_position")
 
 
@@ -79,6 +80,10 @@ class RectangleReplays:
         if model.config.is_encoder_decoder:
             self._mask_name = "decoder_attention_mask"
         self._state: ModelState | None = None
+        # whether a user's code prepares steps, which may then change values that the forward reads;
+        # those values, as they were in the step before
+        self._is_prepared_by_user = False
+        self._values: tuple[Any, ...] | None = None
         self._reason_against_replays: str | None = None
         # about the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}
@@ -99,6 +104,7 @@ class RectangleReplays:
         """As `Runner.begin`."""
         model = self._model
         self._state = state
+        self._values = None  # they keep parts of the model alive
         if state is None:
             return
         update = inspect.getattr_static(model, compat.UPDATE_INPUTS)
@@ -107,6 +113,8 @@ class RectangleReplays:
         if not _is_of_transformers(update):
             # a user's method may do more than return inputs, and must see each step
             self._reason_against_replays = f"it overrides `{compat.UPDATE_INPUTS}`"
+        prepare = inspect.getattr_static(model, _PREPARE)
+        self._is_prepared_by_user = not _is_of_transformers(prepare)
         self._forward_parameters = _parameters(model)
         if self._cross_groups:
             encoder = inspect.signature(model.get_encoder().forward).parameters
@@ -120,13 +128,18 @@ class RectangleReplays:
         if self._state is None:
             return None
         recorder = self._recorder
+        if self._is_prepared_by_user and self._are_values_changed():
+            changed = f"its own `{_PREPARE}` changes a value that its code reads"
+            self._reason_against_replays = changed
         reason = self._reason_against_replays or recorder.unsupported_reason
         if reason is not None:
             note_unrecorded(reason)
             return None
         if not self._state.is_in_place():
+            note_unrecorded("its modules or tensors were replaced during the call")
             return None
         if rectangle.width - 1 not in recorder.lengths:
+            note_unrecorded("its code compares the number of tokens with a size")
             return None
         self._token_types = token_types_of(prepared)
         tokens = self._pack(rectangle, prepared)
@@ -167,6 +180,14 @@ class RectangleReplays:
             )
         finally:
             self._prepared = {}
+
+    def _are_values_changed(self) -> bool:
+        """Whether Python code of the forward reads other values than in the step before: a replay
+        uses those of its recording."""
+        assert self._state is not None
+        values = self._state.read_values()
+        before, self._values = self._values or values, values
+        return values is None or before is None or values[1:] != before[1:]
 
     def outputs(self, rectangle: Rectangle, prepared: dict[str, Any]) -> ModelOutput:
         """Returns the known outputs of the last replay: the cache, and the inputs in `prepared`
@@ -257,6 +278,11 @@ class RectangleReplays:
                 rows_blocks = zip(num_dropped, block_ids)
                 block_ids = [[*[ids[0]] * count, *ids] for count, ids in rows_blocks]
                 num_dropped = [0] * num_rows
+            if self._recorder.reads_keys and any(rectangle.paddings):
+                # the forward gets as many columns as a table can hold tokens, so that those of
+                # padding count, too: the blocks after a row's last are not read
+                num_blocks = column // block_size + 1
+                block_ids = [[*ids, *ids[-1:] * (num_blocks - len(ids))] for ids in block_ids]
             if len({*num_dropped}) > 1 and not any(rectangle.paddings):
                 return "the first keys of its rows have different positions"
             rows = zip(rectangle.paddings, num_dropped)
@@ -273,7 +299,10 @@ class RectangleReplays:
         for number in range(len(self._cross_groups)):
             block_ids = [blocks.tables[number].block_ids for blocks in rectangle.encoded]
             groups.append(GroupTokens([-1] * num_rows, block_ids, ends, [0] * num_rows, starts))
-        token_ids = rectangle.token_ids[:, -1].tolist()
+        ids = prepared.get(self._ids_name)  # which a model's own code may have replaced
+        if ids is None or ids.shape != (num_rows, 1):
+            ids = rectangle.token_ids
+        token_ids = ids[:, -1].tolist()
         last = list(range(num_rows))
         positions = [column] * num_rows
         query_start = [*last, num_rows]

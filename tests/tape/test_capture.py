@@ -14,6 +14,7 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine
 from hf_paged.step import NotCapturable, StepMetadata
 from hf_paged.tape.recorders import reason_of
+from tests.batching.test_packed_families import build
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
 from tests.support.architecture_inputs import make_inputs
@@ -66,6 +67,12 @@ def test_a_model_that_indexes_with_a_mask_is_not(
         for _ in range(2):
             engine.generate([[1, 2, 3]], {**OPTIONS, "max_new_tokens": 9})
             assert engine.route.slowed_by == slowed_by  # type: ignore[union-attr]
+
+
+def test_the_reason_is_told_for_rows_with_rotary_factors_of_their_own() -> None:
+    with PagedEngine(build("longrope")) as engine:
+        engine.generate([[*range(5, 75)]], {**OPTIONS, "max_new_tokens": 9})
+        assert "its rotary factors depend on the length" in str(engine.route.slowed_by)  # type: ignore[union-attr]
 
 
 PACKED = "packed forwards under the engine's scheduler"

@@ -251,6 +251,17 @@ def test_modules_with_other_effects_are_not(name: str) -> None:
         record(Layers([Block(Experts(end), call)]), torch.randn(6, 8))
 
 
+def test_calls_of_modules_may_be_wrapped_by_other_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = nn.Module._call_impl
+
+    def wrapped(module: nn.Module, *inputs: Any, **options: Any) -> Any:
+        return call(module, *inputs, **options)
+
+    monkeypatch.setattr(nn.Module, "_call_impl", wrapped)
+    _, _, live = record(Layers([Block(Experts())]), torch.randn(6, 8))
+    assert live.classes == {Experts}
+
+
 class Stateful(Layers):
     """Counts its calls in a buffer."""
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -221,6 +222,13 @@ def test_requests_of_an_engine_join_and_leave(name: str) -> None:
     for ids, mask in zip(inputs["input_ids"], inputs["attention_mask"].bool()):
         rows.append({"input_ids": ids[None, mask]})
     assert_requests_as_plain(build(name), rows, [30, 9, 21, 14, 26, 17])
+
+
+@pytest.mark.parametrize("name", ["RoFormerForCausalLM", INDEXED])
+def test_padding_takes_more_columns_than_the_tables_of_its_rows(name: str) -> None:
+    """As where the longest row has left; the model's code reads the keys of all columns."""
+    inputs = {key: torch.nn.functional.pad(x, (30, 0)) for key, x in inputs_of(name).items()}
+    assert_as_plain(build(name), inputs, **exactly(60))
 
 
 @pytest.mark.slow_cases("FalconH1*", "Zaya*")
@@ -512,9 +520,11 @@ def test_lengths_beyond_a_size_of_the_model_are_not_replayed() -> None:
     model, inputs = fresh(name), inputs_of(name)
     lengths = exactly(len(model.model.decoder.embed_positions.weights) + 30)
     expected = plain_run(build(name), inputs, lengths, seed=5)
-    for _ in range(2):
+    for is_longer in (False, True):
         torch.manual_seed(5)
         assert torch.equal(model.generate(**inputs, **lengths, **models.PAGED), expected)
+        told = "compares the number of tokens with a size" in str(route_of(model).slowed_by)
+        assert told == (records_on_cpu() and not is_longer)
     assert_recorded(model, 20)
 
 
@@ -643,16 +653,67 @@ class LateWeight(transformers.BertLMHeadModel):
         return super().forward(*args, **kwargs)
 
 
-def test_a_forward_that_replaces_a_weight_ends_the_replays() -> None:
-    """Among replays, one step runs the model, since no recorded step has its constant."""
-    inputs = inputs_of("BertLMHeadModel")
-    expected, found = (
-        as_subclass(LateWeight, "BertLMHeadModel").generate(
-            **inputs, **GREEDY, **exactly(NUM_TOKENS), **options
-        )
-        for options in ({}, models.PAGED)
-    )
-    assert torch.equal(found, expected)
+class LateNumber(transformers.BertLMHeadModel):
+    """Its forward reads a number that its code changes as it prepares a step."""
+
+    sign = 1.0
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Any, attention_mask: Any = None, **kwargs: Any
+    ) -> Any:
+        self.sign = -1.0 if input_ids.shape[1] >= 20 else 1.0
+        kwargs["attention_mask"] = attention_mask
+        return super().prepare_inputs_for_generation(input_ids, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * self.sign
+        return output
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        (LateWeight, "its modules or tensors were replaced"),
+        (LateNumber, "its own `prepare_inputs_for_generation` changes a value"),
+    ],
+)
+def test_code_of_a_step_that_changes_the_model_ends_the_replays(kind: Any, reason: str) -> None:
+    """Among replays, one step runs the model, since no recorded step has its constant; or its
+    prepared number."""
+    inputs, tokens = inputs_of("BertLMHeadModel"), []
+    for options in ({}, models.PAGED):
+        model = as_subclass(kind, "BertLMHeadModel")
+        tokens.append(model.generate(**inputs, **GREEDY, **exactly(NUM_TOKENS), **options))
+    assert torch.equal(*tokens)
+    assert_recorded(model)
+    assert_unrecorded(model, reason)
+
+
+def without_first(mask: torch.Tensor) -> torch.Tensor:
+    return torch.cat([torch.zeros_like(mask[:, :4]), mask[:, 4:]], 1)
+
+
+# a class, and what its own code prepares in later steps
+LATE_INPUTS: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "token": ("BertLMHeadModel", lambda x: {"input_ids": torch.full_like(x["input_ids"], 7)}),
+    "encoder mask": (CLASSES[1], lambda x: {"attention_mask": without_first(x["attention_mask"])}),
+}
+
+
+@pytest.mark.parametrize("name", LATE_INPUTS)
+def test_replays_get_what_the_models_own_code_prepares(name: str) -> None:
+    class_name, change = LATE_INPUTS[name]
+    model = fresh(class_name)
+    base: Any = type(model)
+
+    def prepare(self: Any, input_ids: Any, **kwargs: Any) -> Any:
+        prepared = base.prepare_inputs_for_generation(self, input_ids, **kwargs)
+        return {**prepared, **change(prepared)} if input_ids.shape[1] > 16 else prepared
+
+    model.__class__ = type("Late", (base,), {"prepare_inputs_for_generation": prepare})
+    assert_as_plain(model, inputs_of(class_name), times=2)
+    assert_recorded(model)
 
 
 def code_of_transformers(function: Any) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 
 from hf_paged import PagedConfig, PagedEngine, last_route
 from hf_paged.batching.loop import StepLoop
@@ -106,6 +107,32 @@ def test_weights_that_another_thread_replaces_between_steps_of_one_engine_call(
         (result,) = engine.generate([text], GREEDY)
         assert engine.stats().num_captured_steps
     assert [result.token_ids] == expected
+
+
+class Keeping(nn.Module):
+    """Keeps what it computes, for other code."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.kept = inner, torch.zeros(1, 1, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.inner(x)
+        return self.kept
+
+
+def test_a_tensor_that_forwards_set_for_a_processor_is_set_in_each_step() -> None:
+    model: Any = models.build("llama")
+    layer = model.model.layers[1]
+    layer.mlp = Keeping(layer.mlp).eval()
+
+    def process(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + layer.mlp.kept[0, -1:].repeat(1, 2)
+
+    inputs, options = models.token_ids(1, WIDTH), {**GREEDY, "logits_processor": [process]}
+    expected = model.generate(inputs, **options)
+    assert torch.equal(model.generate(inputs, **options, **models.PAGED), expected)
+    assert "its forward writes `Keeping.kept`" in str(last_route(model))
 
 
 def test_a_model_whose_steps_cannot_be_recorded_is_seldom_read(

@@ -10,6 +10,11 @@ from collections.abc import Sequence as Items
 from typing import Any
 
 from transformers import LogitsProcessorList, PreTrainedModel
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StopStringCriteria,
+)
 
 from .. import compat
 from ..batching.arguments import Assistance, option_for_drafts
@@ -67,6 +72,9 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
         Topic.ASSISTED(
             "a processor that may keep state must see rejected drafts, as in transformers' own loop"
         ): is_single_row and not are_row_wise(call.inputs.logits_processor, num_rows),
+        Topic.ASSISTED("transformers' own loop checks a criterion only after each draft"): (
+            is_single_row and not _end_within_drafts(call, assistance)
+        ),
         Topic.ASSISTED("`output_scores` or `output_logits` is set"): returns_scores,
         str(layout_reason): layout_reason is not None,
         Topic.INPUTS("prompts are more than token ids"): call.prompts is not None,
@@ -78,6 +86,27 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
     if not is_single_row and not SampleDecoding(call.inputs, call.streamer).can_split:
         yield Topic.ASSISTED("a processor or criterion of the caller sees all rows at once")
     yield from filter(None, [reason_against(model, config, assistance)])
+
+
+def _end_within_drafts(call: Candidate, assistance: Assistance) -> bool:
+    """Whether transformers' loop ends a row wherever the call's criteria end it, even within a
+    draft: it applies the config's maximum length and EOS tokens to each token. Also true of the
+    config's stop strings with a model that drafts, which transformers refuses."""
+    config = call.config
+    eos = compat.special_token(config, "eos")
+    is_lookup = assistance.assistant_model is None and config.assistant_early_exit is None
+    is_refused = config.stop_strings is not None and not is_lookup
+    for criterion in call.inputs.stopping_criteria:
+        kind = type(criterion)
+        if kind is MaxLengthCriteria:
+            is_applied = criterion.max_length >= config.max_length
+        elif kind is StopStringCriteria:
+            is_applied = is_refused
+        else:
+            is_applied = kind is EosTokenCriteria and criterion.eos_token_id is eos
+        if not is_applied:
+            return False
+    return True
 
 
 def reason_against(model: PreTrainedModel, config: Any, assistance: Assistance) -> str | None:

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LogitsProcessor, WatermarkingConfig
+from transformers import LogitsProcessor, StoppingCriteria, WatermarkingConfig
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 import hf_paged
 from hf_paged import PagedConfig, PagedEngine, RequestResult, compat
@@ -293,6 +294,39 @@ def test_processors_with_a_state_see_refused_candidates_as_in_plain_generate() -
     ours = model.generate(ids, **options, prompt_lookup_num_tokens=3, cache_implementation="paged")
     assert torch.equal(ours, plain)
     assert "rejected drafts" in hf_paged.last_route(model).reason
+
+
+class EndsAt(StoppingCriteria):
+    def __init__(self, *token_ids: int) -> None:
+        self.token_ids = torch.tensor(token_ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.isin(input_ids[:, -1], self.token_ids)
+
+
+@pytest.mark.parametrize("kind", ["criterion", "EOS", "length", "strings"])
+def test_a_single_row_ends_after_a_draft_in_which_a_criterion_holds_as_in_plain_generate(
+    kind: str,
+) -> None:
+    model, ids = models.get("llama"), 4 + models.token_ids(1, 40) % 4
+    few_words = [0, *range(8, models.VOCAB_SIZE)]
+    lookup: dict[str, Any] = {**GREEDY, "suppress_tokens": few_words, "pad_token_id": models.PAD}
+    lookup["prompt_lookup_num_tokens"] = 5
+    options = {
+        "criterion": {"stopping_criteria": [EndsAt(7)]},
+        "EOS": {"stopping_criteria": [EosTokenCriteria(7)]},
+        "length": {"stopping_criteria": [MaxLengthCriteria(58)]},
+        "strings": {
+            "stop_strings": models.tokenizer().convert_ids_to_tokens(7),
+            "tokenizer": models.tokenizer(),
+        },
+    }[kind]
+    plain = model.generate(ids, **lookup, **options)
+    assert torch.equal(model.generate(ids, **lookup, **options, **models.PAGED), plain)
+    assert "only after each draft" in hf_paged.last_route(model).reason
+    # without drafts it ends earlier, as rows of the engine do
+    del lookup["prompt_lookup_num_tokens"]
+    assert model.generate(ids, **lookup, **options).shape[1] < plain.shape[1]
 
 
 def test_a_callers_processor_sees_what_it_sees_without() -> None:

@@ -114,7 +114,7 @@ class StopChecker:
         for criterion in members:
             kind = type(criterion)
             if kind is stock.EosTokenCriteria:
-                self.eos_ids.update(criterion.eos_token_id.tolist())
+                self.eos_ids.update(criterion.eos_token_id.flatten().tolist())
             elif kind is stock.MaxLengthCriteria:
                 max_length: int = criterion.max_length
                 if self.max_length is not None:

@@ -58,10 +58,11 @@ def test_rows_that_advance_one_by_one_end_as_they_would_together(name: str) -> N
     assert assert_paged_is_plain(model, inputs, options, paged).road == "engine"
 
 
-def test_rows_that_may_end_need_padding() -> None:
+@pytest.mark.parametrize("eos", [5, torch.tensor(5)])
+def test_rows_that_may_end_need_padding(eos: Any) -> None:
     model, inputs = models.build("llama"), models.prompt("llama")
     model.generation_config.pad_token_id = None
-    options = {"stopping_criteria": [EosTokenCriteria(5)], "max_new_tokens": 3}
+    options = {"stopping_criteria": [EosTokenCriteria(eos)], "max_new_tokens": 3}
     with pytest.raises(ValueError, match="set `pad_token_id` to pad them"):
         model.generate(**inputs, **options, **models.PAGED)
 

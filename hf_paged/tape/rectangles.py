@@ -80,10 +80,9 @@ class RectangleReplays:
         if model.config.is_encoder_decoder:
             self._mask_name = "decoder_attention_mask"
         self._state: ModelState | None = None
-        # whether a user's code prepares steps, which may then change values that the forward reads;
-        # those values, as they were in the step before
+        # whether a user's code prepares steps, which may change values that the forward reads
         self._is_prepared_by_user = False
-        self._values: tuple[Any, ...] | None = None
+        self._values: tuple[Any, ...] | None = None  # those values in the step before
         self._reason_against_replays: str | None = None
         # about the running step, for the recorded forward and the check:
         self._prepared: dict[str, Any] = {}

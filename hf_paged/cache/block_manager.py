@@ -22,9 +22,9 @@ if TYPE_CHECKING:  # not imported at run time: they use tensors
 
 
 class BlockManager:
-    """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`. The copies
-    of copy-on-write that `SequenceBlocks.append` needs wait until `flush_copies`; `extend` makes
-    its copies immediately. `memory` owns the groups and limits their blocks."""
+    """Allocates blocks to sequences: `SequenceBlocks.tables[i]` belongs to `groups[i]`.
+    `SequenceBlocks.append` queues its copy-on-write copies until `flush_copies`; `extend` copies
+    at once. `memory` owns the groups and limits their blocks."""
 
     def __init__(self, groups: Sequence[GroupMemory], memory: PagedMemory) -> None:
         """`memory` may be a weak proxy, since the memory holds its managers."""
@@ -35,8 +35,8 @@ class BlockManager:
         self.prefix_caching = True  # whether full blocks are cached and reused for equal prefixes
         block_sizes = [group.block_size for group in groups]
         sizes = [size for size in block_sizes if size < UNBOUNDED] or [memory.block_size]
-        # cached prefixes end at multiples of this size, where blocks of all groups end, since sizes
-        # are powers of two
+        # cached prefixes end at multiples of this size: since block sizes are powers of two, blocks
+        # of all groups end there
         self.block_size = max(sizes)
         self.node_size = min(sizes)  # tokens per node of the index
         # nodes per block, by group
@@ -58,7 +58,8 @@ class BlockManager:
         self.epochs = Epochs()
         # how often a cached prefix was attached to a sequence, or restored from a tier or a file
         self.num_hits = 0
-        # error of a group in the last `take`; `None` if that succeeded or `num_free` was too small
+        # the error that a group raised in the last `take`; `None` if the call succeeded, or if
+        # `num_free` was too small
         self.take_error: OutOfBlocksError | None = None
 
     @property
@@ -81,8 +82,8 @@ class BlockManager:
 
     @property
     def num_unsized(self) -> int:
-        """Groups whose bytes per block are unknown although a budget depends on them, so that
-        `num_free` may be too large."""
+        """Number of groups whose bytes per block are unknown although a budget needs them. Unless
+        it is 0, `num_free` may be too large."""
         num_unsized = 0
         for group in self.groups:
             num_unsized += not group.is_sized
@@ -100,7 +101,9 @@ class BlockManager:
         chunk: int,
         blocks: SequenceBlocks = NO_BLOCKS,
     ) -> list[int]:
-        """Returns each group's `GroupSpec.num_spanned` for a sequence that holds `blocks`."""
+        """Returns, by group, the maximum number of counted blocks that tokens `[first, end)` of a
+        sequence occupy at once, besides its `blocks`, if up to `chunk` tokens are appended at a
+        time (`GroupSpec.num_spanned`)."""
         counts = [len(table.block_ids) for table in blocks.tables] or [0] * len(self.groups)
         return [
             group.spec.num_spanned(first, end, chunk, count, group.block_size)
@@ -121,7 +124,7 @@ class BlockManager:
         return allocated_ids is not None
 
     def tables(self, index: int, *others: Iterable[SequenceBlocks]) -> Iterator[BlockTable]:
-        """Yields the group's tables of all live sequences, and of `others`."""
+        """Yields the tables of `groups[index]` in all live sequences and in `others`."""
         # copied, since garbage collection may remove sequences during the iteration
         sequences = dict.fromkeys([*self.live, *itertools.chain(*others)])
         return (blocks.tables[index] for blocks in sequences)
@@ -177,9 +180,10 @@ class BlockManager:
         needs: Sequence[int],
         tables: Sequence[BlockTable] | None = None,
     ) -> list[list[int]] | None:
-        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1, to follow the blocks of
-        `tables[i]`, if given (`BlockPool.allocate`). Returns their ids by group; `None` if limits
-        or free memory allow too few. If it returns `None` or raises, nothing is allocated."""
+        """Allocates `needs[i]` blocks of each `groups[i]`, with refcount 1. Returns their ids by
+        group; `None` if limits or free memory allow too few. If it returns `None` or raises,
+        nothing is allocated. `tables[i]`: the table that will hold the new blocks (`after` of
+        `BlockPool.allocate`)."""
         self.take_error = None
         are_free = [
             not num_needed or group.has_free(num_needed)

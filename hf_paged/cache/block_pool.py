@@ -190,7 +190,8 @@ class BlockPool:
 
     def evict(self, num_blocks: int) -> int:
         """Frees at least `num_blocks` cached blocks, or all if there are fewer, least recently
-        released first. Blocks that `on_evict` drops count. Returns how many were freed."""
+        released first. Returns how many were freed, including blocks that `on_evict` callbacks
+        dropped."""
         num_cached = len(self._cached)
         target = max(0, num_cached - num_blocks)
         while len(self._cached) > target:

@@ -15,10 +15,10 @@ from ..step import numbers_on
 
 class BlockCopier:
     """Copies blocks in all tensors of a storage. With Triton, this takes one transfer of the block
-    ids and one launch per device, over a table of the tensors' addresses, which is rebuilt when
-    tensors move. Plain PyTorch makes the copies if Triton does not run on the device, if
-    `can_launch` is false, after a failed launch, or if a target is also a source. `can_launch`:
-    `False` for tensors that are not contiguous."""
+    ids and one launch per device. The kernel reads the tensors' addresses from a table, which is
+    rebuilt when tensors move. Plain PyTorch makes the copies if Triton does not run on the device,
+    after a failed launch, if a target is also a source, or if `can_launch` is `False`. Pass
+    `can_launch=False` for tensors that are not contiguous."""
 
     def __init__(self, can_launch: bool = True) -> None:
         self._can_launch = can_launch

@@ -12,7 +12,7 @@ class Epochs:
     def __init__(self) -> None:
         self.current = 0
         self.first_valid = 0  # sequences of earlier epochs must not register blocks
-        # first epoch of the current span; 0: blocks of all epochs are verified
+        # first epoch of the current span (`begin_span`); 0: blocks of all epochs are verified
         self.span_start = 0
 
     def begin_span(self) -> None:
@@ -31,9 +31,9 @@ class Epochs:
         self.span_start = 0
 
     def drop_before_span(self) -> int:
-        """Marks blocks from before this span as outdated, since the model has changed: sequences
-        that have such blocks register no more. Returns the span's first epoch; 0 if blocks of all
-        epochs are verified, so that none is marked."""
+        """Marks blocks from before this span as outdated, since the model has changed. Sequences
+        that have outdated blocks register no further blocks. Returns the span's first epoch; 0,
+        with no block marked, if blocks of all epochs are verified."""
         self.first_valid = max(self.first_valid, self.span_start)
         return self.span_start
 

@@ -166,8 +166,8 @@ def reserved_tensor(size: int) -> torch.Tensor:
 
 def discard(tensors: Iterable[torch.Tensor]) -> bool:
     """Gives the memory of these tensors' storages back to the system, and keeps their addresses:
-    the content is lost, and the next write takes memory again. Pages that a tensor shares with
-    other objects, at most two, keep their memory. Returns `False` if a tensor keeps all of its
+    the content is lost, and the next write takes memory again. If a storage fills its first or last
+    page only in part, that page keeps its memory. Returns `False` if a tensor keeps all of its
     memory: on a device, outside Linux, if its pages are locked, or if unused addresses count toward
     a limit (`ulimit -v`) or as memory (`vm.overcommit_memory=2`). Even then, other tensors may have
     lost their content."""

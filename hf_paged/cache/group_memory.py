@@ -276,8 +276,8 @@ class GroupMemory:
         num_new_tables: int | None,
     ) -> KVBlocks:
         """Returns the blocks of layer `index` of `num_layers` for K/V like `keys` and `values`
-        `(batch, heads, n, dim)`. Blocks that do not fit these K/V are converted if a table has
-        content in them. Without blocks, or without such content, evicts all cached blocks and
+        `(batch, heads, n, dim)`. If a table has content in blocks that do not fit these K/V,
+        converts them. If no table has, or if the layer has no blocks, evicts all cached blocks and
         allocates the layer. `num_new_tables`: from `LayerGroup.num_new_tables`; `None`: a table has
         content. Raises `ValueError` if stored K/V have other heads, dims or device, and
         `OutOfBlocksError` if an allocation exceeds memory or the budget."""
@@ -339,9 +339,9 @@ class GroupMemory:
         self.storage.clear()
 
     def live_tables(self, memory: PagedMemory) -> Iterable[BlockTable]:
-        """Yields the group's tables of all live sequences. The rows of garbage-collected caches
-        live until they are freed, even if garbage collection of a cycle has cleared the weak
-        references to them (and the group's weak reference to `memory`)."""
+        """Yields the group's tables in all live sequences, and in the rows of garbage-collected
+        caches that are not freed yet. Garbage collection of a cycle may have cleared the weak
+        references to these rows, and the group's weak reference to `memory`."""
         for manager in memory.managers.values():
             if self in manager.groups:
                 live = [*manager.live]  # first: garbage collection may abandon some of them now

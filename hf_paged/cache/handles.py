@@ -77,7 +77,7 @@ class ReadOnlyTensor(LazyTensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func._schema.is_mutable:
-            # with inference tensors, torch does not decompose operations, which may return views
+            # for inference tensors, torch skips this decomposition, which may yield views
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
@@ -409,7 +409,7 @@ def _to_dense(value: Any) -> Any:
 
 
 def _make_contiguous(arguments: Any) -> int:
-    """Calls `PagedTensor.make_contiguous` of the handles in arguments of a function, in layers
-    whose rows virtual storage maps. Returns how many of them were not contiguous."""
+    """Calls `PagedTensor.make_contiguous` on the handles in a function's arguments, except handles
+    of layers without mapped rows (`KVBlocks.rows`). Returns how many were not contiguous."""
     handles = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, PagedTensor))
     return sum(handle.make_contiguous() for handle in handles if handle.layer.rows is not None)

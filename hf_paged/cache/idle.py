@@ -43,8 +43,8 @@ def end_use(memory: PagedMemory) -> None:
     while a caller's cache holds blocks."""
     memory.note_use()
     seconds = memory.config.idle_release_seconds
-    # clocks differ between processes, so an engine's leading process frees the pools of all; if
-    # `generate` runs over several processes, none leads, and their pools are kept
+    # clocks differ between processes, so an engine's leading process frees the pools of all its
+    # processes; if `generate` runs over several processes, none leads, and their pools are kept
     keeps_pool = memory.processes is not None and not memory.processes.leads
     if seconds is None or keeps_pool or (seconds == 0 and memory.release()):
         with _lock:

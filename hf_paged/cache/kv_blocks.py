@@ -54,8 +54,8 @@ class KVBlocks:
         self.quantized_dtype = self.keys.dtype if is_quantized else None
         # whether keys and values are quantized side by side, with one scale for both
         self.shares_scales = is_quantized and self.keys.stride(2) != self.keys.shape[3]
-        # the function that stored the last K/V, by their `store_signature`: such K/V fit these
-        # blocks
+        # the function that stored the last K/V, by their `store_signature`; K/V with this signature
+        # fit these blocks
         self.stores: dict[StoreSignature, Store] = {}
         # prepared calls of the C++ kernel, by the signature of the steps that they serve
         self.kernels: dict[Hashable, Attention] = {}
@@ -87,7 +87,7 @@ class KVBlocks:
     @property
     def tiles(self) -> tuple[Tensor, ...]:
         """`data` as tensors `(num_blocks, heads, block_size, dim)`, of codes if quantized."""
-        *_, code_format = self.form
+        *_, code_format = self.view_arguments
         return _tiles(self.data, code_format)
 
     def store(
@@ -123,7 +123,8 @@ class KVBlocks:
         return sizes_of(self.keys, self.values) == sizes_of(keys, values)
 
     def widened_states(self, keys: Tensor, values: Tensor) -> list[Tensor]:
-        """Returns empty states like `keys` and `values`, in dtypes that also hold `dtypes`."""
+        """Returns empty tensors like `keys` and `values`, in dtypes that can represent both these
+        K/V and K/V of `dtypes`."""
         pairs = zip((keys, values), self.dtypes)
         return [
             states[:, :, :0].to(torch.promote_types(dtype, states.dtype)) for states, dtype in pairs
@@ -148,8 +149,8 @@ class KVBlocks:
 
     @lazy_property
     def gathers(self) -> tuple[list[Gather], list[Gather]] | None:
-        """Prepared calls of the C++ kernel that gather the keys, and ones that gather the values,
-        one for each of their `quantized.stored_tensors`; `None` without the kernel."""
+        """Prepared calls of the C++ kernel: those that gather the keys, then those that gather the
+        values, one for each of their `quantized.stored_tensors`. `None` without the kernel."""
         if not self.keys.is_cpu or not cpp.is_available():
             return None
         with _disable_current_modes():  # under a fake tensor mode, tensors would lack memory
@@ -228,18 +229,18 @@ class KVBlocks:
         return cls(data, keys, values, dtypes)
 
     def like(self, data: Sequence[Tensor]) -> KVBlocks:
-        """Returns blocks over `data`, with the heads, dims, dtypes and quantization of these."""
-        return self.view(tuple(data), *self.form)
+        """Returns blocks over `data` with the same heads, dims, dtypes and quantization."""
+        return self.view(tuple(data), *self.view_arguments)
 
     @property
-    def form(self) -> tuple[Any, ...]:
-        """The arguments of `view` after the tensors."""
+    def view_arguments(self) -> tuple[Any, ...]:
+        """The arguments after `data` with which `view` returns blocks like these."""
         _, heads, block_size, dim = self.keys.shape
         code_format = self.quantized_dtype and (block_size, self.quantized_dtype)
         return heads, dim, self.dtypes, code_format
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return KVBlocks.view, (self.data, *self.form)
+        return KVBlocks.view, (self.data, *self.view_arguments)
 
     def grown(self, num_blocks: int) -> KVBlocks:
         """Returns a copy enlarged to `num_blocks` blocks, with the new ones uninitialised."""

@@ -136,7 +136,7 @@ class LayerGroup:
         tables = self.tables
         paddings = self.paddings
         if self.rows.is_borrowed:
-            # whether the tables' owner has already allocated blocks and copied shared ones
+            # the tables' owner has allocated blocks, and copied shared ones, for counted tokens
             rows = zip(tables, paddings)
             if not all(padding + table.num_tokens >= length for table, padding in rows):
                 return False
@@ -185,7 +185,7 @@ class LayerGroup:
         """Frees blocks outside the window and makes logical positions `[context_len, length)`
         writable; another layer of the group may already have stored some of them. Borrowed tables
         lack blocks only for tokens that the model's own code adds. Raises `ValueError` if the layer
-        cannot catch up with that layer."""
+        cannot catch up with the other layers."""
         if context_len < self.length:
             if context_len == 0 and any(self.paddings):
                 raise ValueError(
@@ -305,7 +305,7 @@ class LayerGroup:
 
     def view(self, length: int, device: torch.device) -> StepMetadata:
         """Returns a step without queries over the first `length` logical positions. Raises
-        `ValueError` if visible ones were freed."""
+        `ValueError` if visible positions were freed."""
         if length < self.length:
             self._check_window(length)
         return self._steps.get((length, 0)) or self._make_step(length, 0, device)

@@ -67,9 +67,9 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
         self.group = group
         self.index = index
         self.num_positions = 0
-        # Set when the model's own code reads a handle that `update` returned for values in a
-        # decode, or `values` of borrowed rows. From then on, `update` returns dense tensors in
-        # decodes, as do `keys` and `values` of borrowed rows.
+        # Whether the model's own code has read the handle that `update` returned for the values of
+        # a decode, or `values` of borrowed rows. From then on, `update` returns dense tensors in
+        # decodes, and `keys` and `values` of borrowed rows are dense tensors.
         self.should_gather = False
         # handles returned in the last packed step, by the signature of its K/V
         self.packed_handles: dict[StoreSignature, tuple[PagedTensor, PagedTensor]] = {}
@@ -85,13 +85,13 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """Stores new K/V `(batch, heads, n, dim)`; returns all visible K/V: tensors with their
-        graph if gradients reach new or stored K/V, `own_attention.row_tensors` in a step with a
-        `key_len`, dense tensors in decodes with `should_gather`, otherwise handles. Raises, with
-        nothing stored: `OutOfBlocksError`; `ValueError` for another batch size or K/V that do not
-        fit; `NotPackable` for a shape other than the packed step's; and `RuntimeError` for K/V that
-        a function transform traces (`torch.func`, forward-mode differentiation), or if the layer
-        missed an operation (`_check_current`)."""
+        """Stores new K/V `(batch, heads, n, dim)`, and returns all visible K/V as handles. Instead
+        of handles, returns tensors with their graph if gradients reach new or stored K/V, the
+        result of `own_attention.row_tensors` in a step with a `key_len`, and dense tensors in
+        decodes with `should_gather`. Raises, with nothing stored: `OutOfBlocksError`; `ValueError`
+        for another batch size or K/V that do not fit; `NotPackable` for a shape other than the
+        packed step's; and `RuntimeError` for K/V that a function transform traces (`torch.func`,
+        forward-mode differentiation), or if the layer missed an operation (`_check_current`)."""
         keys = key_states
         values = value_states
         gradients: GradientsRoom | None = None
@@ -356,7 +356,7 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
             self._select_in_graph(lambda kv: kv[:, :, : max(0, kv.shape[2] - num_removed)])
 
     def set_length(self, length: int) -> None:
-        """Called after the cache has taken over rows of `length` positions each."""
+        """Sets the number of positions, after the cache has taken over rows of this length."""
         # a deep copy would gather the former rows' handles
         self.num_positions, self.packed_handles = length, {}
         self.graph_states = None

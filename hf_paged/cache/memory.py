@@ -115,9 +115,10 @@ class PagedMemory:
         return max(sizes, default=self.sizes.default)
 
     def better_sizes(self) -> BlockSizes | None:
-        """Returns block sizes for a new memory if the recorded lengths suggest others; `None` if
-        not, while a table holds a block, or while cached prefixes are worth keeping: one has been
-        reused, or few sequences have ended so far. May be called without the lock."""
+        """Returns block sizes for a new memory if the recorded lengths suggest other sizes than
+        the current ones, otherwise `None`. Also returns `None` while a table holds a block, and
+        while cached prefixes may be reused: one has been, or fewer than `MIN_ENDED_WITHOUT_HIT`
+        sequences have ended. May be called without the lock."""
         if self.sizes.is_fixed or self.is_used:
             return None
         has_hits = any(manager.num_hits for manager in list(self.managers.values()))
@@ -377,7 +378,8 @@ class PagedMemory:
                 if not group.holds_states
             )
             self.plain_bytes = plain_bytes
-            # if groups' blocks differ in size, fewer blocks than at this peak may take more bytes
+            # peaks are found by the number of blocks: if groups' blocks differ in size, fewer
+            # blocks may take more bytes
             self._released_peak_bytes = max(self._released_peak_bytes, self.call_bytes)
 
     def note_progress(self) -> None:
@@ -394,8 +396,8 @@ class PagedMemory:
     def release(self) -> bool:
         """Frees all memory (on a device: to PyTorch's allocator) and cached blocks, unless a table
         holds a block; returns whether it did. May be called at any time from any thread, since
-        running sequences hold blocks. The next write allocates the layers again, if possible at
-        their old addresses (`Storage.released`): if so, recorded steps stay valid."""
+        running sequences hold blocks. The next write allocates the layers again. If it can reuse
+        their old addresses (`Storage.released`), recorded steps stay valid."""
         with self.changing():
             if self.is_used:
                 return False

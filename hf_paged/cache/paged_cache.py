@@ -252,9 +252,10 @@ class PagedCache(RowOperations, DynamicCache):
                 group.clear((paddings, length))
 
     def reserve(self, num_blocks: int, num_sequences: int) -> None:
-        """Makes each layer, when it is next allocated or grown, take its memory in one allocation
-        instead of step by step: for the tokens of `num_blocks` blocks of the largest size, with at
-        most `num_sequences` sequences running at a time, within the limits of `Reservation`."""
+        """Reserves memory for the tokens of `num_blocks` blocks of the largest size, within the
+        limits of `Reservation`. A layer takes its part in one allocation, instead of step by step,
+        when it is next allocated or grown. `num_sequences`: the maximum number of sequences that
+        run at a time."""
         config = self.memory.config
         num_tokens = num_blocks * self.memory.block_size
         memory_fraction = config.memory_fraction or DEFAULT_MEMORY_FRACTION
@@ -302,9 +303,9 @@ class PagedCache(RowOperations, DynamicCache):
         steps: Sequence[StepMetadata | None],
         positions: torch.Tensor | None = None,
     ) -> None:
-        """Starts a packed forward of `[1, sum(query_len)]` tokens of many sequences, at `positions`
-        of the same shape, with one step per group of `groups`; `None` steps end the forward.
-        During it, the cache itself holds no rows."""
+        """Starts a packed forward of many sequences, whose tokens and `positions` have the shape
+        `[1, sum(query_len)]`. `steps`: one step per group of `groups`; `None` steps end the
+        forward. During a packed forward, the cache itself holds no rows."""
         self._positions = positions
         for group, step in zip(self.groups.values(), steps):
             group.packed_step = step
@@ -314,9 +315,9 @@ class PagedCache(RowOperations, DynamicCache):
                     handle.bind(None, None, None)
 
     def get_seq_length(self, layer_idx: int | None = None) -> Any:
-        """Returns the number of logical positions so far, including padding. In a packed forward,
-        a caller that passes a layer's index gets the offsets `(sum(query_len),)` to add to 0, 1, 2,
-        ... for the positions of the tokens."""
+        """Returns the number of logical positions so far, including padding. In a packed forward
+        and with a `layer_idx`, returns offsets `(sum(query_len),)`, to which a model adds 0, 1, 2,
+        ... to get the positions of the tokens."""
         if layer_idx is None or self._positions is None:
             return super().get_seq_length(layer_idx or 0)
         positions = self._positions[0]

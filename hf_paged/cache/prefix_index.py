@@ -229,9 +229,9 @@ class PrefixIndex:
                     pending.append(child)
 
     def _handle_eviction(self, group: int, block_id: int) -> None:
-        """Unregisters a block that the pool evicts. First offloads it, while its content is intact,
-        with all blocks that are removed with it: in full attention, those of the node's whole
-        subtree."""
+        """Unregisters a block that the pool evicts. First offloads it while its content is intact.
+        In a full-attention group, this removes the node's whole subtree, so the subtree's blocks in
+        all groups are offloaded as well."""
         is_subtree = self._windows[group] is None
         groups = range(len(self._pools)) if is_subtree else (group,)
         pending = [self._registered[group][block_id]]

@@ -15,9 +15,9 @@ from .kv_blocks import KVBlocks
 
 
 class GatherIndices(NamedTuple):
-    """Which rows of a matrix that views a layer's blocks to gather. A matrix row is one token of
-    one head or, where the tokens of a head's block are contiguous, a tile: all of that block or an
-    equal part of it."""
+    """The rows to gather from a matrix that views a layer's blocks. A matrix row is one token of
+    one head or, where a block's tokens of one head are contiguous, a tile: all of these tokens or
+    an equal part of them."""
 
     indices: Tensor  # of matrix rows, ordered by sequence, head and token
     shape: tuple[int, int]  # of the matrix
@@ -44,10 +44,10 @@ class BlockLayout(NamedTuple):
     def gather_indices(
         self, tables: Tensor, heads: slice, positions: Tensor | None
     ) -> GatherIndices:
-        """Returns the indices of these heads. Without `positions`, they cover the blocks `tables`
-        `(rows, n)`: as tiles or, if each token's keys and values lie side by side, as tokens. With
-        `positions` `(rows, n)`, they are the tokens at these positions in rows with the block
-        tables `tables`."""
+        """Returns the matrix rows of these heads. Without `positions`, they cover all tokens of the
+        blocks `tables` `(rows, n)`: as tiles or, if each token's keys and values lie side by side,
+        token by token. With `positions` `(rows, n)`, they are the tokens at these positions of
+        rows, whose block tables are `tables`."""
         _, _, size, dim = self.shape
         block_stride, head_stride, token_stride, _ = self.stride
         if positions is None and token_stride == dim:

@@ -42,7 +42,7 @@ class CacheRows:
         self.sequences = list(sequences)
         # weak, since the groups refer to their rows: a cycle would delay `__del__`
         self.groups = weakref.WeakValueDictionary[GroupSpec, LayerGroup]()
-        # gathered before their blocks change or are freed
+        # live handles are gathered before their blocks change or are freed
         self.handles = memory.handles[id(self)] = Handles()
 
     def __del__(self) -> None:

@@ -32,7 +32,7 @@ class SequenceBlocks(_WithWeakRefs):
     tables: tuple[BlockTable, ...] = ()
     epoch: int = 0  # the epoch (`Epochs`) of the oldest block
     node: Node | None = None  # node of the last registered block in the prefix index
-    num_registered: int = 0  # nodes of the prefix index up to and including `node`
+    num_registered: int = 0  # number of nodes on the path to `node`, including `node`
     # number of tokens up to which a decode needs neither new nor copied blocks, but only raises
     # token counts
     capacity: int = 0
@@ -56,8 +56,8 @@ class SequenceBlocks(_WithWeakRefs):
         self.node, self.num_registered, self.capacity = None, 0, 0
 
     def limit_capacity(self, num_tokens: int = 0) -> None:
-        """Called when blocks from token `num_tokens` on are removed, shared, or used by a model's
-        own code."""
+        """Limits `capacity` to `num_tokens`, since the blocks of later tokens were removed, shared,
+        or used by a model's own code."""
         self.capacity = min(self.capacity, num_tokens)
 
     def append(

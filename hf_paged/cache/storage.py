@@ -75,8 +75,8 @@ class BlockStorage:
 
     def reserve(self, reservation: Reservation, can_drop: bool) -> None:
         """Sets the sizes of layers that are allocated or grown from now on. With `can_drop`, if the
-        reservation is larger than the last, also drops allocated and released layers that are too
-        small for it. `can_drop` is allowed only while no block is used or cached."""
+        reservation is larger than the previous one, also drops allocated and released layers that
+        are too small for it. `can_drop` is allowed only while no block is used or cached."""
         previous, self._reservation = self._reservation, reservation
         num_blocks = reservation.num_blocks[self.spec]
         if can_drop and (previous is None or previous.num_blocks.get(self.spec, 0) < num_blocks):
@@ -94,7 +94,8 @@ class BlockStorage:
 
     def promote(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """Converts layer `index` to dtypes that hold both the stored and the new K/V, and returns
-        its blocks. Raises `ValueError` if heads, dims or device differ, or as `make` does."""
+        its blocks. Raises `ValueError` if heads, dims or device differ, and the errors of `make` if
+        memory runs out."""
         layer = self.layers[index]
         stored_sizes = sizes_of(layer.keys, layer.values)
         for stored_size, new_size in zip(stored_sizes, sizes_of(keys, values)):
@@ -121,7 +122,7 @@ class BlockStorage:
     def grow(self, num_blocks: int, max_blocks: int) -> None:
         """Grows every layer with fewer than `num_blocks` blocks: if memory allows, to the reserved
         size or by half, whichever is more, but not beyond `max_blocks`; otherwise to `num_blocks`.
-        Raises as `make` does."""
+        Raises the errors of `make` if memory runs out."""
         for index, layer in self.layers.items():
             old_size = layer.num_blocks
             if old_size < num_blocks:

@@ -16,8 +16,8 @@ from . import budget
 
 _POLL_SECONDS = 0.01  # between attempts
 GRACE = 0.5  # seconds for callers to drop the caches that their finished calls returned
-# If no call on the memory makes a step for this many seconds, a waiting call assumes that the
-# holders of the blocks are waiting for it, as user code may arrange.
+# If no call on the memory makes a step for this many seconds, a waiting call assumes a deadlock:
+# user code may make the holders of the blocks wait for this call.
 MAX_STALL = 60.0
 
 
@@ -53,10 +53,10 @@ class Holder:
 
 
 class Shortage:
-    """Decides whether a call that ran out of blocks tries again. It does while calls of other
-    threads progress, since they will free their blocks, and for `GRACE` seconds afterwards. Unless
-    the caller itself holds all used blocks (`is_alone`), it also does so for `GRACE` seconds after
-    its first attempt."""
+    """Decides whether a call that ran out of blocks tries again. The call tries again while calls
+    of other threads progress, since they will free their blocks, and for `GRACE` seconds
+    afterwards. Unless it holds all used blocks itself (`is_alone`), it also tries again for `GRACE`
+    seconds after its first attempt."""
 
     def __init__(self, memory: Any, is_alone: bool = False) -> None:
         self._memory = memory

@@ -28,8 +28,8 @@ class PlaneLayout:
     head_dim: int
     block_size: int  # tokens
     dtype: torch.dtype
-    # parts (`RowMappings`): 2 if the tensor has both keys and values, and each plane has one head;
-    # otherwise 1
+    # number of parts (`RowMappings`): 2 if the tensor has both keys and values, and each plane has
+    # one head; otherwise 1
     num_parts: int
 
     @property
@@ -50,8 +50,8 @@ class PlaneLayout:
         page_bytes: int,
     ) -> PlaneLayout | None:
         """Returns a layout of `blocks` `(n, heads, block_size, dim)` in which every block fills
-        whole pages of each plane; `None` if there is none. `num_parts`: the field of that name if
-        each plane has one head; with all heads in one plane, it is 1."""
+        whole pages of each plane; `None` if there is none. `num_parts`: the number of parts in a
+        layout with one head per plane; a layout with all heads in one plane has one part."""
         _, num_heads, block_size, dim = blocks.shape
         by_head = cls(num_heads, 1, dim, block_size, blocks.dtype, num_parts)
         all_heads = cls(1, num_heads, dim, block_size, blocks.dtype, 1)
@@ -177,19 +177,19 @@ class BorrowedView(NamedTuple):
 
 
 class RowMappings:
-    """The slots of a layer, each with the mapped blocks of one row. A part is a tensor over all
-    slots, of keys, of values or of both. `keys_and_values`: views of the parts, each `(num_slots,
-    heads, max_len, dim)`. If each plane has one head, the slot and head axes can be flattened
-    without a copy."""
+    """The slots of a layer, each with the mapped blocks of one row. A part is a tensor that covers
+    all slots and holds keys, values or both. `keys_and_values`: views of the parts, each
+    `(num_slots, heads, max_len, dim)`. If each plane has one head, the slot and head axes can be
+    flattened without a copy."""
 
     def __init__(
         self,
         regions: Sequence[Region],
-        form: tuple[Any, ...],
+        view_arguments: tuple[Any, ...],
         num_slots: int,
         max_len: int,
     ) -> None:
-        """`form`: the `KVBlocks.form` of the layer's blocks."""
+        """`view_arguments`: the `KVBlocks.view_arguments` of the layer's blocks."""
         self.shape = (num_slots, max_len)
         self.pages = regions[0].pages
         self.block_size = regions[0].layout.block_size
@@ -199,14 +199,14 @@ class RowMappings:
         self.borrowed_views: list[BorrowedView] = []
         # boundaries between extents, per plane; in a list, so that finalizers read the latest count
         self._num_boundaries = [0]
-        # true once a borrowed view has taken over some of the current addresses
+        # whether a borrowed view has taken over some of the current addresses
         self._needs_new_addresses = False
         self.planes: list[PlaneAddresses] = []
         self.part_addresses: list[Addresses] = []  # by part; parts of one region share a range
         parts: list[Tensor] = []
         for region in regions:
             parts += self._reserve(region)
-        kv_views = KVBlocks.view(tuple(parts), *form)
+        kv_views = KVBlocks.view(tuple(parts), *view_arguments)
         self.keys_and_values = (kv_views.keys, kv_views.values)
 
     def _reserve(self, region: Region) -> list[Tensor]:
@@ -251,10 +251,10 @@ class RowMappings:
         return parts
 
     def update_slot(self, slot: int, row: Row, config: VirtualStorage, num_blocks: int) -> None:
-        """Maps the blocks of a row in its slot. After a new last block, also maps up to
-        `blocks_ahead` blocks with the next ids, all below `num_blocks`. Unless mappings are kept,
-        first unmaps the whole slot if its row was replaced or became shorter. Raises
-        `MemoryError`."""
+        """Maps the blocks of a row in its slot. If the row's last block is newly mapped, also maps
+        up to `blocks_ahead` blocks after it, which have the next ids below `num_blocks`. Unless
+        mappings are kept, first unmaps the whole slot if its row was replaced or became shorter.
+        Raises `MemoryError`."""
         mapped_ids = self.mapped_ids[slot]
         end = row.first_block + len(row.block_ids)
         if self.versions[slot] < row.assigned_version and not config.keep_mappings:

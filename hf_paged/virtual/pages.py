@@ -231,8 +231,8 @@ class MemoryFile:
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def extend(self, size: int) -> int:
-        """Extends the offset space by `size` bytes, which may then be mapped; returns the first new
-        offset."""
+        """Extends the offset space by `size` bytes, so that pages at the new offsets may be mapped;
+        returns the first new offset."""
         first_offset = self._size
         os.ftruncate(self._fd, first_offset + size)
         self._size += size

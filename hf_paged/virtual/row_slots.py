@@ -19,8 +19,8 @@ from ..step import StepMetadata
 
 MIN_SLOTS = 64  # initial number of slots of a storage, each for one row
 MAX_SLOTS = 1024
-BACKOFF_STEPS = 256  # steps that gather rows after mapping failed
-MAX_READING_STEPS = 8  # a row with more references to steps drops the dead ones
+BACKOFF_STEPS = 256  # number of steps that gather rows after mapping has failed
+MAX_READING_STEPS = 8  # a row with more references to steps drops its dead references
 MIN_SLOT_TOKENS = 4096  # initial length of a slot in tokens: unmapped addresses take no memory
 
 
@@ -183,7 +183,7 @@ class RowSlots:
         else:
             tables = step.block_tables.tolist()
         origins = step.origins or (0,) * num_rows
-        # in its slot, a row begins at the block of its origin in the sequence or the columns
+        # in its slot, a row's first block is at the position of the block with the row's origin
         spans = [
             BlockSpan(origin // size, ids[: -(-length // size)], origin + length)
             for origin, ids, length in zip(origins, tables, step.seq_lens)
@@ -228,9 +228,9 @@ class RowSlots:
         are_consecutive: bool,
         has_padding: bool,
     ) -> list[int] | None:
-        """Returns the slots of the rows' last steps, and free slots for new rows. With
-        `are_consecutive`, returns a run of free slots instead, unless the rows' last slots are
-        consecutive. Returns `None` if too few slots are free."""
+        """Returns a slot for each row: the slot of the row's last step or, for a new row, a free
+        one. With `are_consecutive`, returns a run of free slots instead, unless the rows' last
+        slots are consecutive. Returns `None` if too few slots are free."""
         assigned_slots: set[int] = set()
         last_slots: list[int | None] = []  # by row; `None` for new rows
         for span in spans:

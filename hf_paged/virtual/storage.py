@@ -90,9 +90,9 @@ def fit_blocks(
     """Returns `config` with the smallest block size whose blocks fill whole pages in half
     precision: in each head or, if that takes more than `MAX_BLOCK_SIZE` tokens, in all heads of a
     layer's tensor together. Returns `config` unchanged if its storage is not virtual, or if its
-    block size is at least that: larger blocks also fill whole pages, since block sizes and page
-    sizes are powers of two. Raises `ValueError` if pages cannot be mapped, or are too large for any
-    block size."""
+    block size is at least that large: larger blocks also fill whole pages, since block sizes and
+    page sizes are powers of two. Raises `ValueError` if pages cannot be mapped, or are too large
+    for any block size."""
     if not isinstance(config.storage, VirtualStorage):
         return config
     page_bytes = pages_for(device, config.storage.page_bytes).granularity
@@ -151,13 +151,13 @@ class LayerRows:
         self,
         storage: MappedStorage,
         regions: Sequence[Region],
-        form: tuple[Any, ...],
+        view_arguments: tuple[Any, ...],
     ) -> None:
         self.slots = storage.slots
         self.config = storage.config
         self.regions = list(regions)
         self.mappings: RowMappings | None = None
-        self._form = form
+        self._view_arguments = view_arguments
         self._allows_views = True  # until the model's own code needs contiguous tensors
 
     def disallow_views(self) -> None:
@@ -208,7 +208,7 @@ class LayerRows:
                 return self.mappings
         self.preserve_views()
         if self.mappings is None or self.mappings.shape != shape:
-            self.mappings = RowMappings(self.regions, self._form, *shape)
+            self.mappings = RowMappings(self.regions, self._view_arguments, *shape)
             stale_slots = placement.slots
         num_blocks = min(region.num_mapped for region in self.regions)
         for slot in stale_slots:
@@ -286,8 +286,8 @@ class LayerRows:
 
 
 class MappedStorage(BlockStorage):
-    """A storage whose blocks consist of pages, which it also maps for rows. Layers whose blocks do
-    not fill whole pages have ordinary blocks."""
+    """A storage that maps the pages of its blocks a second time, in the slots of rows. Layers whose
+    blocks do not fill whole pages have ordinary blocks."""
 
     def __init__(
         self,
@@ -359,7 +359,7 @@ class MappedStorage(BlockStorage):
 
     def _num_reserved(self, block_bytes: int, device: torch.device) -> int:
         """Unless addresses are limited, returns at least the number of blocks that fill
-        `ADDRESS_BYTES`: addresses cost nothing, and spare ones let the pool grow in place."""
+        `ADDRESS_BYTES`: addresses cost nothing, and spare addresses let the pool grow in place."""
         num_addressable = 0
         if address_limit() is None:
             num_addressable = ADDRESS_BYTES // max(block_bytes, 1)
@@ -391,7 +391,7 @@ class MappedStorage(BlockStorage):
             return super()._allocate(num_blocks, keys, values)
         num_mapped_blocks = self.pool.num_blocks
         regions = [Region(self.pages, layout, num_blocks, num_mapped_blocks) for layout in layouts]
-        rows = LayerRows(self, regions, outline.form)
+        rows = LayerRows(self, regions, outline.view_arguments)
         self._all_layer_rows.add(rows)
         return self._blocks_over(outline, rows)
 

@@ -49,8 +49,8 @@ _ONE_FILE_ERRNOS = {
 Layers = dict[int, KVBlocks]
 """Copies of a group's blocks in host memory, by layer index: the same blocks of every layer."""
 ExpectedBlocks = dict[int, tuple[Mapping[int, KVBlocks], int]]
-"""The blocks that a file must contain, by group: for each layer, blocks like those in the file; and
-the number of blocks per layer."""
+"""What a file must contain, by group: for each layer index, any blocks with the shapes and dtypes
+of the file's blocks; and the number of blocks that the file has per layer."""
 
 
 class CorruptFileError(ValueError):
@@ -67,16 +67,16 @@ def to_bytes(layers_by_group: dict[int, Layers], name: str, **extra_metadata: st
     `{group}.{layer}.{part}` of shape `(num_blocks, ...)` for each tensor of `KVBlocks.data`, and
     metadata with a hash of all tensors and the other metadata."""
     tensors = {}
-    forms = {}
+    layer_arguments = {}
     for group, layers in layers_by_group.items():
         for index, blocks in layers.items():
-            forms[f"{group}.{index}"] = form_of(blocks)
+            layer_arguments[f"{group}.{index}"] = json_arguments(blocks)
             for part, tensor in enumerate(blocks.data):
                 tensors[f"{group}.{index}.{part}"] = tensor.contiguous()
     metadata = {
         "format": FORMAT,
         "name": name,
-        "layers": json.dumps(forms),
+        "layers": json.dumps(layer_arguments),
         **extra_metadata,
     }
     with_hash = metadata | {"hash": _hash(tensors, metadata)}
@@ -130,11 +130,11 @@ class BlockFile:
         """Returns the blocks, on the CPU, by group. Raises [`CorruptFileError`] unless they match
         `expected` and the file's hash, and `OSError` if the file cannot be read."""
         expected_bytes = self._header_bytes
-        forms = {}
+        layer_arguments = {}
         expected_tensors = {}
         for group, (layers, count) in expected.items():
             for index, blocks in layers.items():
-                forms[f"{group}.{index}"] = form_of(blocks)
+                layer_arguments[f"{group}.{index}"] = json_arguments(blocks)
                 for part, tensor in enumerate(blocks.data):
                     shape = (count, *tensor.shape[1:])
                     expected_tensors[f"{group}.{index}.{part}"] = (tensor.dtype, shape)
@@ -154,7 +154,10 @@ class BlockFile:
             file_tensors = {
                 name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
             }
-            if file_tensors != expected_tensors or json.loads(metadata["layers"]) != forms:
+            if (
+                file_tensors != expected_tensors
+                or json.loads(metadata["layers"]) != layer_arguments
+            ):
                 raise CorruptFileError("its blocks are not those of this model's layers")
         layers_by_group: dict[int, Layers] = {}
         for group, (layers, _) in expected.items():
@@ -195,7 +198,7 @@ def write_private(path: Path, content: bytes) -> None:
 
 
 def _write_in_new_folder(path: Path, content: bytes) -> None:
-    """Writes a file as `write_private` does, after creating its folder if it is missing."""
+    """Creates the folder of a file if it is missing, then calls `write_private`."""
     _make_private(path.parent)
     try:
         write_private(path, content)
@@ -217,9 +220,9 @@ def _make_private(folder: Path) -> None:
                 path.chmod(0o700)  # the umask may have removed the owner's rights
 
 
-def form_of(blocks: KVBlocks) -> list[Any]:
-    """Returns `KVBlocks.form`, which describes blocks without their tensors, as JSON values."""
-    heads, key_dim, dtypes, code_format = blocks.form
+def json_arguments(blocks: KVBlocks) -> list[Any]:
+    """Returns `KVBlocks.view_arguments` as JSON values."""
+    heads, key_dim, dtypes, code_format = blocks.view_arguments
     code_values = None
     if code_format is not None:
         block_size, codes_dtype = code_format
@@ -253,8 +256,8 @@ def _hash(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     text = repr(sorted(metadata.items()))
     digest = hashlib.blake2b(text.encode(), digest_size=16)
     for name, tensor in sorted(tensors.items()):
-        form = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
-        digest.update(form.encode())
+        description = f"{name} {tensor.dtype} {tuple(tensor.shape)}"
+        digest.update(description.encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
 
@@ -367,8 +370,8 @@ class DiskFolder:
         return layers_by_group[0]
 
     def write(self, weights_hash: str, name: str, layers: Layers) -> None:
-        """Writes a block to its file, deleting others to make space. Logs errors instead of raising
-        them; after one, writes nothing for `RETRY_SECONDS`."""
+        """Writes a block to its file, and deletes other files if space is needed. Logs errors
+        instead of raising them; after an error, writes nothing for `RETRY_SECONDS`."""
         if self.is_off or time.monotonic() < self._retry_at:
             return
         path = self._file_path(weights_hash, name)

@@ -131,7 +131,8 @@ def save(
 def load(core: EngineCore, path: Any) -> int:
     """Implements `rooms.TiersRoom.load`. Raises `ValueError` if the file is not a saved prefix of
     the current model, or if the pool would be freed immediately; `OutOfBlocksError` if too few
-    blocks are free; `OSError` if the file cannot be read; and the errors of copying."""
+    blocks are free; `OSError` if the file cannot be read; and `MemoryError`, `RuntimeError` or
+    `ValueError` if copying fails."""
     try:
         with contextlib.closing(BlockFile(Path(os.fspath(path)))) as file:
             return _load(core, path, file)

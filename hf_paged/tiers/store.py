@@ -51,7 +51,7 @@ class _Entry(NamedTuple):
     num_bytes: int
 
 
-_Key = tuple[str, str]  # hash of weights and options; `_block_name`
+_Key = tuple[str, str]  # `PrefixStore.weights_hash`, and the block's `_block_name`
 
 
 class PrefixStore:
@@ -141,7 +141,7 @@ class PrefixStore:
 
     @property
     def weights_hash(self) -> str:
-        """As `_weights_hash`; the memory must have a fingerprint."""
+        """Returns `_weights_hash`. The memory must have a fingerprint."""
         weights_hash = self._weights_hash
         assert weights_hash is not None
         return weights_hash
@@ -253,7 +253,7 @@ class PrefixStore:
         def read(group: int, index: int) -> Layers | None:
             return self.read(group, links[index].digest)
 
-        while True:  # ends, since `_path` no longer finds a block that `read` missed
+        while True:  # ends: `_path` never again finds a block for which `read` returned `None`
             links = self._path(sequence)
             if len(links) * manager.node_size <= sequence.num_computed_tokens:
                 return False
@@ -300,10 +300,13 @@ class PrefixStore:
         group_memory = self._groups[group]
         layers = contents[0]
         pool_layers = group_memory.storage.layers
-        forms = [{index: layer.form for index, layer in content.items()} for content in contents]
-        have_other_forms = any(form != forms[0] for form in forms)
+        view_arguments = [
+            {index: layer.view_arguments for index, layer in content.items()}
+            for content in contents
+        ]
+        formats_differ = any(arguments != view_arguments[0] for arguments in view_arguments)
         has_other_layers = pool_layers and pool_layers.keys() != layers.keys()
-        if have_other_forms or has_other_layers:
+        if formats_differ or has_other_layers:
             raise ValueError("the copied blocks differ from the pool's in layers or format")
         host = HostBlocks()
         for index, layer in layers.items():
@@ -444,7 +447,7 @@ _stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 def _write_all() -> None:
     """At exit, evicts all cached blocks of pools with a disk tier, except pools that stay locked,
-    and writes the confirmed ones to disk."""
+    and writes the confirmed blocks to disk."""
     for store in members_of(_stores):
         with contextlib.suppress(ReferenceError):  # the store's memory was freed
             if store._disk is not None:

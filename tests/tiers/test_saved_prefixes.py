@@ -59,7 +59,7 @@ def said(key, value, tensors, metadata):
 
 
 def formed(change, tensors, metadata):
-    """Changes the `form_of` each layer in the metadata."""
+    """Changes the `json_arguments` of each layer in the metadata."""
     forms = json.loads(metadata["layers"])
     metadata["layers"] = json.dumps({layer: change(form) for layer, form in forms.items()})
 

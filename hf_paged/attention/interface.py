@@ -30,8 +30,8 @@ from .masks import (
 from .observers import attention_observer
 
 # Maximum queries per row for which attention outside packed steps reads blocks in place. Rows with
-# more queries are prefill chunks, for which gathering once and calling sdpa takes less than 3%
-# longer.
+# more queries are prefill chunks: gathering their keys and values once and calling sdpa takes less
+# than 3% longer than reading in place.
 MAX_IN_PLACE_QUERIES = 16
 
 Features = tuple[float, float | None, Tensor | None, Tensor | None]
@@ -59,7 +59,7 @@ def paged_mask(**arguments: Any) -> Tensor | None:
     """The mask interface for `"hf_paged"`, with the arguments of
     `transformers.masking_utils.sdpa_mask` by name. Returns a [`PagedMask`] if transformers' own
     functions build the mask and its pattern is supported, otherwise the mask of the model's own
-    implementation (`None` if that has none). The latter is not deferred: building it may use
+    implementation (`None` if that has none). That mask is built at once: building it may use
     `torch.vmap`, which cannot run inside the operation that first reads a symbolic mask."""
     implementation = switch.model_attention(arguments.get("config"))
     make_mask = compat.mask_function(implementation)

@@ -22,8 +22,8 @@ from ..cache.handles import LazyTensor
 from ..forks import lazy_property
 from ..step import KeysReadError, NotCapturable, NotPackable, StepMetadata
 
-# The function that `interface.paged_mask` calls with every symbolic mask. From it, a call learns
-# which leading positions its model treats as padding.
+# The function that `interface.paged_mask` calls with every symbolic mask. With it, a `generate`
+# call learns which leading positions its model treats as padding.
 mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None
 )
@@ -150,8 +150,9 @@ class PagedMask(LazyTensor):
 
     @lazy_property
     def unpadded_columns(self) -> Columns | None:
-        """The columns of the padded batch that the 2D padding mask shows; `None` if the function
-        `unpadded_columns` returns `None`."""
+        """The columns of the padded batch that the 2D padding mask shows, as the function
+        `unpadded_columns` returns them; `None` if they are not contiguous in each row, or if the
+        2D mask has no columns."""
         arguments = self.arguments
         return unpadded_columns(
             arguments.get("attention_mask"),
@@ -166,8 +167,8 @@ def unpadded_columns(
     length: int,
 ) -> Columns | None:
     """Returns the range of ones in the first `length` columns of each row of a mask `(batch or 1,
-    any length)`, in which missing columns count as zeros. Without a mask, returns whole rows.
-    `None` if the ones of a row are not contiguous, or if the mask has no columns."""
+    any length)`; columns that the mask lacks count as zeros. Without a mask, returns whole rows.
+    Returns `None` if the ones of a row are not contiguous, or if the mask has no columns."""
     if attention_mask is None:
         return (0,) * batch_size, (length,) * batch_size
     mask = attention_mask[:, :length].bool().cpu()
@@ -189,9 +190,10 @@ def unpadded_columns(
 
 
 def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
-    """Returns a packed step with the mask's window or chunks. Raises the errors of `_in_chunks`,
-    and `NotPackable` unless the mask is a causal `PagedMask` of exactly the step's tokens, without
-    padding, and shows no token whose block may have been freed."""
+    """Returns a packed step with the mask's window or chunks. Raises `NotPackable` unless the mask
+    is a causal `PagedMask` of exactly the step's tokens, without padding, and shows no token whose
+    block may have been freed. Raises `NotCapturable` if the mask has chunks and a recorded step may
+    have several queries per row."""
     if mask is None:
         raise NotPackable("the attention mask is None")
     if not isinstance(mask, PagedMask):
@@ -229,7 +231,7 @@ def packed_step(step: StepMetadata, mask: Tensor | None) -> StepMetadata:
 def _in_chunks(step: StepMetadata, chunk_size: int) -> StepMetadata:
     """Returns a packed step whose queries see only their chunk of `chunk_size` positions of the
     sequence: a row with queries in several chunks becomes one row per chunk, with the same table.
-    Raises `NotCapturable` if a recorded step may have such rows."""
+    Raises `NotCapturable` if a recorded step may have several queries per row."""
     if step.lengths is not None:
         if step.query_len != 1:
             raise NotCapturable(
@@ -283,10 +285,11 @@ def rectangle_step(
     device: torch.device,
 ) -> tuple[StepMetadata, Tensor | None] | None:
     """Returns a step with `query_len` queries in each row, and an additive bias in table
-    coordinates (or `None`), which together have the effect of `mask`. If only a dense mask has that
-    effect, returns `None` instead of the pair. Raises `NotCapturable` if the mask of a recorded
-    step is dense or may hide tokens that the layer keeps, and `ValueError` as `_step_from_columns`
-    does. `is_causal`: whether attention without a mask is causal."""
+    coordinates (`in_table_coordinates`) or `None`, which together have the effect of `mask`. If
+    only a dense mask has that effect, returns `None` instead of the pair. Raises `NotCapturable` if
+    the mask of a recorded step is dense or may hide tokens that the layer keeps, and `ValueError`
+    if `mask` shows padding that was not stored. `is_causal`: whether attention without a mask is
+    causal."""
     columns = step.columns
     assert columns is not None
     if step.lengths is not None:
@@ -358,8 +361,9 @@ def _checked_columns(mask: PagedMask, columns: range, query_len: int) -> Columns
 
 
 def in_table_coordinates(bias: Tensor, step: StepMetadata) -> Tensor:
-    """Returns `bias`, `(rows or 1, ..., len(columns))`, shifted to each row's table coordinates;
-    `-inf` hides all other positions."""
+    """Returns `bias`, `(rows or 1, ..., len(columns))`, shifted to each row's table coordinates:
+    its last axis then counts the tokens in the row's block table. `-inf` hides positions that are
+    no columns of `bias`."""
     assert step.columns is not None
     # a negative shift cuts columns off
     shifts = [step.columns.start - origin for origin in step.origins]

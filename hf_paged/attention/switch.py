@@ -88,8 +88,9 @@ _switches: Switches[PreTrainedConfig] = Switches(_switching, _unregister_unused)
 
 
 def unregister_when_unused(register: Callable[[], None] | None) -> None:
-    """Makes transformers forget our functions once no call in progress uses them; a call that
-    switches to them again first calls `register`. `None`: keeps them registered again."""
+    """Makes transformers forget our functions once no call in progress uses them. A call that
+    switches to them again first calls `register`. With `None`, undoes this: our functions stay
+    registered."""
     global _register
     _register = register
     if not _switches.entries:
@@ -99,7 +100,7 @@ def unregister_when_unused(register: Callable[[], None] | None) -> None:
 def switch_attention(modules: list[nn.Module]) -> contextlib.AbstractContextManager[None]:
     """Returns a context in which attention layers that read the `switchable_configs` of a model's
     `modules` call our attention function. If the optional module `latent` is installed, MLA layers
-    pass their latents to it instead of expanded keys and values."""
+    pass latents to our function instead of expanded keys and values."""
     latent: LatentRoom | None = room_if_installed("latent")
     if latent is not None and have_latents(modules):
         latent.wrap_expansions(modules)
@@ -125,8 +126,9 @@ def compiled_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
 def model_attention(config: PreTrainedConfig | None, cls: type | None = None) -> str:
     """Returns the name of the config's own attention implementation, even while a call has switched
     the config: `"sdpa"` without a config, `"eager"` if the config names none. For a model that was
-    loaded with `attn_implementation="hf_paged"`: `"eager"` if the file that defines the layer class
-    `cls` has models, none of which supports sdpa; otherwise `"sdpa"`."""
+    loaded with `attn_implementation="hf_paged"`, returns `"sdpa"` if a model in the file that
+    defines the layer class `cls` supports sdpa, if that file has no models, or without a `cls`;
+    otherwise `"eager"`."""
     if config is None:
         return "sdpa"
     implementation = config._attn_implementation or "eager"
@@ -249,8 +251,8 @@ def calls_interface(modules: Iterable[nn.Module]) -> bool:
 
 def switchable_configs(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     """Returns the configs from which attention layers that update a cache read their
-    implementation, except configs of a model that was loaded with ours. `modules`: all modules of a
-    model."""
+    implementation, except if the model was loaded with `attn_implementation="hf_paged"`. `modules`:
+    all modules of a model."""
     switchable = {}
     for (config_id, _), config in _attention_configs(modules).items():
         name = compat.attention_of(config)  # read once, since another thread's call may restore it

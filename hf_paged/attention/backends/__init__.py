@@ -33,9 +33,10 @@ BACKENDS: dict[str, ModuleType] = {
 unsupported_reasons: ContextVar[set[str] | None] = ContextVar(
     "hf_paged_unsupported_reasons", default=None
 )
-"""The set to which `select` adds the reasons why decode steps in this context gather keys and
-values; the route of a call reports them. `None`: reasons are not collected. `select` only logs why
-`triton` does not support calls."""
+"""The set of the reasons why decode steps in this context are slow, for the report of a call's
+route: `select` adds why they gather keys and values, and `tape.recorders` why they are not
+recorded. `None`: reasons are not collected. `select` logs why `triton` does not support calls, but
+does not add it to the set."""
 
 log_once = functools.cache(logging.getLogger(__name__).warning)
 
@@ -82,7 +83,7 @@ def select(call: AttentionCall) -> ModuleType:
 
 def _preferred_name(step: StepMetadata) -> str:
     """Returns the name of the backend that a step's calls try first, in every layer. Reads the
-    environment variable, and raises as `kernels.preferred_backend` does."""
+    environment variable, and raises the errors of `kernels.preferred_backend`."""
     name = preferred_backend(step.block_tables)
     if name == "cpp" and not forced_backend() and not cpp.is_available():
         return "gather"

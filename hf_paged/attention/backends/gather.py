@@ -103,7 +103,8 @@ def _sdpa(
     is_causal: bool,
 ) -> Tensor:
     """Computes attention of queries `[rows, heads, queries, dim]` in `dtype` by PyTorch's SDPA,
-    with the scale of `call`: `[rows, queries, heads, value_dim]` in the queries' dtype."""
+    with the scale of `call`. Returns `[rows, queries, heads, value_dim]` in the queries'
+    dtype."""
     output = F.scaled_dot_product_attention(
         query.to(dtype),
         key.to(dtype),
@@ -117,8 +118,8 @@ def _sdpa(
 
 
 def _decode_in_place(call: AttentionCall, part: Part, placed_rows: PlacedRows) -> Tensor:
-    """Computes `attend` for a plain call with one query per row, whose rows have one length and lie
-    in adjacent slots, with as few torch calls as possible."""
+    """Computes `attend` with as few torch calls as possible. The call must be plain and have one
+    query per row, and its rows must have equal lengths and lie in adjacent slots."""
     key, value = _keys_and_values(call, part, placed_rows)
     rows, kv_heads, _, dim = key.shape
     packed_query = call.query.view(rows, kv_heads, -1, dim)
@@ -223,11 +224,11 @@ def _mask(
     dtype: torch.dtype,
     heads: int = 1,
 ) -> Tensor | None:
-    """Returns the mask `[1, 1, heads * queries, keys]`, to be added to the scores, of consecutive
-    queries and the keys up to the last query; `None` if no key is hidden. The mask is a view of
-    one that all parts of the step share, since rows of any length have the same mask if counted
-    from their end. A part with padded rows has a separate one, `[rows, 1, heads * queries or 1,
-    keys]`."""
+    """Returns a mask `[1, 1, heads * queries, keys]` to add to the scores of consecutive queries
+    and the keys up to the last query; `None` if no key is hidden. The mask is a view of one mask
+    that all parts of the step share: if positions count from the end, rows of any length have the
+    same mask. A part with padded rows has its own mask, `[rows, 1, heads * queries or 1, keys]`.
+    """
     mask_queries = num_queries
     mask_keys = part.length
     if part.is_padding is None:
@@ -278,9 +279,9 @@ def _keys_and_values(
     call: AttentionCall, part: Part, placed_rows: PlacedRows | None
 ) -> list[Tensor]:
     """Returns the keys and values of a part, each `[rows, kv_heads, length, dim]` in the query's
-    dtype. Rows contiguous in memory (`placed_rows`) are viewed, others gathered. On the CPU,
-    gathered ones may lie in scratch memory, which this thread's next call overwrites; on other
-    devices, and if a gradient is required, they lie in new memory."""
+    dtype: views of rows that are contiguous in memory (`placed_rows`), otherwise gathered copies.
+    On the CPU, the copies may lie in scratch memory, which this thread's next call overwrites; on
+    other devices, and if a gradient is required, they lie in new memory."""
     dtype = call.query.dtype
     if placed_rows is not None:
         return [states.to(dtype) for states in placed_rows.view(part)]

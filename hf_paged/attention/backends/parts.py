@@ -28,7 +28,8 @@ SCRATCH_BYTES = 2 << 20
 more. More would not fit into L2 and L3."""
 
 DEVICE_SCRATCH_BYTES = 64 << 20
-"""The same on other devices, where launch overhead would dominate smaller gathers."""
+"""`SCRATCH_BYTES` for other devices, where launch overhead would take most of the time of smaller
+gathers."""
 
 PADDING_DIVISOR = 8
 """Rows of different lengths are gathered together while their padding takes at most
@@ -158,8 +159,8 @@ def _group_similar(
         num_rows += count
         padding += (max_length - length) * count
         # The group's mask is kept for all layers. It has a row per query or, where heads are
-        # packed, per head and query. Even then it takes fewer bytes than K and V of `mask_size`
-        # tokens.
+        # packed, per head and query. In both cases, it takes fewer bytes than K and V of
+        # `mask_size` tokens.
         mask_size = num_rows * max_length * num_queries
         can_join = mask_size <= scratch_tokens and padding * PADDING_DIVISOR <= scratch_tokens
         skips_queries = first_query > 0 or num_skipped > 0

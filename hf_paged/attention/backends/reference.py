@@ -30,8 +30,8 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None
     bias: Tensor | None = None
     """A tensor that is added to the scores; may hold `-inf`. Broadcasts to `(n, heads, query_len,
-    >= max seq_len)`, with the last axis in each row's table coordinates. If rows have different
-    numbers of queries, the bias must be the same for all rows and queries."""
+    >= max seq_len)`, with the last axis in each row's table coordinates (`step.py`). If rows have
+    different numbers of queries, the bias must be the same for all rows and queries."""
     fresh: tuple[Tensor, ...] | None = None
     """Keys and values `(T, kv_heads, dim)` of the step's tokens, if available."""
 

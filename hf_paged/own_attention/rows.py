@@ -54,7 +54,7 @@ class DeferredTensor(LazyTensor):
         kwargs: Any = None,
     ) -> Any:
         name = func.__name__
-        if name != "__get__":  # which reads shape, dtype and other attributes
+        if name != "__get__":  # `__get__` reads shape, dtype and other attributes
             functions = cls.functions
             function = functions.get(name) or functions.get(name.strip("_"))
             if function is not None:

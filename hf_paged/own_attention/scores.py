@@ -43,17 +43,17 @@ def with_key_len(step: StepMetadata) -> StepMetadata:
 def row_tensors(
     step: StepMetadata, blocks: KVBlocks, dtypes: tuple[torch.dtype, torch.dtype]
 ) -> tuple[Tensor, Tensor]:
-    """Returns a layer's keys and values as [`DeferredKV`], with these nominal dtypes. `step`: as
-    returned by `with_key_len`."""
+    """Returns a layer's keys and values as [`DeferredKV`], with these nominal dtypes. `step`: a
+    step that `with_key_len` returned."""
     key_dtype, value_dtype = dtypes
     keys = DeferredKV(step, blocks, blocks.keys, key_dtype)
     return keys, DeferredKV(step, blocks, blocks.values, value_dtype)
 
 
 def defer(*names: str) -> Callable[[Function], Function]:
-    """Returns a decorator that registers a function as the replacement of the torch functions of
-    these names, for calls with a `DeferredTensor`. Their in-place variants (`add_`, `__iadd__`)
-    write the function's result to the scores on which they are called, or raise `NotPackable`."""
+    """Returns a decorator that registers a function in place of the torch functions with these
+    names, for calls with a `DeferredTensor`. In-place variants (`add_`, `__iadd__`) write the
+    function's result to the scores on which they are called, or raise `NotPackable`."""
 
     def register(function: Function) -> Function:
         @functools.wraps(function)
@@ -80,7 +80,7 @@ class Scores(DeferredTensor):
 
     query: Tensor  # (heads, T, dim)
     key: DeferredKV
-    # changed by operations in place, so scores that would share memory in PyTorch share this dict.
+    # In-place operations change this dict, so scores that would share memory in PyTorch share it.
     # "scale": float; "bias": Tensor with three axes that broadcast to (heads, T, key_len), or None
     terms: dict[str, Any]
     is_softmax: bool
@@ -429,8 +429,9 @@ def _past_keys_mask(step: StepMetadata) -> Tensor:
 
 
 def _attend(weights: Scores, value: DeferredKV) -> Tensor:
-    """Computes the attention of `weights`, a softmax of scores, over the values: `([1,] heads, T,
-    value_dim)`, in the nominal dtype of the values."""
+    """Computes the attention of `weights`, a softmax of scores, over the values. Returns `(heads,
+    T, value_dim)`, or `(1, heads, T, value_dim)` for values with four axes, in the nominal dtype of
+    the values."""
     key = weights.key
     step = key.step
     is_value = isinstance(value, DeferredKV) and not value.is_transposed

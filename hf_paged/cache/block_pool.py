@@ -84,7 +84,7 @@ class BlockPool:
 
     @property
     def kept_ids(self) -> list[int]:
-        """Ids of cached blocks, and of used ones that will be cached when released."""
+        """Ids of cached blocks, and of used blocks that will be cached when released."""
         return list(self._kept)
 
     @property
@@ -257,8 +257,8 @@ class BlockPool:
 class BlockTable:
     """The blocks that hold tokens `[num_dropped * block_size, num_tokens)` of one sequence: token
     `t` is stored in `block_ids[t // block_size - num_dropped]` at offset `t % block_size`. Shared
-    or kept blocks are never written to: `append` first replaces such a tail block and returns the
-    required copy (copy-on-write)."""
+    or kept blocks are never written to: if the tail block is shared or kept, `append` replaces it
+    and returns the required copy (copy-on-write)."""
 
     pool: BlockPool
     block_size: int
@@ -393,7 +393,7 @@ class BlockTable:
         num_tokens: int,
     ) -> None:
         """Adds computed blocks, which other tables may share, to this empty table, after
-        `num_dropped` dropped ones. `num_tokens`: the new length, including dropped tokens. Raises
+        `num_dropped` dropped blocks. `num_tokens`: the new length, including dropped tokens. Raises
         `ValueError` if the table is not empty."""
         if self.block_ids or self.num_tokens:
             raise ValueError(
@@ -444,7 +444,7 @@ class BlockTable:
 
     def truncate(self, num_tokens: int) -> None:
         """Removes all tokens from `num_tokens` on, and releases the blocks that hold no earlier
-        ones. Raises `ValueError` if the new end lies in dropped blocks."""
+        tokens. Raises `ValueError` if the new end lies in dropped blocks."""
         if num_tokens >= self.num_tokens:
             return
         self.check_truncate(num_tokens)
@@ -455,8 +455,8 @@ class BlockTable:
         self.num_tokens = num_tokens
 
     def fork(self) -> BlockTable:
-        """Returns a table that shares the blocks of this table's tokens, but not those allocated
-        for later tokens."""
+        """Returns a table that shares the blocks of this table's tokens, but not the blocks
+        allocated for later tokens."""
         num_blocks = -(-self.num_tokens // self.block_size)
         block_ids = self.block_ids[: num_blocks - self.num_dropped]
         self.pool.acquire(block_ids)

@@ -67,7 +67,7 @@ def bytes_of_others(memory: Any) -> int:
 def charge(memory: Any, more_bytes: int = 0) -> bool:
     """Charges this pool, whose lock the caller holds, for its current bytes plus `more_bytes`.
     Returns `False`, with nothing charged, if they do not fit in the budget alongside other pools,
-    even after idle ones are freed."""
+    even after idle pools are freed."""
     needed_bytes = memory.occupied_bytes + more_bytes
     if limit(memory) is None or needed_bytes <= memory.charged_bytes:
         memory.charged_bytes = needed_bytes

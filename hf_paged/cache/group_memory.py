@@ -83,8 +83,8 @@ class GroupMemory:
 
     @property
     def occupied_bytes(self) -> int:
-        """Bytes of memory that the group occupies: those of the pool's blocks or, if larger and the
-        storage is not elastic, those of the allocated tensors."""
+        """Bytes of memory that the group occupies: the bytes of the pool's blocks or, unless the
+        storage is elastic, the bytes of the allocated tensors if these take more."""
         if self.storage.is_elastic:
             return self.pool_bytes
         return max(self.pool_bytes, self.storage.nbytes)
@@ -117,7 +117,7 @@ class GroupMemory:
         grows up to it before evicting cached blocks, unless tensors would have to be reallocated.
         Without a limit, it evicts first, but keeps `KEPT_STATES` snapshots of states and, in an
         engine (`keeps_cached`) with spare memory, cached blocks up to `CACHED_RATIO`. Under
-        `PagedConfig.num_blocks`, it evicts blocks of this group before those of other groups."""
+        `PagedConfig.num_blocks`, it evicts blocks of this group before blocks of other groups."""
         if self.has_free(num_blocks):
             return
         memory = self.memory
@@ -250,7 +250,7 @@ class GroupMemory:
         requested blocks, for the message."""
         try:
             return allocate(*arguments)
-        except (MemoryError, RuntimeError) as error:  # torch raises the latter
+        except (MemoryError, RuntimeError) as error:  # torch raises `RuntimeError`
             if is_interrupt(error):
                 raise
             raise OutOfBlocksError(
@@ -315,7 +315,8 @@ class GroupMemory:
     def _promote(
         self, layer: KVBlocks, index: int, keys: torch.Tensor, values: torch.Tensor
     ) -> KVBlocks:
-        """Converts a layer to dtypes that also hold these K/V; raises as `layer` does."""
+        """Converts a layer to dtypes that also hold these K/V, and returns its blocks. Raises the
+        errors of `layer`."""
         memory = self.memory
         new_block_bytes = self.storage.outline(*layer.widened_states(keys, values)).block_bytes
         num_bytes = self.pool.num_blocks * max(0, new_block_bytes - layer.block_bytes)

@@ -12,7 +12,7 @@ UNBOUNDED = 1 << 40  # block size of blocks that hold a sequence of any length
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """Which tokens the layers of a group store: those of the whole sequence or of a sliding window.
+    """Which tokens the layers of a group store: all tokens of a sequence, or a sliding window.
     Layers with equal specs share block tables. A subclass is for layers that store something else
     or keep other tokens; its specs form separate groups."""
 

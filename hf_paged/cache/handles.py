@@ -192,7 +192,7 @@ class PagedTensor(ReadOnlyTensor):
             length = len(step.columns)
             dim = blocks.shape[3]
             shape = torch.Size((step.num_rows, heads, length, dim))
-            # torch computes views with these strides, so they must equal those of `dense()`
+            # torch computes views with these strides, so `dense()` must have the same strides
             strides = (heads * length * dim, length * dim, dim, 1)
             dtype = layer.dtypes[is_value]
         device = blocks.device
@@ -400,7 +400,7 @@ def _call_on_dense(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _to_dense(value: Any) -> Any:
-    """Returns an argument of a function, with ordinary tensors for the lazy ones in it."""
+    """Returns an argument of a function, with each lazy tensor in it replaced by its content."""
     if isinstance(value, LazyTensor):
         return value.read()
     if isinstance(value, (tuple, list, dict)):

@@ -149,8 +149,8 @@ class KVBlocks:
 
     @lazy_property
     def gathers(self) -> tuple[list[Gather], list[Gather]] | None:
-        """Prepared calls of the C++ kernel: those that gather the keys, then those that gather the
-        values, one for each of their `quantized.stored_tensors`. `None` without the kernel."""
+        """Prepared C++ gathers of the keys and of the values: for each, one gather per tensor in
+        `quantized.stored_tensors`. `None` without the kernel."""
         if not self.keys.is_cpu or not cpp.is_available():
             return None
         with _disable_current_modes():  # under a fake tensor mode, tensors would lack memory
@@ -243,7 +243,7 @@ class KVBlocks:
         return KVBlocks.view, (self.data, *self.view_arguments)
 
     def grown(self, num_blocks: int) -> KVBlocks:
-        """Returns a copy enlarged to `num_blocks` blocks, with the new ones uninitialised."""
+        """Returns a copy enlarged to `num_blocks` blocks. The added blocks are uninitialised."""
         tensors = [
             _empty((num_blocks, *tensor.shape[1:]), tensor.dtype, tensor.device)
             for tensor in self.data

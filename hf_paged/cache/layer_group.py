@@ -37,8 +37,8 @@ class LayerGroup:
         self.clear()
 
     def clear(self, expected_paddings: tuple[tuple[int, ...], int] | None = None) -> None:
-        """Called when all tables are empty: sets the length to 0. `expected_paddings`: the paddings
-        of the first step and its length, if known in advance; a first step of another shape ignores
+        """Sets the length to 0; all tables must be empty. `expected_paddings`: the paddings of the
+        first step and its length, if known in advance; a first step of another shape ignores
         them."""
         self.expected_paddings = expected_paddings
         self.set_rows((), 0)
@@ -94,8 +94,8 @@ class LayerGroup:
         """Makes logical positions `[context_len, context_len + query_len)` writable in every row.
         Returns the step, on `device` unless another layer began it. Raises `OutOfBlocksError`, with
         nothing allocated, if too few blocks are available; `ValueError` if the batch size differs
-        from the number of rows, or if the layer cannot catch up with the others; and `NotPackable`
-        if the sizes differ from the packed step's."""
+        from the number of rows, or if the layer cannot catch up with the other layers; and
+        `NotPackable` if the sizes differ from the packed step's."""
         if self.packed_step is not None:
             sizes = (batch_size, query_len)
             if sizes != (1, self.packed_step.num_tokens):

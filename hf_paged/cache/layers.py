@@ -205,7 +205,7 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
         values: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Returns handles to the new K/V of a layer's first tokens, or of a packed step. A packed
-        step reuses the handles of the last one if K/V have an equal signature."""
+        step reuses the handles of the last packed step if its K/V have the same signature."""
         is_packed = step.columns is None
         if is_packed and signature in self.packed_handles:
             handles = self.packed_handles[signature]
@@ -346,7 +346,7 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
                 " Call `activate_past_recording` on the cache first"
             )
         if count > 0:
-            cache_utils.DynamicLayer().crop(count)  # logs or raises as this version does
+            cache_utils.DynamicLayer().crop(count)  # logs or raises, depending on the version
             count = min(0, count - self.num_positions)
         num_removed = min(self.num_positions, -count)
         # if another layer of the group holds more positions, this layer's updates overwrite them
@@ -357,7 +357,7 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
 
     def set_length(self, length: int) -> None:
         """Sets the number of positions, after the cache has taken over rows of this length."""
-        # a deep copy would gather the former rows' handles
+        # drops the handles of the former rows, which a deep copy of the layer would gather
         self.num_positions, self.packed_handles = length, {}
         self.graph_states = None
         blocks = self.blocks
@@ -462,7 +462,7 @@ def _is_transformed(states: Tensor) -> bool:
 
 
 def _as_tensor(rows: Any) -> Tensor:
-    """Returns `rows` as a tensor. A new one is on the CPU: the default device may be `meta`."""
+    """Returns `rows` as a tensor. A new tensor is on the CPU: torch's default may be `meta`."""
     if isinstance(rows, Tensor):
         return rows
     tensor = torch.as_tensor(rows, device="cpu")

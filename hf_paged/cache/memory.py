@@ -312,7 +312,7 @@ class PagedMemory:
         return num_allowed + max(0, num_spare_blocks)
 
     def fraction_bytes(self) -> int:
-        """Returns the bytes that `memory_fraction` allows, including those already occupied."""
+        """Returns the bytes that `memory_fraction` allows, including `occupied_bytes`."""
         block_bytes = Counter[torch.device]()  # bytes of a block over the device's layers
         for group in self.groups.values():
             for layer in group.storage.layers.values():
@@ -348,7 +348,7 @@ class PagedMemory:
         self.charged_bytes = self.occupied_bytes
 
     def note_use(self) -> None:
-        """Called when a call or an engine starts or stops using the memory."""
+        """Sets `last_used` to now, when a call or an engine starts or stops using the memory."""
         self.last_used = time.monotonic()
 
     def drop_recorders(self) -> None:

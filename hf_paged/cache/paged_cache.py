@@ -159,10 +159,10 @@ class PagedCache(RowOperations, DynamicCache):
         owner_counters: ReadCounters | None = None,
         cross: PagedCache | None = None,
     ) -> PagedCache:
-        """Returns an empty paged cache with layers like those of `cache`, and `cross` as its
-        cross-attention cache. Only paged layers of `cache` may hold tokens. `owner_counters`: the
-        read counters of the rows' owner; with them, the cache borrows the rows passed to `take` and
-        owns none."""
+        """Returns an empty paged cache with the same kinds of layers as `cache`, and with `cross`
+        as its cross-attention cache. Only paged layers of `cache` may hold tokens.
+        `owner_counters`: the read counters of the rows' owner; with them, the cache borrows the
+        rows passed to `take` and owns none."""
         paged_cache = cls.__new__(cls)
         paged_cache._setup(cache, memory, kind, owner_counters, cross)
         return paged_cache
@@ -170,8 +170,9 @@ class PagedCache(RowOperations, DynamicCache):
     def empty_twin(
         self, memory: PagedMemory, owner_counters: ReadCounters | None = None
     ) -> PagedCache:
-        """Returns an empty cache on `memory` with layers like those of this cache, in which only
-        paged layers may hold tokens; `owner_counters` as in `from_empty`."""
+        """Returns an empty cache on `memory` with the same kinds of layers as this cache. Only
+        paged layers of this cache may hold tokens. `owner_counters`: an argument of
+        `from_empty`."""
         cross = self.cross
         if cross is not None:
             cross = cross.empty_twin(memory, owner_counters)
@@ -282,7 +283,7 @@ class PagedCache(RowOperations, DynamicCache):
         length: int | None,
         unused_layers: Collection[int] = (),
     ) -> None:
-        """Takes over these rows and frees the former ones; if the cache borrows rows
+        """Takes over these rows and frees the former rows. If the cache borrows rows
         (`from_empty`), borrows these and frees none. `paddings`: leading positions of each row that
         are not in its tables. `length`: logical positions of every row, including padding; `None`
         keeps the lengths of layers and groups. `unused_layers`: indices of the layers that have

@@ -89,7 +89,7 @@ def read_rows(step: StepMetadata, layer: KVBlocks, is_value: bool) -> Tensor:
 
 
 def read_pair(step: StepMetadata, layer: KVBlocks) -> tuple[Tensor, Tensor]:
-    """Returns the keys and the values of a layer, as `read_rows` does."""
+    """Returns the results of `read_rows` for a layer's keys and for its values."""
     return read_rows(step, layer, False), read_rows(step, layer, True)
 
 

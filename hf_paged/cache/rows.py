@@ -99,9 +99,9 @@ class CacheRows:
 
     @guarded
     def crop(self, num_removed: int) -> None:
-        """Removes the last `num_removed` logical positions from every table, including borrowed
-        ones, then frees the blocks outside the windows. Raises `ValueError`, with nothing changed,
-        if the block at the new end has left a window and been freed."""
+        """Removes the last `num_removed` logical positions from every table, even if the rows are
+        borrowed, then frees the blocks outside the windows. Raises `ValueError`, with nothing
+        changed, if the block at the new end has left a window and been freed."""
         groups = list(self.groups.values())
         lengths = [max(0, group.length - num_removed) for group in groups]
         for group, length in zip(groups, lengths):

@@ -118,9 +118,9 @@ class SequenceBlocks(_WithWeakRefs):
         return True
 
     def trim(self, num_committed: int = sys.maxsize) -> None:
-        """Frees window blocks that no later query sees; with `num_committed`, only those that no
-        query after the first `num_committed` tokens sees. Must not be called between the scheduling
-        of tokens and their computation."""
+        """Frees window blocks that no later query sees. With `num_committed`, every query after the
+        first `num_committed` tokens counts as later, since `truncate` may go back to them. Must not
+        be called between the scheduling of tokens and their computation."""
         if not self.tables:
             return
         for group, table in zip(self.manager.groups, self.tables):

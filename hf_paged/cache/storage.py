@@ -28,8 +28,8 @@ _IS_ELASTIC = operator.attrgetter("is_elastic")
 
 class BlockStorage:
     """The block tensors of one layer group, one `KVBlocks` per layer. A layer is allocated at its
-    first write: for the blocks of the pool or the reserved ones, whichever is more. When full, it
-    grows to the reserved size or by half, whichever is more."""
+    first write, with the pool's number of blocks or the reserved number, whichever is larger. When
+    full, it grows to the reserved size or by half, whichever is larger."""
 
     max_bytes: int | None = None
     growth_step = 0
@@ -131,7 +131,7 @@ class BlockStorage:
                 new_size = max(num_blocks, min(preferred_size, max_blocks))
                 try:
                     self.layers[index] = self._grown(layer, new_size)
-                except (MemoryError, RuntimeError) as error:  # torch raises the latter
+                except (MemoryError, RuntimeError) as error:  # torch raises `RuntimeError`
                     if is_interrupt(error):
                         raise
                     self.layers[index] = self._grown(layer, num_blocks)
@@ -156,8 +156,8 @@ class BlockStorage:
 
     def make(self, index: int, keys: Tensor, values: Tensor) -> KVBlocks:
         """Allocates layer `index` for K/V `(batch, heads, n, dim)` like these, with all blocks of
-        the pool and as many of the reserved ones as memory allows, or reuses a released layer that
-        fits. Returns the layer's blocks. If memory runs out, raises `MemoryError`, or torch's
+        the pool and as many reserved blocks as memory allows, or reuses a released layer that fits.
+        Returns the layer's blocks. If memory runs out, raises `MemoryError`, or torch's
         `RuntimeError`."""
         block_bytes = self.outline(keys, values).block_bytes
         num_reserved = self._num_reserved(block_bytes, keys.device)
@@ -171,7 +171,7 @@ class BlockStorage:
         while layer is None:
             try:
                 layer = self._allocate(num_blocks, keys, values)
-            except (MemoryError, RuntimeError) as error:  # torch raises the latter
+            except (MemoryError, RuntimeError) as error:  # torch raises `RuntimeError`
                 if num_blocks == min_blocks or is_interrupt(error):
                     raise
                 num_blocks = max(min_blocks, num_blocks // 2)

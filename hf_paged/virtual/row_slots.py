@@ -283,8 +283,8 @@ class RowSlots:
         has_padding: bool,
     ) -> int | None:
         """Returns the slot that the row had in its last step, found by one of the row's last two
-        blocks. Returns `None` if no slot outside `assigned_slots` has such a block, or if using the
-        slot would unmap blocks that other steps read."""
+        blocks. Returns `None` if no slot outside `assigned_slots` has one of these blocks, or if
+        using the slot would unmap blocks that other steps read."""
         last = len(span.ids) - 1
         for index in range(last, max(-1, last - 2), -1):
             block_id = span.ids[index]
@@ -308,7 +308,7 @@ class RowSlots:
         If so, no block is unmapped, and other steps may keep reading the slot."""
         # leading blocks of the row that `span` lacks
         num_skipped = span.first_block - row.first_block
-        # with padding, the blocks before those of `span` must be unmapped
+        # with padding, blocks before `span` must be unmapped
         keeps_leading = num_skipped == 0 or (num_skipped > 0 and not has_padding)
         if not keeps_leading:
             return False

@@ -35,8 +35,8 @@ FOLDER_PREFIX, SUFFIX = "hf_paged-", ".safetensors"
 _TIER_FILE = re.compile(
     r"hf_paged-[0-9a-f]{32}/[0-9a-f]{32}-\d+(\.safetensors|\.[0-9a-f]{32}\.part)"
 )
-"""Only files with such names are ever deleted from a tier's folder: the names of other folders in
-it, such as a model's, may begin with the same prefix."""
+"""Only files whose names match are ever deleted from a tier's folder: other folders in it, such as
+a model's, may have names that begin with the same prefix."""
 MAX_HEADER_BYTES = 100_000_000  # as in safetensors
 RETRY_SECONDS = 60.0  # seconds without writes after a failed write
 _ABANDONED_SECONDS = 600.0  # from this age on, a partial file counts as left by a killed process
@@ -158,7 +158,7 @@ class BlockFile:
                 file_tensors != expected_tensors
                 or json.loads(metadata["layers"]) != layer_arguments
             ):
-                raise CorruptFileError("its blocks are not those of this model's layers")
+                raise CorruptFileError("its blocks do not match this model's layers")
         layers_by_group: dict[int, Layers] = {}
         for group, (layers, _) in expected.items():
             layers_by_group[group] = {}

@@ -52,7 +52,7 @@ def restore_path(
     copied or do not fit the layers. After `False` or an error, no new block stays allocated or
     registered; cached blocks may have been evicted."""
     cached_ids: list[list[int]] = []  # by group: ids of the path's blocks in the pool
-    contents: list[dict[int, Any]] = []  # by group and index on the path: of the missing blocks
+    contents: list[dict[int, Any]] = []  # of missing blocks, by group and index on the path
     for group_index in range(len(manager.groups)):
         cached_ids.append([])
         contents.append({})

@@ -47,6 +47,8 @@ PENDING_BYTES = 64 << 20
 
 
 class _Entry(NamedTuple):
+    """The copies of one block in all layers, and the bytes that they take."""
+
     layers: Layers
     num_bytes: int
 
@@ -236,8 +238,8 @@ class PrefixStore:
             # the sequence's tokens are computed instead, once there are free blocks
             return False
         except TierError as error:
-            # its tokens are computed instead. Other errors are raised, since a change of blocks may
-            # be half done
+            # the tokens are computed instead. Other errors are not caught, since a change of blocks
+            # may be half done
             if type(error.cause) not in self.warned_errors:
                 self.warned_errors.add(type(error.cause))
                 message = (
@@ -352,7 +354,7 @@ class PrefixStore:
             self._thread = start(self._write, "hf_paged prefix blocks", daemon=False)
 
     def _write(self) -> None:
-        """Writes blocks to disk until there are no unwritten ones."""
+        """Writes blocks to disk until all confirmed blocks are written."""
         while True:
             with self._lock:
                 key = next(iter(self._unwritten), None)
@@ -377,7 +379,7 @@ class PrefixStore:
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process: drops the unwritten blocks, which the parent writes, and the
-        unconfirmed ones."""
+        unconfirmed blocks."""
         self._thread = None
         for key in self._unwritten:
             if key in self._host_entries:
@@ -398,9 +400,9 @@ def make_tier(
     config: PagedConfig,
     layout: Layout,
 ) -> tuple[PrefixStore | None, str | None]:
-    """Returns the store for blocks that the prefix cache evicts (`config.prefix_tiers`, which must
-    be set): the tier of `block_manager` if that has the same config and layers, otherwise a new
-    one. If there can be none, returns `None` and the reason."""
+    """Returns a store for blocks that the prefix cache evicts, and `None`: the tier of
+    `block_manager` if that has the same config and layers, otherwise a new store. If the blocks
+    cannot be stored, returns `None` and the reason. `config.prefix_tiers` must be set."""
     requested = PrefixTiers.coerce(config.prefix_tiers)
     assert requested is not None
     reason = reason_against_saving(memory, block_manager)

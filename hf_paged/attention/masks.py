@@ -265,7 +265,7 @@ def _in_chunks(step: StepMetadata, chunk_size: int) -> StepMetadata:
     block_ids = step.block_ids
     if len(rows) > step.num_rows:
         tables = tables[torch.tensor(rows, device=tables.device)]
-        block_ids = ()  # it would miss the leading one-query rows that the split may add
+        block_ids = ()  # the split may add leading one-query rows, which `block_ids` would lack
     return dataclasses.replace(
         step,
         block_tables=tables,

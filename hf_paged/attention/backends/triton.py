@@ -114,9 +114,9 @@ def attend(call: AttentionCall) -> Tensor:
 
 def _attend_rows(call: AttentionCall) -> Tensor:
     """Computes `attend` for rows with the same number of queries, at most `MAX_QUERIES`. Uses the
-    step's cascade, or one that `find_cascade` estimates to be faster. Falls back to the decode
-    kernel if there is no such cascade, if the call has a bias, or if the prefill kernel does not
-    support the call."""
+    step's cascade or, if it has none, the cascade that `find_cascade` returns. Uses the decode
+    kernel if there is no cascade, if the call has a bias, or if the prefill kernel does not support
+    the call."""
     from ...kernels.triton import attention  # needs Triton
 
     query = call.query

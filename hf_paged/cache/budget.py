@@ -90,7 +90,7 @@ def num_uncharged_bytes() -> int | None:
 
 def release_idle(memory: Any) -> None:
     """Under a budget, frees all idle pools except this one. Called before this pool allocates a
-    layer, which gets all of its reserved blocks at once if the budget allows."""
+    layer, so that the layer gets all of its reserved blocks at once if the budget allows."""
     with _lock:
         if _limit is None:
             return

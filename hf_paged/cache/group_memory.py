@@ -187,9 +187,9 @@ class GroupMemory:
         return min(GROWTH_STEP, pool.num_blocks)
 
     def _grow(self, num_blocks: int, num_missing: int) -> None:
-        """Adds `num_missing` blocks to the pool: more, to grow less often, or fewer at a limit, if
-        evicting cached blocks can make up for them. Raises `OutOfBlocksError` unless `num_blocks`
-        blocks are then free or cached."""
+        """Adds `num_missing` blocks to the pool, or more, to grow less often. At a limit, adds
+        fewer if evicting cached blocks can make up for them. Raises `OutOfBlocksError` unless
+        `num_blocks` blocks are then free or cached."""
         memory = self.memory
         pool = self.pool
         storage = self.storage

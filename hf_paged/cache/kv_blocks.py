@@ -78,7 +78,7 @@ class KVBlocks:
 
     @property
     def is_exact(self) -> bool:
-        """Whether blocks hold K/V of `dtypes` without rounding, being neither quantized nor of a
+        """Whether blocks hold K/V of `dtypes` without rounding: they are neither quantized nor of a
         narrower dtype."""
         return self.quantized_dtype is None and all(
             torch.promote_types(tensor.dtype, dtype) == tensor.dtype for tensor, dtype in self.pair

@@ -96,9 +96,10 @@ def stats_of(memory: PagedMemory) -> MemoryStats:
     groups = memory.groups.values()
     managers = memory.managers.values()
     tiers = [manager.tier.counts() for manager in managers if manager.tier is not None]
+    choices = memory.sizes.chosen.items()
     return MemoryStats(
         block_size=memory.block_size,
-        block_sizes={group_label(spec.label): x for spec, x in memory.sizes.chosen.items()},
+        block_sizes={group_label(spec.label): choice for spec, choice in choices},
         kv_dtype=memory.config.kv_dtype,
         used_blocks=memory.num_used,
         peak_blocks=memory.peak_blocks,

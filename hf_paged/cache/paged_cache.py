@@ -226,8 +226,8 @@ class PagedCache(RowOperations, DynamicCache):
 
     @property
     def is_compileable(self) -> bool:
-        """`False`, since block tables are on the host. transformers would compile a cache that has
-        only Mamba states."""
+        """`False`, since block tables are on the host. Without this property, transformers would
+        compile models whose cache has only Mamba states."""
         return False
 
     @property

@@ -105,7 +105,7 @@ class SequenceBlocks(_WithWeakRefs):
         return True
 
     def reserve_next(self) -> bool:
-        """Allocates a slot for the next token, so that a step only has to count the token. Returns
+        """Allocates a slot for the next token, so that its step only raises token counts. Returns
         `False` if too few blocks are free, or if a block must be copied first."""
         tables = self.tables
         if tables[0].num_tokens < self.capacity:

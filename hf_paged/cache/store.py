@@ -91,9 +91,9 @@ def store_portable(
         quantized.write(blocks, index, tokens)
 
 
-# `entry` holds a weak reference to the slots, the key and the result of the thread's last call of
-# `_targets`, since all layers of a step have the same slots. The three are one attribute, so that
-# an interrupt cannot leave a key beside the targets of other slots.
+# `entry`: the result of the thread's last call of `_targets`, its key, and a weak reference to its
+# slots. It is kept since all layers of a step have the same slots. The three are one attribute, so
+# that an interrupt cannot leave a key beside the targets of other slots.
 _last_targets = threading.local()
 
 

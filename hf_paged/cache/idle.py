@@ -79,15 +79,15 @@ def _free_due_pools() -> None:
     global _is_running
     while True:
         with _lock:
-            due = _pop_due()
-            if not due and not _deadlines:
+            due_pools = _pop_due()
+            if not due_pools and not _deadlines:
                 _is_running = False
                 _condition.notify_all()
                 return
-            if not due:
+            if not due_pools:
                 delay = min(_deadlines.values(), default=0.0) - time.monotonic()
                 _condition.wait(min(max(delay, 0.0), _MAX_WAIT))
-        for ref in due:
+        for ref in due_pools:
             try:
                 _release(ref)
             except Exception:
@@ -107,10 +107,10 @@ def _pop_due() -> list[weakref.ref[PagedMemory]]:
     """Removes the pools past their deadline from `_deadlines`, and returns weak references to
     them."""
     now = time.monotonic()
-    due = [memory for memory, deadline in _deadlines.items() if deadline <= now]
-    for memory in due:
+    due_pools = [memory for memory, deadline in _deadlines.items() if deadline <= now]
+    for memory in due_pools:
         del _deadlines[memory]
-    return [weakref.ref(memory) for memory in due]
+    return [weakref.ref(memory) for memory in due_pools]
 
 
 def _release(ref: weakref.ref[PagedMemory]) -> None:

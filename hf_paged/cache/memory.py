@@ -71,7 +71,7 @@ class PagedMemory:
         self.outer_lock = outer_lock
         self.groups: dict[GroupSpec, GroupMemory] = {}
         self.managers: dict[tuple[GroupSpec, ...], BlockManager] = {}  # by the specs of a model
-        # fingerprint of the weights that computed cached blocks (`weights.WeightsGuard`)
+        # fingerprint of the weights that computed cached blocks (`model.weights.WeightsGuard`)
         self.fingerprint: Hashable = None
         # recorders of steps, by the specs of a model; recordings contain block addresses
         self.recorders: dict[Hashable, Recorder] = {}

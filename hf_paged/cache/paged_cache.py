@@ -384,8 +384,8 @@ class PagedCache(RowOperations, DynamicCache):
         return num_bytes
 
     def plot_memory(self, ax: Any = None) -> Any:
-        """Plots the blocks of the memory behind this cache, as a matplotlib `Figure`; `ax` and
-        errors as in [`PagedEngine.plot_memory`].
+        """Plots the blocks of the memory behind this cache, and returns the matplotlib `Figure`.
+        Takes the `ax` and raises the errors of [`PagedEngine.plot_memory`].
         """
         return rooms.room("tools", "`plot_memory`").plot_cache(self, ax)
 

@@ -320,10 +320,10 @@ class PrefixIndex:
                     f"group {group}: blocks {sorted(self._registered[group])} are registered, but"
                     f" the nodes have {sorted(nodes[group])}"
                 )
-            not_kept = [block_id for block_id in nodes[group] if not pool.is_kept(block_id)]
-            if not_kept:
+            unkept_ids = [block_id for block_id in nodes[group] if not pool.is_kept(block_id)]
+            if unkept_ids:
                 raise AssertionError(
-                    f"group {group}: blocks {not_kept} are registered, but not kept"
+                    f"group {group}: blocks {unkept_ids} are registered, but not kept"
                 )
 
 

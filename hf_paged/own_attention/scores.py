@@ -211,14 +211,14 @@ def _transpose(function: Any, x: Any, *dims: Any) -> Any:
 @defer("view", "reshape")
 def _view(function: Any, x: Any, *shape: Any) -> Any:
     """Adds or removes the first axis, of length 1."""
-    requested = as_tuple(shape)
-    ndim = len(requested)
+    requested_shape = as_tuple(shape)
+    ndim = len(requested_shape)
     sizes = (1, *x.sizes)[-ndim:]
     # one size may be -1
-    is_same = all(size in (-1, length) for size, length in zip(requested, sizes))
-    if not is_same or ndim not in (3, 4) or len(sizes) != ndim or requested.count(-1) > 1:
+    is_same = all(size in (-1, length) for size, length in zip(requested_shape, sizes))
+    if not is_same or ndim not in (3, 4) or len(sizes) != ndim or requested_shape.count(-1) > 1:
         raise NotPackable(
-            f"packed keys, values or scores of shape {x.sizes} are viewed as {requested}"
+            f"packed keys, values or scores of shape {x.sizes} are viewed as {requested_shape}"
         )
     if ndim == len(x.sizes):
         return x

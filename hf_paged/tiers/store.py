@@ -403,10 +403,10 @@ def make_tier(
     """Returns a store for blocks that the prefix cache evicts, and `None`: the tier of
     `block_manager` if that has the same config and layers, otherwise a new store. If the blocks
     cannot be stored, returns `None` and the reason. `config.prefix_tiers` must be set."""
-    requested = PrefixTiers.coerce(config.prefix_tiers)
-    assert requested is not None
+    requested_tiers = PrefixTiers.coerce(config.prefix_tiers)
+    assert requested_tiers is not None
     reason = reason_against_saving(memory, block_manager)
-    if requested.disk_path is None and compute_device(model).type == "cpu":
+    if requested_tiers.disk_path is None and compute_device(model).type == "cpu":
         reason = Topic.PREFIX_TIERS(
             "the pool is already in host memory, so only a disk tier helps: set `disk_path`"
         )
@@ -414,10 +414,10 @@ def make_tier(
         return None, reason
     tier = block_manager.tier
     if isinstance(tier, PrefixStore):
-        if tier.config == requested and tier.expected_layers == layout.layers:
+        if tier.config == requested_tiers and tier.expected_layers == layout.layers:
             tier.warned_errors.clear()
             return tier, None
-    return PrefixStore(model, memory, block_manager, requested, layout), None
+    return PrefixStore(model, memory, block_manager, requested_tiers, layout), None
 
 
 def reason_against_saving(memory: PagedMemory, block_manager: BlockManager) -> str | None:

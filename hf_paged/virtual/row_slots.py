@@ -247,10 +247,10 @@ class RowSlots:
         if are_consecutive:
             are_new = num_new == len(spans)
             return self._choose_consecutive_slots(spans, are_new)
-        free = (
+        unordered_slots = (
             slot for slot, row in enumerate(self.rows) if slot not in assigned_slots and row.is_free
         )
-        free_slots = sorted(free, key=lambda slot: self.rows[slot].last_used)
+        free_slots = sorted(unordered_slots, key=lambda slot: self.rows[slot].last_used)
         if num_new > len(free_slots):
             first = len(self.rows)
             if not self._add_slots(first + num_new):

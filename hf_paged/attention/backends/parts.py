@@ -101,9 +101,9 @@ def plan_parts(step: StepMetadata, *layouts: BlockLayout) -> PartPlan:
     scratch_tokens = scratch_bytes // (token_bytes * kv_heads)
     parts = []
     for group in _group_similar(step, geometries, scratch_tokens):
-        (geometry, all_members), *similar = group
+        (geometry, all_members), *similar_geometries = group
         make_part = part_maker(step, geometry, geometries)
-        if similar:
+        if similar_geometries:
             part = _padded_part(step, group, layouts, make_part)
             parts.append(part)
             continue

@@ -94,7 +94,7 @@ class PagedMask(LazyTensor):
         mask function of this pattern."""
         shape = (arguments["batch_size"], 1, arguments["q_length"], arguments["kv_length"])
         dtype = arguments.get("dtype", torch.float32)
-        if model_attention != "eager":  # as in `dense`
+        if model_attention != "eager":  # `dense` then returns a mask of `sdpa`
             dtype = torch.bool
         device = arguments.get("device", "cpu")
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)

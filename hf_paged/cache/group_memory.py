@@ -116,8 +116,9 @@ class GroupMemory:
         """Makes `num_blocks` blocks available, or raises `OutOfBlocksError`. With a limit, the pool
         grows up to it before evicting cached blocks, unless tensors would have to be reallocated.
         Without a limit, it evicts first, but keeps `KEPT_STATES` snapshots of states and, in an
-        engine (`keeps_cached`) with spare memory, cached blocks up to `CACHED_RATIO`. Under
-        `PagedConfig.num_blocks`, it evicts blocks of this group before blocks of other groups."""
+        engine (`keeps_cached`) with spare memory, `CACHED_RATIO` cached blocks per block of peak
+        use. Under `PagedConfig.num_blocks`, it evicts blocks of this group before blocks of other
+        groups."""
         if self.has_free(num_blocks):
             return
         memory = self.memory

@@ -97,9 +97,9 @@ class KVBlocks:
         values: Tensor,
         slots: Tensor,
     ) -> None:
-        """Writes K/V to `slots`, as `choose_store` describes. Reuses the chosen function while
-        `signature` (`store_signature`) stays equal, since choosing takes longer than a small
-        store."""
+        """Writes K/V to `slots` with the function that `choose_store` returns. Reuses this function
+        while `signature` (`store_signature`) stays equal, since choosing takes longer than a small
+        store. The shapes are described at `choose_store`."""
         blocks = self
         stored_signature: StoreSignature | None = signature
         if self.rows is not None:
@@ -174,7 +174,7 @@ class KVBlocks:
         kv_dtype: str | None = None,
     ) -> KVBlocks:
         """Allocates uninitialised blocks for K/V like `keys` and `values`, each `(batch, heads, n,
-        dim)`; `kv_dtype` as in `PagedConfig`. Raises `ValueError` for sizes that cannot be
+        dim)`. `kv_dtype`: `PagedConfig.kv_dtype`. Raises `ValueError` for sizes that cannot be
         quantized."""
         heads, key_dim = keys.shape[1::2]
         value_heads, value_dim = values.shape[1::2]

@@ -87,7 +87,7 @@ class PagedMemory:
         self._lone_call: Hashable = None  # the running call, unless another has overlapped it
         self._call_blocks = 0  # maximum of blocks in use at once since `begin_call`
         self._call_used: dict[GroupMemory, int] = {}  # the blocks of each group at that moment
-        # as in `MemoryStats`
+        # of the last completed call that no other call overlapped (`MemoryStats`)
         self.call_bytes = self.plain_bytes = 0
         self.handles: dict[int, Handles] = {}  # of each cache, by the `id` of its `CacheRows`
         self.is_recovery_due = False  # `recover` has begun but not finished

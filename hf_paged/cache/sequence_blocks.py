@@ -67,9 +67,9 @@ class SequenceBlocks(_WithWeakRefs):
         num_committed: int = sys.maxsize,
     ) -> bool:
         """Extends the sequence by `num_tokens` tokens and allocates their slots. Returns `False`,
-        with the sequence not extended, if too few blocks are free. First frees window blocks, as
-        `trim` does; pass `num_committed` if `truncate` may go back to that many tokens. With
-        `can_skip`, an empty sequence gets blocks only for new tokens that later queries see."""
+        with the sequence not extended, if too few blocks are free. First calls `trim`; pass
+        `num_committed` if `truncate` may go back to that many tokens. With `can_skip`, an empty
+        sequence gets blocks only for new tokens that later queries see."""
         manager = self.manager
         tables = self.tables
         can_skip = can_skip and not any(table.block_ids for table in tables)
@@ -254,7 +254,7 @@ class SequenceBlocks(_WithWeakRefs):
         is_cached = manager.prefix_caching and namespace is not UNCACHED
         if num_nodes <= self.num_registered or not is_cached:
             return
-        if self.epoch < manager.epochs.first_valid:  # as `is_outdated`
+        if self.epoch < manager.epochs.first_valid:  # `is_outdated`, inlined
             return
         is_stop = num_tokens == num_nodes * size and num_tokens in self.stops
         state_group = manager.state_group if is_stop else None

@@ -18,8 +18,7 @@ from ..kernels.triton import DTYPES
 from ..kernels.triton.launch import LaunchFailedError
 
 Store = Callable[..., None]
-"""Called with keys, values, slots and, optionally, the `store_signature`, as `choose_store`
-describes."""
+"""Called with keys, values, slots and, optionally, the `store_signature` (see `choose_store`)."""
 
 
 def choose_store(
@@ -81,7 +80,7 @@ def store_portable(
     value_blocks: Tensor,
     slots: Tensor,
 ) -> None:
-    """Writes K/V as `choose_store` describes, in plain PyTorch on any device."""
+    """Writes K/V to slots of blocks (see `choose_store`), in plain PyTorch on any device."""
     block_size = key_blocks.shape[2]
     index, token_indices = _targets(slots, block_size, key_blocks.device)
     for blocks, states in ((key_blocks, keys), (value_blocks, values)):

@@ -348,7 +348,7 @@ class DiskFolder:
         except (OSError, MemoryError) as error:
             if is_interrupt(error):
                 raise
-            if version:  # otherwise there may be no file, which `has` notices itself
+            if version:  # otherwise there may be no file, which `has` notices without this entry
                 self._unreadable[path] = version
             if isinstance(error, OSError) and error.errno not in _ONE_FILE_ERRNOS:
                 self._turn_off(error)

@@ -157,8 +157,8 @@ def _is_range(item: Any) -> bool:
 
 
 def _positions_between(start: Any, stop: Any) -> Tensor | None:
-    """Returns the positions `[start, stop)`, int64, if both are lengths of one kind; otherwise
-    `None`."""
+    """Returns the positions `[start, stop)`, int64, if both are a `Length`, or both a `KeyLength`;
+    otherwise `None`."""
     if isinstance(start, Length) and isinstance(stop, Length):
         first = start.tensor
     elif isinstance(start, KeyLength) and isinstance(stop, KeyLength):

@@ -119,7 +119,7 @@ def _result_axis(
     func: Any, operands: Sequence[Tensor], axes: Sequence[int | None], result: Tensor
 ) -> int | None:
     """Returns the result's axis of columns; `None` if it is not certain that there is one. `axes`:
-    those of the operands."""
+    each operand's axis of columns, or `None`."""
     name = func._schema.name.removeprefix("aten::")
     if name in _PRODUCT_AXES:
         pairs = [(axis, _PRODUCT_AXES[name][i]) for i, axis in enumerate(axes) if axis is not None]

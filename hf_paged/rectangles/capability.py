@@ -20,8 +20,8 @@ from .states import state_layers
 
 
 def choose_layout(capability: Capability, reason: str) -> Layout:
-    """Returns the layout for a model that cannot be packed because of `reason`: that of
-    `side_by_side_check` if each sequence then gets the same results as alone, else `TOGETHER`."""
+    """Returns the layout for a model that cannot be packed because of `reason`: the result of
+    `side_by_side_check`, or `TOGETHER` if the check cannot run or fails with an error."""
     layout = capability.verdict(side_by_side_check, "side by side")
     if not isinstance(layout, Layout):
         layout = TOGETHER
@@ -31,8 +31,9 @@ def choose_layout(capability: Capability, reason: str) -> Layout:
 
 
 def check_rows(capability: Capability, prompts: Prompts) -> tuple[Prompts, str | None]:
-    """Returns the `Prompts` with their `encoder_use`, and why their rows cannot leave their batch,
-    or fork, in the layout `TOGETHER`; `None` if they can."""
+    """Checks whether the rows of `Prompts` can leave their batch and fork in the layout `TOGETHER`.
+    If they can, returns the prompts with their `encoder_use`, and `None`; otherwise the unchanged
+    prompts, and the reason."""
     names = _input_names(prompts)
     call_kind = (
         tuple((name, str(type(prompts.model_kwargs[name]))) for name in names),

@@ -91,7 +91,8 @@ class WaitingPrompts:
 
 @dataclass(eq=False)
 class RectanglePreemption(Preemption):
-    """The `Preemption` of rectangles."""
+    """The [`Preemption`] of requests that run as rectangles. The base class documents the
+    methods."""
 
     can_chunk: ClassVar[bool] = False
     # whether `replays_prompt` is true for all requests

@@ -115,8 +115,8 @@ class StateStorage:
         return slots_by_holder
 
     def copy_snapshots(self) -> None:
-        """Copies the states that the prefix cache keeps, since forwards will change their rows.
-        Invalidates cached slots that have no state, or whose holder is gone."""
+        """Copies the states that the prefix cache keeps, since forwards will change the rows that
+        hold them. Invalidates cached slots that have no state, or whose holder is gone."""
         for slot in self.pool.kept_ids:
             try:
                 holder, row = self.find(slot)

@@ -19,17 +19,17 @@ from .compiler import cpu_vendor
 LINEAR = struct.Struct("Q11q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q2Q")  # struct LinearPiece
 MAX_PIECES = 4
-# maximum number of rows for which reading the weights takes most of the time, by the names in
-# `build.PATHS`; PyTorch computes products of more rows
+# maximum number of rows that the kernel multiplies, by the names in `build.PATHS`: up to about as
+# many, reading the weights takes most of the time. PyTorch computes products of more rows.
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
-# the same for float32, by `compiler.cpu_vendor`: CPUs on which MKL computes PyTorch's products; the
-# kernel was not compared with PyTorch on others
+# the same for float32, by `compiler.cpu_vendor`, for CPUs on which MKL computes PyTorch's products.
+# On other CPUs, the kernel was not compared with PyTorch, which computes all products there.
 FLOAT32_MAX_ROWS = {"AuthenticAMD": 64, "GenuineIntel": 4}
 CODES_MAX_ROWS = 64  # the same for weights of 8-bit codes
 MIN_GROUP = 16  # minimum number of codes that share a scale, as in `linear.cpp`
 # the result of `max_rows` where PyTorch converts element by element (not `is_native`)
 MAX_ROWS_WITHOUT_NATIVE = 256
-# there, the smallest number of rows for which `linear_float32` is faster than the kernel
+# the smallest number of such rows for which `linear_float32` is faster than the kernel
 MIN_FLOAT32_ROWS = 129
 FLOAT32_ELEMENTS = 1 << 21  # elements of a weight that `linear_float32` converts at a time: 8 MiB
 MIN_TILE_WIDTH = 16  # minimum outputs of a weight for AMX, as in `linear.cpp`

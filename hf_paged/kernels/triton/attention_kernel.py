@@ -324,7 +324,7 @@ def attention_kernel(
             DOT_DTYPE
         )
 
-    # No query of the tile sees keys outside [low, high). Without `BY_LENGTH`, all of them see all
+    # No query of the tile sees keys outside [low, high). Without `BY_LENGTH`, every query sees all
     # keys in [full_low, full_high).
     seq_len = tl.load(seq_lens + row)
     low = 0 if starts is None else tl.load(starts + row)
@@ -377,8 +377,9 @@ def attention_kernel(
     block_table = block_tables + row.to(tl.int64) * table_row
 
     # All queries see all keys of [full_begin, full_end), whose tiles need no masks. A first loop
-    # computes the masked tiles at both ends, a second loop those between. Decodes (`BY_LENGTH`) use
-    # a single, masked loop: a second loop's loads would start only after the first one's arrive.
+    # computes the masked tiles at both ends, a second loop the tiles between them. Decodes
+    # (`BY_LENGTH`) use a single, masked loop: the loads of a second loop would start only after the
+    # loads of the first have arrived.
     begin = low // TILE * TILE
     end = tl.maximum(tl.cdiv(high, TILE) * TILE, begin)
     full_begin, full_end = end, end

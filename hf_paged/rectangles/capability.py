@@ -81,8 +81,9 @@ def _input_names(prompts: Any) -> tuple[str, ...]:
 
 def reasons_against_call(candidate: Candidate, reason: str) -> Iterator[str]:
     """Yields the reasons why the engine cannot run the rows of a call; `reason` says why they
-    cannot be packed. Rows that cannot run side by side with other calls' rows stay together, in
-    their original batch: for them, sets the candidate's prompts, layout and paddings."""
+    cannot be packed. If the rows cannot run side by side with other calls' rows, they stay together
+    in their original batch. The generator then sets the candidate's prompts, layout and paddings,
+    once all reasons have been taken from it."""
     layout = candidate.layout
     is_side_by_side = layout.unsupported_reason is not None and layout.is_side_by_side
     if is_side_by_side and not (layout.layers or state_layers(candidate.cache)):

@@ -182,7 +182,7 @@ def dense_layers(cache: Any) -> list[Any]:
 
 
 def num_state_bytes(layers: Sequence[Any]) -> int:
-    """Returns the bytes of the states of these layers, over all rows."""
+    """Returns the total bytes of the states of all rows in these layers."""
     return sum(state.nbytes for state in state_tensors(layers))
 
 

@@ -179,9 +179,10 @@ _collectors: Switches[Any] = Switches(_pausing)
 
 @restoring
 def exclusive_recording(device: torch.device) -> Iterator[bool]:
-    """A context for a recording on `device`, which has one capture stream: yields whether no other
-    thread records there. Meanwhile, garbage collection is disabled, since it might run finalizers
-    that wait for the device (pytorch#161037), or finalizers of users' objects."""
+    """A context for a recording on `device`. Yields whether this thread may record: `False` while
+    another thread does, since a device has one capture stream. Inside the context, garbage
+    collection is disabled, since it might run finalizers that wait for the device (pytorch#161037),
+    or finalizers of users' objects."""
     is_exclusive = False
     try:
         is_exclusive = _capture_lock(device).acquire(blocking=False)

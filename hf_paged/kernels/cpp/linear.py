@@ -29,7 +29,8 @@ CODES_MAX_ROWS = 64  # the same for weights of 8-bit codes
 MIN_GROUP = 16  # minimum number of codes that share a scale, as in `linear.cpp`
 # the result of `max_rows` where PyTorch converts element by element (not `is_native`)
 MAX_ROWS_WITHOUT_NATIVE = 256
-# the smallest number of such rows for which `linear_float32` is faster than the kernel
+# the smallest number of rows, in a dtype that is not native, for which `linear_float32` is faster
+# than the kernel
 MIN_FLOAT32_ROWS = 129
 FLOAT32_ELEMENTS = 1 << 21  # elements of a weight that `linear_float32` converts at a time: 8 MiB
 MIN_TILE_WIDTH = 16  # minimum outputs of a weight for AMX, as in `linear.cpp`

@@ -258,11 +258,11 @@ def attention_kernel(
     """Computes attention of one tile of a row's queries over all keys of the row, or over one part
     of these keys.
 
-    With `BY_LENGTH` the grid is `(tiles * kv_heads, items)`: all rows have `query_len` queries, and
-    with `SPLIT` the keys of longer rows are split into more items. Without it the grid is `(tiles,
-    kv_heads, parts)`: `query_start` says which tiles a row has, and the keys of every row are split
-    into the same number of parts. `name_x` (`key_block`, `query_head`) is the stride of `name`
-    along the axis `x`, in elements."""
+    With `BY_LENGTH`, the grid is `(tiles * kv_heads, items)`: all rows have `query_len` queries,
+    and with `SPLIT` the keys of longer rows are split into more items. Without `BY_LENGTH`, the
+    grid is `(tiles, kv_heads, parts)`: `query_start` says which tiles a row has, and the keys of
+    every row are split into the same number of parts. `name_x` (`key_block`, `query_head`) is the
+    stride of `name` along the axis `x`, in elements."""
     part, num_parts = 0, 1
     if BY_LENGTH:
         if ONE_QUERY:

@@ -135,8 +135,9 @@ def prepare(
     capability: Capability, layout: Layout, state: RequestState, prompts: Prompts
 ) -> tuple[Layout, str | None]:
     """Prepares an engine's request whose prompt has inputs besides token ids. Returns the layout
-    for the request's loop, and the reason why it cannot run (`None` if it can). Raises `IndexError`
-    if the prompt is longer than the model's table of positions."""
+    for the request's loop, and the reason why the request cannot run (`None` if it can). Raises
+    `IndexError` if the prompt takes more positions than the model's table has, and the errors of
+    the model's encoders of images and videos."""
     model = capability.model
     if not model.config.is_encoder_decoder:
         state.encode_media(model)

@@ -28,11 +28,11 @@ def encoder_lengths(rectangle: Rectangle) -> list[int]:
 
 
 def reads_mask(rectangle: Rectangle, inputs: Mapping[str, Any], reads_keys: bool) -> bool:
-    """Whether a recorded step must read the mask of the encoder's input in `inputs`. It must if the
-    mask has no column for each encoder token, as a mask of frames does not: the model's own code
-    then computes the mask of tokens from it. But it need not if the rectangle's `encoder_columns`
-    are known and the mask is the same as before. `reads_keys`: as in `StepGraphs`; if false, the
-    step need not read a mask that hides nothing."""
+    """Whether a recorded step must read the mask of the encoder's input in `inputs`. It need not if
+    the mask has one column per encoder token. Otherwise (for instance, if the mask is one of
+    frames), the model's own code computes the mask of tokens from it, and the step must read it,
+    unless the rectangle's `encoder_columns` are known and the mask is the same as before.
+    `reads_keys`: as in `StepGraphs`; if false, the step need not read a mask that hides nothing."""
     mask = inputs.get(MASK)
     if mask is None or _is_token_mask(mask, rectangle):
         return False

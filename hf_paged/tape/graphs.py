@@ -278,8 +278,8 @@ class StepGraphs:
         return reason is not None
 
     def _is_recordable(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
-        """Whether a step of these tokens may be recorded. It may if it has only decodes, which all
-        get logits. On a GPU, it may also have a few chunk tokens, if the context allows chunks.
+        """Whether a step of these tokens may be recorded. It may if it has only decodes and each
+        gets logits. On a GPU, it may also have a few chunk tokens, if the context allows chunks.
         `_limits` bounds the numbers of decodes and of chunk tokens. Steps with `rope_factors` are
         not recorded."""
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes

@@ -289,7 +289,7 @@ class StaticInputs:
         ranges: Sequence[tuple[Bounds, Bounds]],
     ) -> None:
         """Copies a step to the buffers, after waiting for the previous copy from pinned memory.
-        `prefixes`: the shared ones, by layer group; empty if decodes share no prefix. `ranges`: for
+        `prefixes`: the prefixes that decodes share, by layer group, or `()`. `ranges`: for
         each key of the context, its ranges of decodes and of chunk tokens."""
         if self._copy_done is not None:
             self._copy_done.synchronize()

@@ -13,8 +13,8 @@ from .recorders import RecordedStep
 # three steps (an estimate, not measured)
 MIN_MISSES = 3
 # the same for steps whose context or inputs are `is_fixed`. Their recording is useless once a
-# context with other ranges, or media of other sizes, follow, so as many steps must come first as
-# there must be replays (`MIN_REPLAYS`).
+# context with other ranges, or media of other sizes, follow. So about as many steps must come first
+# as the recording needs replays to pay for itself (`MIN_REPLAYS`).
 MIN_FIXED_MISSES = 64
 # replays that save as much time as a recording and its check take
 MIN_REPLAYS = 64

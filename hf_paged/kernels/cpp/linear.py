@@ -23,7 +23,7 @@ MAX_PIECES = 4
 # many, reading the weights takes most of the time. PyTorch computes products of more rows.
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
 # the same for float32, by `compiler.cpu_vendor`, for CPUs on which MKL computes PyTorch's products.
-# On other CPUs, the kernel was not compared with PyTorch, which computes all products there.
+# For other CPUs, on which the kernel was not compared with PyTorch, `max_rows` returns 0.
 FLOAT32_MAX_ROWS = {"AuthenticAMD": 64, "GenuineIntel": 4}
 CODES_MAX_ROWS = 64  # the same for weights of 8-bit codes
 MIN_GROUP = 16  # minimum number of codes that share a scale, as in `linear.cpp`

@@ -66,8 +66,8 @@ def find_row(query_start, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.const
     """Returns a tile's row, and its index within the row, which may be past the row's last tile.
     Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which gives each row at least
     the tiles that it needs. A tile belongs to the last row that begins at or before it. The
-    function counts the rows that begin there, which takes one load per 256 rows. A binary search
-    over 256 rows would take eight loads, each waiting for the one before."""
+    function finds this row by counting, with one load per 256 rows. A binary search over 256 rows
+    would take eight loads, each waiting for the one before."""
     row = -1
     for first_row in range(0, num_rows, 256):
         i = first_row + tl.arange(0, 256)

@@ -95,7 +95,7 @@ def stored_tensors(blocks: Tensor) -> tuple[Tensor, ...]:
 
 
 def dequantize(pieces: list[Tensor], blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns states in `dtype`, given the elements that were read from each of the
+    """Returns states in `dtype`. `pieces`: the elements that were read from each of the
     `stored_tensors` of `blocks`."""
     if len(pieces) == 1:
         return pieces[0].to(dtype)

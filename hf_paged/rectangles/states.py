@@ -21,8 +21,8 @@ class _StateLayer:
 
 
 class StateRows:
-    """Copies of the states of some rows; forwards never change the copies. `parts` and `device` as
-    in `gather_states`."""
+    """Copies of the states of some rows; forwards never change the copies. `parts` and `device`:
+    as in `gather_states`."""
 
     def __init__(
         self,

@@ -115,8 +115,8 @@ def _covers(variant: Any, requested: Any) -> bool:
 
 
 def _has_capacity(capacity: tuple[int, int], required: tuple[int, int]) -> bool:
-    """Whether a graph has capacity for a layer group's shared prefixes. A graph with a cascade does
-    not serve a group without prefixes, for which its cascade launches would be wasted."""
+    """Whether a graph has capacity for a layer group's shared prefixes. A graph with a cascade for
+    the group does not serve steps without prefixes there: its cascade launches would be wasted."""
     max_prefixes, max_width = capacity
     num_prefixes, width = required
     if bool(max_prefixes) != bool(num_prefixes):

@@ -1,6 +1,6 @@
-"""The cache length in the forward of a recorded rectangle step. It is a tensor, so that model code
-can compute position ids from it, but comparing it with an int returns a bool, without reading the
-tensor."""
+"""Lengths in the forward of a recorded rectangle step. A [`Length`] of the cache is a tensor, so
+that model code can compute position ids from it, but comparing it with an int returns a bool,
+without reading the tensor. A [`KeyLength`] is the number of columns of gathered keys."""
 
 from __future__ import annotations
 

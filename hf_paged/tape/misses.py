@@ -25,7 +25,8 @@ MAX_COUNTS = 4096  # maximum number of counted keys, since media of each new siz
 
 
 class Misses:
-    """The misses of one model's steps: by key, and by `GraphKey.without_widths`.
+    """Counts of one model's misses (steps without a recording of their size), by key and by
+    `GraphKey.without_widths`.
 
     Each time that the model changes before its recordings have paid for themselves (`MIN_REPLAYS`),
     the number of misses before the next recording doubles, until a recording pays."""

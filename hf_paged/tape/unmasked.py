@@ -1,6 +1,6 @@
 """Follows the columns of gathered keys through the operations of a recorded forward, up to a
-softmax over them. A replay has stored only the first columns; attention of a single token may have
-no mask that hides the others."""
+softmax over them. In a replay, only the first columns are stored. Attention of a single token may
+have no mask that hides the other columns, so `UnmaskedColumns.hide` adds one."""
 
 from __future__ import annotations
 

@@ -153,8 +153,8 @@ def linear(
         if not (is_supported and tensor.is_cpu) or tensor.stride(-1) != 1:
             raise TypeError(
                 f"a tensor is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}: the"
-                " C++ kernel takes contiguous rows on the CPU, of float32, bfloat16 or float16, the"
-                " same for all tensors but a weight in int8"
+                " C++ kernel takes contiguous rows on the CPU, all in float32, bfloat16 or float16,"
+                " except that the weight may be int8"
             )
     are_matrices = x.dim() == weight.dim() == 2
     fits = are_matrices and x.shape[1] == weight.shape[1]

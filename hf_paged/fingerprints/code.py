@@ -1,5 +1,5 @@
-"""Hashes the code of functions, with the same result in every process, lists the names of globals
-and attributes that the code reads, and tells whose code it is."""
+"""Hashes the code of functions, with the same result in every process. Also lists the names of
+globals and attributes that code reads, and tells which code is the user's."""
 
 from __future__ import annotations
 

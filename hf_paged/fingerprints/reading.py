@@ -69,8 +69,9 @@ _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_fo
 
 class Reading:
     """The parts of a model on which its forward depends: their description in `structure`, and the
-    objects that hold them, so that they can be read again. A method that is named after a kind of
-    value describes one such value, in lists, tuples and scalars that `marshal` can write."""
+    objects that hold them, so that they can be read again. Each private method named after a kind
+    of value, such as `_module`, returns the description of one value of that kind. Descriptions
+    consist of lists, tuples and scalars, which `marshal` can write."""
 
     def __init__(self, model: nn.Module) -> None:
         # message about a value that user code reads and whose changes cannot be detected, if any
@@ -84,14 +85,14 @@ class Reading:
         self._object_numbers = dict[int, int]()
         self._num_plain_objects = 0
         self._described = dict[int, Any]()  # by id: described containers, functions and objects
-        self._too_deep = dict[int, Any]()  # by id: those that are nested too deep to be described
+        self._too_deep = dict[int, Any]()  # by id: the same, but nested too deep to be described
         # Whether containers and objects in closures of user code are described. Hooks and functions
         # that users set on libraries' classes may collect results there.
         self._reads_closures = False
         # whether the value being described is in a closure, or in an object first found in one
         self._is_in_closure = False
-        self._closure_objects = set[int]()  # ids of these objects
-        self._num_closure_items = 0  # of containers in closures, except those with only scalars
+        self._closure_objects = set[int]()  # ids of the objects first found in a closure
+        self._num_closure_items = 0  # in all containers in closures, except those of scalars alone
         # descriptions of containers and their depths, by id and `_reads_closures`
         self._containers = dict[tuple[int, bool], tuple[int, Any]]()
         self._classes = set[type]()  # described so far
@@ -99,7 +100,7 @@ class Reading:
         self._functions = Functions()
         self._followed = set[Any]()  # functions whose globals have been described
         self._reads_training = False  # whether user code reads `training`
-        # scalars in the containers and objects of other closures
+        # scalars in containers and objects of closures that `_reads_closures` excludes
         self._closure_scalars = list[Any]()
         # modules' dicts of parameters, buffers and modules, unless empty
         self._tables = list[dict[str, Any]]()
@@ -258,8 +259,9 @@ class Reading:
         return self._instance(value, depth)
 
     def _note_depth(self, value: Any, depth: int) -> bool:
-        """Notes a value that is nested this deep. Returns whether that is too deep, so that only
-        its type is described: if it contains itself, it has been described before."""
+        """Notes that a value is nested this deep. Returns whether that is too deep; the caller then
+        describes only its type. (A value that contains itself was described before, at a smaller
+        depth.)"""
         is_too_deep = depth >= _MAX_DEPTH
         values = self._too_deep if is_too_deep else self._described
         values[id(value)] = value
@@ -290,8 +292,8 @@ class Reading:
         return description
 
     def _count_closure_items(self, value: Any) -> bool:
-        """Counts the items of a container if it is in a closure. Returns whether these are too many
-        to be read, and if so sets `undetectable`."""
+        """Counts the items of a container if it is in a closure. Returns whether there are too many
+        items to read, and if so sets `undetectable`."""
         if not self._is_in_closure:
             return False
         self._num_closure_items += len(value)

@@ -33,8 +33,8 @@ _StateValues = tuple[tuple[Any, ...], bytes, list[bytes]]
 
 
 def read_state(model: nn.Module) -> StateReading | None:
-    """Reads the state of `model`, and takes the reference of `is_in_place`. Returns `None` if the
-    model cannot be read."""
+    """Returns the state of `model`, after calling its `hold`; `None` if the model cannot be
+    read."""
     try:
         state = StateReading(model)
         state.hold()
@@ -47,8 +47,9 @@ def read_state(model: nn.Module) -> StateReading | None:
 
 
 def fingerprint(model: nn.Module, state: StateReading | None) -> bytes | None:
-    """Returns the fingerprint of the model as it is now; `None`, with a warning once per model and
-    reason, if reading it raises an error. `state`: the model's state, if it has just been read."""
+    """Returns the current fingerprint of the model. If reading the model raises an error, returns
+    `None` and warns once per model and reason. `state`: the model's state if it has just been
+    read."""
     try:
         return (state or StateReading(model)).fingerprint()
     except Exception as error:  # operation missing for a dtype or device, out of memory, user code
@@ -96,8 +97,8 @@ class StateReading(Reading):
         return self._digest([self._modes, self._closure_scalars]), pointers
 
     def is_like(self, other: Any) -> bool:
-        """Whether both states describe equal models: by `addresses` and, if both states are
-        watched, by the references of `hold` and `watch`."""
+        """Whether both states describe equal models. Compares their `addresses` and, if `watch` was
+        called on both, the references that `hold` and `watch` took."""
         if self.addresses() != other.addresses():
             return False
         if self._content is None or other._content is None:

@@ -42,10 +42,11 @@ def find_costs(
     kv_dtype: str | None = None,
 ) -> tuple[dict[int, float], str]:
     """Returns measured attention times in nanoseconds per context token, by block size in tokens,
-    and a phrase for messages that says where they were measured. The times are those of the backend
-    that computes attention for a model in `dtype` on `device`. For a CPU without measurements, uses
-    the highest x86-64 level that has some; without any, returns an empty `dict` and the reason.
-    `kv_dtype` is as in `PagedConfig`. Raises the errors of `kernels.preferred_backend`."""
+    and a phrase for messages that says where they were measured. The backend is the one that
+    `kernels.preferred_backend` returns for `device`. `dtype`: the model's; `kv_dtype`: as in
+    `PagedConfig`. If this kind of CPU was not measured, returns the times of the highest x86-64
+    level that was. If there are no times, returns an empty `dict` and the reason. Raises the errors
+    of `kernels.preferred_backend`."""
     backend = preferred_backend(torch.empty(0, device=device))
     entry = entry_name(backend, kv_dtype or str(dtype).removeprefix("torch."))
     is_cpu = device.type == "cpu"

@@ -25,7 +25,8 @@ class LoraWeights(NamedTuple):
     b: Tensor  # (width, rank)
     bias: Tensor | None  # (width,)
     scaling: float
-    group: Any = None  # process group whose ranks hold shards of the depth and sum `x A^T`
+    # process group whose ranks hold shards of A along the depth, and sum their `x A^T`
+    group: Any = None
 
     @property
     def tensors(self) -> list[Tensor]:

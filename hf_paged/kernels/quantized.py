@@ -58,7 +58,7 @@ def check_alignment(block_size: int, dim: int) -> None:
 
 
 def tile_bytes(block_size: int, dim: int) -> int:
-    """Returns the size of one head's block with `dim` elements per token: codes and scales."""
+    """Returns the bytes of one head's block with `dim` elements per token, codes and scales."""
     return block_size * (dim + SCALE_BYTES)
 
 
@@ -71,8 +71,8 @@ def codes(tiles: Tensor, block_size: int, dtype: torch.dtype) -> Tensor:
 
 def scales(blocks: Tensor) -> Tensor:
     """Returns the scales of `blocks`, `(num_blocks, heads, block_size)` float32, as a view of their
-    tiles. `blocks` holds all codes of each token, or the first or last ones (latents and rotary
-    keys)."""
+    tiles. `blocks` may be a view of only the first or the last codes of each token (latents and
+    rotary keys)."""
     num_blocks, heads, block_size, _ = blocks.shape
     block_stride, head_stride, dim, _ = blocks.stride()
     offset = blocks.storage_offset()
@@ -95,7 +95,7 @@ def stored_tensors(blocks: Tensor) -> tuple[Tensor, ...]:
 
 
 def dequantize(pieces: list[Tensor], blocks: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns states in `dtype`, given the elements that were read from each of the
+    """Returns states in `dtype`. `pieces`: the elements that were read from each of the
     `stored_tensors` of `blocks`."""
     if len(pieces) == 1:
         return pieces[0].to(dtype)

@@ -20,8 +20,8 @@ from .states import state_layers
 
 
 def choose_layout(capability: Capability, reason: str) -> Layout:
-    """Returns the layout for a model that cannot be packed because of `reason`: that of
-    `side_by_side_check` if each sequence then gets the same results as alone, else `TOGETHER`."""
+    """Returns the layout for a model that cannot be packed because of `reason`: the result of
+    `side_by_side_check`, or `TOGETHER` if the check cannot run or fails with an error."""
     layout = capability.verdict(side_by_side_check, "side by side")
     if not isinstance(layout, Layout):
         layout = TOGETHER
@@ -31,8 +31,9 @@ def choose_layout(capability: Capability, reason: str) -> Layout:
 
 
 def check_rows(capability: Capability, prompts: Prompts) -> tuple[Prompts, str | None]:
-    """Returns the `Prompts` with their `encoder_use`, and why their rows cannot leave their batch,
-    or fork, in the layout `TOGETHER`; `None` if they can."""
+    """Checks whether the rows of `Prompts` can leave their batch and fork in the layout `TOGETHER`.
+    If they can, returns the prompts with their `encoder_use`, and `None`; otherwise the unchanged
+    prompts, and the reason."""
     names = _input_names(prompts)
     call_kind = (
         tuple((name, str(type(prompts.model_kwargs[name]))) for name in names),
@@ -80,8 +81,9 @@ def _input_names(prompts: Any) -> tuple[str, ...]:
 
 def reasons_against_call(candidate: Candidate, reason: str) -> Iterator[str]:
     """Yields the reasons why the engine cannot run the rows of a call; `reason` says why they
-    cannot be packed. Rows that cannot run side by side with other calls' rows stay together, in
-    their original batch: for them, sets the candidate's prompts, layout and paddings."""
+    cannot be packed. If the rows cannot run side by side with other calls' rows, they stay together
+    in their original batch. The generator then sets the candidate's prompts, layout and paddings,
+    once all reasons have been taken from it."""
     layout = candidate.layout
     is_side_by_side = layout.unsupported_reason is not None and layout.is_side_by_side
     if is_side_by_side and not (layout.layers or state_layers(candidate.cache)):
@@ -133,8 +135,9 @@ def prepare(
     capability: Capability, layout: Layout, state: RequestState, prompts: Prompts
 ) -> tuple[Layout, str | None]:
     """Prepares an engine's request whose prompt has inputs besides token ids. Returns the layout
-    for the request's loop, and the reason why it cannot run (`None` if it can). Raises `IndexError`
-    if the prompt is longer than the model's table of positions."""
+    for the request's loop, and the reason why the request cannot run (`None` if it can). Raises
+    `IndexError` if the prompt takes more positions than the model's table has, and the errors of
+    the model's encoders of images and videos."""
     model = capability.model
     if not model.config.is_encoder_decoder:
         state.encode_media(model)

@@ -202,7 +202,7 @@ def rows_check(trial: Trial) -> str | EncoderUse:
 def _encoder_use(prompts: Any, prompts_after: Any, num_attended: int) -> EncoderUse | str:
     """Returns how forwards used the encoder's outputs, or why rows cannot leave or fork after these
     forwards. `prompts` and `prompts_after` hold the inputs before and after the forwards.
-    `num_attended`: for how many encoder tokens per row the decoder stored keys and values."""
+    `num_attended`: the number of encoder tokens per row of which the decoder stored K/V."""
     written_names = set[str]()
     for name, value in prompts.model_kwargs.items():
         tensors_after = tensors_of(prompts_after.model_kwargs[name])

@@ -91,7 +91,8 @@ class WaitingPrompts:
 
 @dataclass(eq=False)
 class RectanglePreemption(Preemption):
-    """The `Preemption` of rectangles."""
+    """The [`Preemption`] of requests that run as rectangles. The base class documents the
+    methods."""
 
     can_chunk: ClassVar[bool] = False
     # whether `replays_prompt` is true for all requests
@@ -175,9 +176,9 @@ class RectanglePreemption(Preemption):
 
     def _stops(self, sequence: Sequence) -> tuple[int, ...]:
         """Returns the numbers of tokens after which the sequence's prefill stops, so that other
-        requests can begin there: where waiting prompts diverge from this one and, if states need
-        snapshots, where earlier prompts diverged (as in SGLang for hybrid models) and after the
-        sequence's last full block."""
+        requests can begin there. The prefill stops where waiting prompts diverge from this one. If
+        states need snapshots, it also stops where earlier prompts diverged (as in SGLang for hybrid
+        models), and after the sequence's last full block."""
         request = sequence.request
         size = self.blocks.block_size
         num_computed = sequence.num_computed_tokens

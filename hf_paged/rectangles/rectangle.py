@@ -205,7 +205,7 @@ class Rectangle:
                 self._keep_cache(model, inputs)
                 paged_cache, *_ = cache_parts(self.cache)
                 layers = paged_cache.paged_layers
-                # for example layers that attend to images, for rows without one
+                # for example layers that attend to images, if no row has an image
                 self.unused_layers = frozenset(x.index for x in layers if not x.num_positions)
             for name in compat.PREFILL_INPUTS:
                 inputs.pop(name, None)

@@ -78,7 +78,7 @@ class RectangleRunner(Runner):
         self._empty_cache = cache
         self._supports_cache = compat.supports_dynamic_cache(model)
         self._has_state_layers = bool(state_layers(cache))
-        # the layers that store K/V of prompts without other inputs, as `side_by_side_check` found
+        # the layers that stored K/V in `side_by_side_check`, whose prompts are token ids alone
         used_layers = {layer.layer_index for layer in layout.layers}
         all_layers = {layer.index for layer in cache.paged_layers}
         self._unused_layers = frozenset(all_layers - used_layers if used_layers else ())
@@ -250,7 +250,7 @@ class RectangleRunner(Runner):
 
     def _continue(self, plan: StepPlan) -> Tensor:
         """Computes the next tokens of rows that have computed or cached tokens; each row has the
-        same number of new ones. Returns logits `(rows, vocab_size)`, or
+        same number of new tokens. Returns logits `(rows, vocab_size)`, or
         `(rows * (n + 1), vocab_size)` with drafts of `n` tokens."""
         sequences = plan.sequences
         num_new = plan.counts[0]

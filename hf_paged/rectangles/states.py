@@ -21,8 +21,8 @@ class _StateLayer:
 
 
 class StateRows:
-    """Copies of the states of some rows; forwards never change the copies. `parts` and `device` as
-    in `gather_states`."""
+    """Copies of the states of some rows; forwards never change the copies. `parts` and `device`:
+    as in `gather_states`."""
 
     def __init__(
         self,
@@ -115,8 +115,8 @@ class StateStorage:
         return slots_by_holder
 
     def copy_snapshots(self) -> None:
-        """Copies the states that the prefix cache keeps, since forwards will change their rows.
-        Invalidates cached slots that have no state, or whose holder is gone."""
+        """Copies the states that the prefix cache keeps, since forwards will change the rows that
+        hold them. Invalidates cached slots that have no state, or whose holder is gone."""
         for slot in self.pool.kept_ids:
             try:
                 holder, row = self.find(slot)
@@ -182,7 +182,7 @@ def dense_layers(cache: Any) -> list[Any]:
 
 
 def num_state_bytes(layers: Sequence[Any]) -> int:
-    """Returns the bytes of the states of these layers, over all rows."""
+    """Returns the total bytes of the states of all rows in these layers."""
     return sum(state.nbytes for state in state_tensors(layers))
 
 

@@ -23,14 +23,16 @@ class Checks:
 
     In a recording, the forward gets as many columns as the block tables can hold tokens. The rows
     may have fewer, and code that depends on the number of columns may then give different results.
-    So a check covers only tables of its size, and steps whose longest row is at least as long as
-    that of the checked step: with shorter rows, the difference between columns and tokens is
-    larger. A kind whose results differ once is refused for tables of any size."""
+    So a check is valid only for tables of the checked size, and for steps whose longest row is at
+    least as long as the longest row of the checked step: in steps with shorter rows, the forward
+    gets more columns without a token. A kind whose results differ once is refused for tables of any
+    size."""
 
     def __init__(self) -> None:
         self._refused = dict[Hashable, str]()  # reasons against replays, by kind
-        # by kind and columns of each layer group's tables: for each group, the minimum over the
-        # checked steps of the length of the longest row, with padding and dropped blocks
+        # by kind and number of columns of each layer group's tables: for each group, the length of
+        # the longest row, in the checked step where it was shortest. Lengths include padding and
+        # dropped blocks.
         self._min_lengths: dict[tuple[Hashable, tuple[int, ...]], list[int]] = {}
         # by the names of a step's tensors: the inputs that its forward returns unchanged as outputs
         # (`step_inputs.PassedInputs`)

@@ -88,8 +88,8 @@ class CodedWeights:
         return _Recipe(recipe.codes, length, recipe.zeros, scales)
 
     def _recipe_of(self, floats: Any) -> _Recipe | None:
-        """Returns how a tensor was computed from codes; `None` if it was not, or if it is only part
-        of what was computed."""
+        """Returns how a tensor was computed from codes; `None` if it was not computed from codes,
+        or if it is a view of only a part of the computed tensor."""
         if not isinstance(floats, Tensor):
             return None
         recipe = self._recipes.get(_address(floats))

@@ -20,8 +20,8 @@ _LIBRARY.define("topk_stored(Tensor scores, int k, Tensor length) -> (Tensor, Te
 
 def _topk_stored(scores: Tensor, k: int, length: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the values and indices of `topk(k)` over the first `length + 1` columns of `scores`,
-    or over the first `k` if these are more. A forward without a recording has only these columns,
-    and which of several equal scores `topk` chooses depends on the number of columns."""
+    or over the first `k` if these are more. A forward that is not recorded has only these columns.
+    Their number matters, since it decides which of several equal scores `topk` chooses."""
     num_columns = max(int(length) + 1, k)
     values, indices = scores[..., :num_columns].contiguous().topk(k)
     return values, indices

@@ -70,11 +70,11 @@ class CudaGraphs:
         is_retry: bool = False,
     ) -> torch.cuda.CUDAGraph:
         """Captures `run` as a graph. A capture allocates from the graphs' pool, and cannot use
-        memory that torch's allocator has cached. So if memory runs out, frees that memory and
+        memory that torch's allocator has cached. So if memory runs out, frees the cached memory and
         captures again."""
         graph = torch.cuda.CUDAGraph()
-        # makes cuBLAS allocate workspaces in the graphs' pool: the graph would not own those that
-        # exist, which other code, such as torch.compile's graphs, may free
+        # makes cuBLAS allocate new workspaces, in the graphs' pool: the graph would not own the
+        # existing ones, so other code, such as torch.compile's graphs, could free them
         torch._C._cuda_clearCublasWorkspaces()
         try:
             self._record(graph, run)

@@ -1,6 +1,7 @@
 """The encoder tokens to which the rows of a rectangle's decode step attend. A recorded step reads
-them through block tables, so each row's tokens must be consecutive; or the model's own code
-computes a mask from the input mask of the encoder, which the step reads as it reads states."""
+them through block tables, so the tokens to which a row attends must be consecutive. If the model's
+own code instead computes its attention mask from the mask of the encoder's input, the step reads
+the input mask from a buffer, as it reads states."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ def encoder_lengths(rectangle: Rectangle) -> list[int]:
 
 
 def reads_mask(rectangle: Rectangle, inputs: Mapping[str, Any], reads_keys: bool) -> bool:
-    """Whether a recorded step gets the encoder's mask from `inputs`: if the rectangle's
-    `encoder_columns` are not known, and the mask does not have a column for each encoder token,
-    since the model's own code computes that mask, for instance from a mask of frames. `reads_keys`:
-    as in `StepGraphs`; if false, a mask that hides nothing is not needed."""
+    """Whether a recorded step must read the mask of the encoder's input in `inputs`. It need not if
+    the mask has one column per encoder token. Otherwise (for instance, if the mask is one of
+    frames), the model's own code computes the mask of tokens from it, and the step must read it,
+    unless the rectangle's `encoder_columns` are known and the mask is the same as before.
+    `reads_keys`: as in `StepGraphs`; if false, the step need not read a mask that hides nothing."""
     mask = inputs.get(MASK)
     if mask is None or _is_token_mask(mask, rectangle):
         return False
@@ -44,12 +46,12 @@ def _is_token_mask(mask: Tensor, rectangle: Rectangle) -> bool:
 
 
 def _is_replaced(mask: Any, rectangle: Rectangle) -> bool:
-    """Whether a step has another mask than its rectangle: a model's code that prepares the step may
-    hide other tokens than in the step before."""
-    given = rectangle.inputs.get(MASK)
-    if mask is given or not (isinstance(mask, Tensor) and isinstance(given, Tensor)):
+    """Whether a step's mask differs from the mask in its rectangle's inputs, since the model's code
+    that prepares steps may hide different tokens in each."""
+    carried = rectangle.inputs.get(MASK)
+    if mask is carried or not (isinstance(mask, Tensor) and isinstance(carried, Tensor)):
         return False
-    return mask.shape != given.shape or not torch.equal(mask, given)
+    return mask.shape != carried.shape or not torch.equal(mask, carried)
 
 
 def visible_ranges(

@@ -49,7 +49,7 @@ class KernelEntry:
 
 
 class LinearPiece(NamedTuple):
-    """One of the weights of [`Linear`]."""
+    """One weight of a [`Linear`], with its bias, its output and, for int8, its zeros and scales."""
 
     weight: TensorRef
     bias: TensorRef | None

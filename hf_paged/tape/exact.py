@@ -1,4 +1,4 @@
-"""Which of PyTorch's operations are batch-invariant. `lower.py` decides which operations our
+"""Tells which of PyTorch's operations are batch-invariant. `lower.py` decides which operations our
 kernels compute."""
 
 from __future__ import annotations

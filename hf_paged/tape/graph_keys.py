@@ -63,12 +63,14 @@ class GraphKey(NamedTuple):
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The sizes that must be at least those of a step that the graph serves."""
+        """The graph's sizes. Each must be at least the same size of a step that the graph
+        serves."""
         return (self.num_decodes, self.num_chunks, self.num_chunk_tokens, *self.widths)
 
     def serves(self, step: GraphKey) -> bool:
-        """Whether this graph can run steps of key `step`. It may pad their chunk tokens to up to
-        twice as many, and compute them without a cascade over the prefixes that they share."""
+        """Whether this graph can run steps of key `step`. It may pad a step's chunk tokens to up to
+        twice as many. A graph without `prefixes` also serves steps whose decodes share prefixes,
+        and computes these steps without a cascade."""
         if self.options != step.options or not _covers(self.variant, step.variant):
             return False
         if self.num_axes != step.num_axes or bool(self.num_chunks) != bool(step.num_chunks):
@@ -84,7 +86,8 @@ class GraphKey(NamedTuple):
         return all(map(_has_capacity, self.prefixes, step.prefixes))
 
     def waste(self) -> tuple[Any, ...]:
-        """A sort key for the graphs that serve a step: the first wastes the least work."""
+        """A sort key for the graphs that serve a step: the graph with the least key wastes the
+        least work."""
         return not self.prefixes, self.num_tokens, self.widths
 
     @property
@@ -104,15 +107,16 @@ class GraphKey(NamedTuple):
 
 
 def _covers(variant: Any, requested: Any) -> bool:
-    """Whether a graph's variant equals that of a step or, as a set of adapters, contains it."""
+    """Whether a graph's variant equals the step's variant or, if both are sets of adapters,
+    contains it."""
     if isinstance(variant, frozenset) and isinstance(requested, frozenset):
         return variant >= requested
     return bool(variant == requested)
 
 
 def _has_capacity(capacity: tuple[int, int], required: tuple[int, int]) -> bool:
-    """Whether a graph has capacity for a layer group's shared prefixes. A graph with a cascade does
-    not serve a group without prefixes, for which its cascade launches would be wasted."""
+    """Whether a graph has capacity for a layer group's shared prefixes. A graph with a cascade for
+    the group does not serve steps without prefixes there: its cascade launches would be wasted."""
     max_prefixes, max_width = capacity
     num_prefixes, width = required
     if bool(max_prefixes) != bool(num_prefixes):
@@ -179,9 +183,9 @@ def key_of(
 
 
 def limit_below(key: GraphKey) -> tuple[str, int]:
-    """Returns the limit on later recordings after one of this key has failed: the quantity that it
-    limits ("decodes" or "chunk tokens") and the largest number of these for which a smaller graph
-    is recorded (0 if there is no smaller graph)."""
+    """Returns the limit on later recordings after a recording of this key has failed: the limited
+    quantity ("decodes" or "chunk tokens"), and the largest number of decodes or chunk tokens for
+    which a smaller graph is recorded (0 if there is no smaller graph)."""
     if key.num_chunks:
         quantity, size = "chunk tokens", key.num_chunk_tokens
         smaller_sizes = [count for count in range(1, size) if chunk_bucket(count) < size]

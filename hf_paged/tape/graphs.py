@@ -134,10 +134,11 @@ class StepGraphs:
         return self.checks.needs_state(self.unsupported_reason, slowed_by)
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
-        """Drops all graphs that were recorded in another state of the model (apart from the content
-        and addresses of its tensors) or under other options of torch, and those that may read a
-        tensor whose address has changed; with `reads_keys`, also those that were recorded without
-        it. `self.reads_keys` stays set until the model or the options change."""
+        """Drops the graphs that are no longer valid. These are all graphs if the state of the model
+        (apart from the content and addresses of its tensors) or the options of torch have changed,
+        or if `reads_keys` is true and was not before. Otherwise they are the graphs that may read a
+        tensor whose address has changed. `self.reads_keys` stays set until the model or the options
+        change."""
         model = self._model()
         assert model is not None
         description, addresses = state.addresses()
@@ -212,8 +213,9 @@ class StepGraphs:
         """As `Recorder.run`: replays a step, after recording its graph if that is due. Returns
         logits `(len(tokens.last), vocab_size)`, which the caller owns, or `None` if no graph serves
         the step. `token_ids` `(n,)`, int64, on the device, replace those of a step of only decodes.
-        Such a step is never recorded, and not replayed if it must be checked. After a replay, the
-        tensors of `states` belong to the recording; a replay to be checked changes copies."""
+        A step with `token_ids` is never recorded, and not replayed if it must be checked. After a
+        replay, the layers in `states` hold views of the recording's buffers. But a replay that must
+        be checked changes copies of the states."""
         self.is_checked = True
         can_differ = checked_as is not None or self.reads_keys
         reason = self.unsupported_reason
@@ -267,7 +269,7 @@ class StepGraphs:
         return RectangleReplays(model, cache, self)
 
     def _must_run_eagerly(self, context: ForwardContext | None) -> bool:
-        """Whether no step may be a replay now; if so, notes why."""
+        """Whether the running step must not be a replay; if so, notes why."""
         reason = reason_against_replays(self._untracked_reason)
         if context is not None and self._live.classes:
             reason = self._live.reason_against_adapters()
@@ -276,10 +278,10 @@ class StepGraphs:
         return reason is not None
 
     def _is_recordable(self, tokens: PackedTokens, context: ForwardContext | None) -> bool:
-        """Whether steps like this are recorded: those that have only decodes and return logits for
-        each, and, on a GPU and if the context allows chunks, those with few chunk tokens. `_limits`
-        bounds the numbers of decodes and of chunk tokens. Steps with `rope_factors` are not
-        recorded."""
+        """Whether a step of these tokens may be recorded. It may if it has only decodes and each
+        gets logits. On a GPU, it may also have a few chunk tokens, if the context allows chunks.
+        `_limits` bounds the numbers of decodes and of chunk tokens. Steps with `rope_factors` are
+        not recorded."""
         num_chunk_tokens = len(tokens.token_ids) - tokens.num_decodes
         limits = self._limits
         if tokens.rope_factors:

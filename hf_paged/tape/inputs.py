@@ -1,5 +1,5 @@
-"""The buffers at fixed addresses from which a recorded step reads its tokens and block tables, and
-those to which it writes logits. One copy per step fills the former."""
+"""The buffers at fixed addresses that recorded steps use. A step reads its tokens and block tables
+from input buffers, which one copy per step fills, and writes its logits to output buffers."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ class _GroupInputs(_Tables):
 
 
 class _CascadeInputs(_Tables):
-    """The arrays of a [`Cascade`] of decodes. The tables are those of the shared prefixes. The last
-    table is that of an empty prefix, for the decodes that share none."""
+    """The arrays of a [`Cascade`] of decodes. Each shared prefix has a block table. The last table
+    belongs to an empty prefix, for the decodes that share no prefix."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class StaticInputs:
         ranges: Sequence[tuple[Bounds, Bounds]],
     ) -> None:
         """Copies a step to the buffers, after waiting for the previous copy from pinned memory.
-        `prefixes`: those that decodes share, by layer group; empty if there are none. `ranges`: for
+        `prefixes`: the prefixes that decodes share, by layer group, or `()`. `ranges`: for
         each key of the context, its ranges of decodes and of chunk tokens."""
         if self._copy_done is not None:
             self._copy_done.synchronize()

@@ -127,8 +127,8 @@ def _sum(
     keepdim: bool = False,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """Computes `aten::sum` of floats over one dimension other than the last (such as that of a
-    token's experts), in order. Returns `NotImplemented` for other calls."""
+    """Computes `aten::sum` of floats over one dimension other than the last (such as the dimension
+    of a token's experts), in order. Returns `NotImplemented` for other calls."""
     if not x.is_floating_point() or dims is None or len(dims) != 1:
         return NotImplemented
     if not x.dim():
@@ -154,8 +154,8 @@ def _grouped_mm(
     **kwargs: Any,
 ) -> Any:
     """Computes `aten::_grouped_mm`: multiplies the rows of `x` `(n, depth)` by the weights of their
-    group, `(groups, depth, width)`; `offs` holds the ends of the groups. Returns `NotImplemented`
-    for other calls."""
+    group, `(groups, depth, width)`. `offs` `(groups,)` holds the row at which each group ends.
+    Returns `NotImplemented` for other calls."""
     if offs is None or x.dim() != 2 or weights.dim() != 3 or args or any(kwargs.values()):
         return NotImplemented
     ends = offs.tolist()

@@ -1,6 +1,6 @@
-"""The cache length in the forward of a recorded rectangle step. It is a tensor, so that model code
-can compute position ids from it, but comparing it with an int returns a bool, without reading the
-tensor."""
+"""Lengths in the forward of a recorded rectangle step. A [`Length`] of the cache is a tensor, so
+that model code can compute position ids from it, but comparing it with an int returns a bool,
+without reading the tensor. A [`KeyLength`] is the number of columns of gathered keys."""
 
 from __future__ import annotations
 
@@ -157,8 +157,8 @@ def _is_range(item: Any) -> bool:
 
 
 def _positions_between(start: Any, stop: Any) -> Tensor | None:
-    """Returns the positions `[start, stop)`, int64, if both are lengths of one kind; otherwise
-    `None`."""
+    """Returns the positions `[start, stop)`, int64, if both are a `Length`, or both a `KeyLength`;
+    otherwise `None`."""
     if isinstance(start, Length) and isinstance(stop, Length):
         first = start.tensor
     elif isinstance(start, KeyLength) and isinstance(stop, KeyLength):

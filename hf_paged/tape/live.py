@@ -276,8 +276,8 @@ def _as_results(recorder: OperationRecorder, check: _Check, result: Any) -> Any:
 
 class _Check:
     """Runs the operations of a live module (`record.LiveCheck`). The module may read its arguments,
-    its own results and tensors that outlive the recording, which the lowering checks. It may write
-    only to its own results and to the states of the step's cache."""
+    its own results, and tensors that outlive the recording (`Lowering` checks that they do). It may
+    write only to its own results and to the states of the step's cache."""
 
     def __init__(
         self, module_class: type[nn.Module], arguments: list[Tensor], states: list[Tensor]
@@ -324,7 +324,7 @@ class _Check:
 
     def checked_address(self, tensor: Tensor) -> int:
         """Returns the address of a result's storage object; refuses a result that a replay cannot
-        copy to memory of its own."""
+        copy to the tape's memory."""
         is_lazy = not _is_plain(tensor) or tensor.is_conj() or tensor.is_neg()
         if is_lazy or tensor.layout is not torch.strided:
             self.refuse("returns a tensor that is not a plain CPU tensor")

@@ -117,8 +117,8 @@ class Lowering:
         if is_empty:
             return
         self._retain(inputs)
-        # batch-invariant products read the floats, as in forwards without a tape, which sum in
-        # another order
+        # batch-invariant products read the floats, as they do without a tape, since the kernel sums
+        # products with codes in another order
         if not batch_invariant.get():
             self._coded_weights.note(operation)
         if not self._lower(operation):
@@ -233,8 +233,8 @@ class Lowering:
             return False
         if is_in_place:
             # C++ runs a list for one block of rows after another, so the last list, which may read
-            # this memory by other strides, must not write to it. (It also ends before `_sizes`,
-            # which might otherwise return its sizes.)
+            # this memory by other strides, must not write to it. (Ending the list first also keeps
+            # `_sizes` below from returning its sizes.)
             self._end_row_ops()
         dtypes = DTYPE_NUMBERS if op == "copy" else FLOAT_DTYPE_NUMBERS
         prepared = self._prepare(self._sizes(output), tensors, output, dtypes)

@@ -12,8 +12,9 @@ from .recorders import RecordedStep
 # steps without a graph of their size before one is recorded: a recording takes about as long as
 # three steps (an estimate, not measured)
 MIN_MISSES = 3
-# the same if the context or the inputs are `is_fixed`, since the recording is useless once a
-# context with other ranges, or media of other sizes, follow: about as many as `MIN_REPLAYS`
+# the same for steps whose context or inputs are `is_fixed`. Their recording is useless once a
+# context with other ranges, or media of other sizes, follow. So about as many steps must come first
+# as the recording needs replays to pay for itself (`MIN_REPLAYS`).
 MIN_FIXED_MISSES = 64
 # replays that save as much time as a recording and its check take
 MIN_REPLAYS = 64
@@ -24,7 +25,8 @@ MAX_COUNTS = 4096  # maximum number of counted keys, since media of each new siz
 
 
 class Misses:
-    """The misses of one model's steps: by key, and by `GraphKey.without_widths`.
+    """Counts of one model's misses (steps without a recording of their size), by key and by
+    `GraphKey.without_widths`.
 
     Each time that the model changes before its recordings have paid for themselves (`MIN_REPLAYS`),
     the number of misses before the next recording doubles, until a recording pays."""
@@ -32,7 +34,7 @@ class Misses:
     def __init__(self) -> None:
         self._counts: Counter[Hashable] = Counter()  # negative after memory ran out
         self._num_out_of_memory = 0  # recordings that ran out of memory since the last success
-        self._num_unpaid = 0  # times that unpaid recordings were dropped since the last one paid
+        self._num_unpaid = 0  # times that unpaid recordings were dropped since one last paid
 
     def add(self, key: GraphKey) -> None:
         if len(self._counts) > MAX_COUNTS:
@@ -40,7 +42,7 @@ class Misses:
         self._counts.update((key, key.without_widths))
 
     def is_due(self, key: GraphKey, is_fixed: bool, has_larger: bool) -> bool:
-        """Whether to record a step of this key. `is_fixed`: whether its context or its inputs are;
+        """Whether to record a step of this key. `is_fixed`: that of its context or inputs;
         `has_larger`: whether a larger recording can serve it."""
         min_misses = MIN_MISSES << min(self._num_unpaid, MAX_DOUBLINGS)
         if is_fixed:

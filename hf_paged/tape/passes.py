@@ -101,8 +101,8 @@ def _without_unread(entries: list[Entry], buffers: Buffers) -> list[Entry]:
 
 
 def _writes_only_buffers(entry: Entry) -> bool:
-    """Whether an entry is a list of row operations, or an operation of PyTorch that is not in
-    place, and writes only to buffers."""
+    """Whether an entry writes only to buffers, and is either a list of row operations or an
+    operation of PyTorch that does not work in place."""
     if isinstance(entry, RowOps):
         return all(target.ref.buffer_id is not None for target in entry.accesses("store"))
     if isinstance(entry, TorchOp):

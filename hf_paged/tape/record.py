@@ -55,8 +55,8 @@ function; a copy of the source if that is on the host, otherwise `None`; a copy 
 
 
 class ContentReadError(NotCapturable):
-    """In a step that is being recorded, Python or an operation reads the content of a tensor, on
-    which the operations that follow may depend."""
+    """Python or an operation reads the content of a tensor in a step that is being recorded. The
+    operations that follow may depend on that content, which differs in replays."""
 
     def __init__(self, reader: object) -> None:
         super().__init__(f"its forward reads the content of a tensor ({reader})")
@@ -153,9 +153,9 @@ class CaptureGuard(TorchDispatchMode):
         return storage is not None and storage._cdata in self._constants
 
     def note_read(self, tensor: Tensor, shares_memory: bool) -> bool:
-        """Called before Python reads the content of a tensor. Returns whether it may: whether the
-        tensor is a constant. `shares_memory`: whether the model's code will share the constant's
-        memory; if so, later writes to it are refused."""
+        """Called before Python reads the content of a tensor. Returns whether Python may read it:
+        `True` if the tensor is a constant. `shares_memory`: whether the model's code will share the
+        tensor's memory; if so, later operations that write to the constant are refused."""
         if not self.is_constant(tensor):
             return False
         if shares_memory:
@@ -262,7 +262,7 @@ def _reads_on_host(func: Any, args: Any) -> bool:
     tensor's device."""
     name = func.name()
     if name in _INDEXED_READS:
-        # the host needs the content of a mask only, for the number of selected elements
+        # the host reads a mask to count the selected elements, but does not read integer indices
         return _has_mask(args[1])
     if name in _INDEXED_WRITES:
         x, indices, values, *_ = args
@@ -308,7 +308,8 @@ def _has_mask(indices: Any) -> bool:
 
 def _are_broadcast(values: Tensor, x: Tensor, indices: Any) -> bool:
     """Whether a write of `values` to `x` at `indices`, which contain a mask, writes the same values
-    to every element that the mask selects, so that the number of these does not matter."""
+    to every element that the mask selects, so that the number of selected elements does not
+    matter."""
     axes = [axis for axis, index in enumerate(indices) if index is not None]
     if len(axes) > 1:
         return False
@@ -321,7 +322,7 @@ _METADATA_READING = (Tensor.device.__get__, Tensor.dtype.__get__)
 
 class ReadGuard(TorchFunctionMode):
     """Raises [`NotCapturable`] before Python or NumPy reads the content of a tensor without an
-    operation that dispatch modes see, since a replay would not run the Python code that uses it.
+    operation that dispatch modes see, since a replay would not run the code that uses the content.
     Allows reads of the constants of `guard`. Replaces ranges between two lengths
     (`length.with_ranges`)."""
 
@@ -392,8 +393,9 @@ class LiveCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any  # a tensor, or a tuple or list of tensors, `None` and `LiveValue`s
-    reads: list[Tensor]  # tensors older than the call that it read, except its arguments
-    states: list[Tensor]  # tensors of the step's cache, which it may have written to
+    # tensors that the module read but did not compute, other than its arguments and `states`
+    reads: list[Tensor]
+    states: list[Tensor]  # tensors of the step's cache, which the module may have written to
 
 
 Recorded = Operation | KernelCall | LiveCall

@@ -111,7 +111,7 @@ class RecordedStep:
     def discard(self) -> bool:
         """Gives the memory of intermediate values, logits and states back to the system until the
         next replay. Returns whether that was possible: `False` for a CUDA graph, and for a step
-        with a context, which keeps an adapter's weights."""
+        with a context, since the context keeps an adapter's weights in memory."""
         if not isinstance(self.graph, Tape) or self.context is not None:
             return False
         states = self.inputs.states
@@ -179,9 +179,10 @@ _collectors: Switches[Any] = Switches(_pausing)
 
 @restoring
 def exclusive_recording(device: torch.device) -> Iterator[bool]:
-    """A context for a recording on `device`, which has one capture stream: yields whether no other
-    thread records there. Meanwhile, garbage collection is disabled, since it might run finalizers
-    that wait for the device (pytorch#161037), or finalizers of users' objects."""
+    """A context for a recording on `device`. Yields whether this thread may record: `False` while
+    another thread does, since a device has one capture stream. Inside the context, garbage
+    collection is disabled, since it might run finalizers that wait for the device (pytorch#161037),
+    or finalizers of users' objects."""
     is_exclusive = False
     try:
         is_exclusive = _capture_lock(device).acquire(blocking=False)
@@ -202,11 +203,12 @@ def uncached_autocast(device: torch.device) -> torch.autocast:
 @restoring
 def undoing_writes(model: nn.Module, state: ModelState | None) -> Iterator[None]:
     """A context for a recording: when it ends, it undoes writes to the model, as far as a
-    [`Snapshot`] can. Raises [`NotCapturable`] if Python code wrote to anything but the content of
-    tensors, since a replay would not: to attributes of modules, or to configs, classes and globals,
-    whose values `state` reads. Only a library's module may replace a tensor that no forward reads
-    (no operation has read it either, since `Tapes` refuses that): a user's module may set it for
-    the user's other code, such as a processor."""
+    [`Snapshot`] can. Raises [`NotCapturable`] if Python code changed anything but the content of
+    tensors, since a replay would not repeat the change: an attribute of a module, or a value in a
+    config, class or global, which `state` reads. One change is allowed: a library's module may
+    replace a tensor attribute that no forward reads. (No recorded operation has read that tensor
+    either, since `Tapes` refuses such a read.) A user's module may not replace one, since other
+    code of the user, such as a processor, may read it."""
     snapshot = Snapshot(model)
     writes: list[Write] = []
     values = None if state is None else state.read_values()

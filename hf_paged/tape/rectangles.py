@@ -181,8 +181,8 @@ class RectangleReplays:
             self._prepared = {}
 
     def _are_values_changed(self) -> bool:
-        """Whether Python code of the forward reads other values than in the step before: a replay
-        uses those of its recording."""
+        """Whether Python code of the forward reads other values than in the step before. A replay
+        would use the values that the code read during the recording."""
         assert self._state is not None
         values = self._state.read_values()
         before, self._values = self._values or values, values
@@ -205,9 +205,10 @@ class RectangleReplays:
     ) -> None:
         """Compares the logits `(rows, vocab_size)` and states of the last replay with those of the
         model's own forward, separately for rows with different values of `_masking_of_rows`.
-        `inputs`: the rectangle's inputs before the step. `outputs`: those of the forward with the
-        inputs `prepared`. Steps of this kind are no longer replayed if logits or states differ, or
-        if the next step's inputs depend on an output of the forward that `self.outputs` lacks."""
+        `inputs`: the rectangle's inputs before the step. `outputs`: what the model's own forward
+        returned for `prepared`. Steps of this kind are no longer replayed if logits or states
+        differ, or if the next step's inputs depend on an output of the forward that `self.outputs`
+        lacks."""
         results = [(expected, replayed)]
         copied = state_tensors(self._recorder.checks.copied_states)
         layers = dense_layers(cache_parts(rectangle.cache)[0])
@@ -272,14 +273,14 @@ class RectangleReplays:
             if self._recorder.reads_keys and any(num_dropped):
                 if column >= max(MIN_TABLE_TOKENS, 2 * block_size * max(map(len, block_ids))):
                     return "reading only the blocks of its windows is faster"
-                # the forward reads as if no blocks were dropped, but hides the columns of those
-                # that were
+                # the forward gets tables as if no blocks were dropped, and its masks hide the
+                # columns of dropped blocks
                 rows_blocks = zip(num_dropped, block_ids)
                 block_ids = [[*[ids[0]] * count, *ids] for count, ids in rows_blocks]
                 num_dropped = [0] * num_rows
             if self._recorder.reads_keys and any(rectangle.paddings):
-                # the forward gets as many columns as a table can hold tokens, so that those of
-                # padding count, too: the blocks after a row's last are not read
+                # the forward gets a column for each token that a table can hold, so the table must
+                # also cover padding: it repeats the row's last block, which is not read again
                 num_blocks = column // block_size + 1
                 block_ids = [[*ids, *ids[-1:] * (num_blocks - len(ids))] for ids in block_ids]
             if len({*num_dropped}) > 1 and not any(rectangle.paddings):
@@ -310,7 +311,7 @@ class RectangleReplays:
 
     def _reason_against_inputs(self, prepared: dict[str, Any], rectangle: Rectangle) -> str | None:
         """Returns why the recorded forward, which replaces some of the inputs in `prepared`, may
-        compute something else than with these; `None` if it computes the same. Sets the
+        give other results than a forward with `prepared`; `None` if it gives the same. Sets the
         rectangle's `row_inputs`."""
         unsupported = "recordings do not support its input `{}`"
         if any(rectangle.paddings) and self._mask_name not in prepared:

@@ -1,5 +1,5 @@
 """Finds prefixes that several decodes of a step share and that are worth reading once.
-`kernels/triton/cascade.py` defines a kernel's costs."""
+`kernels/triton/cascade.py` estimates what reading them once costs and saves."""
 
 from __future__ import annotations
 

@@ -109,9 +109,10 @@ class StepLayer(CacheLayerMixin):
         return self.length + 1 if self.is_updated else self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, Any]:
-        """Returns the number of keys (the capacity), and the position of the first key: in a layer
-        with a window, a tensor, since all rows have dropped the same number of tokens; 0 in other
-        layers, and in all layers if rows have padding or with `reads_keys`."""
+        """Returns the number of keys (the capacity), and the position of the first key. In a layer
+        with a window, that position is a tensor `()` for all rows, which have dropped the same
+        number of tokens. It is 0 in other layers, and in all layers if rows have padding or with
+        `reads_keys`."""
         assert self.step.columns is not None and self.step.lengths is not None
         first: Any = 0
         if self.step.window is not None and not (self._reads_keys or self.step.has_padding):
@@ -163,7 +164,7 @@ class IndexedStepLayer(StepLayer):
         length = self.length
         assert isinstance(length, Length)
         if any(state.shape[1] != length.recorded_value for state in state_tensors([source])):
-            raise NotCapturable("its indexer keys are not one for each of the cache's tokens")
+            raise NotCapturable("its cache has a different number of indexer keys than of tokens")
         copy_state_attributes(self, source)
 
     def update_indexer(self, indexer_key_states: Tensor) -> Columns:
@@ -175,7 +176,7 @@ class IndexedStepLayer(StepLayer):
         buffer, length = self.indexer_keys, self.length
         num_rows = self.step.num_rows
         if buffer is None or indexer_key_states.shape != (num_rows, 1, buffer.shape[2]):
-            raise NotCapturable("its forward stores other indexer keys than in the last step")
+            raise NotCapturable("its forward stores indexer keys of another shape than before")
         assert isinstance(length, Length) and self.step.columns is not None
         buffer.index_copy_(1, length.tensor.view(1), indexer_key_states)
         return Columns(buffer[:, : len(self.step.columns)], length.tensor)

@@ -128,9 +128,9 @@ def note_row_inputs(rectangle: Any, inputs: Mapping[str, Tensor]) -> str | None:
 
 
 def is_row_input(name: str, value: Tensor, rectangle: Any) -> bool:
-    """Whether an input tensor can be a row input (`note_row_inputs`): it has one entry for each
-    row, which is the same in every step or covers only the new token, and it does not grow with the
-    rows' tokens."""
+    """Whether an input tensor can be a row input (`note_row_inputs`). It can if it has one entry
+    for each row, and no axis that grows with the rows' tokens. An entry must be the same in every
+    step, or cover only the new token."""
     if value.dim() < 2 or len(value) != len(rectangle.blocks):
         return False
     if rectangle.row_inputs is not None and rectangle.row_inputs.has_similar(name, value):

@@ -45,8 +45,8 @@ class Tape:
         self._store = functools.partial(store_bytes, self._retained)
         self._failed_index = ctypes.c_int64()  # index, within its call, of the kernel that failed
         self.kernel_names: list[str] = []  # of the C++ entries, in order
-        self.calls_modules = False
-        # values that live modules returned in the last replay, by `id` of their `LiveValue`
+        self.calls_modules = False  # whether an entry is a `ModuleCall`
+        # by `id` of the `LiveValue`: what a live module (`live.py`) returned in the last replay
         self._live_values: dict[int, Any] = {}
         self._runs: list[Callable[[], None]] = []
         calls: list[PackedCall] = []

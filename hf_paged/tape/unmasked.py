@@ -1,6 +1,6 @@
 """Follows the columns of gathered keys through the operations of a recorded forward, up to a
-softmax over them. A replay has stored only the first columns; attention of a single token may have
-no mask that hides the others."""
+softmax over them. In a replay, only the first columns are stored. Attention of a single token may
+have no mask that hides the other columns, so `UnmaskedColumns.hide` adds one."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _result_axis(
     func: Any, operands: Sequence[Tensor], axes: Sequence[int | None], result: Tensor
 ) -> int | None:
     """Returns the result's axis of columns; `None` if it is not certain that there is one. `axes`:
-    those of the operands."""
+    each operand's axis of columns, or `None`."""
     name = func._schema.name.removeprefix("aten::")
     if name in _PRODUCT_AXES:
         pairs = [(axis, _PRODUCT_AXES[name][i]) for i, axis in enumerate(axes) if axis is not None]

@@ -47,8 +47,9 @@ def multinomial(probs: Tensor, generator: torch.Generator | None = None) -> Tens
     with the same change of the generator's state, for `probs` `(n, vocab)` of any float dtype and
     device. For contiguous float32 on the CPU, the draws come from a kernel that is about ten times
     as fast, unless torch's algorithm has changed (`_draws_like_torch`). Raises torch's
-    `RuntimeError` for probabilities that torch rejects. Threads may call this at the same time; if
-    torch draws from the same generator meanwhile, both may draw the same numbers."""
+    `RuntimeError` for probabilities that torch rejects. Threads may call this function at the same
+    time. If torch's own operations draw from the same generator meanwhile, they may draw the same
+    numbers as this function."""
     is_supported = (
         probs.is_cpu and probs.dtype is torch.float32 and probs.dim() == 2 and probs.is_contiguous()
     )

@@ -154,7 +154,8 @@ class Attention:
         if dims != [3, 4, 4] or not all(are_contiguous):
             raise TypeError(
                 "the C++ kernel takes queries, keys and values of 3, 4 and 4 dimensions, the last"
-                f" one contiguous; they have {dims}, the last one contiguous: {are_contiguous}"
+                f" one contiguous: they have {dims} dimensions, and the last one is contiguous:"
+                f" {are_contiguous}"
             )
         key_shape = key_blocks.shape
         value_shape = value_blocks.shape

@@ -88,7 +88,8 @@ class Store:
                 raise TypeError(
                     f"new states are {describe(states)}, their blocks {describe(blocks)}: the"
                     " kernel takes tensors on the CPU with a contiguous last dimension, and blocks"
-                    " in the dtype of the states or quantized, those of keys and values alike"
+                    " in the dtype of the states or quantized; key and value blocks must be"
+                    " quantized alike"
                 )
         batch, kv_heads, tokens, key_dim = keys.shape
         self._num_blocks, _, self._block_size, value_dim = value_blocks.shape
@@ -208,7 +209,7 @@ class Gather:
             )
         observe = observer.get()
         if observe is not None:
-            # without the blocks, which the pool keeps
+            # omits the blocks, which the pool keeps alive
             addresses = enumerate(packed_step.tensors)
             reads = {_GATHER_CALL.size + 8 * index: tensor for index, tensor in addresses}
             observe("gather", call, reads, {8: out})

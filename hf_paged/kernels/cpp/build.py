@@ -1,6 +1,6 @@
 """Loads the C++ kernels with ctypes: from the wheel, or from a folder to which only the user can
-write and where they are built once per kind of CPU. Does not load a library from this folder that
-is truncated or altered, or that another user could have written, but builds it again."""
+write and where they are built once per kind of CPU. If a library in this folder is truncated or
+altered, or another user could have written it, builds a new one instead of loading it."""
 
 from __future__ import annotations
 

@@ -19,17 +19,18 @@ from .compiler import cpu_vendor
 LINEAR = struct.Struct("Q11q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q2Q")  # struct LinearPiece
 MAX_PIECES = 4
-# maximum number of rows for which reading the weights takes most of the time, by the names in
-# `build.PATHS`; PyTorch computes products of more rows
+# maximum number of rows that the kernel multiplies, by the names in `build.PATHS`: up to about as
+# many, reading the weights takes most of the time. PyTorch computes products of more rows.
 MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
-# the same for float32, by `compiler.cpu_vendor`: CPUs on which MKL computes PyTorch's products; the
-# kernel was not compared with PyTorch on others
+# the same for float32, by `compiler.cpu_vendor`, for CPUs on which MKL computes PyTorch's products.
+# For other CPUs, on which the kernel was not compared with PyTorch, `max_rows` returns 0.
 FLOAT32_MAX_ROWS = {"AuthenticAMD": 64, "GenuineIntel": 4}
 CODES_MAX_ROWS = 64  # the same for weights of 8-bit codes
 MIN_GROUP = 16  # minimum number of codes that share a scale, as in `linear.cpp`
 # the result of `max_rows` where PyTorch converts element by element (not `is_native`)
 MAX_ROWS_WITHOUT_NATIVE = 256
-# there, the smallest number of rows for which `linear_float32` is faster than the kernel
+# the smallest number of rows, in a dtype that is not native, for which `linear_float32` is faster
+# than the kernel
 MIN_FLOAT32_ROWS = 129
 FLOAT32_ELEMENTS = 1 << 21  # elements of a weight that `linear_float32` converts at a time: 8 MiB
 MIN_TILE_WIDTH = 16  # minimum outputs of a weight for AMX, as in `linear.cpp`
@@ -152,8 +153,8 @@ def linear(
         if not (is_supported and tensor.is_cpu) or tensor.stride(-1) != 1:
             raise TypeError(
                 f"a tensor is {tensor.dtype} on {tensor.device} with strides {tensor.stride()}: the"
-                " C++ kernel takes contiguous rows on the CPU, of float32, bfloat16 or float16, the"
-                " same for all tensors but a weight in int8"
+                " C++ kernel takes contiguous rows on the CPU, all in float32, bfloat16 or float16,"
+                " except that the weight may be int8"
             )
     are_matrices = x.dim() == weight.dim() == 2
     fits = are_matrices and x.shape[1] == weight.shape[1]

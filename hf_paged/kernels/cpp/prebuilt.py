@@ -42,8 +42,8 @@ def supported_levels(flags: set[str]) -> Iterator[str]:
 
 def find(flags: set[str] | None = None) -> Path | None:
     """Returns the path of the best library for a processor with these CPU flags (by default this
-    processor's); `None` if there is none. Ignores libraries of other sources, and files whose name
-    does not end with the hash of their content."""
+    processor's); `None` if there is none. Ignores libraries that were built from other sources, and
+    files whose name does not end with the hash of their content."""
     if platform.machine() != "x86_64":
         return None
     if flags is None:

@@ -1,7 +1,7 @@
 """Triton kernels: attention over paged K/V, stores and copies of blocks, LoRA products and hashes.
 Importing this package does not require Triton; importing most of its modules does. If a kernel
 cannot be launched, the function that launches it raises `launch.LaunchFailedError` before any
-result is written; `merge` computes the result with PyTorch instead."""
+result is written. Only `merge` does not raise: it computes the result with PyTorch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Triton attention over paged K/V: one kernel, launched over one of two grids. Neither depends on
-lengths, so that a captured graph stays valid as rows grow.
+"""Triton attention over paged K/V: one kernel, launched over one of two grids. The sizes of the
+grids do not depend on the rows' lengths, so that a captured graph stays valid as rows grow.
 
 A query row is one query of one head. The grid of decodes is tiles of query rows by splits of each
 row's keys; the device balances the splits (Flash-Decoding, Dao et al. 2023; FlashInfer, arXiv
@@ -247,8 +247,9 @@ def cascade_attention(
     **features: Any,
 ) -> Any:
     """Computes the `decode_attention` of a step with one query per row, given as a cascade: attends
-    to the rows' tails, then to the prefixes that rows share, and merges both. Differs in rounding:
-    the results of the tails, which include the sinks, are in the query's dtype before the merge."""
+    to the rows' tails, then to the prefixes that rows share, and merges both. The result differs
+    from that of `decode_attention` in rounding: the tails' results, which include the sinks, are
+    rounded to the query's dtype before the merge."""
     tensors = (query, key_blocks, value_blocks)
     query_index = cascade.query_index
     out, lse = decode_attention(*tensors, cascade.tails, sinks=sinks, return_lse=True, **features)

@@ -258,11 +258,11 @@ def attention_kernel(
     """Computes attention of one tile of a row's queries over all keys of the row, or over one part
     of these keys.
 
-    With `BY_LENGTH` the grid is `(tiles * kv_heads, items)`: all rows have `query_len` queries, and
-    with `SPLIT` the keys of longer rows are split into more items. Without it the grid is `(tiles,
-    kv_heads, parts)`: `query_start` says which tiles a row has, and the keys of every row are split
-    into the same number of parts. `name_x` (`key_block`, `query_head`) is the stride of `name`
-    along the axis `x`, in elements."""
+    With `BY_LENGTH`, the grid is `(tiles * kv_heads, items)`: all rows have `query_len` queries,
+    and with `SPLIT` the keys of longer rows are split into more items. Without `BY_LENGTH`, the
+    grid is `(tiles, kv_heads, parts)`: `query_start` says which tiles a row has, and the keys of
+    every row are split into the same number of parts. `name_x` (`key_block`, `query_head`) is the
+    stride of `name` along the axis `x`, in elements."""
     part, num_parts = 0, 1
     if BY_LENGTH:
         if ONE_QUERY:
@@ -324,7 +324,7 @@ def attention_kernel(
             DOT_DTYPE
         )
 
-    # No query of the tile sees keys outside [low, high). Without `BY_LENGTH`, all of them see all
+    # No query of the tile sees keys outside [low, high). Without `BY_LENGTH`, every query sees all
     # keys in [full_low, full_high).
     seq_len = tl.load(seq_lens + row)
     low = 0 if starts is None else tl.load(starts + row)
@@ -377,8 +377,9 @@ def attention_kernel(
     block_table = block_tables + row.to(tl.int64) * table_row
 
     # All queries see all keys of [full_begin, full_end), whose tiles need no masks. A first loop
-    # computes the masked tiles at both ends, a second loop those between. Decodes (`BY_LENGTH`) use
-    # a single, masked loop: a second loop's loads would start only after the first one's arrive.
+    # computes the masked tiles at both ends, a second loop the tiles between them. Decodes
+    # (`BY_LENGTH`) use a single, masked loop: the loads of a second loop would start only after the
+    # loads of the first have arrived.
     begin = low // TILE * TILE
     end = tl.maximum(tl.cdiv(high, TILE) * TILE, begin)
     full_begin, full_end = end, end

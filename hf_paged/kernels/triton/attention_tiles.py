@@ -1,5 +1,5 @@
-"""The smaller device functions of `attention_kernel.py`: they find a program's row and keys, load
-and convert tiles of keys and values, and store results. `attention_kernel.py` computes the running
+"""Device functions that `attention_kernel.py` calls: they find a program's row and keys, load and
+convert tiles of keys and values, and store results. `attention_kernel.py` computes the running
 softmax."""
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def find_item(
 def find_row(query_start, tile, num_rows, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """Returns a tile's row, and its index within the row, which may be past the row's last tile.
     Row `i` begins at tile `query_start[i] * GROUP // BLOCK_M + i`, which gives each row at least
-    the tiles that it needs. A tile belongs to the last row that begins at or before it. Counting
-    such rows takes one load per 256 rows; a binary search over 256 rows would take eight loads,
-    each waiting for the one before."""
+    the tiles that it needs. A tile belongs to the last row that begins at or before it. The
+    function finds this row by counting, with one load per 256 rows. A binary search over 256 rows
+    would take eight loads, each waiting for the one before."""
     row = -1
     for first_row in range(0, num_rows, 256):
         i = first_row + tl.arange(0, 256)

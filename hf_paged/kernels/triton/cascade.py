@@ -24,8 +24,8 @@ class SharedPrefix(NamedTuple):
 
 
 class CascadeCosts(NamedTuple):
-    """The costs from which the memory traffic that a cascade saves is estimated: of one layer, or
-    combined over the layers that share the cascade."""
+    """Costs of one layer, or combined over the layers that share a cascade. `plan_cascade` uses
+    them to estimate the memory traffic that a cascade saves."""
 
     token_bytes: int  # K and V of one token, all heads
     state_bytes: int  # output and log-sum-exp of one query over one part of its keys, all heads

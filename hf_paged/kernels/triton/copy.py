@@ -63,7 +63,6 @@ def copy_blocks(addresses: Sequence[tuple[int, int]], table: Tensor, pairs: Tens
         WORD=word,
         WORD_BYTES=word_bytes,
         TILE=TILE_BYTES // word_bytes,
-        # stands in for the blocks, since the kernel gets addresses instead of tensors; gives the
-        # device
+        # `launch` takes the device from this tensor, since the kernel gets the blocks as addresses
         writes=(table,),
     )

@@ -37,8 +37,8 @@ class LoraTable(NamedTuple):
     scaling: Tensor  # (parts,) float32
     dtype: torch.dtype  # of all weights
     rank: int  # width of tiles: a power of two, at least each part's rank
-    max_rows: int  # of a range
-    group: Any = None  # process group whose ranks hold shards of the depth
+    max_rows: int  # maximum number of rows of a range
+    group: Any = None  # as in `LoraWeights`
 
 
 @triton.jit(do_not_specialize_on_alignment=["parts", "ranges"])

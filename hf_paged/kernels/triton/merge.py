@@ -121,8 +121,8 @@ def merge(
 ) -> None:
     """Merges the attention results over parts of the keys into the result over all keys, and writes
     it to `out` (FlashInfer, arXiv 2501.01005, section 2.2). Ignores the values of parts whose
-    log-sum-exp is `-inf`; if every part's is, writes zeros. If the kernel cannot be launched,
-    merges in PyTorch rather than raising: computing the parts again would take longer.
+    log-sum-exp is `-inf`; writes zeros if it is `-inf` for every part. If the kernel cannot be
+    launched, merges in PyTorch rather than raising: computing the parts again would take longer.
 
     Args:
         partials, partials_lse: `(parts, n, heads, value_dim)`, and `(parts, n, heads)` float32: the

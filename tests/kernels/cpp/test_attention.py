@@ -97,7 +97,7 @@ def mixed_blocks() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_keys_and_values_in_blocks_of_different_formats_are_not_stored_by_the_kernel() -> None:
     states, slots = torch.randn(1, 2, 3, 16), torch.arange(3)[None]
     for key_blocks, value_blocks in itertools.permutations(mixed_blocks(), 2):
-        with pytest.raises(TypeError, match="those of keys and values alike"):
+        with pytest.raises(TypeError, match="must be quantized alike"):
             Store(states, states, key_blocks, value_blocks, slots)
         choose_store(states, states, key_blocks, value_blocks, slots)(states, states, slots)
         for blocks in (key_blocks, value_blocks):

@@ -23,8 +23,8 @@ _NUM_STEPS = 3
 
 
 class PositionTable(NamedTuple):
-    """An axis of a tensor that the forward of a token at `position` reads only at the index `offset
-    + position`."""
+    """An axis of a tensor. A forward whose last token is at `position` reads this axis at a single
+    index, `offset + position`."""
 
     size: int
     offset: int
@@ -139,8 +139,8 @@ def num_positions(
 
 
 def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:
-    """Whether forwards pass after the table is cut to one position less than they need, so that
-    they must replace it."""
+    """Whether forwards succeed although the table is first cut to one position less than they need.
+    If so, they replace it by a longer one."""
     if table.is_parameter:
         return False
     num_writes = len(trial.writes)
@@ -156,8 +156,9 @@ def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: Positi
 
 def grow_positions(model: PreTrainedModel, length: int) -> None:
     """Makes the model replace its growing tables (`num_positions`) that have fewer than `length`
-    positions, by a plain forward of one token at position `length - 1`, after repeated keys and
-    values. If the forward fails, the tables stay as they are."""
+    positions: runs a plain forward of one token at position `length - 1`, with a cache in which the
+    keys and values of one token are repeated. If the forward fails, the tables stay as they are.
+    """
     ids = sample_tokens(model)[:1, :1]
     cache = DynamicCache()
     inputs = {"input_ids": ids, compat.cache_name(model): cache, "use_cache": True}

@@ -45,7 +45,7 @@ class AdapterError(RowsError, TopicError, ValueError):
 
 @dataclass(eq=False)
 class Adapter:
-    """An adapter whose rows may share a forward with other rows."""
+    """An adapter with plain LoRA weights, so its rows may share a forward with other rows."""
 
     # name and number, never reused; identifies the weights in recorded steps
     key: tuple[Hashable, int]
@@ -85,8 +85,8 @@ def _configs(model: Any) -> dict[str, Any]:
 
 
 def wrapper_reason(config: Any) -> str | None:
-    """Returns why an adapter with this PEFT config needs the `generate` of the surrounding
-    `PeftModel`; `None` if layers in the model compute it."""
+    """Returns why only the `generate` of the surrounding `PeftModel` can compute an adapter with
+    this PEFT config, as a predicate (`"is ..."`); `None` if layers in the model compute it."""
     config_type = type(config).__name__
     if getattr(config, "is_prompt_learning", False):
         reason = (

@@ -173,8 +173,8 @@ def test_beams_that_take_much_memory_are_refused() -> None:
     for options in ({"num_beams": 64}, {"num_beams": 1}, {}):
         check_beams(config, options, 0)
     for num_beams, num_prompt_tokens in ((65, 0), (64, 1)):
-        counts = f"is {num_beams} for {num_prompt_tokens} tokens of the prompt and 65536 new ones"
-        with pytest.raises(RefusedError, match=f"{counts}, .* candidates .* `max_tokens`"):
+        counts = f"is {num_beams} for a prompt of {num_prompt_tokens} tokens and up to 65536 new"
+        with pytest.raises(RefusedError, match=f"{counts} tokens: .* candidates .* `max_tokens`"):
             check_beams(config, {"num_beams": num_beams}, num_prompt_tokens)
 
 

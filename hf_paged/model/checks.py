@@ -50,9 +50,9 @@ _PACKED_LOGITS = (
 
 
 def packed_check(trial: Trial) -> Layout | str:
-    """Compares the logits of packed steps with those of two kinds of plain forwards: of whole
-    sequences, and token by token. Returns the packed `Layout`, or the reason against it. Raises
-    `ForwardFailedError` if a plain forward fails; out-of-memory errors pass through."""
+    """Compares the logits of packed steps with the logits of plain forwards, which compute whole
+    sequences at once or token by token. Returns the packed `Layout`, or the reason against it.
+    Raises `ForwardFailedError` if a plain forward fails; out-of-memory errors pass through."""
     model = trial.model
     with trial.forwards():
         rows = sample_tokens(model)
@@ -149,8 +149,8 @@ def invariance_check(trial: Trial) -> str | None:
 
 
 def batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the logits of `_PACKED_STEPS`, and those of the same sequences when each runs alone:
-    both `(len(_PACKED_LOGITS), vocab_size)`."""
+    """Returns the logits of `_PACKED_STEPS`, and the logits of the same sequences when each runs
+    alone: both `(len(_PACKED_LOGITS), vocab_size)`."""
     batched_logits = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS)
     single = torch.empty_like(batched_logits)
     for row, prompt_length in enumerate(_PACKED_PROMPT_LENGTHS):

@@ -122,10 +122,10 @@ def num_positions(
     trial: Trial, encoder_inputs: dict[str, Any] | None = None
 ) -> tuple[int | None, int | None]:
     """Returns the number of positions in the shortest of the model's fixed tables, and in the
-    shortest of its growing tables, which the forward replaces when they are too short. Either is
-    `None` if there is no such table or a forward fails. A table is an axis that each decode step
-    reads at one index, which is one more than in the step before. `encoder_inputs`: model inputs
-    for a model with an encoder."""
+    shortest of its growing tables, which the forward replaces when they are too short. A number is
+    `None` if the model has no table of that kind; both are if a forward fails. A table is an axis
+    that each decode step reads at one index, which increases by one per step. `encoder_inputs`:
+    model inputs for a model with an encoder."""
     try:
         tables = _find_tables(trial, encoder_inputs)
     except ForwardFailedError:

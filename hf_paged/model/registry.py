@@ -56,7 +56,7 @@ class Route:
         setup_seconds (`dict[str, float]`): Seconds that the call, or the engine so far, spent on
             work that later calls reuse: `"self_check"` (forwards that decide how the model runs),
             `"build"` (loading or compiling the C++ kernels), `"record"` (recording decode steps
-            while they are computed). Parts without such work are left out.
+            while they are computed). A key is missing if no such work was done.
         slowed_by (`tuple[str, ...]`): Reasons why the call was slower than possible; each is logged
             as a WARNING, once per model.
     """

@@ -34,7 +34,7 @@ class LengthRope:
         length in tokens up to which this type uses the factors of short sequences."""
         self._modules = list(module_types)
         limits = {type_and_limit for types in module_types.values() for type_and_limit in types}
-        # beyond these limits, every length has different factors
+        # beyond these limits, each length has its own factors
         self._dynamic_limits = sorted(limit for name, limit in limits if name != "longrope")
         self._limits = sorted((limit for _, limit in limits), reverse=True)
         self.must_recompute = any(_drops_cache(model, limit) for limit in self._limits)

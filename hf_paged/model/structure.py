@@ -107,8 +107,8 @@ def _input_reasons(
 
 
 def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iterator[str]:
-    """Yields reasons from methods that override those of `GenerationMixin`, from other code of the
-    model and from the functions that compute its attention."""
+    """Yields reasons from the model's code: its overrides of methods of `GenerationMixin`, states
+    outside the cache, and the functions that compute attention."""
     model = structure.model
     has_own_attention = structure.has_own_attention
     # an override may pass inputs that the engine does not support, or end the loop at another step

@@ -56,9 +56,10 @@ class WeightsGuard:
             self._blocks.prefix_caching = self._can_cache and not carries_state(self._model)
 
     def go_idle(self) -> None:
-        """Called when work ends, with no request in flight. If there is a tier, fingerprints the
-        weights, so that any process can use blocks that are evicted to the tier later. Skipped if
-        the weights are already verified, or if no fingerprint is stored."""
+        """Called when work ends, with no request in flight. If evicted blocks go to a tier (host
+        memory or disk), fingerprints the weights, so that any process can use the blocks that are
+        evicted from now on. Skipped if the weights are already verified, or if no fingerprint is
+        stored."""
         needs_check = self._memory.fingerprint is not None and not self._epochs.are_verified
         if self.is_on and self._blocks.tier is not None and needs_check:
             self.begin_span()  # the model may have changed since the last step

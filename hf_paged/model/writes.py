@@ -1,5 +1,5 @@
 """Records and undoes the writes of forwards into their model: to attributes, buffers and random
-generators. The prefix cache serves no model whose forwards read values that earlier ones wrote."""
+generators. Prefixes are not cached for a model whose forwards read what earlier forwards wrote."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ Modes = tuple[bool, ...]  # whether each of a model's modules is in training mod
 
 
 class Notes:
-    """Facts about the writes of a model's forwards into the model while its modules are in certain
-    modes."""
+    """Facts about the writes of a model's forwards into the model, for one value of its `Modes`."""
 
     def __init__(self) -> None:
         # an attribute, as "class.name", that forwards read and earlier forwards wrote; unless it is

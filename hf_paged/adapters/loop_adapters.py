@@ -61,8 +61,9 @@ MAX_PREFETCH_REQUESTS = 16  # waiting requests whose adapters may be loaded befo
 
 
 class LoopAdapters:
-    """The adapters of a loop's requests: those of the model, by name, and those in folders, whose
-    weights are charged to the loop's pool. Implements `seams.Adapters`."""
+    """The adapters of a loop's requests: adapters that PEFT has added to the model, by name, and
+    adapters in folders, whose weights are charged to the loop's pool. Implements `seams.Adapters`.
+    """
 
     def __init__(
         self,

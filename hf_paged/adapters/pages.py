@@ -45,9 +45,10 @@ class _ResidentAdapter:
 
 class AdapterPages:
     """Reserves for each adapter, in the first pool of keys and values, as many blocks as its
-    weights would fill. The blocks of an adapter with running requests are used; those of other
-    adapters are cached, in one LRU order with cached prefixes. The eviction of one block evicts its
-    adapter, and frees the adapter's other blocks. Callers hold the memory's lock.
+    weights would fill. The blocks of an adapter with running requests are in use. The blocks of
+    other adapters are cached, in one LRU order with cached prefixes. When the pool evicts one block
+    of an adapter, the adapter is dropped and its other blocks are freed. Callers hold the memory's
+    lock.
 
     Without a pool of keys and values (Mamba), adapters have no blocks, and are evicted when their
     last holder unpins them."""

@@ -100,7 +100,7 @@ def local_shard(
 
 def _shard_style(model: Any, name: str) -> str | None:
     """Returns transformers' name of the style in which `from_pretrained` sharded the weights of the
-    module `name`, such as `"colwise"`; `None` if they are whole."""
+    module `name`, such as `"colwise"`; `None` if it did not shard them."""
     plan = getattr(model, "tp_plan", None) or {}
     pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     return plan.get(pattern)

@@ -174,9 +174,9 @@ class Assistant:
 
     @torch.no_grad()
     def propose(self, tasks: DraftTasks) -> list[Draft | None]:
-        """Returns a draft for each row; `None` for rows of which the assistant has not computed all
-        tokens yet. Returns `None` for all rows during a pause, and if a forward runs out of blocks
-        or memory or cannot be packed."""
+        """Returns a draft for each row; `None` for a row with tokens that the assistant has not
+        computed yet. Returns `None` for all rows during a pause, and if a forward runs out of
+        blocks or memory or cannot be packed."""
         if self._num_paused:
             self._num_paused -= 1
             return [None] * len(tasks)
@@ -405,7 +405,7 @@ class AssistantRow(Source):
         if self.strategy is not None:
             config = self.assistant.model.generation_config
             if config.num_assistant_tokens_schedule == "heuristic":
-                # for the next call, as transformers does
+                # like transformers, keeps the number for the next call
                 config.num_assistant_tokens = self.strategy.num_assistant_tokens
         self.assistant.remove(self)
 

@@ -23,8 +23,8 @@ from .prompts import MediaPrompts
 
 
 class PromptsVerdict(NamedTuple):
-    """Whether rows may decode packed after the model's own forward has computed their prompts,
-    which have inputs besides token ids."""
+    """Whether rows may decode in packed steps after the model's own forward has computed their
+    prompts, and how other prompts may use cached prefixes."""
 
     unsupported_reason: str | None = None  # why they cannot; `None`: they can
     can_reuse: bool = False  # other prompts may use a prompt's cached prefix
@@ -75,8 +75,8 @@ def prepare(
 
 
 def prompts_check(trial: Trial) -> PromptsVerdict:
-    """Compares the logits of prompts that the model's own forward computes, and of packed decode
-    steps after them, with those of plain forwards. Two more comparisons set the verdict's flags.
+    """Runs prompts through the model's own forward, then packed decode steps, and compares all
+    logits with plain forwards. Two more comparisons set the verdict's flags.
     For `can_reuse`, a packed step recomputes the text after each prompt's last placeholder. For
     `can_begin_after_text`, a packed step computes the text before a single prompt's content, and
     the model's own forward computes the rest of the prompt. Raises `ForwardFailedError` if a

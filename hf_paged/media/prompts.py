@@ -98,7 +98,7 @@ class MediaPrompts(Prompts):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the inputs that are not in `COMMON_INPUTS`."""
+        """Sorted names of the inputs that have a value and are not in `COMMON_INPUTS`."""
         return uncommon_names(self.model_kwargs)
 
     @property

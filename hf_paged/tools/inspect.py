@@ -232,7 +232,7 @@ def print_report(report: Report) -> None:
     if groups:
         free_text = format_bytes(report.free_bytes)
         left_text = format_bytes(report.left_bytes)
-        lines.append(f"Memory: {free_text} free, of which the weights leave {left_text} for:")
+        lines.append(f"Memory: {free_text} free. The weights leave {left_text} for:")
         for fit in report.fits:
             length = fit["length"]
             num_blocks = sum(group.num_blocks(length) for group in groups)

@@ -52,7 +52,7 @@ from .served_request import (
 logger = logging.getLogger(__name__)
 
 MAX_COMPILING = 2  # JSON schemas that are compiled at the same time
-COMPILE_SECONDS = 10.0  # a request waits this long for its turn, and again for its schema
+COMPILE_SECONDS = 10.0  # how long a request waits for its turn, and again for its own schema
 _compile_slots = threading.Semaphore(MAX_COMPILING)
 # longer bodies are tokenized one at a time, since tokenizing them takes much memory
 LONG_BODY_BYTES = 1 << 20

@@ -106,10 +106,10 @@ class Capability:
         call_kind: Any = None,
     ) -> Any:
         """Returns the verdict in the caller's `verdicts`, if it is still valid. Otherwise returns
-        the first of the `structure.reasons_against` the layout of this name or, if there is none,
-        the result of `check`. A check runs several short forwards on `prompts` or on random tokens,
-        so its result is cached by `call_kind` and the model's `_code_key`. If a forward fails,
-        returns a reason."""
+        the first reason that `structure.reasons_against` finds for the layout of this name or, if
+        it finds none, the result of `check`. A check runs several short forwards on `prompts` or on
+        random tokens, so its result is cached by `call_kind` and the model's `_code_key`. If a
+        forward fails, returns a reason that says so."""
         with step_lock(self.model):  # steps of other threads may add hooks for adapters
             verdicts = self._caller_verdicts
             if verdicts is None:

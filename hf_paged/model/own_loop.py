@@ -100,7 +100,7 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 # Inputs whose first dimension is the batch. In some models, position ids have another axis before
-# it.
+# the batch.
 ROW_INPUTS = {
     "attention_mask",
     "encoder_outputs",

@@ -28,7 +28,7 @@ class PositionTable(NamedTuple):
 
     size: int
     offset: int
-    # whether the tensor is a parameter: forwards do not replace parameters by longer ones
+    # whether the tensor is a parameter: forwards do not replace parameters with longer ones
     is_parameter: bool
 
 
@@ -140,7 +140,7 @@ def num_positions(
 
 def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:
     """Whether forwards succeed although the table is first cut to one position less than they need.
-    If so, they replace it by a longer one."""
+    If so, they replace it with a longer one."""
     if table.is_parameter:
         return False
     num_writes = len(trial.writes)

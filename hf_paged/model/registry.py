@@ -199,7 +199,7 @@ def check_options(model: PreTrainedModel, caches: Iterable[Any], options: Any) -
 
 
 def check_tiers(config: PagedConfig) -> None:
-    """If `prefix_tiers` of a new pool is set, creates the folder that it names, unless that exists.
+    """If `prefix_tiers` of a new pool is set, creates the folder that it names, unless it exists.
     Raises `OSError` if the folder cannot be used."""
     if config.prefix_tiers is not None:
         room("tiers", "`prefix_tiers`").check(config)

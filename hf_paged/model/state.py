@@ -16,7 +16,7 @@ from .writes import notes_of
 
 class ModelState(Protocol):
     """The state of a model that determines the results of its forward. The optional package
-    `fingerprints` makes this object, and records the modules and tensors for `is_in_place` then."""
+    `fingerprints` reads it, and then also records the modules and tensors for `is_in_place`."""
 
     undetectable: str | None
     """Message about a value that user code reads and whose changes cannot be detected; `None` if

@@ -193,9 +193,9 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 
 
 def overridden(model: PreTrainedModel, loop: str) -> str | None:
-    """Returns the name of the first of these methods that the model overrides: `loop`, which is a
-    decoding loop of transformers, and the methods that only this loop calls, not the engine's.
-    Returns `None` if it overrides none. Even an override of `loop` that calls the original counts,
+    """Returns the name of the first of these methods that the model overrides: transformers'
+    decoding loop `loop`, and the methods that it calls and the engine's loop does not. Returns
+    `None` if the model overrides none. An override of `loop` counts even if it calls the original,
     since it may then read the cache, which the engine leaves empty."""
     names = (loop, *compat.REPLACED_METHODS[loop])
     return next((name for name in names if not is_stock(model, name)), None)

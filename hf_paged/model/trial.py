@@ -40,7 +40,7 @@ Step = tuple[tuple[int, int], ...]  # for each row, its index and the number of 
 
 # Tolerances, in standard deviations of the logits. In half precision, rounding depends on shapes,
 # and changes logits by about a fifth of the tolerance. A router may then choose another expert for
-# a token or two, so the tolerance limits the median over tokens, not the maximum.
+# a token or two, so in half precision the tolerance limits the median over tokens, not the maximum.
 TOLERANCE = 1e-3
 HALF_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
 # For each value of torch's `fp32_precision`, which lowers the precision of float32 products: the

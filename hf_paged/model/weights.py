@@ -78,10 +78,11 @@ class WeightsGuard:
         return self._epochs.are_verified or self._compare()
 
     def commit(self, is_call: bool, state: ModelState | None = None) -> None:
-        """Called before a span ends. Fingerprints the weights that computed its blocks, unless
-        they are verified, or the executor watches the model during an engine's step and the tier
-        waits for no confirmation. Always does so if no fingerprint is stored. `is_call`: whether
-        the span is a call. `state`: the model's state, if it has just been read."""
+        """Called before a span ends. Fingerprints the weights that computed its blocks if no
+        fingerprint is stored. Otherwise skips that if the weights are already verified, and in an
+        engine's step while the model is watched and the tier wants no confirmation of its blocks.
+        `is_call`: whether the span is a call. `state`: the model's state, if it has just been
+        read."""
         try:
             tier = self._blocks.tier
             is_needed = is_call or not self.is_watched

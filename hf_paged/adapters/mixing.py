@@ -27,7 +27,7 @@ Ranges = tuple[tuple[Adapter, int, int], ...]
 
 
 class NotMixableError(Exception):
-    """A module gets other rows than one per packed token, so the rows' adapters are unknown."""
+    """A module's input does not have one row per packed token, so its rows' adapters are unknown."""
 
 
 class Mix(ForwardContext):

@@ -72,8 +72,8 @@ def local_shard(
     styles = _COLWISE | _ROWWISE
     if not isinstance(module, nn.Linear) or style not in styles:
         raise ValueError(
-            f"{name} ({type(module).__name__}) is split over processes as {style!r}, and adapters"
-            " on such a layer cannot be split like that"
+            f"{name} ({type(module).__name__}) is split over processes in the style {style!r}, in"
+            " which adapters cannot be split"
         )
 
     def shard_of(whole: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from ..threads import step_lock
 from ..topics import Topic
 from .assistant import Assistant, AssistantRow, DraftTasks, assistant_cache
 
-MAX_HEAD_DIM = 128  # hidden states are stored as K/V heads of at most this dim
+MAX_HEAD_DIM = 128  # maximum `head_dim` of hidden states that are stored as K/V heads
 
 
 class HiddenNamespace(NamedTuple):

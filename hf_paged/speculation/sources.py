@@ -142,8 +142,8 @@ class StepCosts:
         self._num_steps = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Adds a step, unless it took more than 4 times the mean time of the earlier steps. Drops
-        these if the step took less than a quarter of their mean."""
+        """Adds a step, unless it took more than 4 times the mean time of earlier steps. If it took
+        less than a quarter of the mean, drops the earlier steps."""
         mean = self._sums[3] / self._sums[0] if self._num_steps else seconds
         if seconds > 4 * mean:  # perhaps a graph was recorded, or the machine was busy
             return
@@ -258,7 +258,7 @@ def _to_bytes(token_ids: list[int]) -> bytes:
 class NgramSource(Source):
     """Drafts the tokens that followed an earlier occurrence of the row's last n-gram: in the row's
     own text or, if there is none, in `index`. If both lack the n-gram because a draft token was
-    rejected, continues to copy the same text after that token, since the rest may be the same."""
+    rejected, continues to copy the same text after that token, since the rest may still match."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
         self.index = index

@@ -171,8 +171,8 @@ class Speculator:
         assert assistance is not None
         config = decoding.config
         namespace = request.namespace
-        # Sampled rows have transformers' draft lengths. Adaptive lengths depend on the times of
-        # steps, and the tokens of sampled rows depend on the lengths of their drafts.
+        # Sampled rows use transformers' draft lengths, since their tokens depend on these lengths.
+        # With adaptive lengths, tokens would depend on the times of steps.
         has_adaptive_length = not decoding.do_sample
         drafts_first_token = False
         source: Source
@@ -209,7 +209,7 @@ class Speculator:
         layout = Capability(model, cache, make_runner).choose_layout()
         blocks_and_runner = self._make_runner(model, cache, layout)
         if commits_when_touched(compute_device(model)):
-            # reserves all memory at once: growing it would copy the blocks and discard CUDA graphs
+            # reserves all memory at once: growing it would copy blocks and discard recordings
             cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         max_tokens = self._scheduler.max_num_batched_tokens
         max_tokens = min(max_tokens, max_chunk_tokens(self.model, config) or max_tokens)
@@ -241,7 +241,7 @@ class Speculator:
         processors = LogitsProcessorList(
             processor
             for processor in decoding.logits_processor
-            # a grammar's processor reads the tokens of the target, in order
+            # leaves out a grammar's processor, which must read the target's tokens in order
             if not hasattr(processor, "set_stop_tokens")
         )
         strategy = compat.candidate_generator(

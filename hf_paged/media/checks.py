@@ -75,12 +75,12 @@ def prepare(
 
 
 def prompts_check(trial: Trial) -> PromptsVerdict:
-    """Runs prompts through the model's own forward, then packed decode steps, and compares all
-    logits with plain forwards. Two more comparisons set the verdict's flags.
-    For `can_reuse`, a packed step recomputes the text after each prompt's last placeholder. For
-    `can_begin_after_text`, a packed step computes the text before a single prompt's content, and
-    the model's own forward computes the rest of the prompt. Raises `ForwardFailedError` if a
-    forward fails, except in the last comparison."""
+    """Runs prompts through the model's own forward, then packed decode steps, and compares the
+    logits with plain forwards. Two more comparisons set the verdict's flags. For `can_reuse`, a
+    packed step recomputes the text after each prompt's last placeholder. For
+    `can_begin_after_text`, a packed step computes the text before a single prompt's first
+    placeholder, and the model's own forward computes the rest of the prompt. Raises
+    `ForwardFailedError` if a forward fails, except in the last comparison."""
     model, prompts = trial.model, trial.prompts
     new_tokens = sample_tokens(model)[:1, :2]  # stand for generated tokens
     with trial.forwards():

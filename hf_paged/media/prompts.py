@@ -251,8 +251,8 @@ class MediaPrompts(Prompts):
 
     @property
     def _kwargs_with_mask(self) -> dict[str, Any]:
-        """The `model_kwargs`. If they have no attention mask, one of ones, `(rows, length)`, is
-        added."""
+        """The `model_kwargs`. If they have no attention mask, includes a mask `(rows, length)` of
+        ones."""
         mask = self.model_kwargs.get("attention_mask")
         if mask is None:
             mask = self.input_ids.new_ones(len(self.paddings), self.length)

@@ -145,9 +145,9 @@ def _content_length(headers: Any) -> int:
 
 
 class _MessageQueue:
-    """A queue between the server's `receive` and the app, which holds at most one message of an
-    HTTP request. Cancels the client's requests when the client disconnects, when `receive` raises,
-    and when the body has more than `max_bytes`."""
+    """A queue of at most one message, between the server's `receive` and the app, for an HTTP
+    request. Cancels the client's requests when the client disconnects, when `receive` raises, and
+    when the body has more than `max_bytes`."""
 
     def __init__(self, receive: Any, client: Client, max_bytes: float) -> None:
         self._receive = receive

@@ -452,8 +452,8 @@ async def _answer(
 
 
 def _unload(shutdown: Callable[[], None]) -> None:
-    """Unloads all models through the app's `shutdown`. Unfreezes the garbage collector's objects
-    first, so that it can free a preloaded model."""
+    """Unloads all models through the app's `shutdown`. Unfreezes objects first, so that the garbage
+    collector can free a preloaded model."""
     gc.unfreeze()
     shutdown()
 

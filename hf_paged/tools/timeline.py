@@ -95,7 +95,7 @@ class Timeline(RequestListener):
                 if request not in chunked_requests and will_be_computed:
                     self._set_activity(request, Activity.DECODE)
                     self._prefilling_requests.discard(request)
-                else:  # also if this step computes none of its chunks
+                else:  # also if this step computes no chunk of the request
                     recomputes = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
                     # if swapped-out blocks were lost, the request also recomputes tokens
                     recomputes |= _num_computed_tokens(request) < num_swapped

@@ -27,7 +27,7 @@ Ranges = tuple[tuple[Adapter, int, int], ...]
 
 
 class NotMixableError(Exception):
-    """A module's input does not have one row per packed token, so its rows' adapters are unknown."""
+    """A module's input has other rows than the packed tokens, so its rows' adapters are unknown."""
 
 
 class Mix(ForwardContext):
@@ -179,12 +179,12 @@ recorded_deltas: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar
 """While a step is recorded: its `RecordedMix.deltas`, which the hooks of [`Mix`] use."""
 
 
-def join_ranges(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
-    """Returns the ranges of consecutive tokens with the same adapter. `counts`: adapters, each with
-    the number of the next tokens that have it."""
+def join_ranges(adapter_counts: Iterable[tuple[Adapter, int]]) -> Ranges:
+    """Returns the ranges of consecutive tokens with the same adapter. `adapter_counts`:
+    adapters, each with the number of the next tokens that have it."""
     ranges: list[tuple[Adapter, int, int]] = []
     end = 0
-    for adapter, count in counts:
+    for adapter, count in adapter_counts:
         start = end
         end += count
         if ranges and ranges[-1][0] is adapter:

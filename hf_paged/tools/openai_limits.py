@@ -41,7 +41,7 @@ NUMERIC_OPTIONS = (
 """Further options that are numbers or lists of numbers, whose types transformers does not check."""
 
 
-def check_extremes(options: Mapping[str, Any]) -> None:
+def check_option_limits(options: Mapping[str, Any]) -> None:
     """Raises `RefusedError` for options that overflow logits, delay all requests or are invalid."""
     _check_overflows(options)
     watermarking = options.get("watermarking_config") or {}

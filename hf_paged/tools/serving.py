@@ -37,7 +37,7 @@ from .openai_fields import (
     check_parts,
     translate,
 )
-from .openai_limits import check_allows_tokens, check_beams, check_extremes, set_max_new_tokens
+from .openai_limits import check_allows_tokens, check_beams, check_option_limits, set_max_new_tokens
 from .served_request import (
     ClientDisconnected,
     ClientMiddleware,
@@ -168,7 +168,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
             "num_return_sequences": num_choices,
         }
         request.prepare(tokenizer, generation_options)
-        check_extremes(request.generation_options)
+        check_option_limits(request.generation_options)
         set_max_new_tokens(model, gen_config, len(inputs["input_ids"]))
         biases = request.generation_options.get("sequence_bias")
         if isinstance(biases, Mapping):

@@ -23,7 +23,7 @@ from hf_paged.tools.openai_fields import (
 from hf_paged.tools.openai_limits import (
     check_allows_tokens,
     check_beams,
-    check_extremes,
+    check_option_limits,
     set_max_new_tokens,
 )
 
@@ -155,7 +155,7 @@ def test_what_is_not_served_is_refused(endpoint: str, body: dict[str, Any], mess
     ids=lambda value: str(value)[:60],
 )
 def test_extreme_options_are_refused(options: dict[str, Any], message: str) -> None:
-    check_extremes(
+    check_option_limits(
         {
             "temperature": 1e-5,
             "sequence_bias": {(1,): float("-inf")},
@@ -165,7 +165,7 @@ def test_extreme_options_are_refused(options: dict[str, Any], message: str) -> N
         }
     )
     with pytest.raises(RefusedError, match=message):
-        check_extremes(options)
+        check_option_limits(options)
 
 
 def test_beams_that_take_much_memory_are_refused() -> None:

@@ -99,8 +99,8 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-# Inputs whose first dimension is the batch. In some models, position ids have another axis before
-# the batch.
+# In every model, the batch is the first dimension of these inputs. (Position ids with several axes
+# have the batch as their second dimension.)
 ROW_INPUTS = {
     "attention_mask",
     "encoder_outputs",

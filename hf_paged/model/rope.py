@@ -68,8 +68,8 @@ class LengthRope:
 
     @restoring
     def rotating(self, factors_ids: list[int]) -> Iterator[None]:
-        """A context for a packed forward. `factors_ids`: the id of each token's factors; if the list
-        is empty, the modules use the factors that they hold. The forward writes to copies of the
+        """A context for a packed forward. `factors_ids`: the id of each token's factors; if it is
+        empty, the modules use the factors that they hold. The forward writes to copies of the
         modules' buffers, and the modules are restored when the context ends."""
         token_indices: dict[int, list[int]] = {}
         for index, factors_id in enumerate(factors_ids):

@@ -16,9 +16,9 @@ from ..interrupts import restoring
 from ..threads import step_lock
 from .peft_models import BASE, Scope, active_adapter, current_scope, use_adapter
 
-# PEFT's context around each `forward` and `generate` of a `PeftModel`, which sets the hooks
+# the method of `PeftModel` whose context sets the hooks around each `forward` and `generate`
 _HOOKS_CONTEXT = "_enable_peft_forward_hooks"
-_NAMES_KEYWORD = "adapter_names"  # with which PEFT passes the rows' adapters to its layers
+_NAMES_KEYWORD = "adapter_names"  # keyword with which PEFT passes the rows' adapters to its layers
 
 Hooks = list[tuple[nn.Module, int, Callable[..., Any]]]
 """Hooks that one call has set: the module, the hook's id there, the hook."""

@@ -25,7 +25,7 @@ class Layout:
     # number of positions in the model's shortest table of positions, which limits the tokens of a
     # sequence; `None`: no limit is known
     max_positions: int | None = None
-    # whether forwards that are not packed grow this table on demand
+    # whether forwards that are not packed grow that table on demand
     can_grow_unpacked: bool = False
     # the formats of the K/V that the cache's layers store, if rows may join and leave a batch;
     # otherwise empty

@@ -172,7 +172,7 @@ def grow_positions(model: PreTrainedModel, length: int) -> None:
     except Exception as error:
         if is_interrupt(error):
             raise
-        # the table stays as it is, so that it limits the request
+        # the table stays as it is, and limits the number of the request's tokens
 
 
 def _find_tables(

@@ -73,7 +73,7 @@ class Source:
 
     assistant: Any = None  # an `Assistant`
     max_tokens = MAX_DRAFT_TOKENS  # of a draft, without an `assistant`
-    strategy: Any = None  # transformers' candidate generator, which adapts to acceptances
+    strategy: Any = None  # transformers' candidate generator; adapts its draft lengths
     num_proposed = 0  # number of tokens in the last draft of `strategy`; 0 after `observe`
     adaptive_length: DraftLength | None = None
     generator: torch.Generator | None = None  # the row's; `None`: torch's global one

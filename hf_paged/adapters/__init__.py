@@ -1,6 +1,6 @@
 """PEFT's LoRA adapters for a model's requests: rows with different adapters share packed forwards,
 and the weights of adapters in folders are charged to the block pool. Implements
-`rooms.AdaptersRoom`; imports no other room."""
+`rooms.AdaptersRoom`; imports no other optional package."""
 
 from .call_names import row_adapters, wrapper_methods
 from .files import resolve_adapter

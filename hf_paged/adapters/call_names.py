@@ -1,7 +1,7 @@
-"""The adapters of the rows of a `generate` call: `adapter_names` of PEFT's `generate` or, in code
-that runs with an adapter, that adapter. PEFT passes the names in hooks on its layers. Calls of
-several threads may have such hooks on a model at once: this module confines each call's hooks to
-that call."""
+"""Finds the adapters of a `generate` call's rows: the `adapter_names` of PEFT's `generate` or,
+inside `use_adapter`, the adapter of that context. PEFT passes the names in hooks on its layers.
+Several threads may set such hooks on one model at once, so this module confines each call's hooks
+to that call."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from ..interrupts import restoring
 from ..threads import step_lock
 from .peft_models import BASE, Scope, active_adapter, current_scope, use_adapter
 
-# PEFT's context around each `forward` and `generate` of a `PeftModel`, which sets the hooks
+# the method of `PeftModel` whose context sets the hooks around each `forward` and `generate`
 _HOOKS_CONTEXT = "_enable_peft_forward_hooks"
-_NAMES_KEYWORD = "adapter_names"  # with which PEFT passes the rows' adapters to its layers
+_NAMES_KEYWORD = "adapter_names"  # keyword with which PEFT passes the rows' adapters to its layers
 
 Hooks = list[tuple[nn.Module, int, Callable[..., Any]]]
 """Hooks that one call has set: the module, the hook's id there, the hook."""
 
 
 def wrapper_methods(peft_model: Any) -> dict[str, Callable[..., Any]]:
-    """Returns the methods that replace those of the class `PeftModel`: the hooks of a call with
-    `adapter_names` apply only in the call's context, and none is left after an error."""
+    """Returns the methods that replace methods of the class `PeftModel`, by name. They let the
+    hooks of a call with `adapter_names` apply only in the call's context, and remove these hooks
+    even after an error."""
     enable = getattr(peft_model, _HOOKS_CONTEXT)
 
     @functools.wraps(enable)
@@ -51,7 +52,7 @@ def _with_names(
             names = _confine_hooks(model, hooks)
         stack.callback(_remove_hooks, model, hooks)  # PEFT leaves its hooks after an error
         if outer is not None and outer.model is model and outer.names is None:
-            # this code runs with an adapter: PEFT's layers may be disabled, and would ignore names
+            # inside `use_adapter`, PEFT's layers may be disabled, and would then ignore the names
             adapter_names = (name for name in names if name != BASE)
             stack.enter_context(use_adapter(model, next(adapter_names, None)))
         if hooks:
@@ -99,9 +100,9 @@ def _remove_hooks(model: nn.Module, hooks: Hooks) -> None:
 def row_adapters(model: nn.Module) -> Iterator[list[str] | None]:
     """A context in which no names reach PEFT's layers, which can apply them only to rows of a
     padded batch. Yields the names of the adapters of the running `generate` call: one for all rows,
-    one per prompt or, once PEFT has repeated them, one per row; an empty list if no single adapter
-    is active. Yields `None` if the call passes no names and no code around it runs with an
-    adapter."""
+    one per prompt or, once PEFT has repeated them, one per row. Yields an empty list if the call
+    runs inside `use_adapter` but no single adapter is active, and `None` if the call passes no
+    names and does not run inside `use_adapter`."""
     scope = current_scope.get()
     if scope is None or scope.model is not model:
         yield None

@@ -56,7 +56,8 @@ MAX_DIGESTS = 4096  # files whose hashes are cached
 # after this time since its last change, a file is stable: any later change gets another timestamp,
 # since file systems' clocks tick more often
 STABLE_NS = 10**9
-HOST_MEMORY_DIVISOR = 8  # several copies in host memory take at most 1/8 of the free host memory
+# copies in host memory take at most 1/8 of the free host memory, but one copy is always kept
+HOST_MEMORY_DIVISOR = 8
 
 
 class AdapterFile(NamedTuple):
@@ -269,9 +270,9 @@ class _Prefetch:
 
 class AdapterStore:
     """The loaded weights of adapters in folders. Resident weights are on the model's devices until
-    `forget` or `forget_stale` drops them; an adapter that the pool evicts is forgotten. For a
-    model that is not on the CPU, copies of the adapters that became resident last also stay in host
-    memory."""
+    `forget` or `forget_stale` drops them; the caller forgets an adapter when the pool evicts it. If
+    the model is not on the CPU, host memory also keeps copies of the adapters that became resident
+    last."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

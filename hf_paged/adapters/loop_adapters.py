@@ -1,5 +1,5 @@
-"""The adapters of a loop's requests: which of them are in memory, and which rows can share a
-forward. The scheduler decides which requests run."""
+"""The adapters of a loop's requests: loads and drops their weights, and finds the rows that can
+share a forward. The scheduler decides which requests run."""
 
 from __future__ import annotations
 
@@ -61,8 +61,9 @@ MAX_PREFETCH_REQUESTS = 16  # waiting requests whose adapters may be loaded befo
 
 
 class LoopAdapters:
-    """The adapters of a loop's requests: those of the model, by name, and those in folders, whose
-    weights are charged to the loop's pool. Implements `seams.Adapters`."""
+    """The adapters of a loop's requests: adapters that PEFT has added to the model, by name, and
+    adapters in folders, whose weights are charged to the loop's pool. Implements `seams.Adapters`.
+    """
 
     def __init__(
         self,
@@ -84,9 +85,9 @@ class LoopAdapters:
         # names of `_model_adapters` that were read since the last `forget_model`
         self._checked_names: set[str] = set()
         self._numbers = itertools.count()  # in `Adapter.key`
-        # By modules, why adapters on them cannot be mixed; `None` if they can. A lack of memory is
-        # also kept until `forget_model`: checks in every step would cost more than separate
-        # forwards.
+        # By modules, the reason why adapters on them cannot be mixed; `None` if they can. Even a
+        # lack of memory counts as a reason until `forget_model`: checking again in every step would
+        # cost more than separate forwards.
         self._verdicts: dict[frozenset[nn.Module], str | None] = {}
         # neither cached function may refer to this object, since a cycle would keep it alive
         self._takes_ranges = functools.lru_cache(MAX_MIXES)(takes_ranges)
@@ -117,7 +118,7 @@ class LoopAdapters:
         self.pages.unpin(request.adapter, request)
 
     def prefetch(self, waiting: Sequence[Request]) -> None:
-        """Starts to load the adapters of the next requests that are not in the pool."""
+        """Of the adapters of the next requests, starts to load those that are not in the pool."""
         next_requests = waiting[:MAX_PREFETCH_REQUESTS]
         adapter_files = dict.fromkeys(
             request.adapter for request in next_requests if request.adapter_bytes
@@ -226,9 +227,9 @@ class LoopAdapters:
         check_unmerged(peft_layers(self._model), adapter, name)
 
     def _get_mixable(self, names: Iterable[Hashable], reasons: set[str]) -> dict[Hashable, Adapter]:
-        """Returns, by name, those adapters of a step whose rows can share a forward; none if fewer
-        than two can. Adds to `reasons` why the other adapters cannot. Raises the errors of
-        `_find_adapter`, and [`AdapterError`] if adapters are merged into the weights."""
+        """Returns, by name, the adapters whose rows can share a forward; none if fewer than two
+        can. `names`: the adapters of a step. Adds to `reasons` why the others cannot. Raises the
+        errors of `_find_adapter`, and [`AdapterError`] if adapters are merged into the weights."""
         names = list(names)
         first_name = next(name for name in names if name is not None)
         self._check_unmerged(first_name)
@@ -302,7 +303,7 @@ class LoopAdapters:
             self._processes.call_adapters("check_mixing", module_names)
         try:
             adapters = [_random_adapter(self._model, module_names, rank) for rank in (3, 2)]
-        except ValueError as error:  # a layer is sharded in a way that adapters cannot be
+        except ValueError as error:  # adapters cannot be sharded like one of the layers
             return Topic.ADAPTERS(str(error))
         adapters.append(NO_ADAPTER)
 
@@ -353,7 +354,7 @@ def _make_mix(
 
 def _random_adapter(model: PreTrainedModel, module_names: Iterable[str], rank: int) -> Adapter:
     """Returns a random adapter on the modules of these names, the same in every process. Raises
-    `ValueError` if one of the modules is sharded in a way that adapters cannot be."""
+    `ValueError` if adapters cannot be sharded like one of the modules."""
     generator = torch.Generator().manual_seed(rank)
     weights = dict[nn.Module, LoraWeights]()
 

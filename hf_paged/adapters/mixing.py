@@ -27,7 +27,7 @@ Ranges = tuple[tuple[Adapter, int, int], ...]
 
 
 class NotMixableError(Exception):
-    """A module gets rows that are not the packed tokens in order, so their adapters are unknown."""
+    """A module's input has other rows than the packed tokens, so its rows' adapters are unknown."""
 
 
 class Mix(ForwardContext):
@@ -49,7 +49,8 @@ class Mix(ForwardContext):
         self.variant: Hashable = key_of(ranges)
         self.names = [(adapter.key[0], start, end) for adapter, start, end in ranges]
         self.is_fixed = not reads_ranges
-        # in a recorded step with chunks, the ranges of the rows that the head gets are unknown
+        # In a recorded step with chunks, the head gets rows whose adapters are unknown, so no
+        # adapter may be on the head.
         self.takes_chunks = reads_ranges and head not in self._deltas
         if reads_ranges:
             self.variant = frozenset(adapter.key for adapter in self.adapters)
@@ -142,7 +143,8 @@ class RecordedMix:
     """The adapters of a recorded step."""
 
     keys: Sequence[Hashable]
-    # products by module, for ranges that the step reads on the device; `None`: fixed ranges
+    # by module, the adapters' products for ranges that the step reads on the device; `None` if its
+    # ranges are fixed
     deltas: dict[nn.Module, RecordedDeltas] | None
     tables: Any = None  # with fixed ranges: the tensors that the step reads, to keep them alive
 
@@ -174,15 +176,15 @@ def key_of(ranges: Ranges) -> tuple[Any, ...]:
 recorded_deltas: ContextVar[dict[nn.Module, RecordedDeltas] | None] = ContextVar(
     "hf_paged_recorded", default=None
 )
-"""The adapters' products by module, for ranges on the device, while a step is recorded."""
+"""While a step is recorded: its `RecordedMix.deltas`, which the hooks of [`Mix`] use."""
 
 
-def join_ranges(counts: Iterable[tuple[Adapter, int]]) -> Ranges:
-    """Returns the ranges of consecutive tokens with the same adapter. `counts`: adapters, each with
-    the number of the next tokens that have it."""
+def join_ranges(adapter_counts: Iterable[tuple[Adapter, int]]) -> Ranges:
+    """Returns the ranges of consecutive tokens with the same adapter. `adapter_counts`:
+    adapters, each with the number of the next tokens that have it."""
     ranges: list[tuple[Adapter, int, int]] = []
     end = 0
-    for adapter, count in counts:
+    for adapter, count in adapter_counts:
         start = end
         end += count
         if ranges and ranges[-1][0] is adapter:

@@ -24,29 +24,31 @@ class _ResidentAdapter:
     was_admitted: bool = False  # whether a request with it was admitted
 
     def hold(self, block_ids: list[int], block_manager: BlockManager, group_index: int) -> None:
-        """Puts its blocks, which are already acquired, into a table of the group, so that a recount
-        finds them."""
+        """Puts the adapter's blocks, which are already acquired, into a block table of the group,
+        so that a recount of the pool finds them."""
         self.block_ids = block_ids
         self.sequence = block_manager.new()
         table = self.sequence.tables[group_index]
         table.append(len(block_ids) * table.block_size, block_ids)
 
     def admit(self) -> bool:
-        """Called when a request with it is admitted; returns whether one was before."""
+        """Records that a request with this adapter is admitted. Returns whether an earlier request
+        was."""
         was_admitted, self.was_admitted = self.was_admitted, True
         return was_admitted
 
     def release(self) -> None:
-        """Releases its blocks, which are cached from now on."""
+        """Releases the adapter's blocks, which stay cached."""
         self.sequence.free()
         self.sequence = NO_BLOCKS
 
 
 class AdapterPages:
     """Reserves for each adapter, in the first pool of keys and values, as many blocks as its
-    weights would fill. The blocks of an adapter with running requests are used; those of other
-    adapters are cached, in one LRU order with cached prefixes. The eviction of one block evicts its
-    adapter, and frees the adapter's other blocks. Callers hold the memory's lock.
+    weights would fill. The blocks of an adapter with running requests are in use. The blocks of
+    other adapters are cached, in one LRU order with cached prefixes. When the pool evicts one block
+    of an adapter, the adapter is dropped and its other blocks are freed. Callers hold the memory's
+    lock.
 
     Without a pool of keys and values (Mamba), adapters have no blocks, and are evicted when their
     last holder unpins them."""
@@ -182,9 +184,9 @@ class AdapterPages:
         self._drop(adapter)
 
     def _drop(self, adapter: Hashable) -> None:
-        """Drops an adapter. It counts as evicted if a request with it was admitted; otherwise no
-        request has used it while it was resident, and at most prefetched weights or a copy in host
-        memory exist."""
+        """Drops an adapter. It counts as evicted if a request with it was admitted. If none was, no
+        step has loaded its weights to the device: at most prefetched weights or a copy in host
+        memory exist, and they are kept."""
         resident = self._adapters[adapter]
         for block_id in resident.block_ids or ():
             del self._adapter_by_block[block_id]

@@ -45,11 +45,11 @@ class AdapterError(RowsError, TopicError, ValueError):
 
 @dataclass(eq=False)
 class Adapter:
-    """An adapter whose rows may share a forward with other rows."""
+    """An adapter with plain LoRA weights, so its rows may share a forward with other rows."""
 
     # name and number, never reused; identifies the weights in recorded steps
     key: tuple[Hashable, int]
-    weights: dict[nn.Module, LoraWeights]  # by linear layer to which the adapter adds them
+    weights: dict[nn.Module, LoraWeights]  # by linear layer of the base model
     # returns the identities of the adapter's current tensors and options in the model; `()` for an
     # adapter in a folder, whose weights do not change
     read_state: Callable[[], Any] = tuple
@@ -72,8 +72,8 @@ def check_wrapped(levels: Sequence[Any]) -> None:
     for level in levels:
         configs |= _configs(level)
     for name, config in configs.items():
-        # adapters with layers can be inactive, which `check_served` reads from the layers; prompt
-        # learning and X-LoRA have no layers
+        # An adapter with layers may be inactive, so it is left to `check_served`, which reads the
+        # layers. Prompt learning and X-LoRA have no layers, and are always active.
         reason = None if has_adapter(levels[-1], name) else wrapper_reason(config)
         if reason is not None:
             raise AdapterError(name, f"adapter {name!r} {reason}")
@@ -85,8 +85,8 @@ def _configs(model: Any) -> dict[str, Any]:
 
 
 def wrapper_reason(config: Any) -> str | None:
-    """Returns why an adapter with this PEFT config needs the `generate` of the surrounding
-    `PeftModel`; `None` if layers in the model compute it."""
+    """Returns why only the `generate` of the surrounding `PeftModel` can compute an adapter with
+    this PEFT config, as a predicate (`"is ..."`); `None` if layers in the model compute it."""
     config_type = type(config).__name__
     if getattr(config, "is_prompt_learning", False):
         reason = (
@@ -337,7 +337,10 @@ def find_adapter(
         a, b, bias = _tensors(layer, name)
         weights = local_weights(a, b, bias, layer.scaling[name])
         if weights is None:
-            return f"the weights of adapter {name!r} are not split over processes as their layer is"
+            return (
+                f"the weights of adapter {name!r} are not split over processes in the way in which"
+                " PEFT splits them"
+            )
         shape = tuple(base.weight.shape[::-1])
         if is_dtensor(base.weight) and (a.shape[1], b.shape[0]) != shape:
             raise AdapterError(

@@ -1,5 +1,6 @@
-"""This process's shards of the LoRA weights of sharded layers, split as PEFT splits them
-(`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`). `kernels/lora.py` sums over processes."""
+"""Finds this process's shards of the LoRA weights of sharded layers. PEFT splits these weights in
+`peft.tuners.lora.model.add_lora_tp_hooks_dtensor`, and this module splits them in the same way.
+`kernels/lora.py` sums products over the processes."""
 
 from __future__ import annotations
 
@@ -60,8 +61,8 @@ def local_shard(
     lora: LoraWeights,
 ) -> LoraWeights:
     """Returns this process's shard of the whole weights `lora` for the linear layer `module`, whose
-    name in the model without adapters is `name`. Raises `ValueError` if the layer is split in a way
-    that adapters cannot be."""
+    name in the model without adapters is `name`. Raises `ValueError` if adapters cannot be split
+    like this layer."""
     weight: Any = module.weight
     style = None
     if is_dtensor(weight):
@@ -71,8 +72,8 @@ def local_shard(
     styles = _COLWISE | _ROWWISE
     if not isinstance(module, nn.Linear) or style not in styles:
         raise ValueError(
-            f"{name} ({type(module).__name__}) is split over processes as {style!r}, and adapters"
-            " on such a layer cannot be split like that"
+            f"{name} ({type(module).__name__}) is split over processes in the style {style!r}, in"
+            " which adapters cannot be split"
         )
 
     def shard_of(whole: Tensor) -> Tensor:
@@ -99,7 +100,7 @@ def local_shard(
 
 def _shard_style(model: Any, name: str) -> str | None:
     """Returns transformers' name of the style in which `from_pretrained` sharded the weights of the
-    module `name`, such as `"colwise"`; `None` if they are whole."""
+    module `name`, such as `"colwise"`; `None` if it did not shard them."""
     plan = getattr(model, "tp_plan", None) or {}
     pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     return plan.get(pattern)

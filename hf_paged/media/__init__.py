@@ -1,6 +1,6 @@
 """Prompts with images, audio, embeddings or explicit positions, for models that run packed: the
 model's own forward computes the prompts, and packed steps continue them. Implements
-`rooms.MediaRoom`; imports no other room."""
+`rooms.MediaRoom`; imports no other optional package."""
 
 from .checks import check as check
 from .checks import prepare as prepare

@@ -23,8 +23,8 @@ from .prompts import MediaPrompts
 
 
 class PromptsVerdict(NamedTuple):
-    """Whether rows may decode packed after the model's own forward has computed their prompts,
-    which have inputs besides token ids."""
+    """Whether rows may decode in packed steps after the model's own forward has computed their
+    prompts, and how other prompts may use cached prefixes."""
 
     unsupported_reason: str | None = None  # why they cannot; `None`: they can
     can_reuse: bool = False  # other prompts may use a prompt's cached prefix
@@ -37,7 +37,7 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
     media_prompts = MediaPrompts(prompts.input_ids, prompts.model_kwargs, prompts.paddings)
     media_prompts.prepare_positions(model)
     for name, value in media_prompts.decode_inputs.items():
-        if not isinstance(value, (Tensor, bool)):  # one altered value shows too little
+        if not isinstance(value, (Tensor, bool)):  # `inputs_check` cannot try enough other values
             reason = f"decode steps may depend on `{name}`, which is not a tensor"
             return media_prompts, Topic.INPUTS(reason)
     has_text = media_prompts.media_start(model.config) > 0
@@ -46,7 +46,7 @@ def check(capability: Capability, prompts: Prompts) -> tuple[MediaPrompts, str |
     verdict = capability.verdict(prompts_check, "packed", media_prompts, call_kind)
     if isinstance(verdict, str):
         verdict = PromptsVerdict(verdict)
-    if media_prompts.user_inputs(model):  # their values may change the tokens of prompts
+    if media_prompts.user_inputs(model):  # their values may affect the K/V of every prompt token
         verdict = verdict._replace(can_reuse=False, can_begin_after_text=False)
     reason, media_prompts.can_reuse, media_prompts.can_begin_after_text = verdict
     if reason is None and media_prompts.decode_inputs:
@@ -75,12 +75,12 @@ def prepare(
 
 
 def prompts_check(trial: Trial) -> PromptsVerdict:
-    """Compares prompts that the model's own forward computes, and packed decode steps after them,
-    with plain forwards. Two more comparisons set the verdict's flags. For `can_reuse`, a packed
-    step recomputes the end of each prompt, which follows its images or other content. For
-    `can_begin_after_text`, a packed step computes the text before a single prompt's content, and
-    the model's own forward computes the rest of the prompt. Raises `ForwardFailedError` if a
-    forward fails, except in the last comparison."""
+    """Runs prompts through the model's own forward, then packed decode steps, and compares the
+    logits with plain forwards. Two more comparisons set the verdict's flags. For `can_reuse`, a
+    packed step recomputes the text after each prompt's last placeholder. For
+    `can_begin_after_text`, a packed step computes the text before a single prompt's first
+    placeholder, and the model's own forward computes the rest of the prompt. Raises
+    `ForwardFailedError` if a forward fails, except in the last comparison."""
     model, prompts = trial.model, trial.prompts
     new_tokens = sample_tokens(model)[:1, :2]  # stand for generated tokens
     with trial.forwards():
@@ -111,7 +111,7 @@ def prompts_check(trial: Trial) -> PromptsVerdict:
 
 
 class _UnreadableTensor(Tensor):
-    """Stands for a tensor that a forward does not read: every operation on it raises an error."""
+    """Stands for a tensor that a forward must not read: every operation on it raises an error."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,12 +119,13 @@ class _UnreadableTensor(Tensor):
 
 
 def inputs_check(trial: Trial) -> str | None:
-    """Compares a plain decode step with two that get other `decode_inputs`: each element has
-    another value in at least one of them. A step that reads a tensor among the `user_inputs` fails,
-    since only user code knows which values matter. If the logits differ or a step fails, returns
-    why the rows cannot decode packed, since packed steps get no such inputs. `None`: the verdict of
-    `prompts_check` on these prompts holds for all values of these inputs. Raises
-    `ForwardFailedError` if a forward fails with the inputs as they are."""
+    """Checks that decode steps ignore the `decode_inputs`, which packed steps do not get. Compares
+    a plain decode step with two others in which these inputs are altered, so that each element has
+    another value in at least one of them. An altered step that reads a tensor of the `user_inputs`
+    fails, since only user code knows which values matter. Returns why the rows cannot decode packed
+    if the logits differ or an altered step fails. Returns `None` if neither does: the verdict of
+    `prompts_check` then holds for all values of these inputs. Raises `ForwardFailedError` if a
+    forward fails with the inputs as they are."""
     prompts = trial.prompts
     new_token = sample_tokens(trial.model)[:1, :1]
     decode = functools.partial(trial.decode, prompts.input_ids, prompts.model_kwargs, new_token)

@@ -19,8 +19,8 @@ class LookAhead:
     paddings: list[int]  # number of leading padding columns of each row
     length: int
     first_column: int = 0
-    num_calls: int = 0  # of attention over the prompts' own tokens
-    # by `id`: masks of these calls that are not causal
+    num_calls: int = 0  # attention calls over the prompts' own tokens
+    # by `id`, the masks of those attention calls that are not causal; `None`: a call without a mask
     _masks: dict[int, Tensor | None] = dataclasses.field(default_factory=dict)
 
     def __call__(
@@ -45,8 +45,8 @@ class LookAhead:
 
     def look_ahead_mask(self) -> Tensor | None:
         """Returns a bool mask `(rows, length)` that marks each position that attended to a later
-        one, that later position, and all positions between the two; `None` if the mask of an
-        attention has an unsupported shape."""
+        one, that later position, and all positions between the two. Returns `None` if an attention
+        mask has an unsupported shape."""
         num_rows = len(self.paddings)
         length = self.length
         looks_ahead = torch.zeros(num_rows, length, dtype=torch.bool, device="cpu")

@@ -81,9 +81,9 @@ class MediaPrompts(Prompts):
         first: int,
         end: int,
     ) -> list[list[int]] | None:
-        """Returns the positions of a row's tokens `[first, end)`, by axis and token; they increase
-        by one after the prompt, and are floats if the model's are. Returns `None` if the row's
-        positions are 0, 1, 2, ... on all axes."""
+        """Returns the positions of a row's tokens `[first, end)`, by axis and token. After the
+        prompt, they increase by one on each axis. They are floats if the model's positions are.
+        Returns `None` if the row's positions are 0, 1, 2, ... on all axes."""
         axes = self.axes[row]
         if axes is None:
             return None
@@ -98,13 +98,13 @@ class MediaPrompts(Prompts):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the inputs that are not in `COMMON_INPUTS`."""
+        """Sorted names of the inputs that have a value and are not in `COMMON_INPUTS`."""
         return uncommon_names(self.model_kwargs)
 
     @property
     def decode_inputs(self) -> dict[str, Any]:
-        """The inputs `names` that transformers also passes to decode steps, which may thus depend
-        on their values."""
+        """The inputs in `names` that transformers also passes to decode steps, so the logits of
+        these steps may depend on them."""
         inputs = {}
         for name in self.names:
             # transformers extends `mm_token_type_ids` by zeros
@@ -165,8 +165,8 @@ class MediaPrompts(Prompts):
     def keys(self, config: PreTrainedConfig) -> Sequence[PromptKeys] | None:
         """Returns each row's prefix-cache keys; `Request.set_inputs` chooses their namespace. A
         placeholder's key includes the row's index and a hash of all media and placeholders of the
-        call, so only a batch with the same ones hits. Returns `None` if these prompts cannot use
-        the prefix cache."""
+        call, so it equals only keys from a call with the same media and placeholders. Returns
+        `None` if these prompts cannot use the prefix cache."""
         mask = self.placeholder_mask(config) if self.can_reuse else None
         if mask is None:
             return None
@@ -251,7 +251,8 @@ class MediaPrompts(Prompts):
 
     @property
     def _kwargs_with_mask(self) -> dict[str, Any]:
-        """The inputs; if they have no attention mask, with `(rows, length)` ones."""
+        """The `model_kwargs`. If they have no attention mask, includes a mask `(rows, length)` of
+        ones."""
         mask = self.model_kwargs.get("attention_mask")
         if mask is None:
             mask = self.input_ids.new_ones(len(self.paddings), self.length)

@@ -41,23 +41,23 @@ _lock = forks.lock()
 # States of a check in one process. If several processes hold the model, the lowest of their states
 # decides.
 _RULED_OUT, _PENDING, _DONE = range(3)
-# Types of the module attributes that are part of `_code_key`, since they determine what a forward
-# computes: for example an activation function. (`_code_key` adds a replaced `forward` separately.)
+# `_code_key` includes the module attributes of these types, since such attributes, for example an
+# activation function, determine what a forward computes. (It adds a replaced `forward` separately.)
 _KEYED_TYPES = {bool, str, types.FunctionType, types.MethodType, functools.partial}
 _MAX_VERDICTS = 16  # per model, which may switch between training and evaluation mode
 _verdicts = weakref.WeakKeyDictionary[PreTrainedModel, dict[Hashable, Any]]()
 
 Verdicts = dict[Hashable, Any]
-"""By check and kind of call: the model's `_quick_key` at the check, and the verdict. A caller that
-keeps them while weights and configs do not change saves time: for a model of 100 modules, a look-up
-takes 0.15 ms, and `_find_verdict` 1 ms."""
+"""Maps a check and a kind of call to the model's `_quick_key` at the time of the check, and to the
+verdict. A caller may keep this dict while weights and configs do not change, which saves time: for
+a model of 100 modules, a look-up takes 0.15 ms, and `_find_verdict` 1 ms."""
 
 
 class Capability:
     """Checks how rows may share the model's forwards. `cache` was built for the model, and stays
-    empty. `make_runner` makes the runners of the checks. Adds verdicts to the caller's `verdicts`,
-    if given, and takes them from there; without them, reads the model's structure once, so that the
-    object serves one call."""
+    empty. `make_runner` makes the runners of the checks. If the caller passes `verdicts`, looks up
+    and stores verdicts in them. Otherwise reads the model's structure only once, so the object must
+    not be used for more than one call."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class Capability:
 
     def choose_layout(self) -> Layout:
         """Returns the best layout in which each sequence gets the results that it gets alone. If
-        that is not packed and the optional package `rectangles` is not installed, the layout has
-        only the reason against packed forwards."""
+        rows cannot be packed and the optional package `rectangles` is not installed, returns a
+        layout that has only an `unsupported_reason`."""
         verdict = self.verdict(packed_check, "packed")
         if isinstance(verdict, Layout):
             return verdict
@@ -105,10 +105,11 @@ class Capability:
         prompts: Any = None,
         call_kind: Any = None,
     ) -> Any:
-        """Returns the verdict in the caller's `verdicts`, if it is still valid; otherwise the first
-        of `structure.reasons_against` the layout of this name, if any, or the result of `check`. A
-        check runs several short forwards, once for each `_code_key` of the model and `call_kind`.
-        """
+        """Returns the verdict in the caller's `verdicts`, if it is still valid. Otherwise returns
+        the first reason that `structure.reasons_against` finds for the layout of this name or, if
+        it finds none, the result of `check`. A check runs several short forwards on `prompts` or on
+        random tokens, so its result is cached by `call_kind` and the model's `_code_key`. If a
+        forward fails, returns a reason that says so."""
         with step_lock(self.model):  # steps of other threads may add hooks for adapters
             verdicts = self._caller_verdicts
             if verdicts is None:
@@ -176,7 +177,7 @@ def note_unpackable(model: PreTrainedModel, cache: PagedCache, reason: str) -> N
 
 def _quick_key(model: PreTrainedModel) -> tuple[Any, ...]:
     """Returns a key of the modules' modes, hooks and forward functions, and of whether there are
-    global hooks, faster than `_code_key`."""
+    global hooks. It is faster to compute than `_code_key`."""
     has_global_hooks = (
         bool(torch_module._global_forward_hooks),
         bool(torch_module._global_forward_pre_hooks),

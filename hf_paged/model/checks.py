@@ -50,9 +50,9 @@ _PACKED_LOGITS = (
 
 
 def packed_check(trial: Trial) -> Layout | str:
-    """Compares packed steps with plain forwards, of whole sequences and token by token. Returns the
-    packed `Layout`, or the reason against it. Raises `ForwardFailedError` if a plain forward fails;
-    out-of-memory errors pass through."""
+    """Compares the logits of packed steps with the logits of plain forwards, which compute whole
+    sequences at once or token by token. Returns the packed `Layout`, or the reason against it.
+    Raises `ForwardFailedError` if a plain forward fails; out-of-memory errors pass through."""
     model = trial.model
     with trial.forwards():
         rows = sample_tokens(model)
@@ -71,7 +71,7 @@ def packed_check(trial: Trial) -> Layout | str:
         expected_decodes, packed_logits[[2, 3, 5]], "logits of decode steps"
     )
     if reason is None:
-        # the model's `prepare_inputs_for_generation` may prepare other inputs for a first forward
+        # the model's `prepare_inputs_for_generation` may change the inputs of the first forward
         first_logits = whole_logits[:, _FIRST_LENGTH - 1]
         condition = "without `prepare_inputs_for_generation`"
         reference = "the first step of `generate`"
@@ -98,8 +98,8 @@ def packed_check(trial: Trial) -> Layout | str:
 def warm_up_kernels(trial: Trial) -> None:
     """Runs a packed prompt and a decode step on blocks in the format of the model's cache, so that
     a kernel that cannot run fails here rather than in a request (`kernels.triton.launch` remembers
-    it). Does nothing if the other checks used that format. Ignores failed forwards, and running out
-    of memory."""
+    the failure). Does nothing if the other checks used that format. Ignores failed forwards and
+    out-of-memory errors."""
     memory = trial.cache.memory
     config = dataclasses.replace(
         CONFIG,
@@ -124,17 +124,17 @@ def warm_up_kernels(trial: Trial) -> None:
 
 
 def is_forward_failure(error: Exception) -> bool:
-    """Whether a forward failed or ran out of memory; false for interrupts."""
+    """Whether `error` shows that a forward failed or ran out of memory; false for interrupts."""
     return isinstance(error, ForwardFailedError) or (
         is_out_of_memory(error) and not is_interrupt(error)
     )
 
 
 def invariance_check(trial: Trial) -> str | None:
-    """Returns why rows are not batch-invariant; `None` if they are. The reason is the one against
-    packed forwards (`packed_check`), or that logits differ bitwise: between a step and each of its
-    rows alone, or between a prefill and decodes. Raises as `packed_check` does, and
-    `ForwardFailedError` if a later packed step fails."""
+    """Returns why rows are not batch-invariant; `None` if they are. They are if `packed_check`
+    passes and logits are bitwise equal in two comparisons: rows in one step with each row alone,
+    and a prefill with decodes. Raises the errors of `packed_check`, and `ForwardFailedError` if a
+    later packed step fails."""
     layout = packed_check(trial)
     if isinstance(layout, str):
         return layout
@@ -149,8 +149,8 @@ def invariance_check(trial: Trial) -> str | None:
 
 
 def batched_and_single_logits(trial: Trial, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the logits of `_PACKED_STEPS`, and those of the same sequences when each runs alone:
-    both `(len(_PACKED_LOGITS), vocab_size)`."""
+    """Returns the logits of `_PACKED_STEPS`, and the logits of the same sequences when each runs
+    alone: both `(len(_PACKED_LOGITS), vocab_size)`."""
     batched_logits = trial.run(Layout(), rows, _PACKED_PROMPT_LENGTHS, _PACKED_STEPS)
     single = torch.empty_like(batched_logits)
     for row, prompt_length in enumerate(_PACKED_PROMPT_LENGTHS):
@@ -202,9 +202,9 @@ def classify_writes(trial: Trial) -> None:
 
 
 def _logits_after(trial: Trial, writes: Writes) -> tuple[Tensor | None, set[WriteKey]]:
-    """Sets the written attributes to their values `after`, then runs a prompt and a decode step.
-    Returns the logits, and the keys of the attributes that these forwards overwrote; `None` and no
-    keys if a forward fails."""
+    """Sets each written attribute to its `Write.after`, then runs a prompt and a decode step.
+    Returns the logits, and the keys of the attributes that these forwards overwrote. If a forward
+    fails, returns `None` and no keys."""
     with contextlib.suppress(ForwardFailedError), trial.forwards():
         row = sample_tokens(trial.model)[:1, : _FIRST_LENGTH + 1]
         for write in writes.values():

@@ -60,8 +60,8 @@ def has_foreign_hook(module: nn.Module) -> bool:
 def behavior_key(function: Any, visited_functions: dict[int, tuple[int, Any]] | None = None) -> Any:
     """A hashable key for the behavior of a function, method, callable object, wrapper or hook: its
     code, the scalars in its closure and defaults or in the attributes of its object, and the keys
-    of callables among these. Callables that were created alike have equal keys. A key keeps code
-    and classes alive."""
+    of the callables found there. Two closures of the same code over equal values have equal keys. A
+    key keeps code and classes alive."""
     kind = type(function)
     if kind in _SCALARS:
         # the `repr` of a float tells 0.0 from -0.0, and is the same for each nan

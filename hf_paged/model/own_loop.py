@@ -99,8 +99,8 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [tensor for part in parts for tensor in tensors_of(part)]
 
 
-# Inputs whose first dimension is the batch in every model, except that in some models positions
-# have an axis before it.
+# In every model, the batch is the first dimension of these inputs. (Position ids with several axes
+# have the batch as their second dimension.)
 ROW_INPUTS = {
     "attention_mask",
     "encoder_outputs",
@@ -144,7 +144,7 @@ def select_rows(name: str, value: Any, rows: Tensor, num_rows: int) -> Any:
 
 
 def first_row(prompts: Any) -> dict[str, Any]:
-    """The inputs of the first row of `Prompts`."""
+    """Returns the `model_kwargs` of the first row of `Prompts`."""
     row = torch.zeros(1, dtype=torch.long, device=prompts.input_ids.device)
     num_rows = len(prompts.paddings)
     inputs = prompts.model_kwargs.items()

@@ -23,12 +23,12 @@ _NUM_STEPS = 3
 
 
 class PositionTable(NamedTuple):
-    """An axis of a tensor that the forward of a token at `position` reads only at the index `offset
-    + position`."""
+    """An axis of a tensor. A forward whose last token is at `position` reads this axis at a single
+    index, `offset + position`."""
 
     size: int
     offset: int
-    # whether the tensor is a parameter: forwards do not replace parameters by longer ones
+    # whether the tensor is a parameter: forwards do not replace parameters with longer ones
     is_parameter: bool
 
 
@@ -122,10 +122,10 @@ def num_positions(
     trial: Trial, encoder_inputs: dict[str, Any] | None = None
 ) -> tuple[int | None, int | None]:
     """Returns the number of positions in the shortest of the model's fixed tables, and in the
-    shortest of its growing tables, which the forward replaces when they are too short. Either is
-    `None` if there is no such table or a forward fails. A table is an axis that each decode step
-    reads at one index, which is one more than in the step before. `encoder_inputs`: model inputs
-    for a model with an encoder."""
+    shortest of its growing tables, which the forward replaces when they are too short. A number is
+    `None` if the model has no table of that kind; both are if a forward fails. A table is an axis
+    that each decode step reads at one index, which increases by one per step. `encoder_inputs`:
+    model inputs for a model with an encoder."""
     try:
         tables = _find_tables(trial, encoder_inputs)
     except ForwardFailedError:
@@ -139,8 +139,8 @@ def num_positions(
 
 
 def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: PositionTable) -> bool:
-    """Whether forwards pass after the table is cut to one position less than they need, so that
-    they must replace it."""
+    """Whether forwards succeed although the table is first cut to one position less than they need.
+    If so, they replace it with a longer one."""
     if table.is_parameter:
         return False
     num_writes = len(trial.writes)
@@ -156,8 +156,9 @@ def _can_grow(trial: Trial, encoder_inputs: dict[str, Any] | None, table: Positi
 
 def grow_positions(model: PreTrainedModel, length: int) -> None:
     """Makes the model replace its growing tables (`num_positions`) that have fewer than `length`
-    positions, by a plain forward of one token at position `length - 1`, after repeated keys and
-    values. If the forward fails, the tables stay as they are."""
+    positions: runs a plain forward of one token at position `length - 1`, with a cache in which the
+    keys and values of one token are repeated. If the forward fails, the tables stay as they are.
+    """
     ids = sample_tokens(model)[:1, :1]
     cache = DynamicCache()
     inputs = {"input_ids": ids, compat.cache_name(model): cache, "use_cache": True}
@@ -171,7 +172,7 @@ def grow_positions(model: PreTrainedModel, length: int) -> None:
     except Exception as error:
         if is_interrupt(error):
             raise
-        # the table stays as it is, so that it limits the request
+        # the table stays as it is, and limits the number of the request's tokens
 
 
 def _find_tables(

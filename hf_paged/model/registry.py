@@ -56,7 +56,7 @@ class Route:
         setup_seconds (`dict[str, float]`): Seconds that the call, or the engine so far, spent on
             work that later calls reuse: `"self_check"` (forwards that decide how the model runs),
             `"build"` (loading or compiling the C++ kernels), `"record"` (recording decode steps
-            while they are computed). Parts without such work are left out.
+            while they are computed). A key is missing if no such work was done.
         slowed_by (`tuple[str, ...]`): Reasons why the call was slower than possible; each is logged
             as a WARNING, once per model.
     """
@@ -122,10 +122,10 @@ def block_sizes(
     expected: Iterable[int] = (),
     observed: Iterable[int] = (),
 ) -> BlockSizes:
-    """Returns the block sizes of a new memory: the config's or, if that is "auto", sizes chosen
-    with the kernel's times for the `observed` lengths of sequences, in tokens, or for the
-    `expected` ones. If other processes or calls need blocks of the same size, all blocks have the
-    default size."""
+    """Returns the block sizes of a new memory: the config's or, if that is "auto", sizes chosen by
+    the attention kernel's measured times. They suit the `observed` lengths of finished sequences,
+    in tokens, or the `expected` ones if there are none. If "auto" must give the same size in other
+    processes or calls, all blocks have the default size."""
     if config.block_size != AUTO:
         return BlockSizes(block_size=config.block_size)
     reason = None
@@ -145,12 +145,12 @@ def block_sizes(
 def memory_for(
     model: PreTrainedModel, config: PagedConfig, expected: Iterable[int] = ()
 ) -> PagedMemory:
-    """Returns the memory of `model`: a new one if the block size, limits, storage, dtypes, device,
-    processes or `batch_invariant` have changed or, with `block_size="auto"`, if other sizes are
-    better (`PagedMemory.better_sizes`) or `prefix_tiers` are new or gone. `expected`: lengths of
-    this call's rows in tokens. The memory counts as in use until `idle.end_use`. Raises
-    `ValueError` for a storage that the device does not support, and `OSError` if the folder of
-    new `prefix_tiers` cannot be used."""
+    """Returns the memory of `model`. It is a new one if the block size, limits, storage, dtypes,
+    device, processes or `batch_invariant` have changed. With `block_size="auto"`, it is also new if
+    other sizes are better (`PagedMemory.better_sizes`), or if `prefix_tiers` has been set or unset.
+    `expected`: lengths of this call's rows in tokens. The memory counts as in use until
+    `idle.end_use`. Raises `ValueError` for a storage that the device does not support, and
+    `OSError` if the folder of new `prefix_tiers` cannot be used."""
     device = compute_device(model)
     config = fit_blocks(config, model.config, device)
     has_tiers = config.block_size == AUTO and config.prefix_tiers is not None
@@ -199,8 +199,8 @@ def check_options(model: PreTrainedModel, caches: Iterable[Any], options: Any) -
 
 
 def check_tiers(config: PagedConfig) -> None:
-    """Creates the folder of a new pool's `prefix_tiers`, if it is set and missing. Raises `OSError`
-    if the folder cannot be used."""
+    """If `prefix_tiers` of a new pool is set, creates the folder that it names, unless it exists.
+    Raises `OSError` if the folder cannot be used."""
     if config.prefix_tiers is not None:
         room("tiers", "`prefix_tiers`").check(config)
 
@@ -213,10 +213,10 @@ def note_route(model: PreTrainedModel, route: Route) -> None:
         warn_once(model, f"runs slower than it could: {reason}")
 
 
-def warn_once(model: nn.Module, message: str, counts_numbers: bool = True) -> None:
-    """Logs a WARNING that begins with the model's class, once per model and message. Without
-    `counts_numbers`, messages that differ only in numbers, such as bytes, are the same."""
-    key = message if counts_numbers else re.sub(r"[\d.,]+", "", message)
+def warn_once(model: nn.Module, message: str, distinguishes_numbers: bool = True) -> None:
+    """Logs a WARNING that begins with the model's class, once per model and message. Unless
+    `distinguishes_numbers`, messages that differ only in numbers, such as bytes, count as one."""
+    key = message if distinguishes_numbers else re.sub(r"[\d.,]+", "", message)
     with _lock:
         messages = _warned.setdefault(model, set())
         is_new = key not in messages

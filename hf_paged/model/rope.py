@@ -34,7 +34,7 @@ class LengthRope:
         length in tokens up to which this type uses the factors of short sequences."""
         self._modules = list(module_types)
         limits = {type_and_limit for types in module_types.values() for type_and_limit in types}
-        # beyond these limits, every length has different factors
+        # beyond these limits, each length has its own factors
         self._dynamic_limits = sorted(limit for name, limit in limits if name != "longrope")
         self._limits = sorted((limit for _, limit in limits), reverse=True)
         self.must_recompute = any(_drops_cache(model, limit) for limit in self._limits)
@@ -67,12 +67,12 @@ class LengthRope:
         )
 
     @restoring
-    def rotating(self, factors: list[int]) -> Iterator[None]:
-        """A context for a packed forward of tokens with these ids of factors; if the list is empty,
-        the modules use the factors that they hold. The forward writes to copies of the modules'
-        buffers, and the modules are restored when the context ends."""
+    def rotating(self, factors_ids: list[int]) -> Iterator[None]:
+        """A context for a packed forward. `factors_ids`: the id of each token's factors; if it is
+        empty, the modules use the factors that they hold. The forward writes to copies of the
+        modules' buffers, and the modules are restored when the context ends."""
         token_indices: dict[int, list[int]] = {}
-        for index, factors_id in enumerate(factors):
+        for index, factors_id in enumerate(factors_ids):
             token_indices.setdefault(factors_id, []).append(index)
         rotate = functools.partial(_rotate, token_indices)
         with contextlib.ExitStack() as stack:

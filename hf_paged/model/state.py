@@ -16,7 +16,7 @@ from .writes import notes_of
 
 class ModelState(Protocol):
     """The state of a model that determines the results of its forward. The optional package
-    `fingerprints` reads it, and at that moment records the tensors for `is_in_place`."""
+    `fingerprints` reads it, and then also records the modules and tensors for `is_in_place`."""
 
     undetectable: str | None
     """Message about a value that user code reads and whose changes cannot be detected; `None` if
@@ -48,11 +48,11 @@ class ModelState(Protocol):
 
     def is_in_place(self) -> bool:
         """Whether the model still has the recorded modules and tensors, with the tensors at the
-        same addresses. Reads them once after each `mark_unchecked`."""
+        same addresses. Reads the model at most once after each `mark_unchecked`."""
 
     def accept(self) -> None:
         """Records the model for `is_same`, except modules and tensors. Must be called before other
-        code can run, and again after each forward, whose writes are not changes."""
+        code can run, and again after each forward, so that its writes do not count as changes."""
 
     def watch(self) -> None:
         """Records the tensors for `is_same`, so that it detects writes to them."""
@@ -80,15 +80,15 @@ def warn_uncached(model: nn.Module, reason: object) -> None:
     """Warns, once per model and reason, that the model's prefixes are not cached. Reasons that
     differ only in numbers count as one."""
     message = Topic.PREFIX_CACHE(f"runs without prefix caching: {reason}")
-    warn_once(model, message, counts_numbers=False)
+    warn_once(model, message, distinguishes_numbers=False)
 
 
 def fingerprint(model: nn.Module, state: ModelState | None = None) -> bytes | None:
     """Returns 32 bytes that change with the state of the model, the content of its tensors
     included; `None`, with a warning once per model and reason, if the model carries state or cannot
     be read. `state`: the model's state, if it has just been read. Without the optional package
-    `fingerprints`, returns random bytes, which equal no other fingerprint, so that blocks are
-    served only in the span that computed them."""
+    `fingerprints`, returns random bytes, which equal no other fingerprint: the prefix cache then
+    serves blocks only within the call or engine step that computed them."""
     if carries_state(model):
         return None
     fingerprints: FingerprintsRoom | None = room_if_installed("fingerprints")

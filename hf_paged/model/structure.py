@@ -43,8 +43,8 @@ _RATE_NAMES = ("dropout", "drop_path", "layerdrop", "jitter", "noise")
 
 
 class Structure:
-    """A model's modules, and whether its own code computes attention, on which reasons against
-    layouts depend. An object is valid only while the model stays as it is."""
+    """The facts about a model on which the reasons against layouts depend: its modules, and whether
+    its own code computes attention. They are valid only while the model does not change."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -107,8 +107,8 @@ def _input_reasons(
 
 
 def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iterator[str]:
-    """Yields reasons from methods that override those of `GenerationMixin`, from other code of the
-    model and from the functions that compute its attention."""
+    """Yields reasons from the model's code: its overrides of methods of `GenerationMixin`, states
+    outside the cache, and the functions that compute attention."""
     model = structure.model
     has_own_attention = structure.has_own_attention
     # an override may pass inputs that the engine does not support, or end the loop at another step
@@ -125,8 +125,8 @@ def _code_reasons(structure: Structure, is_packed: bool, can_join: bool) -> Iter
     config = model.config.get_text_config(decoder=True)
     is_configured = compat.attention_of(config) == NAME
     must_switch = is_packed and not has_own_attention and not is_configured
-    needs_room = {"latent": have_latents(structure.modules), "own_attention": has_own_attention}
-    for name, is_needed in needs_room.items():
+    needs_package = {"latent": have_latents(structure.modules), "own_attention": has_own_attention}
+    for name, is_needed in needs_package.items():
         message = rooms.missing(name, "its attention") if is_packed and is_needed else None
         if message:
             yield Topic.MODEL_CODE(message)
@@ -193,8 +193,9 @@ def is_stock(model: PreTrainedModel, name: str) -> bool:
 
 
 def overridden(model: PreTrainedModel, loop: str) -> str | None:
-    """Returns the name of the first method that the model overrides: transformers' method `loop`,
-    or one that it calls and the engine's loop does not; `None` if there is none. An override of
-    `loop` that calls it may continue with the cache, which the engine leaves empty."""
+    """Returns the name of the first of these methods that the model overrides: transformers'
+    decoding loop `loop`, and the methods that it calls and the engine's loop does not. Returns
+    `None` if the model overrides none. An override of `loop` counts even if it calls the original,
+    since it may then read the cache, which the engine leaves empty."""
     names = (loop, *compat.REPLACED_METHODS[loop])
     return next((name for name in names if not is_stock(model, name)), None)

@@ -38,16 +38,16 @@ from .writes import Snapshot, Write
 MakeRunner = Callable[[PreTrainedModel, PagedCache, Layout], tuple[BlockManager, Any]]
 Step = tuple[tuple[int, int], ...]  # for each row, its index and the number of tokens to compute
 
-# In standard deviations of the logits. In half precision, rounding depends on shapes and changes
-# logits by about a fifth of these values. A router may then choose another expert for a token or
-# two, so in half precision the tolerance limits the median over tokens, not the maximum.
+# Tolerances, in standard deviations of the logits. In half precision, rounding depends on shapes,
+# and changes logits by about a fifth of the tolerance. A router may then choose another expert for
+# a token or two, so in half precision the tolerance limits the median over tokens, not the maximum.
 TOLERANCE = 1e-3
 HALF_TOLERANCE = {torch.bfloat16: 5e-2, torch.float16: 1e-2}
-# By torch's option for float32 products: the half-precision dtype with as many mantissa bits as the
-# operands keep.
+# For each value of torch's `fp32_precision`, which lowers the precision of float32 products: the
+# half-precision dtype with as many mantissa bits as the operands keep.
 _PRODUCT_DTYPES = {"tf32": torch.float16, "bf16": torch.bfloat16}
 
-# blocks of the default size: a GPU then compiles kernels once for the checks and the calls
+# the default block size, so that on a GPU, checks and calls share compiled kernels
 CONFIG = PagedConfig(block_size=16, kv_dtype=None, storage="blocks")
 # Makes a separate memory for a check, since the model's own may be full. `hf_paged.budget` does not
 # limit it: if a check ran out of budget, its verdict would be that the model cannot be packed.
@@ -89,8 +89,8 @@ class Trial:
 
     def __post_init__(self) -> None:
         dtype = autocast_dtype(compute_device(self.model))
-        # dtypes in which logits are computed; forwards add to them, since a model may turn on
-        # autocast itself
+        # dtypes in which logits are computed; `decode` adds the dtypes of cached tensors, since a
+        # model may turn on autocast itself
         self.dtypes = {self.model.dtype, dtype}
 
     @restoring

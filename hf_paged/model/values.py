@@ -34,9 +34,9 @@ that torch sets on every module. (`fingerprints` and `writes` visit parameters, 
 forward hooks and modes separately if they need them.)"""
 # The standard library, except `types`: user code keeps data in `types.SimpleNamespace`.
 STANDARD = sys.stdlib_module_names - {"__main__", "types"}
-# Packages that are not user code. Except for modules, tensors and configs, attributes of their
-# objects are mostly not read: forwards rarely depend on them, and half of the process may be
-# reachable through them.
+# Packages that are not user code. The attributes of their objects (except modules, tensors and
+# configs) are mostly not read: forwards rarely depend on them, and half of the objects of the
+# process may be reachable through them.
 LIBRARIES = STANDARD | {"accelerate", "hf_paged", "numpy", "peft", "torch", "transformers"}
 
 ABSENT = object()  # stands for a missing attribute

@@ -56,9 +56,10 @@ class WeightsGuard:
             self._blocks.prefix_caching = self._can_cache and not carries_state(self._model)
 
     def go_idle(self) -> None:
-        """Called when work ends, with no request in flight. If there is a tier, fingerprints the
-        weights, so that any process can use blocks that are evicted to the tier later. Skipped if
-        the weights are already verified, or if no fingerprint is stored."""
+        """Called when work ends, with no request in flight. If evicted blocks go to a tier (host
+        memory or disk), fingerprints the weights, so that any process can use the blocks that are
+        evicted from now on. Skipped if the weights are already verified, or if no fingerprint is
+        stored."""
         needs_check = self._memory.fingerprint is not None and not self._epochs.are_verified
         if self.is_on and self._blocks.tier is not None and needs_check:
             self.begin_span()  # the model may have changed since the last step
@@ -77,9 +78,11 @@ class WeightsGuard:
         return self._epochs.are_verified or self._compare()
 
     def commit(self, is_call: bool, state: ModelState | None = None) -> None:
-        """Called before a span ends: fingerprints the weights that computed its blocks, if that
-        is needed. `is_call`: whether the span is a call. `state`: the model's state, if it has
-        just been read."""
+        """Called before a span ends. Fingerprints the weights that computed its blocks if no
+        fingerprint is stored. Otherwise skips that if the weights are already verified, and in an
+        engine's step while the model is watched and the tier wants no confirmation of its blocks.
+        `is_call`: whether the span is a call. `state`: the model's state, if it has just been
+        read."""
         try:
             tier = self._blocks.tier
             is_needed = is_call or not self.is_watched

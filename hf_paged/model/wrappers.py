@@ -24,7 +24,7 @@ def adapters_room_for(model: Any, adapter: Hashable = None) -> AdaptersRoom | No
 
 
 def resolve_adapter(model: Any, name: str | None, has_only_ids: bool = True) -> ResolvedAdapter:
-    """As `AdaptersRoom.resolve_adapter`, but returns an empty [`ResolvedAdapter`] if neither the
+    """Like `AdaptersRoom.resolve_adapter`, but returns an empty [`ResolvedAdapter`] if neither the
     request nor the model has an adapter."""
     adapters = adapters_room_for(model, name)
     if adapters is None:
@@ -33,7 +33,7 @@ def resolve_adapter(model: Any, name: str | None, has_only_ids: bool = True) -> 
 
 
 def use_adapter(model: Any, name: Hashable) -> AbstractContextManager[Any]:
-    """As `AdaptersRoom.use_adapter`, but the name `None` leaves the model as it is."""
+    """Like `AdaptersRoom.use_adapter`, but does nothing if the name is `None`."""
     adapters = adapters_room_for(None, name)
     if adapters is None:
         return NOTHING

@@ -1,5 +1,5 @@
 """Records and undoes the writes of forwards into their model: to attributes, buffers and random
-generators. The prefix cache serves no model whose forwards read values that earlier ones wrote."""
+generators. Prefixes are not cached for a model whose forwards read what earlier forwards wrote."""
 
 from __future__ import annotations
 
@@ -32,15 +32,14 @@ class Write(NamedTuple):
     before: Any
     after: Any  # a copy
     by_engine: bool  # whether one of the engine's forwards wrote it, not a plain forward
-    is_in_place: bool  # whether the value is a tensor, and the same object as before
+    is_in_place: bool  # whether the value is still the same tensor object, with other content
 
 
 Modes = tuple[bool, ...]  # whether each of a model's modules is in training mode
 
 
 class Notes:
-    """Facts about the writes of a model's forwards into the model while its modules are in certain
-    modes."""
+    """Facts about the writes of a model's forwards into the model, for one value of its `Modes`."""
 
     def __init__(self) -> None:
         # an attribute, as "class.name", that forwards read and earlier forwards wrote; unless it is
@@ -49,8 +48,8 @@ class Notes:
         # by module, the attributes that each forward overwrites and none reads, so they are not
         # part of the model's state; `ModelState` reads the values in this dict instead
         self.write_only = weakref.WeakKeyDictionary[nn.Module, dict[str, Any]]()
-        # by module, such attributes whose tensor each forward overwrites in place: the tensor is
-        # part of the model's state, but its content is not
+        # by module, the attributes whose tensor each forward overwrites in place and none reads:
+        # the tensor is part of the model's state, but its content is not
         self.overwritten = weakref.WeakKeyDictionary[nn.Module, set[str]]()
 
     def overwritten_ids(self) -> set[int]:
@@ -255,9 +254,9 @@ def _refill(value: Any, elements: list[Any]) -> None:
 
 
 def values_are_equal(a: Any, b: Any) -> bool:
-    """Whether two values are equal or, for two containers of the same type, their elements. Tensors
-    of one shape, dtype and device and scalars of one type are compared by value (NaN equals NaN),
-    other values by identity."""
+    """Whether two values are equal. Two containers of the same type are compared element by
+    element. Tensors of one shape, dtype and device and scalars of one type are compared by value
+    (NaN equals NaN); other values, nested containers included, by identity."""
     if isinstance(a, CONTAINERS) and type(a) is type(b):
         return len(a) == len(b) and all(map(_parts_are_equal, _elements(a), _elements(b)))
     return _parts_are_equal(a, b)
@@ -274,8 +273,8 @@ def _parts_are_equal(a: Any, b: Any) -> bool:
 
 
 def _are_equal_scalars(a: Any, b: Any) -> bool:
-    """Whether two values are scalars of one type and equal, or both NaN. Compares nothing else: a
-    comparison of tensors or arrays is no truth value."""
+    """Whether two values are scalars of one type and equal, or both NaN. Compares nothing else,
+    since `==` on tensors or arrays returns no single bool."""
     if type(a) is not type(b) or type(a) not in SCALARS:
         return False
     return bool(a == b or (a != a and b != b))

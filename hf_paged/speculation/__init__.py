@@ -1,5 +1,6 @@
 """Drafts the next tokens of a loop's rows, from n-grams, a smaller model, the model's own heads or
-transformers' candidate generators. Implements `rooms.SpeculationRoom`; imports no other room."""
+transformers' candidate generators. Implements `rooms.SpeculationRoom`; imports no other optional
+package."""
 
 from .speculator import Speculator as Speculator
 from .speculator import reason_against as reason_against

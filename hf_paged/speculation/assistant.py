@@ -118,9 +118,9 @@ class Assistant:
         self, decoding: SampleDecoding
     ) -> tuple[Any, LogitsProcessorList]:
         """Returns transformers' strategy, which chooses the number of a row's draft tokens, and the
-        logits processors for these tokens: the target's minimum-length processors and, of the
-        processors that transformers' assistant would use (the target's included), those that can
-        run on drafts (`can_run_on_drafts`)."""
+        logits processors for these tokens. These are the target's minimum-length processors, and
+        the processors of transformers' assistant (which include the target's) that can run on
+        drafts (`can_run_on_drafts`)."""
         strategy, processors = _strategy_and_processors(
             decoding.input_ids,
             self.model,
@@ -138,8 +138,8 @@ class Assistant:
 
     def max_draft_tokens(self, row: AssistantRow, sequence: Sequence) -> int:
         """Returns the maximum number of tokens to draft after the target's sequence: as many as
-        the row's strategy allows now, within the assistant's positions. The assistant chooses the
-        last token without computing it."""
+        the row's strategy allows now, within the assistant's positions. The last draft token needs
+        no position, since the assistant does not compute it."""
         num_tokens = int(row.strategy.num_assistant_tokens)
         if self._max_positions is None:
             return num_tokens
@@ -152,7 +152,7 @@ class Assistant:
         self._free_all()
 
     def reclaim(self) -> bool:
-        """Frees all blocks and, if there were any, begins a pause; returns whether it did."""
+        """Frees all blocks, and returns whether there were any. If so, begins a pause."""
         had_blocks = self._free_all()
         if had_blocks:
             self._num_paused = self._next_pause
@@ -174,9 +174,9 @@ class Assistant:
 
     @torch.no_grad()
     def propose(self, tasks: DraftTasks) -> list[Draft | None]:
-        """Returns a draft for each row; `None` for rows whose tokens the assistant has not all
-        computed yet, and for all rows during a pause, or if a forward runs out of blocks or memory
-        or cannot be packed."""
+        """Returns a draft for each row; `None` for a row with tokens that the assistant has not
+        computed yet. Returns `None` for all rows during a pause, and if a forward runs out of
+        blocks or memory or cannot be packed."""
         if self._num_paused:
             self._num_paused -= 1
             return [None] * len(tasks)
@@ -332,9 +332,10 @@ class AssistantRow(Source):
         self.sequence = Sequence([])
         Request("draft", [self.sequence], decoding.max_length)
         self.num_target_tokens = 0
-        # by draft token
-        self.confidences: list[float] = []  # its probability; 1 if no row reads probabilities
-        self.scores: list[Tensor] = []  # the logits `(1, vocab)`; empty unless the row is sampled
+        # the probability of each draft token; 1 if no row reads probabilities
+        self.confidences: list[float] = []
+        # the logits `(1, vocab)` of each draft token; empty unless the row is sampled
+        self.scores: list[Tensor] = []
         assistant.add(self)
 
     def clear(self) -> None:
@@ -376,8 +377,8 @@ class AssistantRow(Source):
         return self.do_sample or self.threshold is not None
 
     def should_continue(self, max_tokens: int) -> bool:
-        """Whether the draft, of at most `max_tokens`, gets another token. If not, records the
-        draft's length and passes its confidences to the strategy, which learns from them."""
+        """Whether the draft gets another token, up to `max_tokens`. If not, records the draft's
+        length and passes its confidences to the strategy, which learns from them."""
         confidences = self.confidences
         has_space = len(confidences) < max_tokens
         is_confident = self.threshold is None or confidences[-1] >= self.threshold
@@ -404,7 +405,7 @@ class AssistantRow(Source):
         if self.strategy is not None:
             config = self.assistant.model.generation_config
             if config.num_assistant_tokens_schedule == "heuristic":
-                # for the next call, as transformers does
+                # like transformers, keeps the number for the next call
                 config.num_assistant_tokens = self.strategy.num_assistant_tokens
         self.assistant.remove(self)
 

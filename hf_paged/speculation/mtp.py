@@ -37,7 +37,7 @@ from ..threads import step_lock
 from ..topics import Topic
 from .assistant import Assistant, AssistantRow, DraftTasks, assistant_cache
 
-MAX_HEAD_DIM = 128  # hidden states are stored as K/V heads of at most this dim
+MAX_HEAD_DIM = 128  # maximum `head_dim` of hidden states that are stored as K/V heads
 
 
 class HiddenNamespace(NamedTuple):
@@ -114,12 +114,12 @@ class HiddenStates:
         layer.update(keys, values)
         layer.packed_handles.clear()
 
-    def read(self, spans: Iterable[tuple[SequenceBlocks, int, int]]) -> Tensor:
+    def read(self, token_ranges: Iterable[tuple[SequenceBlocks, int, int]]) -> Tensor:
         """Returns the hidden states of tokens `[first, end)` of each sequence, concatenated:
         `(1, n, hidden_size)`."""
         group = self._layer.group
         slots = []
-        for sequence, first, end in spans:
+        for sequence, first, end in token_ranges:
             table = sequence.tables[group.index]
             slots += table.slots(first, end)
         with group.memory.lock:
@@ -155,14 +155,14 @@ class MtpRunner(PackedRunner):
         positions = inputs[1:2]
         last = numbers_on(self.device, tokens.last)
         token_lists = [sequence.token_ids for sequence in plan.sequences]
-        spans = list(zip(token_lists, plan.starts, plan.counts))
+        chunks = list(zip(token_lists, plan.starts, plan.counts))
         self.cache.set_packed_steps(steps, positions)
         try:
             with self.product_context:
                 for head in range(self.model.num_mtp_layers):
                     if head:
                         shifted_ids: list[int] = []
-                        for ids, first, count in spans:
+                        for ids, first, count in chunks:
                             shifted_ids += ids[first + head : first + head + count]
                         token_ids = numbers_on(self.device, [shifted_ids])
                     hidden = self.model.forward_layer(
@@ -228,14 +228,14 @@ class MtpHeads(Assistant):
         unfinished_rows = list(targets)
         while row_counts := self._allocate_missed(unfinished_rows):
             drafting_rows = []  # in this forward
-            spans = []
+            token_ranges = []
             for row, count in row_counts:
                 if count == row.sequence.num_to_compute:
                     drafting_rows.append(row)
                     unfinished_rows.remove(row)
                 start = row.sequence.num_computed_tokens
-                spans.append((targets[row].blocks, start, start + count))
-            hidden = self.hidden.read(spans)
+                token_ranges.append((targets[row].blocks, start, start + count))
+            hidden = self.hidden.read(token_ranges)
             plan = StepPlan.of([(row.sequence, count) for row, count in row_counts])
             choose = functools.partial(self.add_tokens, drafting_rows)
             start_time = time.perf_counter()

@@ -1,9 +1,11 @@
-"""Sources of drafts of a row's next tokens, which one forward verifies (speculative decoding, arXiv
-2211.17192; prompt lookup; transformers' candidate generators), and the draft length that pays off
-at the row's acceptance rate. The sampler verifies drafts: it samples the step's logits as usual,
-position after position, until a token differs from the draft, so a row gets the same tokens as
-without drafts. For drawn drafts (`DrawnDraft`), sampled rows use speculative sampling, which keeps
-the distribution of their tokens but not the tokens."""
+"""Sources of drafts: n-grams of earlier text (prompt lookup), and transformers' candidate
+generators. A draft guesses a row's next tokens, which one forward verifies (speculative decoding,
+arXiv 2211.17192). `DraftLength` chooses the length that pays off at the row's acceptance rate.
+
+The sampler verifies drafts: it samples the step's logits as usual, position after position, until a
+token differs from the draft, so a row gets the same tokens as without drafts. For drawn drafts
+(`DrawnDraft`), sampled rows use speculative sampling, which keeps the distribution of their tokens
+but not the tokens."""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ class Source:
 
     assistant: Any = None  # an `Assistant`
     max_tokens = MAX_DRAFT_TOKENS  # of a draft, without an `assistant`
-    strategy: Any = None  # transformers' candidate generator, which adapts to acceptances
+    strategy: Any = None  # transformers' candidate generator; adapts its draft lengths
     num_proposed = 0  # number of tokens in the last draft of `strategy`; 0 after `observe`
     adaptive_length: DraftLength | None = None
     generator: torch.Generator | None = None  # the row's; `None`: torch's global one
@@ -140,7 +142,8 @@ class StepCosts:
         self._num_steps = 0
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """Adds a step, unless it took exceptionally long. Drops earlier steps if they did."""
+        """Adds a step, unless it took more than 4 times the mean time of earlier steps. If it took
+        less than a quarter of the mean, drops the earlier steps."""
         mean = self._sums[3] / self._sums[0] if self._num_steps else seconds
         if seconds > 4 * mean:  # perhaps a graph was recorded, or the machine was busy
             return
@@ -167,8 +170,8 @@ class StepCosts:
 
 class DraftLength:
     """Chooses the lengths of a row's drafts: the `k`-th token pays off while the probability that
-    the first `k` tokens are all accepted exceeds the price of a token. A row pauses when too few
-    are accepted or its source has no draft. Pauses grow, up to a maximum, until a token is
+    the first `k` tokens are all accepted exceeds `StepCosts.price`. A row pauses when not even one
+    token pays off, or when its source has no draft. Pauses grow, up to a maximum, until a token is
     accepted."""
 
     DECAY = 0.8  # of a draft's weight in the acceptance rate, per later draft
@@ -226,9 +229,9 @@ class NgramIndex:
         end: int,
         namespace: bytes = b"",
     ) -> None:
-        """For each `n` in `range(start, end)` of at least `NGRAM_SIZE`, maps the n-gram that ends
-        the first `n` of `token_ids` to the next tokens, up to `MAX_DRAFT_TOKENS`. `namespace`: a
-        digest."""
+        """For each `n` in `range(start, end)` that is at least `NGRAM_SIZE`, maps the n-gram at the
+        end of `token_ids[:n]` to the tokens that follow it, up to `MAX_DRAFT_TOKENS`. `namespace`:
+        a digest."""
         packed = _to_bytes(token_ids)
         for num_tokens in range(max(start, NGRAM_SIZE), end):
             end_byte = num_tokens * _TOKEN_BYTES
@@ -255,7 +258,7 @@ def _to_bytes(token_ids: list[int]) -> bytes:
 class NgramSource(Source):
     """Drafts the tokens that followed an earlier occurrence of the row's last n-gram: in the row's
     own text or, if there is none, in `index`. If both lack the n-gram because a draft token was
-    rejected, continues to copy the same text after that token, since only one word may differ."""
+    rejected, continues to copy the same text after that token, since the rest may still match."""
 
     def __init__(self, index: NgramIndex, num_prompt_tokens: int, namespace: bytes = b"") -> None:
         self.index = index
@@ -267,7 +270,7 @@ class NgramSource(Source):
         self._token_ids: list[int] = []
         # position in the row's text from which the last draft was copied
         self._copy_start: int | None = None
-        # position from which the next draft is copied if the text has no such n-gram
+        # position from which the next draft is copied if the text and `index` lack the last n-gram
         self._next_copy_start: int | None = None
         self._is_continuation = False  # whether the last draft began at `_next_copy_start`
 
@@ -310,8 +313,8 @@ class NgramSource(Source):
             self._add_to_index(end)
 
     def _add_to_index(self, end: int) -> None:
-        """Adds to the index the tokens that followed each n-gram of the row that ends before
-        position `end`, except for n-grams added already."""
+        """Adds to the index each n-gram of the row that ends before position `end`, with the tokens
+        that followed it. Skips n-grams that it has added before."""
         first = max(0, self._num_indexed - NGRAM_SIZE)
         tokens = self._token_ids[first:]
         self.index.add(tokens, self._num_indexed - first, end - first, self.namespace)

@@ -73,7 +73,7 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
             "a processor that may keep state must see rejected drafts, as in transformers' own loop"
         ): is_single_row and not are_row_wise(call.inputs.logits_processor, num_rows),
         Topic.ASSISTED("transformers' own loop checks a criterion only after each draft"): (
-            is_single_row and not _end_within_drafts(call, assistance)
+            is_single_row and not _can_end_within_drafts(call, assistance)
         ),
         Topic.ASSISTED("`output_scores` or `output_logits` is set"): returns_scores,
         str(layout_reason): layout_reason is not None,
@@ -88,10 +88,10 @@ def reasons_against_call(call: Candidate, assistance: Assistance) -> Iterator[st
     yield from filter(None, [reason_against(model, config, assistance)])
 
 
-def _end_within_drafts(call: Candidate, assistance: Assistance) -> bool:
+def _can_end_within_drafts(call: Candidate, assistance: Assistance) -> bool:
     """Whether transformers' loop ends a row wherever the call's criteria end it, even within a
-    draft: it applies the config's maximum length and EOS tokens to each token. Also true of the
-    config's stop strings with a model that drafts, which transformers refuses."""
+    draft. That loop applies only the config's maximum length and EOS tokens to each token. The
+    config's stop strings also count if a model drafts, since transformers refuses such calls."""
     config = call.config
     eos = compat.special_token(config, "eos")
     is_lookup = assistance.assistant_model is None and config.assistant_early_exit is None
@@ -163,16 +163,16 @@ class Speculator:
         self.rows: dict[Generation, Source] = {}
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
-        """Implements `Drafter.attach`: creates the source of drafts for which the row's generation
-        config and `assistance` ask; by default n-grams."""
+        """Implements `Drafter.attach`: creates the source of drafts that the row's generation
+        config and `assistance` select; by default, n-grams."""
         ((request, _),) = generation.rows
         decoding = generation.decoding
         assistance = generation.assistance
         assert assistance is not None
         config = decoding.config
         namespace = request.namespace
-        # sampled rows draft as transformers does: their tokens depend on the drafts' lengths, and
-        # adaptive lengths depend on the times of steps
+        # Sampled rows use transformers' draft lengths, since their tokens depend on these lengths.
+        # With adaptive lengths, tokens would depend on the times of steps.
         has_adaptive_length = not decoding.do_sample
         drafts_first_token = False
         source: Source
@@ -209,7 +209,7 @@ class Speculator:
         layout = Capability(model, cache, make_runner).choose_layout()
         blocks_and_runner = self._make_runner(model, cache, layout)
         if commits_when_touched(compute_device(model)):
-            # all memory at once: growing would copy the blocks, and require new graphs
+            # reserves all memory at once: growing it would copy blocks and discard recordings
             cache.reserve(config.num_blocks or UNLIMITED_BLOCKS, config.max_num_seqs)
         max_tokens = self._scheduler.max_num_batched_tokens
         max_tokens = min(max_tokens, max_chunk_tokens(self.model, config) or max_tokens)
@@ -234,14 +234,14 @@ class Speculator:
     def _candidate_source(
         self, decoding: SampleDecoding, assistance: Assistance
     ) -> CandidateSource:
-        """Creates transformers' candidate generator for one row."""
+        """Returns a source that drafts for one row with transformers' candidate generator."""
         config = decoding.config
         num_lookup_tokens = config.prompt_lookup_num_tokens
         is_lookup = num_lookup_tokens is not None
         processors = LogitsProcessorList(
             processor
             for processor in decoding.logits_processor
-            # a grammar's processor reads the tokens of the target, in order
+            # leaves out a grammar's processor, which must read the target's tokens in order
             if not hasattr(processor, "set_stop_tokens")
         )
         strategy = compat.candidate_generator(
@@ -315,7 +315,7 @@ class Speculator:
                 if is_interrupt(error):
                     raise
                 middle = len(rows) // 2
-                if middle:  # halve the group, to end only the rows for which the assistant fails
+                if middle:  # halve the group, so that only rows that cause the error end
                     groups += [rows[:middle], rows[middle:]]
                 else:
                     errors.append((rows[0][0], error))
@@ -365,9 +365,9 @@ def _draft_rows(rows: list[DraftRow]) -> Items[Draft | None]:
 
 
 def _shorten_drafts(drafts: list[tuple[Source, list[int]]], num_rows: int) -> None:
-    """Shortens drafts of adaptive length until the step has the next smaller recorded size, if that
-    is at least as close as the larger size to which the step would be padded, since padding costs
-    as much as tokens. A step's size is `num_rows` plus the number of all draft tokens."""
+    """Shortens drafts of adaptive length until the step has the next smaller recorded size, unless
+    the next larger size is closer. The step would be padded to that size, and padding costs as much
+    as tokens. A step's size is `num_rows` plus the number of all draft tokens."""
     adaptive_drafts: list[list[int]] = []
     for source, tokens in drafts:
         if source.adaptive_length is None:

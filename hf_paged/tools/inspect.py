@@ -84,7 +84,9 @@ class Report:
     kv_dtype: str | None  # dtype in which K/V are stored; `None`: in `dtype`
     device: str
     groups: list[Group]
-    fits: list[dict[str, int]]  # by length: the number of sequences that fit beside the weights
+    # for one or two lengths in tokens: the bytes of a sequence of this length, and the numbers of
+    # sequences and of their tokens that fit beside the weights
+    fits: list[dict[str, int]]
     route: Route
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,10 +106,10 @@ def examine(
     kv_dtype: str | None = None,
 ) -> Report:
     """Examines a model without its weights. `model`: a name as in `find_model`. `dtype="auto"` is
-    the dtype of the model's config, or float32 if it has none. `length` defaults to 2,048 tokens,
-    or to the number of the model's positions if that is less. `kv_dtype` and `block_size` are as in
-    `PagedConfig`; `block_size="auto"` chooses sizes for sequences of `length` tokens. Raises
-    `ValueError` for invalid arguments."""
+    the dtype of the model's config, or float32 if the config has none. `length` defaults to 2,048
+    tokens, or to the number of the model's positions if that is less. `kv_dtype` and `block_size`
+    are as in `PagedConfig`; `block_size="auto"` chooses sizes for sequences of `length` tokens.
+    Raises `ValueError` for invalid arguments."""
     PagedConfig(block_size=block_size, kv_dtype=kv_dtype)
     if length is not None and length < 1:
         raise ValueError(f"`length` is {length}: it must be at least 1 (tokens)")
@@ -230,7 +232,7 @@ def print_report(report: Report) -> None:
     if groups:
         free_text = format_bytes(report.free_bytes)
         left_text = format_bytes(report.left_bytes)
-        lines.append(f"Memory: {free_text} free, of which the weights leave {left_text} for:")
+        lines.append(f"Memory: {free_text} free. The weights leave {left_text} for:")
         for fit in report.fits:
             length = fit["length"]
             num_blocks = sum(group.num_blocks(length) for group in groups)

@@ -27,8 +27,8 @@ _SOURCE_OPTIONS = {
 
 def load_model(name_or_path: str | os.PathLike[str], **options: Any) -> Any:
     """Loads a model of the class that its config names, or a causal language model if the config
-    names no class of transformers; from the folder of a PEFT adapter, the base model with the
-    adapter. `options` (`dtype`, `device_map`, ...) and errors are as in `from_pretrained`."""
+    names no class of transformers. If the folder holds a PEFT adapter, loads the base model with
+    the adapter. `options` (`dtype`, `device_map`, ...) and errors are as in `from_pretrained`."""
     import transformers
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.peft import maybe_load_adapters

@@ -71,8 +71,8 @@ METRICS: dict[Any, dict[str, tuple[str, str]]] = {
         ),
     },
 }
-"""The help text of each metric, and the field of `EngineStats` that has its value, by kind and
-name. A limit that is unset (`None`) has no value."""
+"""By kind and name of a metric: its help text, and the field of `EngineStats` that has its value.
+If the field is `None`, as for a limit that is unset, the metric has no value."""
 
 
 class EngineCollector(Collector):

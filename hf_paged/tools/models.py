@@ -107,8 +107,9 @@ def saved_generation_config(name: str) -> GenerationConfig | None:
 
 
 def _find_class(config: PreTrainedConfig) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    """Returns the configuration, and the first class that can generate: among its `architectures`,
-    then in transformers' mappings. Raises `ValueError` if there is none."""
+    """Returns the configuration and the first class that can generate, first among the
+    configuration's `architectures`, then in transformers' mappings. Raises `ValueError` if there is
+    none."""
     candidates: list[Any] = [
         getattr(transformers, name, None) for name in config.architectures or ()
     ]
@@ -297,8 +298,8 @@ def find_route(model: PreTrainedModel) -> Route:
 
 
 def _shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a copy with the fewest leading layers (at least 2, if there are as many) that include
-    each kind of layer, and with smaller sizes where these do not change keys and values."""
+    """Returns a copy with the fewest leading layers that include each kind of layer (at least 2, if
+    the model has 2), and with smaller sizes where these do not change keys and values."""
     config = copy.deepcopy(config)
     text_config: Any = config.get_text_config(decoder=True)
     for part in vars(config).values():

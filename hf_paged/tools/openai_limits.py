@@ -18,7 +18,7 @@ MIN_TEMPERATURE, MAX_BIAS = 1e-5, 1e5
 # maximum number of biased or banned sequences of several tokens, each of which transformers
 # searches for in every step
 MAX_SEQUENCES = 256
-MAX_BEAM_TOKENS = 1 << 24  # tokens of all candidates of all beams together
+MAX_BEAM_TOKENS = 1 << 24  # tokens of all candidates of a beam search together
 MAX_VALUES = {
     "num_beams": MAX_CHOICES,
     "max_matching_ngram_size": 32,
@@ -41,7 +41,7 @@ NUMERIC_OPTIONS = (
 """Further options that are numbers or lists of numbers, whose types transformers does not check."""
 
 
-def check_extremes(options: Mapping[str, Any]) -> None:
+def check_option_limits(options: Mapping[str, Any]) -> None:
     """Raises `RefusedError` for options that overflow logits, delay all requests or are invalid."""
     _check_overflows(options)
     watermarking = options.get("watermarking_config") or {}
@@ -109,10 +109,10 @@ def _biases(options: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 def set_max_new_tokens(model: Any, config: Any, num_prompt_tokens: int) -> None:
     """If a request's generation config sets no `max_new_tokens`, sets the value that the engine
-    would use: from the model's generation config, `max_length` or the model's positions. Our limits
-    then apply to this value, and the app reports an answer that reaches it as incomplete. Leaves
-    `max_new_tokens` unset if nothing limits the length. Raises `RefusedError` if the prompt leaves
-    no token for the answer."""
+    would use: from the model's generation config, `max_length` or the model's positions. The limits
+    of this module then apply to this value, and the app reports an answer that reaches it as
+    incomplete. Leaves `max_new_tokens` unset if nothing limits the length. Raises `RefusedError` if
+    the prompt leaves no token for the answer."""
     effective = EffectiveOptions(model, config)
     config.max_new_tokens = effective.max_new_tokens
     max_length = effective.max_length
@@ -131,8 +131,8 @@ def set_max_new_tokens(model: Any, config: Any, num_prompt_tokens: int) -> None:
 
 
 def check_beams(config: Any, options: Mapping[str, Any], num_prompt_tokens: int) -> None:
-    """Raises `RefusedError` if beams would take too much memory: the ids of all candidates, with
-    the prompt, are allocated at once for the maximum length."""
+    """Raises `RefusedError` if beams would take too much memory: beam search allocates the ids of
+    all candidates, prompt included, at once for the maximum length."""
     num_beams = options.get("num_beams")
     max_new_tokens = config.max_new_tokens
     if not isinstance(num_beams, int) or num_beams < 2 or not isinstance(max_new_tokens, int):
@@ -142,9 +142,9 @@ def check_beams(config: Any, options: Mapping[str, Any], num_prompt_tokens: int)
     num_candidates = num_beams * (1 + num_eos_ids)
     if num_candidates * (num_prompt_tokens + max_new_tokens) > MAX_BEAM_TOKENS:
         raise RefusedError(
-            f"`num_beams` is {num_beams} for {num_prompt_tokens} tokens of the prompt and"
-            f" {max_new_tokens} new ones, with {num_candidates} candidates per step: candidates"
-            f" times tokens may be at most {MAX_BEAM_TOKENS}. Lower `max_tokens` or `num_beams`"
+            f"`num_beams` is {num_beams} for a prompt of {num_prompt_tokens} tokens and up to"
+            f" {max_new_tokens} new tokens: its {num_candidates} candidates may have at most"
+            f" {MAX_BEAM_TOKENS} tokens in total. Lower `max_tokens` or `num_beams`"
         )
 
 

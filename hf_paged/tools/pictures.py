@@ -49,11 +49,11 @@ _STYLES: dict[str, dict[str, Any]] = {  # of bars, by the name of a request's ac
     "swapped out": {"facecolor": "#CC79A7"},
 }
 _BAR, _NARROW_BAR = 0.76, 0.26  # heights of bars, as fractions of a row's height
-_DRAFTS = {  # label and colour of each count of a `Verification`, by its name
+_DRAFTS = {  # label and colour of a count of draft tokens, by its field in `Verification`
     "num_draft_tokens": ("drafted", "#F0E442"),
     "num_accepted_tokens": ("accepted", "#009E73"),
 }
-# activities with wide bars; the others have narrow ones
+# activities of requests in the batch, with wide bars; other activities have narrow bars
 _IN_BATCH = ("prefill", "recompute", "decode")
 
 

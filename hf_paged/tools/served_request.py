@@ -48,7 +48,7 @@ class Client:
 
 @dataclass(eq=False)
 class ServedRequest:
-    """A client's request. All of its choices are one request of the engine."""
+    """A client's request. The engine computes all of its choices as one request."""
 
     endpoint: str  # a key of `openai_fields.SERVED_HERE`
     fields: Translation
@@ -84,7 +84,7 @@ class ServedRequest:
         """A context in which a model is loaded. Until it ends, errors are the server's fault."""
         self.errors_are_internal = True
         yield
-        self.errors_are_internal = False  # the rest of the request, not yet read, may be invalid
+        self.errors_are_internal = False  # the app has yet to validate the rest of the request
 
     def prepare(self, tokenizer: Any, generation_options: dict[str, Any]) -> None:
         """Sets the tokenizer and the generation options, before the engine gets the request."""
@@ -109,7 +109,7 @@ class ServedRequest:
     def logprobs(self, choice: int) -> dict[str, Any] | None:
         """Returns the log-probabilities of the choice with this index, in the endpoint's format;
         `None` if they were not requested or the request has no result."""
-        # greedy search gives one sequence for all choices
+        # greedy search returns one sequence, which all choices share
         sequences = self.result.sequences if self.result is not None else []
         if "return_logprobs" not in self.fields.options or not sequences:
             return None
@@ -145,9 +145,9 @@ def _content_length(headers: Any) -> int:
 
 
 class _MessageQueue:
-    """The messages of an HTTP request. Reads them from `receive` as fast as the app reads the
-    queue, which holds one message. Cancels the client's requests when the client disconnects, when
-    `receive` raises, and when the body has more than `max_bytes`."""
+    """A queue of at most one message, between the server's `receive` and the app, for an HTTP
+    request. Cancels the client's requests when the client disconnects, when `receive` raises, and
+    when the body has more than `max_bytes`."""
 
     def __init__(self, receive: Any, client: Client, max_bytes: float) -> None:
         self._receive = receive

@@ -37,7 +37,7 @@ from .openai_fields import (
     check_parts,
     translate,
 )
-from .openai_limits import check_allows_tokens, check_beams, check_extremes, set_max_new_tokens
+from .openai_limits import check_allows_tokens, check_beams, check_option_limits, set_max_new_tokens
 from .served_request import (
     ClientDisconnected,
     ClientMiddleware,
@@ -52,7 +52,7 @@ from .served_request import (
 logger = logging.getLogger(__name__)
 
 MAX_COMPILING = 2  # JSON schemas that are compiled at the same time
-COMPILE_SECONDS = 10.0  # a request waits this long for its turn, and again for its schema
+COMPILE_SECONDS = 10.0  # how long a request waits for its turn, and again for its own schema
 _compile_slots = threading.Semaphore(MAX_COMPILING)
 # longer bodies are tokenized one at a time, since tokenizing them takes much memory
 LONG_BODY_BYTES = 1 << 20
@@ -69,7 +69,8 @@ class ServedManager(PagedBatchingManager):
 
     def add_request(self, input_ids: Any, request_id: str | None = None, **kwargs: Any) -> str:  # type: ignore[override]
         request = current_request()
-        if not request.is_added:  # the app calls this for each choice; the first call adds them all
+        # the app calls this for each choice; the first call adds the request with all choices
+        if not request.is_added:
             super().add_request(
                 input_ids,
                 request.engine_request_id,
@@ -101,8 +102,8 @@ class ServedManager(PagedBatchingManager):
 
 
 class EngineGenerateManager(utils.CBGenerateManager):
-    """The app's continuous batching, with a [`ServedManager`]. The manager's default options are
-    the model's, not the first request's."""
+    """The app's continuous batching, with a [`ServedManager`]. The manager's default options come
+    from the model's generation config; the app would take them from the first request."""
 
     def __init__(self, cb_config: ContinuousBatchingConfig | None = None) -> None:
         super().__init__(cb_config)
@@ -146,7 +147,8 @@ class EngineGenerateManager(utils.CBGenerateManager):
     ) -> str:
         """Sets the options of this task's request, and returns the id of the choice's outputs.
         Raises `RefusedError` for options that exceed the limits or allow no token, for a text
-        prompt that never fits into memory, and for a schema that cannot be compiled."""
+        prompt that is too long for the model's positions or the memory, and for a schema that
+        cannot be compiled."""
         assert self.manager is not None  # created by `init_cb`
         request = current_request()
         tokenizer = getattr(processor, "tokenizer", processor)
@@ -166,7 +168,7 @@ class EngineGenerateManager(utils.CBGenerateManager):
             "num_return_sequences": num_choices,
         }
         request.prepare(tokenizer, generation_options)
-        check_extremes(request.generation_options)
+        check_option_limits(request.generation_options)
         set_max_new_tokens(model, gen_config, len(inputs["input_ids"]))
         biases = request.generation_options.get("sequence_bias")
         if isinstance(biases, Mapping):
@@ -217,7 +219,7 @@ def _compile(function: Callable[[], Any]) -> None:
 
 class MediaGenerateManager(utils.GenerateManager):
     """Sends requests with images or audio to the engine or, if the engine does not serve them, to
-    `generate`. Errors of `generate` are not reported as bad requests."""
+    `generate`. Reports errors of `generate` as the server's, not as bad requests."""
 
     get_engine_manager: Callable[[], EngineGenerateManager]
 
@@ -450,7 +452,8 @@ async def _answer(
 
 
 def _unload(shutdown: Callable[[], None]) -> None:
-    """Unloads all models through the app's `shutdown`; a collection may then free any of them."""
+    """Unloads all models through the app's `shutdown`. Unfreezes objects first, so that the garbage
+    collector can free a preloaded model."""
     gc.unfreeze()
     shutdown()
 

@@ -1,5 +1,5 @@
-"""Records when each request was in prefill, in decode or waiting, as intervals of steps. Plain
-Python: no tensors, no pictures."""
+"""Records what each request did over time (`Activity`), as intervals of steps. Holds no tensors;
+`pictures.py` plots the intervals."""
 
 from __future__ import annotations
 
@@ -95,9 +95,9 @@ class Timeline(RequestListener):
                 if request not in chunked_requests and will_be_computed:
                     self._set_activity(request, Activity.DECODE)
                     self._prefilling_requests.discard(request)
-                else:  # also in a step between two of its chunks
+                else:  # also if this step computes no chunk of the request
                     recomputes = previous in (Activity.PREEMPTED, Activity.RECOMPUTE)
-                    # or if its swapped-out blocks were lost, so that tokens are computed again
+                    # if swapped-out blocks were lost, the request also recomputes tokens
                     recomputes |= _num_computed_tokens(request) < num_swapped
                     activity = Activity.RECOMPUTE if recomputes else Activity.PREFILL
                     self._set_activity(request, activity)

@@ -23,7 +23,7 @@ from hf_paged.tools.openai_fields import (
 from hf_paged.tools.openai_limits import (
     check_allows_tokens,
     check_beams,
-    check_extremes,
+    check_option_limits,
     set_max_new_tokens,
 )
 
@@ -155,7 +155,7 @@ def test_what_is_not_served_is_refused(endpoint: str, body: dict[str, Any], mess
     ids=lambda value: str(value)[:60],
 )
 def test_extreme_options_are_refused(options: dict[str, Any], message: str) -> None:
-    check_extremes(
+    check_option_limits(
         {
             "temperature": 1e-5,
             "sequence_bias": {(1,): float("-inf")},
@@ -165,7 +165,7 @@ def test_extreme_options_are_refused(options: dict[str, Any], message: str) -> N
         }
     )
     with pytest.raises(RefusedError, match=message):
-        check_extremes(options)
+        check_option_limits(options)
 
 
 def test_beams_that_take_much_memory_are_refused() -> None:
@@ -173,8 +173,8 @@ def test_beams_that_take_much_memory_are_refused() -> None:
     for options in ({"num_beams": 64}, {"num_beams": 1}, {}):
         check_beams(config, options, 0)
     for num_beams, num_prompt_tokens in ((65, 0), (64, 1)):
-        counts = f"is {num_beams} for {num_prompt_tokens} tokens of the prompt and 65536 new ones"
-        with pytest.raises(RefusedError, match=f"{counts}, .* candidates .* `max_tokens`"):
+        counts = f"is {num_beams} for a prompt of {num_prompt_tokens} tokens and up to 65536 new"
+        with pytest.raises(RefusedError, match=f"{counts} tokens: .* candidates .* `max_tokens`"):
             check_beams(config, {"num_beams": num_beams}, num_prompt_tokens)
 
 

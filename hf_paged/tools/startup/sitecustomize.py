@@ -1,7 +1,7 @@
 """Imports `hf_paged` in processes that `python -m hf_paged run` starts, as soon as they have
-imported the modules of transformers that it patches. Python runs this file at startup (`site`),
-since the command puts this folder on PYTHONPATH, as `opentelemetry-instrument` and `ddtrace-run` do
-with theirs."""
+imported the modules of transformers that `hf_paged` patches. Python runs this file at startup
+(`site`), since the command puts this folder on PYTHONPATH. (`opentelemetry-instrument` and
+`ddtrace-run` use a `sitecustomize` in the same way.)"""
 
 from __future__ import annotations
 

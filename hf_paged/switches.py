@@ -1,4 +1,5 @@
-"""Switches objects for the duration of calls, which may overlap in several threads."""
+"""Switches objects to another state while calls run, which may overlap in several threads, and
+restores them afterwards."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ Switching = tuple[Callable[[], None], Callable[[], None]]
 
 
 class _Nothing:
-    """A context without effect. Since each step enters several, the methods are C functions, unlike
-    those of `contextlib.nullcontext`: `str.format` takes any arguments and returns a false
-    value."""
+    """A context without effect. Each step enters several, so its methods are C functions, which are
+    faster than the methods of `contextlib.nullcontext`: `str.format` takes any arguments and
+    returns a false value."""
 
     __enter__ = "".format
     __exit__ = "".format
@@ -30,8 +31,8 @@ NOTHING: contextlib.AbstractContextManager[Any] = _Nothing()  # type: ignore[ass
 
 class Switches(Generic[T]):
     """The objects that calls have switched, each with its functions from `switching` and the
-    threads of its calls. Calls may overlap: each switches the object, and the last to end restores
-    the state that the object had before the first."""
+    threads of its calls. Calls on one object may overlap: each call switches the object, and the
+    last call to end restores the state that the object had before the first call."""
 
     def __init__(
         self, switching: Callable[[T], Switching], on_all_restored: Callable[[], None] | None = None

@@ -184,11 +184,11 @@ class BeamDecoding(Decoding):
         except Exception as error:
             _check_criteria(len(ids), error)
             raise
-        ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
+        ends_by_prompt = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
         num_generated = self.length - self.prompt_length
         arguments: Any = dict(
             top_continuations,
-            next_token_hits_stopping_criteria=ends,
+            next_token_hits_stopping_criteria=ends_by_prompt,
             num_beams=self.num_beams,
         )
         self.running_sequences, self.running_scores, self.running_indices = compat.running_beams(
@@ -215,7 +215,7 @@ class BeamDecoding(Decoding):
             max_length=self.max_length,
             **self._finished_beams(),
         )
-        state = self.may_improve, self.is_finished, ends
+        state = self.may_improve, self.is_finished, ends_by_prompt
         is_unfinished = compat.beams_are_unfinished(self.model, *state, self.config.early_stopping)
         parents = self.running_indices[..., num_generated].flatten().tolist()
         tokens = self._ids[:, -1].tolist()

@@ -107,11 +107,11 @@ def _refusing_unknown_options(cls: type[T]) -> type[T]:
     init = cls.__init__
 
     @functools.wraps(init)
-    def checked(self: T, *args: Any, **options: Any) -> None:
+    def checked_init(self: T, *args: Any, **options: Any) -> None:
         _check_names(f"`{cls.__name__}`", options, cls, TypeError)
         init(self, *args, **options)
 
-    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
     return cls
 
 

@@ -239,16 +239,16 @@ def interrupt_of(error: BaseException) -> BaseException | None:
         running_ids.add(id(frame))
         frame = frame.f_back
     errors, known_ids = [error], {id(error)}
-    for later in errors:  # the loop appends causes and contexts
-        if isinstance(later, KeyboardInterrupt) or _is_from_handler(later):
-            return later
-        for earlier in (later.__cause__, later.__context__):
-            trace = None if earlier is None else earlier.__traceback__
-            if earlier is None or trace is None or id(earlier) in known_ids:
+    for current_error in errors:  # the loop appends causes and contexts
+        if isinstance(current_error, KeyboardInterrupt) or _is_from_handler(current_error):
+            return current_error
+        for previous_error in (current_error.__cause__, current_error.__context__):
+            trace = None if previous_error is None else previous_error.__traceback__
+            if previous_error is None or trace is None or id(previous_error) in known_ids:
                 continue
             if id(trace.tb_frame) not in running_ids:
-                errors.append(earlier)
-                known_ids.add(id(earlier))
+                errors.append(previous_error)
+                known_ids.add(id(previous_error))
     return None
 
 

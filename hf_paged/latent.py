@@ -58,10 +58,10 @@ class ExpandedTensor(LatentTensor):
         module = expansion.module
         latent = expansion.latent
         batch, _, length, _ = latent.shape
-        nope = module.qk_nope_head_dim
+        nope_dim = module.qk_nope_head_dim
         value_dim = module.v_head_dim
-        dims = (nope + module.qk_rope_head_dim, value_dim)
-        heads = module.kv_b_proj.weight.shape[0] // (nope + value_dim)
+        dims = (nope_dim + module.qk_rope_head_dim, value_dim)
+        heads = module.kv_b_proj.weight.shape[0] // (nope_dim + value_dim)
         self = Tensor._make_wrapper_subclass(
             cls,
             (batch, heads, length, dims[index]),
@@ -106,13 +106,13 @@ class ExpandedTensor(LatentTensor):
             return None
         if layer.tiles[0].shape[3] != rank + rope_dim:
             return None
-        nope = module.qk_nope_head_dim
-        # (heads, nope + value_dim, rank)
-        weight = module.kv_b_proj.weight.view(query.shape[1], nope + module.v_head_dim, -1)
-        value_weight = weight[:, nope:]
+        nope_dim = module.qk_nope_head_dim
+        # (heads, nope_dim + value_dim, rank)
+        weight = module.kv_b_proj.weight.view(query.shape[1], nope_dim + module.v_head_dim, -1)
+        value_weight = weight[:, nope_dim:]
         # (batch, heads, query_len, rank)
-        latent_query = torch.matmul(query[..., :nope], weight[:, :nope])
-        query = torch.cat([latent_query, query[..., nope:]], dim=-1)
+        latent_query = torch.matmul(query[..., :nope_dim], weight[:, :nope_dim])
+        query = torch.cat([latent_query, query[..., nope_dim:]], dim=-1)
 
         def expand(output: Tensor) -> Tensor:
             self.step.counters.latent += 1

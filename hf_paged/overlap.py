@@ -372,21 +372,21 @@ if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist
 
 
 @restoring
-def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[SharedLoop]:
+def call_loop(candidate: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[SharedLoop]:
     """A context whose value is a loop on the call's memory. Calls that can share forwards, even
     across threads, get the same loop. The first of their contexts makes the loop with `make_loop`,
     and the last drops it, since the loop holds the model. The call gets a separate loop if this
     thread is already taking a step of the shared loop, or if it holds the model's lock, for which
     the other threads of the shared loop would wait."""
-    memory, device = call.cache.memory, compute_device(call.model)
+    memory, device = candidate.cache.memory, compute_device(candidate.model)
     stream = None
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
     key: Hashable = (
-        dataclasses.replace(call.paged_config, cache_salt=None, idle_release_seconds=None),
-        call.layout,
-        tuple(call.cache.groups),
-        call.model.training,
+        dataclasses.replace(candidate.paged_config, cache_salt=None, idle_release_seconds=None),
+        candidate.layout,
+        tuple(candidate.cache.groups),
+        candidate.model.training,
         autocast_dtype(device),
         torch.is_inference_mode_enabled(),
         stream,
@@ -402,7 +402,7 @@ def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[Sh
             # read once: another thread may change it
             stepper = None if shared_loop is None else shared_loop.stepper
             is_stepping = stepper is not None and stepper.thread_id == threading.get_ident()
-            if is_stepping or step_lock(call.model)._is_owned():  # type: ignore[attr-defined]
+            if is_stepping or step_lock(candidate.model)._is_owned():  # type: ignore[attr-defined]
                 key, shared_loop = user, None
             if shared_loop is None:
                 shared_loop = loops[key] = SharedLoop(make_loop(), is_private=key is user)

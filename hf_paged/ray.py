@@ -165,7 +165,7 @@ class LLMPredictor(_Worker):
         accessor = BlockAccessor.for_block(table.select(input_columns))
         rows = list(accessor.iter_rows(public_row_format=True))
         columns: dict[str, Any] = {
-            name: [_plain(row[name]) for row in rows] for name in input_columns
+            name: [_to_python(row[name]) for row in rows] for name in input_columns
         }
         prompts = columns.pop(self.prompt_column)
         row_configs = columns.pop("generation_config", [None] * len(rows))
@@ -302,14 +302,14 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Converts a row's value: arrays to lists, missing values to `None`."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _to_python(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_plain(part) for part in value]
+        return [_to_python(part) for part in value]
     if _is_missing(value):
         return None
     return value

@@ -198,10 +198,10 @@ class AdaptersRoom(Protocol):
 
     def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
         """A context that hides the `adapter_names` of a call of PEFT's `generate` from the call's
-        forwards. The context's value is the list of these names. If the call has no names, but the
-        code around it runs with an adapter, the list holds only the active adapter; it is empty if
-        not exactly one adapter is active. `None`: the call has no names, and no code around it runs
-        with an adapter."""
+        forwards. The context's value is the list of these names, one per prompt or per row. If the
+        call has no names, but the code around it runs with an adapter, the list holds only the
+        active adapter; it is empty if not exactly one adapter is active. `None`: the call has no
+        names, and no code around it runs with an adapter."""
 
     wrapper_methods: Callable[[Any], Mapping[str, Callable[..., Any]]]
     """Takes the class `PeftModel`. Returns the methods that replace its own, by name, so that calls

@@ -68,18 +68,20 @@ class Switches(Generic[T]):
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process, ends the calls of other threads, which do not exist there."""
-        self._retain(True)
+        self._end_calls(of_current_thread=False)
 
     def clean_up_after_error(self) -> None:
         """Ends the calls of this thread."""
         with self._lock:
-            self._retain(False)
+            self._end_calls(of_current_thread=True)
 
-    def _retain(self, is_current: bool) -> None:
-        """Ends the calls of the other threads or, unless `is_current`, those of this thread."""
+    def _end_calls(self, of_current_thread: bool) -> None:
+        """Ends the calls of this thread, or the calls of all other threads."""
         current_thread = threading.get_ident()
         for item, _, threads in list(self.entries.values()):
-            threads[:] = [thread for thread in threads if (thread == current_thread) is is_current]
+            threads[:] = [
+                thread for thread in threads if (thread == current_thread) is not of_current_thread
+            ]
             self._restore_if_unused(item, threads)
 
     def _restore_if_unused(self, item: T, threads: list[int]) -> None:

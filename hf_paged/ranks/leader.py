@@ -226,8 +226,11 @@ class RankLeader:
         if group not in self._groups:  # the memory of a model in this process alone
             return
         number = self._groups.index(group)
-        portable = [RemoteHostBlocks(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
-        self.queue_order("move", move, number, portable, id(result))
+        portable_arguments = [
+            RemoteHostBlocks(id(value)) if isinstance(value, HostBlocks) else value
+            for value in arguments
+        ]
+        self.queue_order("move", move, number, portable_arguments, id(result))
         if isinstance(result, HostBlocks):
             weakref.finalize(result, self.queue_order, "forget", id(result)).atexit = False
 
@@ -371,7 +374,8 @@ class Follower:
         """Repeats the leader's move of blocks. `number` identifies the result if that is
         `HostBlocks`."""
         local_arguments = [
-            self._host_blocks[x.number] if isinstance(x, RemoteHostBlocks) else x for x in arguments
+            self._host_blocks[value.number] if isinstance(value, RemoteHostBlocks) else value
+            for value in arguments
         ]
         result = move(self._groups[group], *local_arguments)
         if isinstance(result, HostBlocks):

@@ -211,9 +211,10 @@ class Recorder(Protocol):
         checked."""
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]], reason: str | None = None) -> None:
-        """Compares pairs of results, each `(rows, ...)`: first that of the model's own forward,
-        then that of the last replay. If any pair differs by more than rounding, or if there is a
-        `reason` against replays, steps of the replay's kind run eagerly from then on."""
+        """Compares pairs of results, each `(rows, ...)`. The first of a pair comes from the model's
+        own forward, the second from the last replay. If any pair differs by more than rounding, or
+        if there is a `reason` against replays, steps of the replay's kind run eagerly from then
+        on."""
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
         """Returns the part that records the decode steps of the model's padded batches
@@ -460,9 +461,9 @@ class Leader(Processes, Protocol):
         between two messages would leave the processes waiting for each other."""
 
     def check_request(self, options: RequestOptions) -> None:
-        """Raises `ValueError` if an engine over several processes supports no request with these
-        options, or does not support its config, its model or `hf_paged.budget`. Raises
-        `RuntimeError` after the engine has been closed."""
+        """Raises `ValueError` if an engine over several processes does not support these options,
+        its config or its model, or if `hf_paged.budget` is set. Raises `RuntimeError` after the
+        engine has been closed."""
 
     def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
         """Calls `factory.choose_layout` in all processes, in this one through `choose`. Raises

@@ -28,6 +28,7 @@ _missing: list[str] = []
 
 
 def _require(name: str, owner: Any = GenerationMixin) -> str:
+    """Returns `name`. If `owner` lacks this attribute, the import of this module fails."""
     if not hasattr(owner, name):
         owner_name = getattr(owner, "__name__", type(owner).__name__)
         _missing.append(f"{owner_name}.{name}")
@@ -35,6 +36,8 @@ def _require(name: str, owner: Any = GenerationMixin) -> str:
 
 
 def _require_method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
+    """Returns a function that calls the method `name` of its first argument. Checks the name as
+    `_require` does."""
     _require(name, owner)
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:

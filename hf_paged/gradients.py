@@ -49,8 +49,8 @@ class GraphStates(NamedTuple):
 
     def visible(self, step: StepMetadata, blocks: KVBlocks) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of `step.columns`, each `(batch, heads, len(columns), dim)`.
-        The last tokens' come from these states; those of earlier tokens that the states lack come
-        from `blocks`, without a graph."""
+        These states hold the last columns. Earlier columns that they lack come from `blocks`,
+        without a graph."""
         assert step.columns is not None
         num_visible = len(step.columns)
         keys, values, _ = self.last(num_visible)

@@ -130,8 +130,8 @@ class GrammarProcessor(LogitsProcessor):
         ids = [] if tokens is None else [token for token in tokens.flatten().tolist() if token >= 0]
         if not ids:
             raise ValueError(
-                "text under a `schema`, `regex` or `grammar` must end with an EOS token: set"
-                " `eos_token_id`"
+                "text that a `schema`, `regex` or `grammar` constrains must end with an EOS token:"
+                " set `eos_token_id`"
             )
         self._stop_tokens = ids
         self._has_beams = has_beams

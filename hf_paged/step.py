@@ -111,7 +111,7 @@ class Cascade(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
     """The metadata of `n` rows with `T` tokens in total. The cache makes one object for each layer
-    group. From this, attention derives objects that leave out positions hidden by a mask. Query `i`
+    group. From it, attention derives objects that leave out positions hidden by a mask. Query `i`
     of a row is at position `seq_len - query_len + i`, which is negative for a padding query."""
 
     block_tables: Tensor

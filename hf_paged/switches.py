@@ -1,5 +1,5 @@
-"""Switches objects to another state while calls run, which may overlap in several threads, and
-restores them afterwards."""
+"""Switches objects to another state while calls run, and restores them afterwards. Calls may
+overlap, also in several threads."""
 
 from __future__ import annotations
 

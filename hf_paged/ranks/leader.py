@@ -190,8 +190,9 @@ class RankLeader:
             return None
         self.queue_order("call_adapters", "forget", file)
         return (
-            f"by processes {failed_ranks} of {self.ranks.size} that hold shards of the model (their"
-            " output says why): every process reads the adapter's folder under this path"
+            f"by processes {failed_ranks} of {self.ranks.size} that hold shards of the model (see"
+            " the output of these processes): every process reads the adapter's folder under this"
+            " path"
         )
 
     @contextlib.contextmanager

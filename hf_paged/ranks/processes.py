@@ -1,5 +1,5 @@
-"""The process group of a sharded model, whose processes compute every forward together, and their
-messages. `leader.py` determines the content of messages."""
+"""The group of processes that compute every forward of a sharded model together, and the messages
+between them. `leader.py` determines the content of messages."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class Ranks:
             self._user = outer_user
 
     def reserve(self, user: int = _ENGINE) -> int | None:
-        """Reserves the model until `release`, and raises the error of `reserving`. Returns the
-        previous user, or `None`."""
+        """Reserves the model until `release` is called. Raises `RuntimeError` as `reserving` does.
+        Returns the previous user, or `None`."""
         with _lock:
             previous_user = self._user
             if previous_user is not None and (previous_user != user or user == _ENGINE):

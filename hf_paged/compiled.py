@@ -84,6 +84,8 @@ def replaced_forward(module: nn.Module) -> Any:
 
 
 def _switching(module: nn.Module) -> Switching:
+    """Returns two functions: the first makes the module run its original code, the second makes it
+    run its compiled code again."""
     attributes = vars(module)
     # by attribute: the module's value or `_UNSET`, and the original function
     saved_attributes: dict[str, tuple[Any, Any]] = {}

@@ -125,6 +125,8 @@ def _naming_variable() -> Iterator[None]:
 
 
 def _with_environment_defaults(cls: type) -> type:
+    """Decorates `PagedConfig`: overrides the defaults of its options with the values in the
+    environment variable `CONFIG_VARIABLE`."""
     text = os.environ.get(CONFIG_VARIABLE) or "{}"
     try:
         defaults = json.loads(text)

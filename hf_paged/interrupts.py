@@ -3,9 +3,10 @@
 In the main thread, Python may run signal handlers at any call, at any backward jump and at the
 start of any function, and the handlers may raise. A step's bookkeeping recovers by itself
 (`StepLoop.recover`). Other state that a call changes for a while, such as a model's attention, is
-restored by `finally` blocks and contexts. But an interrupt that arrives just as the block or
-context begins can prevent the restoration. The [`guarded`] call around it then ends open contexts
-of [`restoring`] functions, and lets the owners of other state clean up (`register_for_cleanup`).
+restored by `finally` blocks and contexts. An interrupt that arrives just as such a block or context
+begins can prevent the restoration. The [`guarded`] call around the context then ends the open
+contexts of [`restoring`] functions, and lets the owners of other state clean up
+(`register_for_cleanup`).
 """
 
 from __future__ import annotations
@@ -56,6 +57,8 @@ def register_for_cleanup(owner: Any) -> None:
 
 
 class _Restoring(contextlib._GeneratorContextManager[T]):
+    """The context manager of a `restoring` function."""
+
     gen: Any
 
     def __enter__(self) -> T:

@@ -191,7 +191,7 @@ class AdaptersRoom(Protocol):
 
     resolve_adapter: Callable[..., ResolvedAdapter]
     """Takes a model, the option `adapter` of a request, and whether the prompt consists of token
-    ids alone. Raises `ValueError` if the adapter cannot be served."""
+    ids alone. Returns the request's adapter. Raises `ValueError` if it cannot be served."""
 
     def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
         """A context for a forward of `model` with the adapter of this name."""

@@ -19,7 +19,7 @@ The public names (`help(hf_paged.PagedEngine)` explains one):
 
     install, uninstall        add "paged" to `generate` (importing hf_paged does so); undo it
     last_route, Route         the route of a model's last call, and the reason for it
-    memory_stats, MemoryStats bytes of a model's keys and values, and those of a plain cache
+    memory_stats, MemoryStats bytes of a model's keys and values, in blocks and in a plain cache
     free                      frees a model's pool
     budget                    limits the pools of all models together, in bytes
     check_integrity           checks a model's pool against its block tables
@@ -32,7 +32,7 @@ The public names (`help(hf_paged.PagedEngine)` explains one):
     SequenceResult            one generated sequence: token ids, text, log-probabilities
     EngineStats               an engine's state and counters
     PagedCache                a `transformers.Cache` whose keys and values are in blocks
-    serve_rank                serves a sharded model's engine in the other processes
+    serve_rank                computes an engine's steps in the other processes of a sharded model
     OutOfBlocksError          raised when a limit, or free memory, allows too few blocks
     EngineStalledError        raised when many steps in a row produced no token
     RankLostError             raised when a process of a sharded model has ended or is out of step
@@ -96,7 +96,7 @@ for _name in [
 if not _TYPE_CHECKING:
 
     def __getattr__(name: str) -> _Module:
-        """Returns an imported module of the package, although its name is deleted above."""
+        """Returns a submodule that has been imported. The loop above has deleted its name."""
         if (module := _sys.modules.get(f"{__name__}.{name}")) is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return module

@@ -1,4 +1,4 @@
-"""`python -m hf_paged`, whose commands are in `tools/commands.py`."""
+"""The entry point of `python -m hf_paged`. `tools/commands.py` implements the commands."""
 
 import sys
 

@@ -41,8 +41,8 @@ class _AfterImport(NamedTuple):
 
 def after_import(name: str, action: Action) -> None:
     """Runs `action` on the module `name`: now if it has been imported, and whenever it is imported
-    or reloaded later. Repeated calls with the same arguments count once; of several actions
-    for one module, later imports run only the last."""
+    or reloaded later. If several actions are registered for one module, later imports run only the
+    one that was registered last. Registering the same action again has no effect on them."""
     if name in sys.modules:
         action(import_module(name))  # waits if another thread is importing it
     finder = _AfterImport(name, action)

@@ -1,6 +1,7 @@
 """Beam search, with and without sampling, as in transformers' `_beam_search`, but one step at a
-time: `BeamDecoding.step` takes logits, and returns the parents and tokens of the next beams, whose
-blocks the ledger permutes. This module imports no other room (`rooms`)."""
+time: `BeamDecoding.step` takes logits, and returns the parents and tokens of the next beams. The
+ledger then permutes the beams' block tables. This module is one of hf_paged's optional parts
+(`rooms.py`), and imports none of the others."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ _PENALTY = -1.0e9  # as in transformers: the score of a beam that must not be ch
 
 
 class _SeededDraws(TorchDispatchMode):
-    """A mode in which random operations draw from `generator`, which must be on their device,
-    instead of the global generator."""
+    """A mode in which random operations draw from `generator` instead of the global generator. The
+    generator must be on the operations' device."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()
@@ -71,9 +72,10 @@ def _argument_names(func: Any) -> set[str]:
 
 class BeamDecoding(Decoding):
     """Beam search over a batch of prompts, with the model's helper methods (`compat.BEAM_METHODS`).
-    Row `prompt * num_beams + beam` is a running beam. Once the result of a prompt is final, the
-    prompt's rows leave `open_rows`, unless the caller's code, or a helper method that the model
-    overrides, may read the batch, or a dict is returned. Raises `ValueError` for `low_memory`."""
+    Row `prompt * num_beams + beam` holds a running beam. A prompt's rows leave `open_rows` once its
+    result is final. But all rows stay open to the end if `return_dict_in_generate` is set, or if
+    the caller's code, or a helper method that the model overrides, may read the batch. The
+    constructor raises `ValueError` for `low_memory`."""
 
     has_beams = True
 
@@ -106,7 +108,7 @@ class BeamDecoding(Decoding):
         self._records_by_step: list[
             tuple[dict[tuple[int, int], tuple[float, float]], list[Alternatives]]
         ] = []
-        # running beams and, in `sequences`, finished ones, [prompts, beams, max_length]
+        # [prompts, beams, max_length]: the running beams; below, `sequences`: the finished beams
         fill_id = -1 if eos is None else int(pad or eos[0])
         shape = (num_prompts, num_beams)
         self.running_sequences = torch.full(
@@ -124,8 +126,8 @@ class BeamDecoding(Decoding):
         self.beam_scores = torch.full(shape, _PENALTY, dtype=torch.float32, device=device)
         self.is_finished = torch.zeros(shape, dtype=torch.bool, device=device)
         self.may_improve = torch.ones((num_prompts, 1), dtype=torch.bool, device=device)
-        # [prompts, beams, new tokens]: the row that each generated token continued, -1 for tokens
-        # not generated yet
+        # [prompts, beams, new tokens]: for each generated token, the row that it continued; -1 for
+        # tokens that are not generated yet
         new_tokens = self.running_sequences[:, :, self.length :]
         self.running_indices = torch.full_like(new_tokens, -1, dtype=torch.int32)
         self.beam_indices = self.running_indices.clone()
@@ -151,7 +153,7 @@ class BeamDecoding(Decoding):
         return self.select_returned(self.sequences), scores
 
     def result(self, cache: Any = None) -> Tensor | GenerateBeamDecoderOnlyOutput:
-        """Returns the output of transformers' loop; `cache` is the cache in the output."""
+        """Returns what transformers' loop returns; an output object contains `cache`."""
         longest_length = max(self.lengths)
         sequences = self.select_returned(self.sequences)[:, :longest_length]
         if not self.config.return_dict_in_generate:
@@ -182,11 +184,11 @@ class BeamDecoding(Decoding):
         except Exception as error:
             _check_criteria(len(ids), error)
             raise
-        ends = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
+        ends_by_prompt = are_ends.unflatten(0, (self.num_prompts, self.beams_to_keep))
         num_generated = self.length - self.prompt_length
         arguments: Any = dict(
             top_continuations,
-            next_token_hits_stopping_criteria=ends,
+            next_token_hits_stopping_criteria=ends_by_prompt,
             num_beams=self.num_beams,
         )
         self.running_sequences, self.running_scores, self.running_indices = compat.running_beams(
@@ -213,7 +215,7 @@ class BeamDecoding(Decoding):
             max_length=self.max_length,
             **self._finished_beams(),
         )
-        state = self.may_improve, self.is_finished, ends
+        state = self.may_improve, self.is_finished, ends_by_prompt
         is_unfinished = compat.beams_are_unfinished(self.model, *state, self.config.early_stopping)
         parents = self.running_indices[..., num_generated].flatten().tolist()
         tokens = self._ids[:, -1].tolist()
@@ -225,7 +227,8 @@ class BeamDecoding(Decoding):
 
     def _continue(self, logits: Tensor) -> dict[str, Tensor]:
         """Chooses `beams_to_keep` continuations of each prompt's beams, as transformers'
-        `_beam_search` does, and returns them as arguments of the methods that it calls next."""
+        `_beam_search` does. Returns them as arguments of `compat.running_beams` and
+        `compat.update_finished_beams`."""
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
         logits = self._expand_to_all_rows(logits)
@@ -343,8 +346,8 @@ class BeamDecoding(Decoding):
 
 
 def _check_criteria(num_rows: int, error: Exception) -> None:
-    """Calls `check_criterion_result` if `error` was raised in transformers' `StoppingCriteriaList`
-    itself, when it used the result of one of its criteria; otherwise does nothing."""
+    """Calls `check_criterion_result` if transformers' `StoppingCriteriaList` itself raised `error`
+    when it used the result of a criterion; otherwise does nothing."""
     innermost = error.__traceback__
     while innermost is not None and innermost.tb_next is not None:
         innermost = innermost.tb_next

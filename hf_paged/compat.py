@@ -1,5 +1,6 @@
 """The private names of transformers that hf_paged uses; no other module uses them. The import fails
-if a required one is missing. Functions that call a method of the model take the model first."""
+if a required one is missing. Functions that call a method of a model take the model as their first
+argument."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ _missing: list[str] = []
 
 
 def _require(name: str, owner: Any = GenerationMixin) -> str:
+    """Returns `name`. If `owner` lacks this attribute, the import of this module fails."""
     if not hasattr(owner, name):
         owner_name = getattr(owner, "__name__", type(owner).__name__)
         _missing.append(f"{owner_name}.{name}")
@@ -34,6 +36,8 @@ def _require(name: str, owner: Any = GenerationMixin) -> str:
 
 
 def _require_method(name: str, owner: type = GenerationMixin) -> Callable[..., Any]:
+    """Returns a function that calls the method `name` of its first argument. Checks the name as
+    `_require` does."""
     _require(name, owner)
 
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +55,7 @@ ENCODE_MEDIA = _ENCODE_MEDIA_NAME if hasattr(GenerationMixin, _ENCODE_MEDIA_NAME
 
 def encode_media(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     """Returns the inputs of a decoder-only model's first forward. If `generate` runs the vision
-    tower before that forward, they include the tower's outputs."""
+    tower before that forward, the inputs include the tower's outputs."""
     inputs = dict(inputs)
     if ENCODE_MEDIA is None or not model._supports_mm_encoder_outputs():
         return inputs
@@ -99,7 +103,7 @@ update_inputs = _require_method(UPDATE_INPUTS)
 prepare_position_ids = _require_method("_prepare_position_ids_for_generation")
 supports_logits_to_keep = _require_method("_supports_logits_to_keep")
 supports_dynamic_cache = _require_method("_supports_default_dynamic_cache")
-# methods that the engine's beam search calls on the model, as transformers' does
+# methods that both beam searches, the engine's and transformers', call on the model
 BEAM_METHODS = (
     "_get_top_k_continuations",
     "_get_running_beams_for_next_iteration",
@@ -128,7 +132,8 @@ def _replaced_methods(*loops: str) -> tuple[str, ...]:
     names = {name: code for code in codes for name in code.co_names if re.match("_[a-z]", name)}
     for name in (*BEAM_METHODS, UPDATE_INPUTS):
         names.pop(name, None)
-    # the methods of transformers, and those of some models, which the loops look up by `hasattr`
+    # methods of `GenerationMixin`; and methods that only some models have: the loops pass their
+    # names to `hasattr`, so these are also constants of the code
     return tuple(
         name
         for name, code in names.items()
@@ -157,8 +162,8 @@ def top_k_continuations(model: Any, log_probs: Any, **arguments: Any) -> tuple[A
     return _top_k_continuations(model, accumulated_log_probs=log_probs, **arguments)
 
 
-# the kind of a tokenizer's decoder if `StopStringCriteria` compares its tokens as bytes; `None` if
-# as text
+# called with `StopStringCriteria` and a tokenizer: returns `None` if the criterion compares the
+# tokenizer's tokens as text; if it compares bytes, returns the kind of the tokenizer's decoder
 _stop_mode = _require_method("_get_stop_string_matching_mode", StopStringCriteria)
 
 
@@ -208,15 +213,15 @@ def mtp_logits(mtp: Any, hidden: Any) -> Any:
     return getattr(mtp, _HEAD)(hidden)
 
 
-# The arguments by which transformers passes a cache to forwards: "cache" from 5.24 on,
-# "past_key_values" before that, and the names that special or older models use.
+# The names of the arguments with which transformers passes a cache to forwards: "cache" from 5.24
+# on, "past_key_values" before that, and names that special or older models use.
 _require("ALL_CACHE_NAMES", generation_utils)
 CACHE_NAMES: tuple[str, ...] = tuple(
     getattr(generation_utils, "ALL_CACHE_NAMES", ("past_key_values",))
 )
 _prepare_parameters = inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 _current_names = [name for name in CACHE_NAMES if name in _prepare_parameters]
-# the name of that argument in the installed version, and of the cache in `generate`'s outputs
+# the name that the installed version uses, also for the cache in `generate`'s outputs
 OUTPUT_CACHE = (_current_names or CACHE_NAMES)[0]
 if not _current_names:
     logger.warning(
@@ -338,8 +343,8 @@ def shard_ranks(model: Any) -> list[int] | None:
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """Returns the config of each layer if layers differ: reading values that differ between layers
-    from the model's own config raises an error. Otherwise, returns `[config]`."""
+    """Returns the config of each layer if the layers' configs differ: values that differ cannot be
+    read from the model's config, which raises an error. Otherwise, returns `[config]`."""
     if not getattr(config, "is_heterogeneous", False):
         return [config]
     return config.per_layer_config

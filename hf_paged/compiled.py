@@ -57,7 +57,7 @@ def uncompiled(function: Any) -> Any:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module runs compiled code, apart from its submodules."""
+    """Whether the module's own code, without that of its submodules, is compiled."""
     own_functions = map(vars(module).get, FUNCTION_ATTRIBUTES)
     # the class of a traced module has no `forward`
     class_forward = getattr(type(module), "forward", None)
@@ -84,6 +84,8 @@ def replaced_forward(module: nn.Module) -> Any:
 
 
 def _switching(module: nn.Module) -> Switching:
+    """Returns two functions: the first makes the module run its original code, the second makes it
+    run its compiled code again."""
     attributes = vars(module)
     # by attribute: the module's value or `_UNSET`, and the original function
     saved_attributes: dict[str, tuple[Any, Any]] = {}
@@ -101,8 +103,8 @@ def _switching(module: nn.Module) -> Switching:
 
     def restore() -> None:
         for before, original in saved_attributes.values():
-            # The inner loop finds no name if a caller's code has set another function, and a
-            # different name if accelerate's hook was added or removed in the meantime.
+            # no attribute holds `original` if a caller's code has set another function; another
+            # attribute holds it if accelerate's hook was added or removed in the meantime
             for name in [name for name in FUNCTION_ATTRIBUTES if attributes.get(name) is original]:
                 if before is not _UNSET:
                     attributes[name] = before

@@ -1,5 +1,5 @@
 """`PagedConfig`: every option of the paged memory and of the engine, with units and validation. The
-module allocates nothing, and imports no torch unless an option is unknown."""
+module allocates nothing, and imports torch only for some error messages."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ def _check_names(
     cls: type,
     error_class: type[Exception] = ValueError,
 ) -> None:
-    """Raises an `error_class` that names the options of `owner` that `cls` does not have, if there
-    are any."""
+    """Raises an `error_class` if `cls` lacks any of the options `names`. The message calls the
+    object with these options `owner`."""
     valid = list(cls.__annotations__)
     unknown = sorted(str(name) for name in names if name not in valid)
     if not unknown:
@@ -95,7 +95,7 @@ def _check_names(
 
 def _from_dict(cls: type[T], name: str, value: Any, allowed: str) -> T:
     """Makes a `cls` from the dict `value` of the argument `name`. Raises `ValueError` for unknown
-    keys, and for a value of another type: `allowed` then says what the argument accepts."""
+    keys, and for a value that is not a dict: `allowed` tells the user what the argument accepts."""
     if not isinstance(value, Mapping):
         raise ValueError(f"`{name}` is {shown(value)}: it must be {allowed}")
     _check_names(f"`{name}`", value, cls)
@@ -107,11 +107,11 @@ def _refusing_unknown_options(cls: type[T]) -> type[T]:
     init = cls.__init__
 
     @functools.wraps(init)
-    def checked(self: T, *args: Any, **options: Any) -> None:
+    def checked_init(self: T, *args: Any, **options: Any) -> None:
         _check_names(f"`{cls.__name__}`", options, cls, TypeError)
         init(self, *args, **options)
 
-    cls.__init__ = checked  # type: ignore[assignment, method-assign]
+    cls.__init__ = checked_init  # type: ignore[assignment, method-assign]
     return cls
 
 
@@ -125,6 +125,8 @@ def _naming_variable() -> Iterator[None]:
 
 
 def _with_environment_defaults(cls: type) -> type:
+    """Decorates `PagedConfig`: overrides the defaults of its options with the values in the
+    environment variable `CONFIG_VARIABLE`."""
     text = os.environ.get(CONFIG_VARIABLE) or "{}"
     try:
         defaults = json.loads(text)
@@ -154,13 +156,14 @@ class PrefixTiers:
     them.
 
     A block is copied to host memory when it is evicted, when its pool is released or when the
-    process ends. A thread writes it to disk once the weights that computed it are fingerprinted:
-    when 64 MiB of blocks wait for a fingerprint or an engine has no more requests, if not earlier.
-    While the blocks that wait for a fingerprint or to be written take more than 256 MiB plus a
-    quarter of the free host memory, newly evicted blocks are lost. If the disk is full, writing is
-    tried again after a minute. If the folder itself fails later (permission lost, `EIO`, `ESTALE`),
-    the disk tier is off until a new engine, or a call after `free`, tries it again. An engine that
-    is garbage-collected without `free` does not write its cached blocks.
+    process ends. A thread writes the copy to disk once the weights that computed the block are
+    fingerprinted. They are fingerprinted at the latest when 64 MiB of blocks wait for that, or when
+    an engine has no more requests. Newly evicted blocks are lost while the blocks that wait for a
+    fingerprint or a write take more than 256 MiB plus a quarter of the free host memory. If the
+    disk is full, writing is tried again after a minute. If the folder itself fails later
+    (permission lost, `EIO`, `ESTALE`), the disk tier is off until a new engine, or a call after
+    `free`, tries it again. An engine that is garbage-collected without `free` does not write its
+    cached blocks.
 
     Args:
         disk_path (`str` or path, *optional*):
@@ -221,9 +224,10 @@ class VirtualStorage:
 
     A model's own code reads a batch as one view if the paddings of the batch's rows differ only by
     whole blocks, otherwise as a copy. The values of a view do not change after the view's step.
-    Rows take at most half of the mappings that the system allows a process (`vm.max_map_count`):
-    beyond that, idle rows lose theirs first, then rows are gathered, and the log says so. A child
-    process (`os.fork`) gets its own copy of the pages.
+    Rows take at most half of the mappings that the system allows a process (`vm.max_map_count`).
+    When more are needed, rows that have ended lose their mappings first. If that is not enough,
+    keys and values are gathered from their blocks, and the log says so. A child process (`os.fork`)
+    gets its own copy of the pages.
 
     Args:
         page_bytes (`int`, *optional*):
@@ -233,8 +237,8 @@ class VirtualStorage:
             Keep a finished row's mappings for the next row that gets the same blocks (deferred
             reclamation, section 6.1.2). `False`: unmap the addresses before another row gets them.
         blocks_ahead (`int`, defaults to 0):
-            Number of extra blocks to map together with a row's last block (eager mapping): those
-            that follow that block in the pool, which then allocates blocks in contiguous runs.
+            Number of extra blocks to map together with a row's last block (eager mapping): the
+            blocks that follow it in the pool. The pool then allocates blocks in contiguous runs.
 
     Raises:
         ValueError: if a value is out of range.
@@ -301,8 +305,8 @@ class PagedConfig:
         prefix_caching (`bool`, defaults to `True`):
             Keep full blocks after their request ends, for prompts that begin with the same tokens.
             They are evicted when blocks are needed, and when the model's weights or active adapter
-            change. Without a limit, an engine allocates more memory instead of evicting them, until
-            there are twice as many as were ever in use at once.
+            change. Without a limit, an engine allocates more memory instead of evicting them, up to
+            two cached blocks for each block of its peak use.
         kv_dtype (`str`, *optional*):
             Store keys and values in one byte per number, `"int8"`, `"fp8_e4m3"` or `"fp8_e5m2"`,
             with a float32 scale per token and head: about half the bytes of bfloat16. Attention
@@ -311,8 +315,8 @@ class PagedConfig:
             `None`: the dtype in which the model computes.
         max_num_batched_tokens (`int`, defaults to 2048):
             Maximum number of tokens in one forward of the engine. Prompts that do not fit beside
-            the decoding sequences are computed in chunks (SARATHI, arXiv 2308.16369); a longer
-            prompt that cannot be split exceeds the limit.
+            the decoding sequences are computed in chunks (SARATHI, arXiv 2308.16369). A prompt that
+            cannot be split may exceed the limit.
         max_chunk_tokens (`int`, *optional*):
             Maximum number of prompt tokens in a packed forward that also decodes, so that prefill
             does not stall running requests (stall-free batching of Sarathi-Serve, arXiv 2403.02310,
@@ -320,24 +324,24 @@ class PagedConfig:
             Prompts that cannot be split (images, audio) then begin one per forward. `None`: 256 on
             the CPU, elsewhere as many as `max_num_batched_tokens` leaves.
         max_num_seqs (`int`, defaults to 256):
-            Maximum number of sequences that a `PagedEngine` runs at once; a request with more runs
-            alone. If forwards are packed, `max_num_batched_tokens` is also a limit, so that every
-            sequence can decode in every step. `generate` runs all rows of its call.
+            Maximum number of sequences that a `PagedEngine` runs at once; a request with more
+            sequences runs alone. If forwards are packed, `max_num_batched_tokens` also limits this
+            number, so that every sequence can decode in every step. `generate` runs all rows of its
+            call.
         preemption (`str`, defaults to `"auto"`):
             How a request frees its blocks when another one needs them: `"recompute"` drops its keys
             and values, `"swap"` copies them to host memory, `"auto"` does whichever is faster by
-            measured speeds (PagedAttention, arXiv 2309.06180, section 4.5). Keys and values that
-            the model computed before it was changed are copied whenever possible.
+            measured speeds (PagedAttention, arXiv 2309.06180, section 4.5). If the model has
+            changed since it computed the keys and values, they are copied whenever possible.
         capture (`bool`, defaults to `True`):
             Record decode steps and replay them. With the Triton kernels they become CUDA graphs, as
-            do steps with up to 512 prompt tokens, and consecutive small operations are fused where
-            the logits stay the same. On the CPU they become lists of C++ calls, with
-            hf_paged's matrix products for few rows in half precision (up to 256 with AMX or where
-            PyTorch has no kernel for the dtype, otherwise 64). A model whose forward synchronizes
-            with the device or draws random numbers runs uncaptured, and the log says so. A
-            forward's side effects other than on tensors (a counter, a log) happen only while
-            recording. Recordings are kept with the pool; `hf_paged.free(model)` or `engine.free()`
-            frees both.
+            do steps with up to 512 prompt tokens. On the CPU they become lists of C++ calls: small
+            operations are fused, and hf_paged's kernels compute matrix products of few rows (in
+            half precision up to 64 rows, or 256 with AMX or where PyTorch has no kernel for the
+            dtype). A model whose forward synchronizes with the device or draws random numbers runs
+            without recordings, and the log says so. A forward's side effects other than on tensors
+            (a counter, a log) happen only while recording. Recordings are kept with the pool;
+            `hf_paged.free(model)` or `engine.free()` frees both.
         batch_invariant (`bool`, defaults to `False`):
             Compute the same bits for a row whatever the batch and schedule: alone or in any batch,
             in chunks, after preemption, with or without cached prefixes. Only on the CPU, with the
@@ -354,14 +358,15 @@ class PagedConfig:
         idle_release_seconds (`float`, *optional*, defaults to 60):
             Seconds without a call after which the pool's memory is returned to the system, together
             with cached prefixes and, unless the model is on the CPU under Linux, recorded steps.
-            The next call allocates again and generates the same tokens. 0: after each call, or once
-            an engine has no unfinished request, for example when training follows each rollout.
-            `None`: only with `hf_paged.free(model)` or `engine.free()`, or if `hf_paged.budget`
-            needs the memory. Blocks that a caller's cache holds keep the pool alive.
+            The next call allocates again and generates the same tokens. 0: the memory is returned
+            after each call, or once an engine has no unfinished request, for example when training
+            follows each rollout. `None`: it is returned only by `hf_paged.free(model)` or
+            `engine.free()`, or if `hf_paged.budget` needs it. Blocks that a caller's cache holds
+            keep the pool alive.
         speculation (`str`, *optional*):
-            `"ngram"`: if a row's last tokens have occurred before, in its text or in the output of
-            other requests with its `cache_salt`, drafts the tokens that followed them and verifies
-            the draft in one forward (prompt lookup decoding). Generated tokens do not change. A row
+            `"ngram"` (prompt lookup decoding): if a row's last tokens have occurred before, in its
+            text or in the output of other requests with its `cache_salt`, the tokens that followed
+            them become a draft, which one forward verifies. Generated tokens do not change. A row
             whose drafts are rejected stops drafting for a while, longer each time. Several sampled
             rows of one `generate` call have no drafts, since they draw from one random stream.
             `None`: drafts only for calls and requests that ask for them
@@ -370,11 +375,11 @@ class PagedConfig:
             Host memory and disk for prefix blocks that the pool evicts; a `str` or path is the
             folder. Requires `prefix_caching=True`. `None`: evicted blocks are dropped.
         storage (`str`, [`VirtualStorage`] or `dict`, defaults to `"blocks"`):
-            `"virtual"`: a row's blocks are also mapped into a contiguous address range, so that a
-            model's custom attention code, and hosts without a C++ compiler, read keys and values
-            without gathering. A `block_size` too small to fill whole pages is increased. Requires
-            `kv_dtype=None`. A [`VirtualStorage`], or a dict of its fields, sets the details.
-            `"blocks"`: keys and values are in blocks only.
+            `"virtual"`: a row's blocks are also mapped into a contiguous address range. A model's
+            custom attention code, and PyTorch on hosts without a C++ compiler, then read keys and
+            values without gathering. A `block_size` too small to fill whole pages is increased.
+            Requires `kv_dtype=None`. A [`VirtualStorage`], or a dict of its fields, sets the
+            details. `"blocks"`: keys and values are in blocks only.
 
     Raises:
         ValueError: if a value is out of range; the message names the option, the value and the

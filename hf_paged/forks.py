@@ -23,8 +23,8 @@ _child_listeners = weakref.WeakSet[Any]()
 _fork_listeners = weakref.WeakSet[Any]()
 
 imports = threading.RLock()
-"""Held while a call imports a module. A fork waits for this lock, since the child would otherwise
-find a half-made module if another thread was importing it."""
+"""Held while a call imports a module. A fork waits for this lock: otherwise, if another thread is
+importing a module, the child would find that module half-imported."""
 
 
 def lock() -> threading.Lock:
@@ -44,10 +44,10 @@ def rlock() -> threading.RLock:
 
 
 class lazy_property(Generic[T]):
-    """A property that is computed when an instance first reads it, and is then an attribute of that
-    instance. Like `functools.cached_property` since Python 3.12. In earlier versions, that computes
-    under one lock for all instances, and the lock stays held in a child process if another thread
-    held it."""
+    """A property that is computed when it is first read from an instance, and is then an attribute
+    of that instance. Like `functools.cached_property` since Python 3.12. Before Python 3.12,
+    `cached_property` computes under one lock for all instances, which stays held in a child process
+    if another thread held it at the fork."""
 
     def __init__(self, compute: Callable[[Any], T]) -> None:
         self._compute = compute
@@ -72,8 +72,9 @@ def notify_in_child(listener: Any) -> None:
 
 def notify_around_forks(listener: Any) -> None:
     """Makes each fork call `listener.before_fork()`, then `listener.after_in_parent()` in the
-    parent and `listener.after_in_child()` in the child. The last is called before any `after_fork`,
-    since one of them may drop the listener, which is referenced weakly."""
+    parent and `listener.after_in_child()` in the child. `after_in_child` is called before any
+    `after_fork`, which may drop the last reference to a listener. Listeners are referenced
+    weakly."""
     _fork_listeners.add(listener)
 
 

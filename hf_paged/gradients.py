@@ -1,6 +1,6 @@
-"""Gradients through a `PagedCache`: keeps keys and values with their autograd graph, besides their
-copies in blocks, which have none. `cache.layers` decides when to keep them. This module implements
-`rooms.GradientsRoom`, and imports no other room."""
+"""Gradients through a `PagedCache`: keeps keys and values with their autograd graph, which their
+copies in blocks lack. `cache.layers` decides when to keep them. This module is one of hf_paged's
+optional parts (`rooms.GradientsRoom`), and imports none of the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GraphStates(NamedTuple):
 
     def select(self, function: Callable[[Tensor], Tensor]) -> GraphStates | None:
         """Returns states with `function` applied to keys and to values; `None` if gradients are
-        disabled, since `DynamicLayer` would lose its graph too."""
+        disabled, since transformers' `DynamicLayer` would lose its graph, too."""
         if not torch.is_grad_enabled():
             return None
         keys = function(self.keys)
@@ -48,8 +48,9 @@ class GraphStates(NamedTuple):
         return GraphStates.of(self.keys[:, :, surplus:], self.values[:, :, surplus:])
 
     def visible(self, step: StepMetadata, blocks: KVBlocks) -> tuple[Tensor, Tensor]:
-        """Returns the keys and values of `step.columns`, each `(batch, heads, len(columns), dim)`:
-        the last ones from these states, the missing earlier ones from `blocks`, without a graph."""
+        """Returns the keys and values of `step.columns`, each `(batch, heads, len(columns), dim)`.
+        These states hold the last columns. Earlier columns that they lack come from `blocks`,
+        without a graph."""
         assert step.columns is not None
         num_visible = len(step.columns)
         keys, values, _ = self.last(num_visible)
@@ -79,8 +80,8 @@ def extend(
     key_states: Tensor,
     value_states: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Appends a step's new K/V `(batch, heads, n, dim)`, rounded as `blocks` store them, to the
-    layer's `graph_states`. Returns all K/V that the step sees."""
+    """Appends a step's new K/V `(batch, heads, n, dim)` to the layer's `graph_states`, rounded as
+    `blocks` store them. Returns all keys and all values that the step attends to."""
     new_states = [key_states, value_states]
     if not blocks.is_exact:  # gradients pass through the rounding
         pairs = zip(read_pair(step, blocks), new_states)
@@ -107,7 +108,8 @@ def detach(cache: PagedCache) -> None:
     for layer in cache.layers:
         if isinstance(layer, PagedLayer):
             layer.graph_states = None
-        # for example states of linear attention, and keys of indexers
+        # any layer may hold tensors with a graph, for example linear attention's states and
+        # indexers' keys
         tensors = {
             name: value
             for name, value in vars(layer).items()

@@ -130,16 +130,17 @@ class GrammarProcessor(LogitsProcessor):
         ids = [] if tokens is None else [token for token in tokens.flatten().tolist() if token >= 0]
         if not ids:
             raise ValueError(
-                "an answer that follows a grammar ends with an EOS token: set `eos_token_id`"
+                "text that a `schema`, `regex` or `grammar` constrains must end with an EOS token:"
+                " set `eos_token_id`"
             )
         self._stop_tokens = ids
         self._has_beams = has_beams
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Returns the scores, with minus infinity for tokens that may not follow. Raises
-        `NoTokenError` if no token may follow a row. In a beam search, after the first step, such a
-        row only drops out: other beams may continue or have finished. If none can continue and none
-        has finished, the search ends with an error."""
+        `NoTokenError` if no token may follow a row. But after the first step of a beam search, all
+        scores of that row are minus infinity instead, since other beams may continue or may have
+        finished. If no beam can continue and none has finished, the search ends with an error."""
         vocab_size = self._vocab_size
         if self._num_prompt_tokens is None:
             self._num_prompt_tokens = input_ids.shape[1]
@@ -157,7 +158,8 @@ class GrammarProcessor(LogitsProcessor):
         shifts = torch.arange(32, device=scores.device)
         bits = to_device(mask, scores.device)[:, :, None] >> shifts & 1
         allowed = bits.flatten(1)[:, :vocab_size].bool()  # [rows, vocab]
-        # number of columns of `scores` without a token; if negative, of tokens without a column
+        # number of columns of `scores` that have no token; if negative, the number of tokens that
+        # have no column
         num_extra_columns = scores.shape[1] - vocab_size
         allowed = torch.nn.functional.pad(allowed, (0, num_extra_columns))
         if ended_rows:

@@ -1,5 +1,5 @@
-"""`python -m hf_paged.inspect MODEL` is `python -m hf_paged inspect MODEL`; `tools/inspect.py`
-implements it."""
+"""`python -m hf_paged.inspect MODEL` does the same as `python -m hf_paged inspect MODEL`.
+`tools/inspect.py` implements it."""
 
 import sys
 

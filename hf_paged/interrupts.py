@@ -1,11 +1,12 @@
 """Restores the state that interrupted calls leave changed.
 
 In the main thread, Python may run signal handlers at any call, at any backward jump and at the
-start of any function, and they may raise. A step's bookkeeping recovers by itself
+start of any function, and the handlers may raise. A step's bookkeeping recovers by itself
 (`StepLoop.recover`). Other state that a call changes for a while, such as a model's attention, is
-restored in `finally` blocks and contexts. An interrupt that arrives as such a block or context
-begins can prevent that. The [`guarded`] call around it then ends open contexts of [`restoring`]
-functions, and lets the owners of other state clean up (`register_for_cleanup`).
+restored by `finally` blocks and contexts. An interrupt that arrives just as such a block or context
+begins can prevent the restoration. The [`guarded`] call around the context then ends the open
+contexts of [`restoring`] functions, and lets the owners of other state clean up
+(`register_for_cleanup`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _thread_contexts = _Contexts()
 # with a separator at the end: other packages' names may begin with these packages' names
 _PACKAGE = os.path.join(os.path.dirname(__file__), "")
 _TORCH = os.path.join(os.path.dirname(torch.__file__), "")
-_AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")  # those that hf_paged supports
+_AUTOCAST_DEVICES = ("cpu", "cuda", "mps", "xpu")  # the device types that hf_paged supports
 _owners = weakref.WeakSet[Any]()
 
 
@@ -56,6 +57,8 @@ def register_for_cleanup(owner: Any) -> None:
 
 
 class _Restoring(contextlib._GeneratorContextManager[T]):
+    """The context manager of a `restoring` function."""
+
     gen: Any
 
     def __enter__(self) -> T:
@@ -105,10 +108,10 @@ def setting(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 
 def guarded(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorates a function: a call that raises ends the [`restoring`] contexts that an interrupt
-    has kept from ending, and restores torch's gradient mode, its function and dispatch modes, and
-    autocast, whose contexts an interrupt can break in the same way. The outermost call then
-    lets the owners of other state clean up (`register_for_cleanup`)."""
+    """Decorates a function. A call that raises ends the [`restoring`] contexts that an interrupt
+    has kept from ending. It also restores torch's gradient mode, function and dispatch modes, and
+    autocast, since an interrupt can keep torch's contexts from ending, too. The outermost call
+    then lets the owners of other state clean up (`register_for_cleanup`)."""
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -143,7 +146,7 @@ def end_modes(num_before: tuple[int, int]) -> None:
         torch._C._pop_torch_function_stack()
     while (num_active := torch._C._len_torch_dispatch_stack()) > num_dispatch_modes:
         mode = torch._C._get_dispatch_stack_at(num_active - 1)
-        with contextlib.suppress(IndexError):  # its end has already begun
+        with contextlib.suppress(IndexError):  # if an interrupt ended an `__exit__` halfway
             mode.__exit__(None, None, None)
         if torch._C._len_torch_dispatch_stack() == num_active:
             torch._C._pop_torch_dispatch_stack(None)
@@ -228,27 +231,27 @@ def is_interrupt(error: BaseException) -> bool:
 
 
 def interrupt_of(error: BaseException) -> BaseException | None:
-    """Returns the interrupt behind `error`: `error` itself or an error that it replaced, if that is
-    a `KeyboardInterrupt` or was raised by a signal handler. Returns `None` if there is none. Only
-    for errors of libraries that replace every error: other code that replaces an interrupt has
-    handled it. Errors that a running frame has caught do not count, since `error` was raised later,
-    in that frame's handler."""
+    """Returns the interrupt behind `error`: a `KeyboardInterrupt` or an error from a signal handler
+    that is `error` itself or that `error` replaced. Returns `None` if there is none. Only for
+    errors of libraries that replace every error: other code that replaces an interrupt has handled
+    it. Ignores errors that a running frame has caught: `error` was raised later, in that frame's
+    `except` block."""
     running_ids = set[int]()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         running_ids.add(id(frame))
         frame = frame.f_back
     errors, known_ids = [error], {id(error)}
-    for later in errors:  # the loop appends causes and contexts
-        if isinstance(later, KeyboardInterrupt) or _is_from_handler(later):
-            return later
-        for earlier in (later.__cause__, later.__context__):
-            trace = None if earlier is None else earlier.__traceback__
-            if earlier is None or trace is None or id(earlier) in known_ids:
+    for current_error in errors:  # the loop appends causes and contexts
+        if isinstance(current_error, KeyboardInterrupt) or _is_from_handler(current_error):
+            return current_error
+        for previous_error in (current_error.__cause__, current_error.__context__):
+            trace = None if previous_error is None else previous_error.__traceback__
+            if previous_error is None or trace is None or id(previous_error) in known_ids:
                 continue
             if id(trace.tb_frame) not in running_ids:
-                errors.append(earlier)
-                known_ids.add(id(earlier))
+                errors.append(previous_error)
+                known_ids.add(id(previous_error))
     return None
 
 

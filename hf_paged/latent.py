@@ -1,6 +1,6 @@
 """Multi-head latent attention (MLA) on blocks of latents. The queries of rows with few queries are
 projected into the latent space; for other rows, the latents are expanded to keys and values. This
-module implements `rooms.LatentRoom`, and imports no other room."""
+module is one of hf_paged's optional parts (`rooms.LatentRoom`), and imports none of the others."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from .kernels import quantized
 from .step import NotCapturable, NotPackable, StepMetadata
 
 MAX_ABSORBED_QUERIES = 16
-"""In a packed step, the rows before the first row with more queries than this (a chunk of a prompt,
-for example) absorb the expansion into their queries. For the other rows, the latents are expanded,
-once for all queries of a row."""
+"""In a packed step, leading rows with at most this many queries absorb the expansion into their
+queries. From the first row with more queries on (a chunk of a prompt, for example), each row's
+latents are expanded once for all of its queries."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -58,10 +58,10 @@ class ExpandedTensor(LatentTensor):
         module = expansion.module
         latent = expansion.latent
         batch, _, length, _ = latent.shape
-        nope = module.qk_nope_head_dim
+        nope_dim = module.qk_nope_head_dim
         value_dim = module.v_head_dim
-        dims = (nope + module.qk_rope_head_dim, value_dim)
-        heads = module.kv_b_proj.weight.shape[0] // (nope + value_dim)
+        dims = (nope_dim + module.qk_rope_head_dim, value_dim)
+        heads = module.kv_b_proj.weight.shape[0] // (nope_dim + value_dim)
         self = Tensor._make_wrapper_subclass(
             cls,
             (batch, heads, length, dims[index]),
@@ -106,13 +106,13 @@ class ExpandedTensor(LatentTensor):
             return None
         if layer.tiles[0].shape[3] != rank + rope_dim:
             return None
-        nope = module.qk_nope_head_dim
-        # (heads, nope + value_dim, rank)
-        weight = module.kv_b_proj.weight.view(query.shape[1], nope + module.v_head_dim, -1)
-        value_weight = weight[:, nope:]
+        nope_dim = module.qk_nope_head_dim
+        # (heads, nope_dim + value_dim, rank)
+        weight = module.kv_b_proj.weight.view(query.shape[1], nope_dim + module.v_head_dim, -1)
+        value_weight = weight[:, nope_dim:]
         # (batch, heads, query_len, rank)
-        latent_query = torch.matmul(query[..., :nope], weight[:, :nope])
-        query = torch.cat([latent_query, query[..., nope:]], dim=-1)
+        latent_query = torch.matmul(query[..., :nope_dim], weight[:, :nope_dim])
+        query = torch.cat([latent_query, query[..., nope_dim:]], dim=-1)
 
         def expand(output: Tensor) -> Tensor:
             self.step.counters.latent += 1
@@ -125,8 +125,8 @@ class ExpandedTensor(LatentTensor):
     ) -> Tensor:
         """Implements `LatentTensor.attend_packed`. The leading rows with few queries absorb the
         expansion, if `absorb` allows it. For the other rows, expands all latents, including cached
-        ones, into temporary blocks of keys and values. Raises `NotCapturable` if latents of a
-        recorded step must be expanded."""
+        ones, into temporary blocks of keys and values. Raises `NotPackable` if `value` comes from
+        another expansion, and `NotCapturable` if latents of a recorded step must be expanded."""
         if not self.pairs_with(value):
             raise NotPackable("keys and values come from different latents")
         short_rows, long_rows = step.plan(StepMetadata.split, MAX_ABSORBED_QUERIES)
@@ -164,9 +164,9 @@ class ExpandedTensor(LatentTensor):
 
 
 def _expanded_tables(step: StepMetadata) -> tuple[StepMetadata, Tensor]:
-    """Returns the step with tables of the expanded blocks, which are numbered row by row, and the
-    ids of the original blocks in that order. Raises `NotCapturable` if only the device knows the
-    lengths."""
+    """Returns the step with block tables for the expanded blocks, and the ids of the blocks to
+    expand. Block `i` of the result expands the `i`-th of these ids, row by row. Raises
+    `NotCapturable` if only the device knows the lengths."""
     if step.lengths is not None:
         raise NotCapturable(
             "the latents of rows with many queries are expanded, and the number of latents depends"
@@ -212,9 +212,10 @@ _originals: dict[type, Callable[..., Any]] = {}  # by class: the `expand_kv` tha
 
 
 def wrap_expansions(modules: Iterable[nn.Module]) -> None:
-    """Replaces `expand_kv(latent, rotary)` of the modules' classes, where it is transformers' own
-    code, by functions that return `ExpandedTensor`s for handles whose tokens are all in blocks, if
-    the layer `can_absorb` and gradients are disabled. `unwrap_expansions` undoes this."""
+    """Replaces the method `expand_kv(latent, rotary)` of the modules' classes where it is
+    transformers' own code. The new method returns `ExpandedTensor`s if both arguments are handles
+    whose tokens are all in blocks, if `can_absorb` is true for the layer and if gradients are
+    disabled; otherwise it calls the original. `unwrap_expansions` undoes the replacement."""
     classes = {type(module) for module in modules}
     for cls in classes - _originals.keys():
         original = vars(cls).get("expand_kv")

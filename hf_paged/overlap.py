@@ -1,6 +1,6 @@
 """Overlapping `generate` calls: `SharedLoop` runs the calls of several threads on a model in one
 `StepLoop`. The calls share forwards, and a caller's code runs in the caller's thread. This module
-imports no other room (`rooms`)."""
+is one of hf_paged's optional parts (`rooms.py`), and imports none of the others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from .interrupts import num_modes, restoring
 from .model.forwards import compute_device
 from .threads import step_lock, wait
 
-# bounds, in seconds, on how long a step waits for callers that are still sampling
+# bounds, in seconds, on how long a step waits for callers that are still sampling or starting
 MIN_PATIENCE, MAX_PATIENCE = 0.002, 0.05
 
 
@@ -51,8 +51,8 @@ class Caller:
     # them
     sampling_since: float | None = None
     is_late: bool = False  # whether its last sampling took longer than a step waits for it
-    has_committed: bool = False  # whether it has its first token, and has committed its span
-    has_ended: bool = False  # whether a step has ended it: its thread waits for no more logits
+    has_committed: bool = False  # whether its thread has sampled, and called `Executor.commit`
+    has_ended: bool = False  # whether its generation is done: its thread waits for no more logits
 
     def take(self) -> Ready:
         """Called in its thread: takes the logits that are ready, to sample them."""
@@ -64,7 +64,7 @@ class Caller:
         Sets `is_late` if that took more than `patience` seconds."""
         if self.sampling_since is not None:
             self.is_late = now - self.sampling_since > patience
-            self.has_committed = True  # `CallLoop.run` commits its span after it has sampled
+            self.has_committed = True  # `CallLoop.run` calls `Executor.commit` after sampling
         self.sampling, self.sampling_since = [], None
 
     def fail(self, error: Exception | None) -> None:
@@ -72,8 +72,8 @@ class Caller:
         self.error = self.error or error
 
     def end_step(self, ready: Ready) -> None:
-        """Called at the end of each step: notes whether its generation has ended, takes over the
-        logits `ready`, and wakes its thread unless it must wait for another step."""
+        """Called at the end of each step: notes whether its generation has ended, keeps the logits
+        `ready` for its thread, and wakes the thread unless it must wait for another step."""
         self.is_late |= self.sampling_since is not None
         if ready:
             self.ready += ready
@@ -86,11 +86,11 @@ class Caller:
 class SharedLoop(CallLoop):
     """Iteration-level scheduling (Orca, OSDI 2022) over callers. While no step is in progress, the
     thread of a caller that waits for logits takes a step for all callers. If sampling runs none of
-    a caller's code, this thread also samples for the caller, except its first token, so that the
-    caller's thread need not wake up. The other callers sample in their own threads, without a lock,
-    as their processors, criteria and streamers may be slow. A step waits briefly for callers that
-    were not late the last time and, before it computes prompts, also for calls that have just
-    started."""
+    a caller's code, this thread also samples for that caller, so that the caller's thread need not
+    wake up. A caller's first token, and all tokens of other callers, are sampled in the caller's
+    thread, without a lock, as its processors, criteria and streamers may be slow. A step waits
+    briefly for callers that were not late the last time. Before it computes prompts, it also waits
+    for calls that have just started."""
 
     def __init__(self, loop: StepLoop, is_private: bool) -> None:
         super().__init__(loop)
@@ -102,7 +102,7 @@ class SharedLoop(CallLoop):
         # generations to drop after the current step, which may write to their blocks
         self._deferred_drops: list[Generation] = []
         # how long, in seconds, a step waits for callers that are still sampling and, counted from
-        # the end of the last step, for new calls: the duration of the last step, within
+        # the end of the last step, for new calls; equal to the duration of the last step, between
         # `MIN_PATIENCE` and `MAX_PATIENCE`
         self._patience = MAX_PATIENCE
         # when the last step began and ended; at first, times just before the loop was made
@@ -154,8 +154,9 @@ class SharedLoop(CallLoop):
             self._end_step([])
 
     def _wait_for_logits(self, generation: Generation) -> Ready:
-        """Waits until the generation or parts of it have logits, and returns these; takes steps if
-        no other thread does. Raises the error that ended the generation."""
+        """Waits until the generation or parts of it have logits, and returns these; an empty list
+        if the generation has ended. Takes steps if no other thread does. Raises the error that
+        ended the generation."""
         now = time.perf_counter()
         with self._lock:
             caller = self._callers[generation]
@@ -222,9 +223,9 @@ class SharedLoop(CallLoop):
 
     def _step(self) -> None:
         """Takes a step for all callers. If there are too few blocks and waiting cannot help, ends
-        the first generation that waits for logits and holds blocks of ended rows or, if there is
-        none, the one whose request would be admitted next. Raises an interrupt that stopped
-        sampling."""
+        one generation with the error: the first that waits for logits and still holds blocks of its
+        ended rows or, if there is none, the generation whose request would be admitted next. Raises
+        an interrupt that stopped sampling."""
         start = self._last_start = time.perf_counter()
         ready: Ready = []
         interrupt: BaseException | None = None
@@ -240,7 +241,7 @@ class SharedLoop(CallLoop):
                 raise
             self._retry_at = time.perf_counter() + POLL_SECONDS
             self._shortage = shortage = self._shortage or Shortage(self.loop.memory)
-            # calls of other threads may free blocks, or other models hold the memory
+            # waiting helps if calls of other threads may free blocks, or other models memory
             if not (shortage.should_retry() or shortage.should_await_other_models):
                 generations_with_blocks = (
                     generation
@@ -251,7 +252,7 @@ class SharedLoop(CallLoop):
                 generation = next(generations_with_blocks, first_waiting)
                 generation.fail(error)
                 self.loop.unreported.append(generation)
-                self._shortage = None  # the other generations get the blocks of this one
+                self._shortage = None  # the ended generation's blocks go to the others
         else:
             interrupt = self._sample_for_callers(ready)
         finally:
@@ -263,9 +264,9 @@ class SharedLoop(CallLoop):
 
     def _sample_for_callers(self, ready: Ready) -> BaseException | None:
         """Samples those generations of `ready` whose sampling runs no code of their callers and can
-        be repeated after an interrupt of this thread. Skips a lone caller, and the first tokens of
-        a call, which commits its span after them. Returns an interrupt that stopped the sampling,
-        as `StepLoop.sample` does."""
+        be repeated after an interrupt of this thread. Skips a lone caller. Also skips a call's
+        first tokens: the call's own thread samples them, then calls `Executor.commit`. Returns an
+        interrupt that stopped the sampling, as `StepLoop.sample` does; `None` if there was none."""
         with self._lock:
             if len(self._callers) < 2:
                 return None
@@ -299,8 +300,8 @@ class SharedLoop(CallLoop):
             self._wake_next_stepper()
 
     def _abort_step(self) -> None:
-        """Ends a step that an exception left open at its beginning or end: passes errors to the
-        callers, and makes the loop compute again the logits that no caller received."""
+        """Ends a step that an exception left open just as the step began or ended: passes errors to
+        the callers, and makes the loop recompute the logits that no caller received."""
         self.stepper = None
         delivered_generations = {
             generation
@@ -311,7 +312,7 @@ class SharedLoop(CallLoop):
             for part in (generation, *generation.parts):
                 caller.fail(part.error)
             caller.end_step([])
-        with self.loop.memory.lock:  # other callers remove their rows under it
+        with self.loop.memory.lock:  # other callers hold it while they remove their rows
             generations = self.loop.ledger.generations()
         self.loop.recover(
             generation
@@ -371,21 +372,21 @@ if hasattr(os, "register_at_fork"):  # the threads of other callers do not exist
 
 
 @restoring
-def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[SharedLoop]:
+def call_loop(candidate: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[SharedLoop]:
     """A context whose value is a loop on the call's memory. Calls that can share forwards, even
-    across threads, get the same loop: the first context makes it with `make_loop`, and the last
-    one drops it, since it holds the model. The value is a separate loop if this thread is already
-    taking a step of the shared loop, or holds the model's lock, for which other threads of that
-    loop would wait."""
-    memory, device = call.cache.memory, compute_device(call.model)
+    across threads, get the same loop. The first of their contexts makes the loop with `make_loop`,
+    and the last drops it, since the loop holds the model. The call gets a separate loop if this
+    thread is already taking a step of the shared loop, or if it holds the model's lock, for which
+    the other threads of the shared loop would wait."""
+    memory, device = candidate.cache.memory, compute_device(candidate.model)
     stream = None
     if device.type == "cuda":
         stream = torch.cuda.current_stream(device).cuda_stream
     key: Hashable = (
-        dataclasses.replace(call.paged_config, cache_salt=None, idle_release_seconds=None),
-        call.layout,
-        tuple(call.cache.groups),
-        call.model.training,
+        dataclasses.replace(candidate.paged_config, cache_salt=None, idle_release_seconds=None),
+        candidate.layout,
+        tuple(candidate.cache.groups),
+        candidate.model.training,
         autocast_dtype(device),
         torch.is_inference_mode_enabled(),
         stream,
@@ -401,7 +402,7 @@ def call_loop(call: Candidate, make_loop: Callable[[], StepLoop]) -> Iterator[Sh
             # read once: another thread may change it
             stepper = None if shared_loop is None else shared_loop.stepper
             is_stepping = stepper is not None and stepper.thread_id == threading.get_ident()
-            if is_stepping or step_lock(call.model)._is_owned():  # type: ignore[attr-defined]
+            if is_stepping or step_lock(candidate.model)._is_owned():  # type: ignore[attr-defined]
                 key, shared_loop = user, None
             if shared_loop is None:
                 shared_loop = loops[key] = SharedLoop(make_loop(), is_private=key is user)

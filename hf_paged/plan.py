@@ -11,9 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class StepPlan:
-    """The tokens that a step computes: for row `i`, the `counts[i]` tokens of `sequences[i]` after
-    the first `starts[i]`. The sequence's blocks hold these first tokens and have slots for the new
-    ones. A count includes the row's draft, which follows its last token. Decodes come first.
+    """The tokens that a step computes: for row `i`, the `counts[i]` tokens of `sequences[i]` that
+    follow its first `starts[i]` tokens. The sequence's blocks hold the K/V of the first tokens and
+    have slots for the others. A count includes the row's draft tokens, which follow the sequence's
+    last token. Decodes come first.
 
     A plan does not advance its rows: the loop does, when it commits the plan after the forward."""
 
@@ -46,8 +47,8 @@ class StepPlan:
             starts.append(start)
             counts.append(count)
             num_row_logits = 1 + num_draft_tokens if has_logits else 0
-            # leading rows with one token, or with logits for every token, as the verification of a
-            # draft needs them
+            # counts leading rows that compute one token, or that need logits for all of their
+            # tokens to verify a draft
             num_decodes += num_decodes == len(num_logits) and count in (1, num_row_logits)
             num_logits.append(num_row_logits)
         return cls(
@@ -79,8 +80,9 @@ class StepPlan:
         return StepPlan.of([(self.sequences[row], self.counts[row]) for row in rows])
 
     def digest(self) -> int:
-        """Returns a hash of the rows' positions, tokens, numbers of draft tokens and adapters,
-        which must be the same in every process that runs this step. Block ids may differ."""
+        """Returns a hash of the rows' positions, tokens, numbers of draft tokens and adapters. The
+        hash must be the same in every process that runs this step. It leaves out block ids, which
+        may differ."""
         numbers: list[int] = []
         for sequence, start, count in zip(self.sequences, self.starts, self.counts):
             num_draft_tokens = len(sequence.draft)

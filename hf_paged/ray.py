@@ -38,7 +38,7 @@ except ImportError as error:
 ERROR = "__inference_error__"
 """The `ray.data.llm` column with the error of a failed row; empty for other rows."""
 
-_BODY_FIELDS = {"generation_config", "prompt", "seed"}  # of an HTTP body, besides "stream"
+_BODY_FIELDS = {"generation_config", "prompt", "seed"}  # fields of an HTTP body besides "stream"
 
 
 class _Worker:
@@ -85,11 +85,11 @@ class LLMPredictor(_Worker):
     restarts it and repeats its unfinished batches; rows with a seed get the same samples again.
 
     Prompts are a column of text, token ids or chat messages. By default, two more columns are read
-    if they exist. `generation_config`: options of the row, which override those of all rows; nulls,
-    with which Arrow fills missing fields, are ignored. (If rows set different options, pass
-    `batch_format="pyarrow"`: NumPy and pandas have no missing integers and convert the column to
-    floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`. Without seeds,
-    the samples depend on how rows are batched, ordered and repeated.
+    if they exist. `generation_config`: the row's generation options, which override the options for
+    all rows. Nulls, with which Arrow fills missing fields, are ignored. (If rows set different
+    options, pass `batch_format="pyarrow"`: NumPy and pandas have no missing integers and convert
+    the column to floats.) `seed`: the row's seed for sampling, as in `PagedEngine.add_request`.
+    Without seeds, the samples depend on how rows are batched, ordered and repeated.
 
     The result has the batch's columns and the following, which replace columns of the same names
     (most names are those of `ray.data.llm`): `generated_text`, `generated_tokens` (`list[int64]`),
@@ -101,7 +101,8 @@ class LLMPredictor(_Worker):
     Args:
         model_source (`str` or callable): A name or folder for `PagedEngine.from_pretrained`, or a
             function that returns a `PagedEngine`; it runs in the worker.
-        generation_config ([`GenerationConfig`] or `dict`, *optional*): Overrides the model's own.
+        generation_config ([`GenerationConfig`] or `dict`, *optional*): Options for all rows, which
+            override the model's `generation_config`.
         engine_kwargs (`dict`, *optional*): Keyword arguments of `from_pretrained`, or of the
             function: `config`, `tokenizer`, `dtype`, `device_map`, ...
         prompt_column (`str`): The column of prompts.
@@ -164,7 +165,7 @@ class LLMPredictor(_Worker):
         accessor = BlockAccessor.for_block(table.select(input_columns))
         rows = list(accessor.iter_rows(public_row_format=True))
         columns: dict[str, Any] = {
-            name: [_plain(row[name]) for row in rows] for name in input_columns
+            name: [_to_python(row[name]) for row in rows] for name in input_columns
         }
         prompts = columns.pop(self.prompt_column)
         row_configs = columns.pop("generation_config", [None] * len(rows))
@@ -226,8 +227,9 @@ class LLMServer(_Worker):
         return self.engine.stats()
 
     async def __call__(self, request: Any) -> Any:
-        """Answers a `starlette.requests.Request`: with status 400 if it is invalid or needs more
-        blocks than there are, and with 500 if it fails otherwise before anything is streamed."""
+        """Answers a `starlette.requests.Request`. The status is 400 if the request is invalid or
+        needs more blocks than the pool has, and 500 if it fails for another reason before anything
+        is streamed."""
         from starlette.responses import Response, StreamingResponse
 
         try:
@@ -300,14 +302,14 @@ def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Converts a row's value: arrays to lists, missing values to `None`."""
     if isinstance(value, np.ndarray):
         value = value.tolist()
     if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _to_python(part) for name, part in value.items()}
     if isinstance(value, list):
-        return [_plain(part) for part in value]
+        return [_to_python(part) for part in value]
     if _is_missing(value):
         return None
     return value

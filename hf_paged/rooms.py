@@ -1,6 +1,6 @@
-"""The rooms around the core: features in separate folders or modules, each imported when a call
-first needs it, and the protocol that each room's module implements. The caller decides whether a
-call needs a room."""
+"""Rooms are hf_paged's optional features: folders or modules outside the core, each imported when a
+call first needs it. This module lists and imports them, and has the protocol that each room's
+module implements. The code that imports a room decides whether a call needs it."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def require(name: str, option: str) -> None:
 
 
 def missing(name: str, option: str) -> str | None:
-    """Returns a message, with `NOT_INSTALLED`, if the room with this name, which `option` needs, is
-    not installed."""
+    """Returns a message that contains `NOT_INSTALLED` if the room with this name, which `option`
+    needs, is not installed; otherwise `None`."""
     assert name in ROOMS
     return None if is_installed(name) else f"{option} needs `{__package__}.{name}`, {NOT_INSTALLED}"
 
@@ -113,15 +113,16 @@ def room_if_installed(name: str) -> Any | None:
 
 
 def render(name: str, instance: object) -> str | None:
-    """Returns the text or HTML of an object, from the function with this name of the room `tools`;
-    `None` without the room."""
+    """Returns an object as text or HTML: the result of the function `name` of the room `tools`;
+    `None` if that room is not installed."""
     tools = room_if_installed("tools")
     return tools and getattr(tools, name)(instance)
 
 
 class OnDemand(Generic[Part]):
-    """A part that few engines and `generate` calls need. The first call of this object makes the
-    part with `make`; until then, `instance` is `None`. Without `make`, calls are not allowed."""
+    """A part that few engines and `generate` calls need. This object is called to get the part. The
+    first call makes it with `make`; until then, `instance` is `None`. Without `make`, calls are not
+    allowed."""
 
     def __init__(self, make: Callable[[], Part] | None = None) -> None:
         self._make = make
@@ -158,10 +159,11 @@ class FingerprintsRoom(Protocol):
     """`hf_paged.fingerprints`."""
 
     read_state: Callable[[nn.Module], ModelState | None]
-    """Reads the state of a model; `None` if the model cannot be read."""
+    """Reads and returns the state of a model; `None` if the model cannot be read."""
 
     fingerprint: Callable[[nn.Module, ModelState | None], bytes | None]
-    """Like `model.state.fingerprint`, for a model that does not carry state."""
+    """Like `model.state.fingerprint`, for a model for which `model.state.carries_state` is
+    false."""
 
 
 class ResolvedAdapter(NamedTuple):
@@ -169,7 +171,7 @@ class ResolvedAdapter(NamedTuple):
 
     key: Hashable = None  # for `Request.adapter`
     namespace: Hashable = None  # in the prefix cache; the same in every process
-    num_bytes: int = 0  # bytes of the pool that it takes while the request runs
+    num_bytes: int = 0  # bytes of the pool that the adapter takes while the request runs
 
 
 class AdaptersRoom(Protocol):
@@ -189,23 +191,24 @@ class AdaptersRoom(Protocol):
 
     resolve_adapter: Callable[..., ResolvedAdapter]
     """Takes a model, the option `adapter` of a request, and whether the prompt consists of token
-    ids alone. Raises `ValueError` if the adapter cannot be served."""
+    ids alone. Returns the request's adapter. Raises `ValueError` if it cannot be served."""
 
     def use_adapter(self, model: nn.Module, name: Hashable) -> AbstractContextManager[Any]:
         """A context for a forward of `model` with the adapter of this name."""
 
     def row_adapters(self, model: nn.Module) -> AbstractContextManager[list[str] | None]:
-        """A context that hides the `adapter_names` of PEFT's `generate` from the forwards of the
-        running call. The context's value is the list of these names. Without names, it has only the
-        adapter that the surrounding code has activated, or is empty if that is not one adapter.
-        `None`: there are no names, and no adapter is in use."""
+        """A context that hides the `adapter_names` of a call of PEFT's `generate` from the call's
+        forwards. The context's value is the list of these names, one per prompt or per row. If the
+        call has no names, but the code around it runs with an adapter, the list holds only the
+        active adapter; it is empty if not exactly one adapter is active. `None`: the call has no
+        names, and no code around it runs with an adapter."""
 
     wrapper_methods: Callable[[Any], Mapping[str, Callable[..., Any]]]
     """Takes the class `PeftModel`. Returns the methods that replace its own, by name, so that calls
     of several threads do not see each other's `adapter_names`."""
 
     make_adapters: Callable[..., Adapters]
-    """Takes a model, a cache, `make_runner` and a block manager; makes the adapters of a new
+    """Takes a model, a cache, `make_runner` and a block manager. Returns the adapters of a new
     loop."""
 
 
@@ -253,8 +256,8 @@ class NativeRoom(Protocol):
 
 
 class RectangleRecorder(Protocol):
-    """Records the decode steps of one model's rectangles (`rectangles.rectangle.Rectangle`), and
-    replays them."""
+    """Records the decode steps of one model's padded batches ("rectangles",
+    `rectangles.rectangle.Rectangle`), and replays them."""
 
     def begin(self, state: ModelState | None) -> None:
         """Like `Runner.begin`: called before steps of the model in this state."""
@@ -264,8 +267,8 @@ class RectangleRecorder(Protocol):
         if no recording serves the step. Changes the states, unless `check` must follow."""
 
     def outputs(self, rectangle: Any, prepared: dict[str, Any]) -> ModelOutput:
-        """Returns what is known of the outputs of a replay: its cache, and the inputs that the
-        forward passes through."""
+        """Returns the outputs of a replay that are known without a forward: the cache, and inputs
+        that the forward returns unchanged."""
 
     def check(
         self,
@@ -276,18 +279,19 @@ class RectangleRecorder(Protocol):
         outputs: Any,
         prepared: dict[str, Any],
     ) -> None:
-        """Compares the logits and states of a replay with those of the model's own forward, as
-        `Recorder.check` does. Also checks that the next step's inputs follow from `inputs`, those
-        of this step, without outputs that only the forward has. `outputs`: the forward's, with the
-        arguments `prepared`."""
+        """Compares the logits `(rows, vocab_size)` and states of a replay with those of the model's
+        own forward, as `Recorder.check` does. Also checks that the next step's inputs depend only
+        on `inputs`, the inputs of this step, and on the known `self.outputs`. `outputs`: the result
+        of the forward with the arguments `prepared`."""
 
 
 class RectanglesRoom(Protocol):
     """`hf_paged.rectangles`."""
 
     def choose_layout(self, capability: Capability, reason: str) -> Layout:
-        """Returns the layout for a model that cannot be packed because of `reason`: side by side if
-        each sequence then gets the same results as alone, else together."""
+        """Returns the layout for a model that cannot be packed because of `reason`. It puts rows of
+        any requests side by side if each sequence then gets the same results as alone. Otherwise,
+        rows stay together in the batch in which they began."""
 
     def reasons_against_call(self, call: Candidate, reason: str) -> Iterator[str]:
         """Yields the reasons why the engine cannot run the rows of a call; `reason` says why they
@@ -324,8 +328,8 @@ class LatentRoom(Protocol):
 
     wrap_expansions: Callable[[Iterable[nn.Module]], None]
     """Replaces the methods with which the classes of these modules expand latents to keys and
-    values: until `unwrap_expansions`, the methods return `handles.LatentTensor`s where attention
-    can read the latents."""
+    values. Until `unwrap_expansions` is called, the methods return `handles.LatentTensor`s where
+    attention can read the latents."""
 
     unwrap_expansions: Callable[[], None]
     """Undoes every `wrap_expansions`."""
@@ -347,9 +351,9 @@ class MediaRoom(Protocol):
     `IndexError` if the prompt is longer than the model's table of positions."""
 
     run_prompts: Callable[..., LogitsPart]
-    """Takes a model, an empty cache, a list of `WholePrompts`, whose prompts `check` has returned,
-    and the step's plan. Runs one forward of all rows of these prompts, including rows that the step
-    does not compute; returns the logits of the step's rows."""
+    """Takes a model, an empty cache, a list of `WholePrompts` with prompts that `check` has
+    returned, and the step's plan. Runs one forward of all rows of these prompts, including rows
+    that the step does not compute. Returns the logits of the step's rows."""
 
     position_axes: Callable[..., list[list[int]] | None]
     """Takes a step's plan and the tokens' positions in their sequences. Returns
@@ -365,9 +369,9 @@ class OwnAttentionRoom(Protocol):
     `NotPackable` if the step has a window, and `NotCapturable` if it cannot be recorded."""
 
     row_tensors: Callable[..., tuple[Tensor, Tensor]]
-    """Takes such a step, a layer's `KVBlocks` and a pair of nominal dtypes. Returns the result of
-    the layer's `update`: keys and values `(1, heads, key_len, dim)`, whose operations are
-    deferred."""
+    """Takes a step from `with_key_len`, a layer's `KVBlocks`, and the dtypes that the keys and
+    values should report. Returns the result of the layer's `update`: keys and values `(1, heads,
+    key_len, dim)` that defer the operations on them."""
 
 
 class SpeculationRoom(Protocol):

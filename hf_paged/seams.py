@@ -1,6 +1,6 @@
-"""The seams of the core: the protocols through which it calls optional features, and `EngineParts`,
-which passes implementations to an engine. The module contains no implementation. `hf_paged.rooms`
-has the protocols of the optional packages ("rooms") themselves."""
+"""The seams of the core: the protocols of the objects through which it calls optional features, and
+`EngineParts`, which passes implementations to an engine. This module contains no implementation.
+`hf_paged.rooms` has the protocols of the features' modules."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ if TYPE_CHECKING:  # types of the core alone
 
 class Drafter(Protocol):
     """Drafts the next tokens of a loop's rows; each row is a separate `Generation`. Drafts do not
-    change a row's tokens; drawn drafts (`Draft.is_drawn`) may, but keep their distribution. To add
-    another way to guess tokens, write a `speculation.sources.Source`, and a branch in
-    `Speculator.attach` that chooses it."""
+    change the tokens that a row generates, unless they are drawn (`Draft.is_drawn`): then the
+    tokens may change, but not their distribution. To add another way to guess tokens, write a
+    `speculation.sources.Source`, and a branch in `Speculator.attach` that chooses it."""
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
         """Begins to draft for a row, before its request is queued. Returns whether the row's first
@@ -64,8 +64,9 @@ class Drafter(Protocol):
     ) -> Iterable[tuple[Generation, Draft | Exception]]:
         """Called before each step. Returns drafts (`decoding.base.Draft`) of token ids below
         `num_embeddings`, for attached rows that have a `Generation.sequence_to_draft`. `num_rows`:
-        how many open rows the running requests have, attached or not. An error returned for a row
-        ends it; a raised error ends the step and, after recovery, reaches the step's caller."""
+        the number of unfinished rows of running requests, attached or not. An error returned for a
+        row ends that row. A raised error ends the step; once the loop has recovered, the error
+        reaches the step's caller."""
 
     def note_verified(
         self, generation: Generation, num_draft_tokens: int, num_accepted: int
@@ -83,9 +84,9 @@ class Drafter(Protocol):
 
 
 MakeDrafter = Callable[..., Drafter]
-"""Makes a drafter from these arguments, in order: a loop's model, `PagedConfig`, `PagedMemory`,
-`Runner` and `Scheduler`, and the function that makes the runners of other models. The scheduler is
-a weak proxy, so that the drafter does not keep the loop alive."""
+"""Takes a loop's model, `PagedConfig`, `PagedMemory`, `Runner` and `Scheduler`, and the function
+that makes the runners of other models. Returns a drafter. The scheduler is a weak proxy, so that
+the drafter does not keep the loop alive."""
 
 
 # Properties of the tokens of one forward
@@ -93,9 +94,10 @@ a weak proxy, so that the drafter does not keep the loop alive."""
 
 class ForwardContext(Protocol):
     """A property of a packed forward's tokens beyond their ids and positions, such as their
-    adapters. It applies while the context manager that returned this object is open."""
+    adapters. It applies while the context manager that returned this object is open. A key stands
+    for a value of the property, such as one adapter, and has ranges of tokens."""
 
-    variant: Hashable  # part of the keys of recorded steps
+    variant: Hashable  # a recorded step serves only contexts with an equal variant
     names: Any  # data from which another process makes the same context
     num_keys: int = 0  # number of keys whose token ranges recorded steps read on the device
     is_fixed: bool = False  # whether a recorded step is valid only for this context's ranges
@@ -117,8 +119,8 @@ class ForwardContext(Protocol):
 
     def record(self, ranges: Tensor, max_tokens: int, has_chunks: bool) -> RecordedContext | None:
         """Called before a step of up to `max_tokens` tokens is recorded. The step reads `ranges`
-        `(n, 2)` on the device: for each key one range, of the decodes, and with `has_chunks` also
-        one of the other tokens. Returns `None` if the step needs no `RecordedContext`."""
+        `(n, 2)` on the device: for each key the range of its decodes and, with `has_chunks`, the
+        range of its other tokens. Returns the step's `RecordedContext`; `None` if it needs none."""
         return None
 
 
@@ -128,7 +130,7 @@ class RecordedContext(Protocol):
     keys: Sequence[Hashable]  # for `ForwardContext.ranges`
 
     def reading(self) -> AbstractContextManager[None]:
-        """A context for each run of the forward during the recording."""
+        """A context around each run of the forward while the step is recorded."""
 
 
 # Adapters of requests
@@ -139,15 +141,16 @@ class Adapters(Protocol):
     request first names an adapter."""
 
     def admit(self, request: Request, allocate_blocks: Callable[[], bool]) -> bool:
-        """Admits a waiting request that has `adapter_bytes`: reserves them in the pool, then calls
-        `allocate_blocks` for the request's own blocks. Returns whether both fit; if not, reserves
-        nothing. Called with the memory's lock held, like `release`."""
+        """Admits a waiting request that has `adapter_bytes`: reserves these bytes in the pool, then
+        calls `allocate_blocks` for the request's own blocks. Returns whether both fit; if not,
+        reserves nothing. `admit` and `release` are called with the memory's lock held."""
 
     def release(self, request: Request) -> None:
         """Called when an admitted request stops running: it has ended or is preempted."""
 
     def prefetch(self, waiting: Sequence[Request]) -> None:
-        """Called in each step, after scheduling: may load adapters of `waiting` requests ahead."""
+        """Called in each step, after scheduling: may already load adapters of `waiting`
+        requests."""
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
         """Like `Runner.run`, but with the adapter of each row, in as few forwards
@@ -176,9 +179,9 @@ class Recorder(Protocol):
 
     def needs_state(self, slowed_by: set[str]) -> bool:
         """Called when work on the model begins: returns whether to read the model's state and call
-        `begin` with it. Usually returns `False`, and adds the reason to `slowed_by`, if all steps
-        so far were refused: only a change of the model could make them recordable, and reading
-        takes longer than a step."""
+        `begin` with it. If no step so far could be recorded, usually returns `False` and adds the
+        reason to `slowed_by`: only a change of the model could make steps recordable, and reading
+        the state takes longer than a step."""
 
     def begin(self, state: ModelState, reads_keys: bool = False) -> None:
         """Called before steps of the model in this state: drops recordings of other states.
@@ -200,20 +203,23 @@ class Recorder(Protocol):
         owns; `None` if no recording can serve it. The recorder records `forward`, which takes token
         ids and positions `(1, n)`, the step of each layer group, the tokens whose logits are
         computed, the context and other model inputs. `token_ids` `(n,)`, int64, on the device,
-        replace those of `tokens`, which must be decodes only. `keeps_hidden`: whether the forward
-        also stores hidden states. `kind`: steps of different kinds have separate recordings.
-        `states`: cache layers with the rows' states, which the step changes; their tensors then
-        belong to the recording until it runs other rows. `checked_as`: identifies the steps that
-        one check covers; `None`: only steps whose forward reads keys are checked."""
+        replace the ids in `tokens`, which must then hold only decodes. `keeps_hidden`: whether the
+        forward also stores hidden states. `kind`: steps of different kinds have separate
+        recordings. `states`: cache layers with the rows' states, which the step changes. The
+        layers' tensors then belong to the recording until it runs other rows. `checked_as`:
+        identifies the steps that one check covers; `None`: only steps whose forward reads keys are
+        checked."""
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]], reason: str | None = None) -> None:
-        """Compares pairs of results, each `(rows, ...)`: of the model's own forward and of the last
-        replay. If any differ by more than rounding, or if there is a `reason` against replays,
-        steps of the replay's kind run eagerly."""
+        """Compares pairs of results, each `(rows, ...)`. The first of a pair comes from the model's
+        own forward, the second from the last replay. If any pair differs by more than rounding, or
+        if there is a `reason` against replays, steps of the replay's kind run eagerly from then
+        on."""
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
-        """Returns the part that records the decode steps of rectangles of the model, whose empty
-        cache is `cache`. Only the optional package `rectangles` calls this method."""
+        """Returns the part that records the decode steps of the model's padded batches
+        (`rectangles.rectangle.Rectangle`). `cache`: an empty cache of the model. Only the optional
+        package `rectangles` calls this method."""
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context for a step: its work on the device follows the previous step's, even across
@@ -225,7 +231,7 @@ class Recorder(Protocol):
 
     def release(self) -> None:
         """Called after the memory has released its layer groups (`GroupMemory.release`): also
-        gives back the memory of recordings, and drops those that are no longer valid."""
+        releases the memory of recordings, and drops recordings that are no longer valid."""
 
 
 class RunAhead(Protocol):
@@ -236,9 +242,9 @@ class RunAhead(Protocol):
         ready: list[tuple[Generation, LogitRows]],
         launch: Callable[[list[request.Sequence], Tensor], Tensor | None],
     ) -> Fetch | None:
-        """Returns a function that copies the tokens `(n,)` of all open rows, in the order of
-        `ready`, to the host and meanwhile launches the next step; `None` if that step depends on
-        work of the host. `launch` takes sequences and their next tokens `(n,)`, and returns logits
+        """Returns a function that copies the tokens `(n,)` of all unfinished rows, in the order of
+        `ready`, to the host and meanwhile launches the next step; `None` if the host must work
+        before that step. `launch` takes sequences and their next tokens `(n,)`. It returns logits
         `(n, vocab_size)`, or `None` if it cannot launch the step."""
 
     def take(self, plan: StepPlan) -> tuple[Tensor | None, int]:
@@ -250,18 +256,18 @@ class RunAhead(Protocol):
 
 
 MakeRecorder = Callable[["PreTrainedModel", "PagedCache"], "Recorder | None"]
-"""Makes the recorder of a model's steps in the memory of the model's empty cache. Returns `None` if
-nothing can be recorded."""
+"""Takes a model and an empty cache of it. Returns the recorder of the model's steps in the cache's
+memory; `None` if nothing can be recorded."""
 
 
 # The memory of blocks
 
 
 class Storage(Protocol):
-    """The memory of one layer group's blocks. A pool allocates the ids of blocks. `KVBlocks` and
-    `kernels/quantized.py` define the format of their content."""
+    """The memory of one layer group's blocks. `KVBlocks` and `kernels/quantized.py` define the
+    format of the blocks' content."""
 
-    pool: BlockPool  # allocates the ids; its `BlockSelector` may be the storage's
+    pool: BlockPool  # allocates the ids of blocks; the storage may provide its `BlockSelector`
     layers: dict[int, Any]  # `KVBlocks` of the layers made so far, by index
     released: dict[int, Any]  # layers without memory, which `make` returns again if they fit
 
@@ -275,7 +281,8 @@ class Storage(Protocol):
 
     @property
     def max_bytes(self) -> int | None:
-        """Maximum bytes of all blocks of the pool together; `None`: `block_bytes` for each."""
+        """Maximum bytes of all blocks of the pool together; `None`: the number of blocks times
+        `block_bytes`."""
 
     @property
     def num_allocated_blocks(self) -> int:
@@ -291,8 +298,8 @@ class Storage(Protocol):
         0: the memory chooses."""
 
     def reserve(self, reservation: Reservation, can_drop: bool) -> None:
-        """Sets the sizes of layers that are allocated or grown from now on. `can_drop`: whether it
-        may drop smaller layers, which is allowed only while no block is used or cached."""
+        """Sets the sizes of layers that are allocated or grown from now on. `can_drop`: whether the
+        storage may drop smaller layers; true only while no block is used or cached."""
 
     def outline(self, keys: Tensor, values: Tensor) -> KVBlocks:
         """Returns one block, on the meta device, for K/V `(batch, heads, n, dim)` like these."""
@@ -318,13 +325,14 @@ class Storage(Protocol):
 
 
 StorageFactory = Callable[["PagedConfig", "GroupSpec", int, Callable[[], None]], Storage]
-"""Makes the storage of a layer group, with an empty pool, from the config, the group, the number of
-tokens per block, and a function that the storage calls before it moves blocks to other
-addresses."""
+"""Takes the config, a layer group, the number of tokens per block, and a function that the storage
+calls before it moves blocks to other addresses. Returns the group's storage, with an empty
+pool."""
 
 
 class MappedRows(Protocol):
-    """The rows of a layer as strided tensors, besides its blocks (`KVBlocks.rows`)."""
+    """The rows of a layer as strided tensors, which share memory with its blocks
+    (`KVBlocks.rows`)."""
 
     def place(self, step: StepMetadata) -> PlacedRows | None:
         """Returns the rows of a step as tensors; `None` if they can be read only in blocks."""
@@ -346,7 +354,8 @@ class PlacedRows(Protocol):
     """The rows of a step as tensors, valid while the step and the views are alive."""
 
     def parts(self, kv_heads: int) -> PartPlan:
-        """Returns the parts of the step for the portable attention."""
+        """Returns the parts of the step for the portable attention (`attention/backends/gather.py`
+        and `parts.py`)."""
 
     def view(self, part: Part) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of a part, each `(rows, kv_heads, length, dim)`."""
@@ -366,13 +375,13 @@ class Tier(Protocol):
 
     def num_restorable_tokens(self, sequence: request.Sequence) -> int:
         """Returns how many tokens `SequenceBlocks.match` would find after `restore`. The sequence
-        has tables."""
+        must already have block tables."""
 
     def restore(self, sequence: request.Sequence) -> bool:
-        """Copies kept blocks to the pool and registers them for `match`, if the sequence's cached
-        prefix becomes longer. Returns `False`, and registers nothing, if there are no such blocks,
-        if too few blocks are free, or if copying fails; cached blocks may have been evicted. Called
-        after the current weights have been verified."""
+        """Copies kept blocks that prolong the sequence's cached prefix to the pool, and registers
+        them for `match`. Returns `False`, and registers nothing, if there are no such blocks, if
+        too few blocks are free, or if copying fails; cached blocks may nevertheless have been
+        evicted. Called after the current weights have been verified."""
 
     @property
     def wants_confirmation(self) -> bool:
@@ -384,15 +393,16 @@ class Tier(Protocol):
     def discard(self) -> None:
         """Drops kept blocks that are not verified."""
 
-    def counts(self) -> TierCounts: ...
+    def counts(self) -> TierCounts:
+        """Returns the tier's figures in `MemoryStats`."""
 
 
 MakeTier = Callable[
     ["PreTrainedModel", "PagedMemory", "BlockManager", "PagedConfig", "Layout"],
     tuple[Tier | None, str | None],
 ]
-"""Returns the tier for a model's new loop, perhaps from an earlier loop with this block manager; or
-`None` and the reason why there is none."""
+"""Returns the tier for a model's new loop, and `None`. The tier may come from an earlier loop with
+this block manager. If there can be no tier, returns `None` and the reason."""
 
 
 # Several processes
@@ -400,9 +410,9 @@ MakeTier = Callable[
 
 class Processes(Protocol):
     """The processes that compute each forward of a model together, each with a shard of its weights
-    and the K/V heads of that shard. Either all of them make the same calls, so that
-    `announce_step`, `moved` and `call_adapters` do nothing, or one leads: it schedules and samples,
-    the others follow its requests, and `check` does nothing."""
+    and the K/V heads of that shard. Either all of them make the same calls; then `announce_step`,
+    `moved` and `call_adapters` do nothing. Or one process leads: it schedules and samples, and the
+    others execute its steps; then `check` does nothing."""
 
     leads: bool  # whether this process leads
 
@@ -423,7 +433,7 @@ class Processes(Protocol):
 
     def announce_step(self, tokens: PackedTokens, extra_indices: list[int], names: Any) -> None:
         """Announces to the other processes the next `PackedRunner.compute` with these arguments.
-        `names`: from its `ForwardContext`; `None` without one."""
+        `names`: `ForwardContext.names`; `None` if the forward has no context."""
 
     def forward(self) -> AbstractContextManager[None]:
         """A context for a forward of all processes: an error passes through if each of them raises
@@ -432,13 +442,14 @@ class Processes(Protocol):
     def moved(
         self, move: Callable[..., Any], group: GroupMemory, arguments: tuple[Any, ...], result: Any
     ) -> None:
-        """Called after `move(group, *arguments)`, a function with the decorator
-        `group_memory.mirrored`, has returned `result`. Apart from the writes of forwards, these
-        calls, in order, make all changes to the content of blocks."""
+        """Called after `move(group, *arguments)` has returned `result`. `move` is a function with
+        the decorator `group_memory.mirrored`. Only forwards and calls of these functions change the
+        content of blocks, so a process that repeats them in order has the same content."""
 
     def call_adapters(self, method: str, *arguments: Any) -> str | None:
         """Makes the other processes call this method of their adapters, at the latest before the
-        next forward. For `"load"`, returns the end of a message if some cannot load the adapter."""
+        next forward. For `"load"`, returns the end of an error message if some of them cannot load
+        the adapter; otherwise `None`."""
         return None
 
 
@@ -451,7 +462,8 @@ class Leader(Processes, Protocol):
 
     def check_request(self, options: RequestOptions) -> None:
         """Raises `ValueError` if an engine over several processes does not support these options,
-        or its config, budget or model, and `RuntimeError` after the engine has been closed."""
+        its config or its model, or if `hf_paged.budget` is set. Raises `RuntimeError` after the
+        engine has been closed."""
 
     def choose_layout(self, choose: Callable[[], Layout]) -> Layout:
         """Calls `factory.choose_layout` in all processes, in this one through `choose`. Raises
@@ -479,10 +491,10 @@ class Grammars(Protocol):
     def processor(
         self, options: RequestOptions, tokenizer: Any, model: PreTrainedModel
     ) -> LogitsProcessor:
-        """Returns the logits processor for a request's `schema`, `regex` or `grammar`, which
-        computes each row from that row alone. Raises `ValueError` if several are set, if the
-        constraint cannot be compiled, or without a suitable tokenizer; and `ImportError` if the
-        compiler is not installed."""
+        """Returns the logits processor for a request's `schema`, `regex` or `grammar`. The
+        processor computes each row from that row alone. Raises `ValueError` if several constraints
+        are set, if the constraint cannot be compiled, or without a suitable tokenizer; and
+        `ImportError` if the compiler is not installed."""
 
 
 @dataclass(frozen=True)

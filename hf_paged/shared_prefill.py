@@ -1,5 +1,6 @@
 """One prefill for all rows of a prompt in transformers' own loop. In the engine, rows share a
-prefill's blocks instead. This module imports no other room (`rooms`)."""
+prefill's blocks instead. This module is one of hf_paged's optional parts (`rooms.py`), and imports
+none of the others."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from .generation.invocation import Invocation
 from .model.own_loop import ROW_INPUTS, cache_parts, mismatched_rows, select_rows
 from .model.structure import hook_reasons, row_reasons
 
-# modules and packages of cache layer classes whose `reorder_cache` repeats everything that the
-# layers hold; each name ends with a dot
+# modules and packages, each with a dot at the end: the `reorder_cache` of their cache layer classes
+# repeats everything that a layer holds
 _REPEATABLE_MODULES = ("transformers.cache_utils.", "hf_paged.", "builtins.", "abc.")
 
 
 def share_prefill(prefill: Invocation, call: Call) -> Any:
-    """Runs the prefill for only one of the rows that were expanded from each prompt, and repeats
-    that row's outputs, if this gives the same results; otherwise runs the original prefill. Returns
-    the outputs for all rows."""
+    """If the results are the same, runs the prefill for only one of the rows that were expanded
+    from each prompt, and repeats that row's outputs and cache. Otherwise runs the original prefill.
+    Returns the outputs for all rows."""
     arguments = prefill.bound.arguments
     first_rows_inputs = None
     # only the original method computes chunked prefills
@@ -37,7 +38,7 @@ def share_prefill(prefill: Invocation, call: Call) -> Any:
     ids, inputs = first_rows_inputs
     arguments["input_ids"] = ids
     arguments["model_kwargs"] = inputs
-    # the attributes of each cache before the prefill
+    # by `id` of a cache: the names of its attributes before the prefill
     attributes = {
         id(value): {*vars(value)} for value in inputs.values() if isinstance(value, Cache)
     }
@@ -104,8 +105,8 @@ def _can_repeat_rows(layer: Any) -> bool:
 
 def _rows_are_independent(model: Any) -> bool:
     """Whether rows do not affect one another: there are no `hook_reasons` or `row_reasons`, such as
-    dropout, and no module has a replaced forward, a pre-hook that gets keyword arguments, or its
-    own cache."""
+    dropout, and no module has a replaced forward, has a pre-hook that gets keyword arguments, or
+    makes its own cache."""
     modules = list(model.modules())
     if any(hook_reasons(model, modules)) or any(row_reasons(model, modules, is_packed=True)):
         return False

@@ -1,5 +1,6 @@
 """Attention metadata of one step: rows, lengths and block tables, built once and read by every
-layer. The vocabulary in README.md explains `seq_len`, `context_len` and `query_len` by a diagram.
+layer. The vocabulary in hf_paged/README.md has a diagram of `seq_len`, `context_len` and
+`query_len`.
 
 Tokens of all rows are concatenated, row after row. Positions are *table coordinates* of a row:
 position `t` is stored in block `block_tables[row, t // block_size]` at offset `t % block_size`. A
@@ -60,8 +61,8 @@ class ReadCounters:
 
     in_place: int = 0
     gathered: int = 0
-    gathered_decodes: int = 0  # those of `gathered` in steps with one query per row
-    latent: int = 0  # how often an MLA expansion was applied to outputs instead of latents
+    gathered_decodes: int = 0  # the part of `gathered` in steps with one query per row
+    latent: int = 0  # how often MLA's expansion was applied to attention outputs, not to latents
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadCounters:
         return ReadCounters()  # a copied cache starts at 0
@@ -78,8 +79,8 @@ class Lengths(NamedTuple):
     origins: Tensor | None = None  # (n,), for packed rows only
 
     def rows(self, first: int, last: int, start: int) -> Lengths:
-        """Returns the lengths of rows `[first, last)`, the first of which begins at token
-        `start`."""
+        """Returns the lengths of rows `[first, last)`. `start`: the step's token at which row
+        `first` begins."""
         query_start = self.query_start
         if query_start is not None:
             query_start = query_start[first : last + 1]
@@ -100,8 +101,9 @@ class Cascade(NamedTuple):
     """A step of one-query rows, split into two steps because groups of rows share leading blocks
     (cascade inference, FlashInfer, arXiv 2501.01005, sec. 3.1.2)."""
 
-    tails: StepMetadata  # all rows; rows of a group start where their shared prefix ends
-    # one row per group: the shared tokens and blocks, with the group's rows as queries
+    # all rows, but in a row of a group only the positions after the shared prefix
+    tails: StepMetadata
+    # one row per group: the shared prefix, with the queries of the group's rows
     prefixes: StepMetadata
     query_index: Tensor  # (n,) int32 on the device: the rows of the groups, group by group
 
@@ -109,8 +111,8 @@ class Cascade(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepMetadata:
     """The metadata of `n` rows with `T` tokens in total. The cache makes one object for each layer
-    group; attention narrows it to the positions that are visible under a mask. Query `i` of a row
-    is at position `seq_len - query_len + i`, which is negative for a padding query."""
+    group. From it, attention derives objects that leave out positions hidden by a mask. Query `i`
+    of a row is at position `seq_len - query_len + i`, which is negative for a padding query."""
 
     block_tables: Tensor
     """`(n, max_blocks)` int32, rows contiguous, on the pool's device. Entries past a row's last
@@ -126,8 +128,8 @@ class StepMetadata:
     """`(batch, query_len)` or, packed, `(1, T)` int64: the slot of each token's K and V; negative
     for tokens that are not stored."""
     block_ids: Sequence[list[int]] = ()
-    """Block tables of the leading one-query rows, on the host, in which shared prefixes are found;
-    empty to skip the search."""
+    """Block tables of the leading one-query rows, on the host. Attention searches them for shared
+    prefixes; empty to skip the search."""
     lengths: Lengths | None = None
     """In a captured step: the tensors from which a replay reads its lengths. `query_start` then
     gives the capacity in rows, one-query rows first, and in tokens."""
@@ -135,14 +137,14 @@ class StepMetadata:
     """In a captured step: the prefixes that its leading one-query rows share. Other steps find them
     in `block_ids`."""
     key_len: int | None = None
-    """For packed rows and the model's own attention code: the number of keys that this code gets
-    for every row (the longest row's or, in a recorded step, the number of slots of a block table).
-    Otherwise `None`."""
+    """For packed rows of a model whose own code computes attention: the number of keys that this
+    code gets for every row. It is the longest row's number of keys or, in a recorded step, the
+    number of slots of a block table. Otherwise `None`."""
     columns: range | None = None
-    """Columns of the padded batch that a layer's keys and values have, including new ones; `None`
-    for packed rows."""
-    # for each row, where its position 0 is: a column if there are `columns`, otherwise a position
-    # in the sequence
+    """The columns of the padded batch, including new ones, for which a layer's `update` returns
+    keys and values; `None` for packed rows."""
+    # where position 0 of each row is: as a column if there are `columns`, otherwise as a position
+    # in the row's sequence
     origins: tuple[int, ...] = ()
     counters: ReadCounters = dataclasses.field(default_factory=ReadCounters)
     query_len: int | None = dataclasses.field(init=False)  # `None` if rows differ; 1 without rows
@@ -192,8 +194,8 @@ class StepMetadata:
         )
 
     def on(self, device: torch.device) -> StepMetadata:
-        """Returns the step with its tensors on `device`: layers that share tables may be on several
-        devices."""
+        """Returns the step with its tensors on `device`. Layers on several devices may share
+        tables."""
         if self.block_tables.device == device:
             return self
         return self.plan(_move, device)
@@ -218,7 +220,7 @@ class StepMetadata:
 
     @property
     def on_device(self) -> Lengths:
-        """The lengths on the device: the tensors that a replay reads, or a copy of the host's
+        """The lengths on the device: `lengths` in a captured step, otherwise a copy of the host's
         lengths, made once."""
         return self.lengths or self.plan(_copy_lengths)
 
@@ -306,7 +308,7 @@ def _move(step: StepMetadata, device: torch.device) -> StepMetadata:
 
 
 def _copy_lengths(step: StepMetadata) -> Lengths:
-    # a tensor from an array's buffer takes a third of the time of one from a list
+    # making a tensor from an array's buffer takes a third of the time of making it from a list
     origins = step.origins if step.columns is None else ()
     numbers = (*step.seq_lens, *step.starts, *step.query_start, *origins)
     buffer = array("i", numbers)

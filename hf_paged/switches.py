@@ -1,4 +1,5 @@
-"""Switches objects for the duration of calls, which may overlap in several threads."""
+"""Switches objects to another state while calls run, and restores them afterwards. Calls may
+overlap, also in several threads."""
 
 from __future__ import annotations
 
@@ -16,9 +17,9 @@ Switching = tuple[Callable[[], None], Callable[[], None]]
 
 
 class _Nothing:
-    """A context without effect. Since each step enters several, the methods are C functions, unlike
-    those of `contextlib.nullcontext`: `str.format` takes any arguments and returns a false
-    value."""
+    """A context without effect. Each step enters several, so its methods are C functions, which are
+    faster than the methods of `contextlib.nullcontext`: `str.format` takes any arguments and
+    returns a false value."""
 
     __enter__ = "".format
     __exit__ = "".format
@@ -30,8 +31,8 @@ NOTHING: contextlib.AbstractContextManager[Any] = _Nothing()  # type: ignore[ass
 
 class Switches(Generic[T]):
     """The objects that calls have switched, each with its functions from `switching` and the
-    threads of its calls. Calls may overlap: each switches the object, and the last to end restores
-    the state that the object had before the first."""
+    threads of its calls. Calls on one object may overlap: each call switches the object, and the
+    last call to end restores the state that the object had before the first call."""
 
     def __init__(
         self, switching: Callable[[T], Switching], on_all_restored: Callable[[], None] | None = None
@@ -67,18 +68,20 @@ class Switches(Generic[T]):
 
     def after_fork(self, freed: set[Any]) -> None:
         """In a child process, ends the calls of other threads, which do not exist there."""
-        self._retain(True)
+        self._end_calls(of_current_thread=False)
 
     def clean_up_after_error(self) -> None:
         """Ends the calls of this thread."""
         with self._lock:
-            self._retain(False)
+            self._end_calls(of_current_thread=True)
 
-    def _retain(self, is_current: bool) -> None:
-        """Ends the calls of the other threads or, unless `is_current`, those of this thread."""
+    def _end_calls(self, of_current_thread: bool) -> None:
+        """Ends the calls of this thread, or the calls of all other threads."""
         current_thread = threading.get_ident()
         for item, _, threads in list(self.entries.values()):
-            threads[:] = [thread for thread in threads if (thread == current_thread) is is_current]
+            threads[:] = [
+                thread for thread in threads if (thread == current_thread) is not of_current_thread
+            ]
             self._restore_if_unused(item, threads)
 
     def _restore_if_unused(self, item: T, threads: list[int]) -> None:

@@ -52,8 +52,9 @@ def make(
 
 
 def try_start(thread: threading.Thread) -> Exception | None:
-    """Starts a thread from `make`. Returns `None` once it has begun; otherwise, after at most
-    `START_SECONDS`, the reason. Should the thread begin later, it still calls `run`."""
+    """Starts a thread from `make`. Returns `None` once it has begun. If it has not begun after
+    `START_SECONDS`, or cannot be started, returns the reason as an error. A thread that begins
+    later still calls `run`."""
     try:
         thread.start()
     except (RuntimeError, MemoryError) as error:  # at the limit, or at interpreter shutdown
@@ -73,8 +74,8 @@ def start(run: Callable[[], object], name: str, **options: Any) -> threading.Thr
 
 def submit(function: Callable[..., T], *args: Any) -> asyncio.Future[T]:
     """Like `asyncio.to_thread`, but submits the function before the caller awaits the result.
-    Raises `RuntimeError` if no thread can be started; then the function is never called. Waits for
-    a new thread without a limit, since asyncio's executor starts it."""
+    Raises `RuntimeError` if no thread can be started; then the function is never called. If
+    asyncio's executor starts a new thread, waits without a time limit until it has begun."""
     run = contextvars.copy_context().run
     is_submitted = False
     submission = threading.Lock()  # held while the function is submitted
@@ -120,7 +121,7 @@ def attempt(lock: threading.RLock, seconds: float = 0.0) -> Iterator[bool]:
     try:
         yield lock.acquire(timeout=seconds)
     finally:
-        try:  # comes first, since an interrupt could arrive at any call before it
+        try:  # the first statement: an interrupt could arrive at any call before it
             lock.release()
         except RuntimeError:
             pass  # this thread does not hold it
@@ -142,8 +143,8 @@ _step_locks = weakref.WeakKeyDictionary[nn.Module, threading.RLock]()
 def step_lock(model: nn.Module, main_model: nn.Module | None = None) -> threading.RLock:
     """Returns the model's lock. Engines and `generate` calls hold the lock from scheduling to the
     end of the forward, and while they read the model's state, since they all switch the adapters of
-    the same model. A model that shares modules with `main_model` gets the lock of `main_model`, if
-    that is passed in the first call for the model."""
+    the same model. `main_model`: a model that shares modules with `model`; if it is passed in the
+    first call for `model`, both get the same lock."""
     return _step_locks.setdefault(
         model, forks.rlock() if main_model is None else step_lock(main_model)
     )

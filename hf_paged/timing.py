@@ -12,12 +12,13 @@ from .interrupts import restoring, setting
 setup_seconds: ContextVar[dict[str, float] | None] = ContextVar(
     "hf_paged_setup_seconds", default=None
 )
-"""Seconds by part, to which `timed` adds; `None`: `timed` measures nothing."""
+"""The seconds of each part of this work, to which `timed` adds; `None`: `timed` measures
+nothing."""
 
 
 @restoring
 def timed(part: str) -> Iterator[None]:
-    """A context whose duration, without the duration of other parts within it, is added to the
+    """A context that adds its duration, without the duration of other parts within it, to the
     seconds of `part`."""
     seconds = setup_seconds.get()
     if seconds is None:

@@ -9,8 +9,9 @@ _POINTER = "[troubleshooting.md#"
 
 
 class Topic(enum.Enum):
-    """The rows of the page's table; a topic's value is its row's anchor. `Topic.HOOKS("text")`
-    appends a pointer to the row, unless the text quotes a cause that already has a pointer."""
+    """The rows of the table in troubleshooting.md; a topic's value is its row's anchor.
+    `Topic.HOOKS("text")` returns the text with a pointer to the row, or the unchanged text if it
+    quotes a cause that already has a pointer."""
 
     ADAPTERS = "adapters"
     ASSISTED = "assisted"

@@ -1,6 +1,6 @@
-"""Models in shards over several processes (tensor parallelism): calls that all processes make, and
-engines that process 0 drives. Implements `seams.Processes` and `seams.Leader`. Called through
-`model.sharding`; imports no other optional package."""
+"""Models in shards over several processes (tensor parallelism): `generate` calls that all processes
+make, and engines that process 0 drives. Implements `seams.Processes` and `seams.Leader`. The core
+calls this package through `model.sharding`. It imports no other optional package."""
 
 from .leader import lead as lead
 from .leader import serve as serve

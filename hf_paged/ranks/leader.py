@@ -1,6 +1,5 @@
 """An engine over several processes, each with a shard of the model's weights and the K/V heads of
-that shard. Process 0 schedules and samples; the others compute its steps (`serve_rank`) and
-schedule nothing."""
+that shard. Process 0 schedules and samples. The others only compute its steps (`serve_rank`)."""
 
 from __future__ import annotations
 
@@ -42,13 +41,13 @@ from .signals import DeferringLock, deferring_signals
 logger = logging.getLogger(__name__)
 
 Changes = list[tuple[int, list[int]]]
-"""For each block table of a step: the number of leading block ids that it takes from the previous
-table at its row (all of them or none), and the block ids after these."""
+"""For each block table of a step: the number of leading block ids that are taken from the previous
+step's table of the same row (all ids of that table, or 0), and the block ids after these."""
 
 
 class RemoteHostBlocks(NamedTuple):
-    """Stands for the leader's `HostBlocks` in a message: each process has a copy of its own blocks
-    in host memory."""
+    """Stands for the leader's `HostBlocks` in a message. Each process swaps its own blocks to host
+    memory, so every follower has `HostBlocks` for this number."""
 
     number: int  # `id` of the leader's `HostBlocks`
 
@@ -61,7 +60,7 @@ class TableHistory:
         self._tables: list[list[int]] = []
 
     def encode(self, tables: Sequence[list[int]]) -> Changes:
-        """Encodes a step's tables for `decode` in another process."""
+        """Returns the changes from which `decode` in another process restores a step's tables."""
         changes: Changes = []
         for row, ids in enumerate(tables):
             previous = self._tables[row] if row < len(self._tables) else []
@@ -71,7 +70,7 @@ class TableHistory:
         return changes
 
     def decode(self, changes: Changes) -> list[list[int]]:
-        """Returns the tables that `encode` has encoded in another process."""
+        """Returns the tables for which `encode` in another process returned these changes."""
         tables = [
             [*self._tables[row][:count], *new_ids] if count else new_ids
             for row, (count, new_ids) in enumerate(changes)
@@ -81,9 +80,9 @@ class TableHistory:
 
 
 class RankLeader:
-    """The side of process 0 (`seams.Leader`): makes the other processes repeat its operations on
-    blocks and models in the same order. Orders that need no answer are queued and sent with the
-    next message, no later than in the next step."""
+    """The engine's link from process 0 to the other processes (`seams.Leader`): makes them repeat
+    its operations on blocks and models in the same order. Orders that need no answer are queued and
+    sent with the next message, no later than in the next step."""
 
     leads = True
 
@@ -94,7 +93,7 @@ class RankLeader:
         self._pid = os.getpid()
         self._is_open = True
         # for each order: the name of a method of `Follower`, or "end"; the number of blocks of each
-        # pool; the arguments
+        # pool; the method's arguments
         self._queued_orders: deque[tuple[str, list[int], tuple[Any, ...]]] = deque()
         self._groups: list[GroupMemory] = []
         self._histories: list[TableHistory] = []
@@ -191,8 +190,9 @@ class RankLeader:
             return None
         self.queue_order("call_adapters", "forget", file)
         return (
-            f"by processes {failed_ranks} of {self.ranks.size} that hold shards of the model, whose"
-            " output says why: every process reads the adapter's folder under this path"
+            f"by processes {failed_ranks} of {self.ranks.size} that hold shards of the model (see"
+            " the output of these processes): every process reads the adapter's folder under this"
+            " path"
         )
 
     @contextlib.contextmanager
@@ -227,8 +227,11 @@ class RankLeader:
         if group not in self._groups:  # the memory of a model in this process alone
             return
         number = self._groups.index(group)
-        portable = [RemoteHostBlocks(id(x)) if isinstance(x, HostBlocks) else x for x in arguments]
-        self.queue_order("move", move, number, portable, id(result))
+        portable_arguments = [
+            RemoteHostBlocks(id(value)) if isinstance(value, HostBlocks) else value
+            for value in arguments
+        ]
+        self.queue_order("move", move, number, portable_arguments, id(result))
         if isinstance(result, HostBlocks):
             weakref.finalize(result, self.queue_order, "forget", id(result)).atexit = False
 
@@ -269,8 +272,8 @@ def lead(model: PreTrainedModel, config: PagedConfig, owner: Any) -> RankLeader:
 
 
 class Follower:
-    """The side of every process but 0: executes the orders of a [`RankLeader`], which name methods
-    of this class."""
+    """Executes the orders of a [`RankLeader`] in a process other than 0. An order names a method of
+    this class."""
 
     def __init__(self, model: PreTrainedModel, ranks: Ranks) -> None:
         self.model, self.ranks = model, ranks
@@ -364,14 +367,16 @@ class Follower:
         self.ranks.fingerprint(self.model)
 
     def minimum(self) -> None:
-        """Takes part in `RankLeader.minimum`, which only `PagedMemory` calls, to find the minimum
-        of `fraction_bytes`."""
+        """Takes part in `RankLeader.minimum`. Only `PagedMemory` calls that method, for the minimum
+        of `fraction_bytes` over all processes."""
         self.ranks.minimum(self._memory.fraction_bytes())
 
     def move(self, move: Callable[..., Any], group: int, arguments: list[Any], number: int) -> None:
-        """Repeats the leader's move of blocks. `number` identifies a result in host memory."""
+        """Repeats the leader's move of blocks. `number` identifies the result if that is
+        `HostBlocks`."""
         local_arguments = [
-            self._host_blocks[x.number] if isinstance(x, RemoteHostBlocks) else x for x in arguments
+            self._host_blocks[value.number] if isinstance(value, RemoteHostBlocks) else value
+            for value in arguments
         ]
         result = move(self._groups[group], *local_arguments)
         if isinstance(result, HostBlocks):

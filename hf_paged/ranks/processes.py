@@ -1,5 +1,5 @@
-"""The process group of a sharded model, and the messages between its processes, which compute every
-forward together. `leader.py` determines the content of messages."""
+"""The group of processes that compute every forward of a sharded model together, and the messages
+between them. `leader.py` determines the content of messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..model.sharding import RankLostError
 from ..model.state import ModelState, fingerprint
 from ..plan import StepPlan
 
-_ENGINE = -1  # an engine as the user of a model, in place of a thread's id
+_ENGINE = -1  # identifies an engine that uses a model, in place of the id of a call's thread
 _FIRST_PART_BYTES = 1 << 14  # size of the first part of a message; most messages fit into it
 # limit on a wait for the next message; the end of a process is noticed at once
 _IDLE_TIMEOUT = datetime.timedelta(days=365)
@@ -34,13 +34,13 @@ _lock = forks.lock()
 
 class Ranks:
     """The processes of one sharded model, as a separate process group (gloo, on the CPU).
-    Implements `seams.Processes` for calls that all of them make.
+    Implements `seams.Processes` for calls that all of these processes make.
 
     Methods that communicate are collective: all members must call them in the same order. If a
     member ends, the others get a [`RankLostError`]. If a member is alive but does not take part,
-    the others wait at most `_FAILURE_TIMEOUT` in `check_all_failed`, and `_IDLE_TIMEOUT` elsewhere,
-    before they get that error, too. `reserving`, `reserve`, `release`, `announce_step`, `moved` and
-    `call_adapters` do not communicate, and `forward` only after an error."""
+    the others also get that error, after at most `_FAILURE_TIMEOUT` in `check_all_failed` and
+    `_IDLE_TIMEOUT` elsewhere. `forward` communicates only after an error. `reserving`, `reserve`,
+    `release`, `announce_step`, `moved` and `call_adapters` do not communicate."""
 
     leads = False
 
@@ -66,7 +66,8 @@ class Ranks:
             self._user = outer_user
 
     def reserve(self, user: int = _ENGINE) -> int | None:
-        """Reserves the model as `reserving` does, until `release`; returns the previous user."""
+        """Reserves the model until `release` is called. Raises `RuntimeError` as `reserving` does.
+        Returns the previous user, or `None`."""
         with _lock:
             previous_user = self._user
             if previous_user is not None and (previous_user != user or user == _ENGINE):
@@ -232,6 +233,7 @@ def processes_of(model: nn.Module) -> Ranks:
     _check_heads(model)
     key = tuple(members)
     ranks = _ranks.get(key)
-    if ranks is None or ranks.world is not dist.group.WORLD:  # of an earlier `init_process_group`
+    # `ranks` may belong to an earlier `init_process_group`
+    if ranks is None or ranks.world is not dist.group.WORLD:
         ranks = _ranks[key] = Ranks(members)
     return ranks

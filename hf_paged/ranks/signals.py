@@ -26,7 +26,7 @@ SIGNALS: tuple[int, ...] = tuple(
 )
 
 _NON_PYTHON_HANDLERS = (None, signal.SIG_DFL, signal.SIG_IGN)
-# the handlers that `_defer` replaces, by signal; `None` while signals are not deferred
+# by signal: the handler that `_defer` replaces; `None` while signals are not deferred
 _handlers: dict[int, Any] | None = None
 _deferring_thread = 0  # ident of the thread that defers signals
 _main_thread = threading.main_thread().ident
@@ -40,8 +40,8 @@ def _defer(signum: int, frame: FrameType | None) -> None:
 
 
 def _begin_deferring() -> None:
-    """Starts to defer signals. If a handler raises an error meanwhile, stops deferring, handles the
-    signals deferred so far and raises the error."""
+    """Starts to defer signals. If a handler that is not replaced yet raises an error, stops
+    deferring, handles the signals deferred so far and raises the error."""
     global _handlers, _deferring_thread
     # only Python handlers: "ignore" and "default" raise nothing, and C handlers cannot be restored
     handlers = {}
@@ -78,9 +78,9 @@ def _restore_handlers(handlers: dict[int, Any]) -> None:
         if _signal.getsignal(signum) is _defer:
             deferred_signals.append(signum)
             saved_handlers.append(handler)
-    # A restored handler may raise after any call, on entering a function, and in `signal` before it
-    # sets the next handler. So one call of C code restores all, and is repeated after an error, up
-    # to two times.
+    # A restored handler may raise after any call, on entering a function, and in `signal` before
+    # that sets the next handler. So one call of C code restores all handlers. After an error, this
+    # call is repeated, up to two times.
     try:
         deque(map(_signal.signal, deferred_signals, saved_handlers), 0)
     except BaseException:
@@ -130,8 +130,8 @@ class deferring_signals:
 
 
 class DeferringLock:
-    """A lock that defers signals while the main thread holds it or waits for it. While waiting, the
-    main thread regularly handles the deferred signals."""
+    """A lock that defers signals while the main thread holds it or waits for it. While the main
+    thread waits, it regularly handles the deferred signals."""
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock = lock

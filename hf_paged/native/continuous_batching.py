@@ -136,7 +136,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         hard_stop: bool = False,
     ) -> None:
         """Refuses further requests at once. The thread ends when all requests are finished or, with
-        `hard_stop`, after the step in progress, but not during a pause. It then fails unfinished
+        `hard_stop`, after the step in progress, but not during a pause. It then fails all unfinished
         requests and frees the memory. With `keep_for_next_session`, it frees only the requests, and
         the model keeps the manager, if it was started, for the next session. With `block`, waits
         for the thread's end, at most `timeout` seconds. Raises `RuntimeError` in a thread that has
@@ -402,7 +402,7 @@ def _generate_batch(
 ) -> dict[str, GenerationOutput]:
     if not len(inputs):
         return {}
-    # raises for active adapters that PEFT's layers in the model do not compute on their own
+    # raises for active adapters that need more than PEFT's layers in the model
     adapters_package = adapters_room_for(unwrap_model(model))
     if adapters_package is not None:
         adapters_package.check_served(unwrap_model(model), None)

@@ -476,8 +476,8 @@ class EngineCore(EngineLoop):
             state.output_queue.extend(itertools.chain(step_outputs, pop_state))
 
     def get_loop(self) -> StepLoop:
-        """Calls `settle`, then returns the loop. Without a loop or unfinished requests, acts as
-        `renew`."""
+        """Calls `settle` and returns the loop. If there is no loop or no unfinished request, calls
+        `renew` first."""
         if self.cancelled_requests:
             self.settle()
         if self.loop is None or not self.requests:

@@ -175,7 +175,7 @@ class Executor:
         self.forget_model()
 
     def forget_model(self) -> None:
-        """Drops everything derived from the model, except a state on which the guard relies
+        """Drops everything derived from the model, except its last state if the guard relies on it
         (`is_watched`). No step is replayed until the model's state is read again (if
         `_is_state_due`). The next step collects again the configs whose attention it switches."""
         num_changes = self.guard.num_changes
@@ -205,7 +205,7 @@ class Executor:
             self.forget_model()
 
     def check_model(self) -> None:
-        """Called before a step, within `attention`: if user code may have run since the last step
+        """Called before a step, within `attention`. If user code may have run since the last step
         (`is_unchecked`) and has changed the model since its state was read, drops cached prefixes,
         recorded steps and the step launched ahead, and stops packing rows if the new structure
         rules packing out. Without the optional package `fingerprints`, user code counts as a

@@ -80,8 +80,8 @@ class Preemption:
     blocks: BlockManager
     mode: str = "recompute"  # or "swap", or "auto", in which `cost_model` chooses
     swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
-    # returns whether blocks cached before this span (`Epochs.begin_span`) are still valid, and
-    # drops them if not; called before a request uses such blocks, or blocks of the tier
+    # returns whether blocks cached before the current step or call (`Epochs.begin_span`) are still
+    # valid; drops them if not. Called before a request uses these blocks, or blocks of the tier
     verify: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; if not, its prefill is split only at its stops
     # (`SequenceBlocks.stops`)

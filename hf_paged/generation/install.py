@@ -222,7 +222,8 @@ def _prepare_cache(prepare: Invocation) -> Any:
         # not "dynamic": an assistant's config copies this value, and transformers refuses "dynamic"
         # there
         generation_config.cache_implementation = None
-    with NOTHING if config is None else step_lock(model):  # as in `stock_cache`
+    # early exit in another thread changes the number of layers in the config while it drafts
+    with NOTHING if config is None else step_lock(model):
         result = prepare.run()
     with deferring_signals(model):
         if call is None:

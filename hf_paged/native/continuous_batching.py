@@ -136,7 +136,7 @@ class PagedBatchingManager(ContinuousBatchingManager):
         hard_stop: bool = False,
     ) -> None:
         """Refuses further requests at once. The thread ends when all requests are finished or, with
-        `hard_stop`, after the step in progress, but not during a pause. It then fails all unfinished
+        `hard_stop`, after the step in progress, but not during a pause. It then fails unfinished
         requests and frees the memory. With `keep_for_next_session`, it frees only the requests, and
         the model keeps the manager, if it was started, for the next session. With `block`, waits
         for the thread's end, at most `timeout` seconds. Raises `RuntimeError` in a thread that has

@@ -120,8 +120,8 @@ class CallLoop(Holder):
         self._generation = None
 
     def withdraw(self) -> None:
-        """Also drops a generation that `run` left behind, after an interrupt or in a forked child
-        that lacks the thread of `run`."""
+        """Removes this loop from the memory's holders, and drops a generation that `run` left
+        behind: after an interrupt, or in a forked child that lacks the thread of `run`."""
         super().withdraw()
         if self._generation is not None:
             self.loop.undo_step()

@@ -115,9 +115,10 @@ class StepLoop:
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """Returns the generations to end when a repeated step raises `error`: if a waiting request
-        may begin, and no request runs or `error` is an `OutOfBlocksError`, the generation of the
-        first such request; otherwise the generations of running requests."""
+        """Returns the generations to end when a repeated step raises `error`. These are the
+        generations of running requests. If no request runs, or if `error` is an `OutOfBlocksError`,
+        it is instead the generation of the first waiting request that may begin, if there is
+        one."""
         first = self.first_waiting_generation
         running_generations = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running_generations or isinstance(error, OutOfBlocksError)):

@@ -133,9 +133,10 @@ class Executor:
     def commit(self, span: StableSpan, runs_user_code: bool = False) -> None:
         """Called before control returns to user code; in a call, after its first token at the
         latest. If blocks are cached, fingerprints the weights that computed the span's blocks,
-        once and only if needed (`WeightsGuard.commit`). If, in addition, user code may change the
-        model before the next step (after a span that is not a call, or with `runs_user_code`),
-        takes the reference with which `check_model` compares the model (`ModelState.watch`)."""
+        once and only if needed (`WeightsGuard.commit`). Then, if user code may change the model
+        before the next step, also takes the reference with which `check_model` compares the model
+        (`ModelState.watch`). User code may do so after a step of an engine, or with
+        `runs_user_code`."""
         should_watch = runs_user_code or not span.is_call
         is_done = span.is_committed and (not should_watch or self.guard.is_watched)
         if self.guard.is_on and not is_done:

@@ -261,9 +261,10 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts `request`, which lacks blocks although no later request runs. If then no request
-        runs, and no other model holds memory, raises `OutOfBlocksError` if `request` had the same
-        total length at its last such preemption, and otherwise releases unused memory."""
+        """Preempts `request`, which lacks blocks although no later request runs. That is all if
+        other requests still run, or if another model holds memory. Otherwise, raises
+        `OutOfBlocksError` if `request` had the same total length at its last preemption of this
+        kind; if not, releases unused memory."""
         is_only_model = not self.blocks.memory.num_held_by_others
         self._preempt(request)
         if self.queue.running or not is_only_model:

@@ -57,7 +57,7 @@ class Generation:
     is_closed: bool = False  # whether it has ended: its rows need no further step
     # whether the logits of all open rows are computed, and their tokens are not appended yet
     is_sampling: bool = False
-    # whether the loop reports only its end: set once the time of the first token is recorded, if
+    # whether the loop reports only its end; set once the time of the first token is recorded, if
     # the reader needs only the result
     skips_reports: bool = False
     parent: Generation | None = None  # the generation that was split into this part and others

@@ -209,7 +209,7 @@ class Request:
     max_num_tokens: int  # maximum length of a sequence, including the prompt
     num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
-    # the adapter, the cache salt, ...: only requests of one namespace share prefixes
+    # for example the adapter and the cache salt; only requests with equal namespaces share prefixes
     namespace: Hashable = None
     adapter: Hashable = None  # adapter of its forwards; `None`: the model as it is
     adapter_bytes: int = 0  # pool bytes that the adapter's weights occupy while the request runs
@@ -220,11 +220,10 @@ class Request:
     encoded: SequenceBlocks = NO_BLOCKS  # blocks of the encoder output, while the request runs
     # keys of the prompt's tokens in the prefix index; `None`: the token ids
     keys: list[Hashable] | None = None
-    # A reused prefix ends at `media_start` or before, or at `media_end` or after.
-    # tokens before the first media placeholder; 0 if the model's own forward cannot begin after
-    # cached tokens
+    # number of tokens before the first media placeholder; 0 if the model's own forward cannot begin
+    # after cached tokens. A reused prefix does not end between `media_start` and `media_end`
     media_start: int = 0
-    media_end: int = 0  # tokens up to the last placeholder
+    media_end: int = 0  # number of tokens up to and including the last media placeholder
     status: Status = Status.WAITING
     # in the scheduler: (arrival number plus weighted priority, arrival number)
     sort_key: tuple[float, int] = (0, 0)

@@ -263,8 +263,8 @@ class Call:
 
     def claim_blocks(self, arguments: dict[str, Any]) -> None:
         """Claims blocks for all rows of a decoding loop with these arguments, in the caches that
-        the call built, until the call ends. First waits, as long as other calls progress, until the
-        blocks fit alongside the claims of earlier calls that cannot be preempted."""
+        the call built, until the call ends. First waits until the blocks fit alongside the claims
+        of earlier calls, or until no other call progresses."""
         model_kwargs = arguments.get("model_kwargs", {})
         embeds = model_kwargs.get("inputs_embeds")
         encoder_outputs = model_kwargs.get("encoder_outputs")

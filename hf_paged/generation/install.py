@@ -219,7 +219,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
     config = None
     if implementation in PAGED_IMPLEMENTATIONS or (implementation is None and uses_default):
         config = PagedConfig.coerce(generation_config.cache_config)
-        # not "dynamic": an assistant's config copies this value, and transformers refuses "dynamic"
+        # `None`, since an assistant's config copies this value, and transformers refuses "dynamic"
         # there
         generation_config.cache_implementation = None
     # early exit in another thread changes the number of layers in the config while it drafts

@@ -253,7 +253,7 @@ class Preemption:
         return True
 
     def num_shared_tokens(self, request: Request, rows: list[Sequence]) -> int:
-        """Returns the length of the rows' common prefix, in tokens. If the prompt has inputs besides
+        """Returns the length, in tokens, of the rows' common prefix. If a prompt has inputs besides
         token ids, this is the prompt's length if all rows are longer, otherwise 0. Without such
         inputs, it is the number of tokens in the leading full blocks that are equal in all rows."""
         if request.inputs is not None:

@@ -204,9 +204,10 @@ class Scheduler:
         self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True
     ) -> None:
         """Schedules up to `limit` tokens of `sequence`. A whole prompt may exceed `limit`, unless a
-        chunk of another forward is scheduled. If too few blocks are free, frees the drafter's
-        blocks, preempts later requests, shrinks the chunk if layers have windows, then preempts
-        `request` if none of its rows is scheduled; without `may_preempt`, preempts nothing."""
+        chunk of another forward is scheduled. If too few blocks are free, in turn frees the
+        drafter's blocks, preempts later requests, shrinks the chunk (if layers have windows) and
+        preempts `request` (if none of its rows is scheduled). Without `may_preempt`, preempts
+        nothing."""
         count = num_to_compute = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:

@@ -418,9 +418,9 @@ def install(
             `init_continuous_batching` and `continuous_batching_context_manager` of all models on a
             [`PagedEngine`]; a config passed here is their default. A later `install` without this
             option does not undo it.
-        by_default (`bool`): Also use a paged cache where neither the call nor a configuration
-            names a `cache_implementation`, no cache is passed and `use_cache` is not `False`. A
-            later `install` without this option does not undo it.
+        by_default (`bool`): Also use a paged cache in calls of `generate` for which neither the
+            call nor a configuration names a `cache_implementation`, no cache is passed and
+            `use_cache` is not `False`. A later `install` without this option does not undo it.
     """
     global _is_paged_by_default
     native = None if continuous_batching is False else _native()

@@ -287,7 +287,7 @@ class SampleDecoding(Decoding):
                 ended_rows.append(row)
         finished_rows = self._close_rows(ended_rows)
         if self.streamer is not None:
-            self._stream(tokens_by_row, ended_rows)  # before criteria overwrote them
+            self._stream(tokens_by_row, ended_rows)  # as chosen; criteria may have changed `tokens`
         num_ended = len(rows) - len(running_rows)
         return SampledTokens(tokens, None, finished_rows, rows, num_ended=num_ended)
 

@@ -292,7 +292,7 @@ class Scheduler:
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Allocates a slot for the next token of each sequence, if the next step will consist of
-        exactly these decodes; `num_ending` other running sequences end before. Returns `False`
+        exactly these decodes; `num_ending` other running rows end before that step. Returns `False`
         if the step may differ, if too few blocks are free, or if a block must be copied first."""
         if self.queue.num_rows != len(sequences) + num_ending:
             return False

@@ -24,7 +24,7 @@ T = TypeVar("T")
 class CallLoop(Holder):
     """The loop of one `generate` call, whose thread takes the steps. Calls of other threads on the
     same memory have separate loops, whose steps take turns under the model's lock. The processors,
-    criteria and streamer of a call run without a lock, so they may wait for such calls. Loops
+    criteria and streamer of a call run without a lock, so they may wait for those calls. Loops
     cannot preempt each other's requests: a step that lacks blocks is repeated until other calls
     free theirs, and fails once none of these calls makes progress (`cache.waits.Shortage`)."""
 
@@ -79,7 +79,7 @@ class CallLoop(Holder):
         self.loop.add(generation)
 
     def _wait_for_logits(self, generation: Generation) -> Ready:
-        """Takes steps until the generation or parts of it have logits, and returns these. Raises
+        """Takes steps until the generation or parts of it have logits, and returns both. Raises
         the error that ended the generation. Repeats a step that lacks blocks as long as calls of
         other threads may free some, or other models hold the memory; then raises
         `OutOfBlocksError`."""
@@ -107,8 +107,8 @@ class CallLoop(Holder):
         return run_ahead
 
     def _raise_error(self, generation: Generation) -> None:
-        """Raises the error that ended the generation or a part of it, if there is one. Removes the
-        generations that it reads from the loop's `unreported`."""
+        """Raises the error that ended the generation or a part of it, if there is one. Removes
+        generations from the loop's `unreported`, up to the one with an error."""
         while self.loop.unreported:
             error = self.loop.unreported.popleft().error
             if error is not None:
@@ -120,8 +120,8 @@ class CallLoop(Holder):
         self._generation = None
 
     def withdraw(self) -> None:
-        """Also drops a generation that `run` left behind, after an interrupt or in a forked child
-        that lacks the thread of `run`."""
+        """Removes this loop from the memory's holders, and drops a generation that `run` left
+        behind: after an interrupt, or in a forked child that lacks the thread of `run`."""
         super().withdraw()
         if self._generation is not None:
             self.loop.undo_step()

@@ -93,7 +93,7 @@ class EngineCore(EngineLoop):
         reports_tokens: bool = True,
     ) -> str:
         """Queues a request and returns its id. Its outputs go to `output_queue` (default:
-        `pending_outputs`); without `reports_tokens`, only the output with its result does. Raises
+        `pending_outputs`); without `reports_tokens`, only the one with the result does. Raises
         the errors of `PagedEngine.add_request`."""
         # without the lock, so that other threads can take steps meanwhile: tokenizing a prompt and
         # compiling a grammar may take long
@@ -476,8 +476,8 @@ class EngineCore(EngineLoop):
             state.output_queue.extend(itertools.chain(step_outputs, pop_state))
 
     def get_loop(self) -> StepLoop:
-        """Calls `settle`, then returns the loop. Without a loop or unfinished requests, acts as
-        `renew`."""
+        """Calls `settle` and returns the loop. If there is no loop or no unfinished request, calls
+        `renew` first."""
         if self.cancelled_requests:
             self.settle()
         if self.loop is None or not self.requests:

@@ -38,8 +38,8 @@ from .loop import StepLoop
 from .request import Request, RequestListener
 
 MAX_GROWTH = 8
-"""The table of positions grows for a request to at most this many times its length or, if that is
-longer, the prompt's length: callers may ask for many more tokens than a request generates."""
+"""For a request, the table of positions grows to at most this many times the length of the table or
+of the prompt, whichever is longer: callers may ask for many more tokens than they get."""
 
 
 class EngineLoop:
@@ -182,12 +182,12 @@ class EngineLoop:
             return None
         reason = self.layout.unsupported_reason
         slowed_by = self.loop.executor.slowed_by
-        road = "engine"
+        route_name = "engine"
         if not self.layout.is_side_by_side:
             slowed_by = {*slowed_by, f"requests run one by one, not packed: {reason}"}
-            road = "rows"
+            route_name = "rows"
         return route_of(
-            road,
+            route_name,
             self.layout.reason,
             [self._counters],
             slowed_by,

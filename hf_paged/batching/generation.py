@@ -57,7 +57,7 @@ class Generation:
     is_closed: bool = False  # whether it has ended: its rows need no further step
     # whether the logits of all open rows are computed, and their tokens are not appended yet
     is_sampling: bool = False
-    # whether the loop reports only its end: set once the time of the first token is recorded, if
+    # whether the loop reports only its end; set once the time of the first token is recorded, if
     # the reader needs only the result
     skips_reports: bool = False
     parent: Generation | None = None  # the generation that was split into this part and others
@@ -330,9 +330,9 @@ class RequestState(Generation):
     def remaining_outputs(self, result: RequestResult) -> list[RequestOutput]:
         """Returns outputs of the result's tokens that no output has reported: there may be some if
         a step failed, or if the request was cancelled during a step. The last output includes the
-        text that the text tracker has held back. If the tokenizer raises, the tokens from there on
-        have no text, and the result, which is already made, does not hold the error; after an
-        interrupt, which is stored in `interrupt`, no token has text."""
+        text that the text tracker has held back. If the tokenizer raises, the remaining tokens have
+        no text, and the result, which already exists, does not get the error. After an interrupt,
+        which is stored in `interrupt`, no token has text."""
         if not self.reports_tokens:
             return []
         sequences = [] if self.decoding.has_beams else result.sequences

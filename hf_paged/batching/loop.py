@@ -115,9 +115,10 @@ class StepLoop:
         return None if request is None else self.ledger.rows[request][0][0]
 
     def generations_to_fail(self, error: Exception) -> list[Generation]:
-        """Returns the generations to end when a repeated step raises `error`: if a waiting request
-        may begin, and no request runs or `error` is an `OutOfBlocksError`, the generation of the
-        first such request; otherwise the generations of running requests."""
+        """Returns the generations to end when a repeated step raises `error`. These are the
+        generations of running requests. If no request runs, or if `error` is an `OutOfBlocksError`,
+        it is instead the generation of the first waiting request that may begin, if there is
+        one."""
         first = self.first_waiting_generation
         running_generations = self.ledger.generations_of(self.scheduler.queue.running)
         if first is not None and (not running_generations or isinstance(error, OutOfBlocksError)):
@@ -246,7 +247,7 @@ class StepLoop:
         interrupt: BaseException | None = None
         results: list[Result] = []
         to_repeat: list[Generation] = []
-        current_generation: Generation | None = None  # its result is being applied
+        current_generation: Generation | None = None  # whose result is being applied
         decodings = [generation.decoding for generation, _ in ready]
         runs_callers_code = any(map(_RUNS_CALLERS_CODE, decodings))
         # transformers' own streamers may pass the text to another thread of the caller
@@ -299,7 +300,7 @@ class StepLoop:
             self.executor.check_model()
             self.memory.free_abandoned()
             with self.memory.lock:
-                # under the lock until the copies are made: other threads may change tables
+                # the lock is held until the copies are made, since other threads may change tables
                 if self.ledger.overlong_requests:
                     self._end_overlong_generations()
                 try:
@@ -330,7 +331,8 @@ class StepLoop:
 
     def _run(self, plan: StepPlan) -> Tensor | None:
         """Runs a step's forward and commits the step. If the forward fails, undoes the step. Raises
-        interrupts and `RankLostError`; for others, calls `_handle_failure` and returns `None`."""
+        interrupts and `RankLostError`. After any other error, calls `_handle_failure` and returns
+        `None`."""
         start = time.perf_counter()
         num_unsized = self.blocks.num_unsized
         try:
@@ -427,7 +429,7 @@ class StepLoop:
     def recover(self, unsampled_generations: Iterable[Generation] = ()) -> None:
         """Called after an exception that may have left the bookkeeping half changed: makes pools
         and queues consistent with the unfinished requests, which are recomputed from their tokens.
-        `unsampled_generations` lose logits that are ready and not sampled. If this raises, the next
+        Logits of `unsampled_generations` that are ready are dropped. If this raises, the next
         call of `add`, `drop`, `handle_weight_change`, `compute` or `step` repeats it first."""
         self._is_recovery_due = True
         for generation in unsampled_generations:

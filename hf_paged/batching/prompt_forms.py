@@ -28,7 +28,7 @@ def split_inputs(
     prompt: Prompt, inputs: Any, has_encoder: bool = False
 ) -> tuple[Prompt, dict[str, Any] | None]:
     """Separates a prompt from its model inputs besides token ids: `inputs` and, if `prompt` is the
-    output of a processor, its entries that `inputs` lacks. Returns the prompt and the inputs,
+    output of a processor, those entries of `prompt` that `inputs` lacks. Returns prompt and inputs,
     either of which may be `None`. `has_encoder`: whether the ids are an encoder's, whose mask may
     hide tokens. Raises `ValueError` for names that are not model inputs, for a mask that hides
     tokens although it must not, and for inputs of several prompts."""

@@ -53,8 +53,8 @@ class Sequence:
 
     @property
     def max_draft_tokens(self) -> int:
-        """How many draft tokens the next step may verify: it chooses one more token itself, and the
-        sequence may not exceed the request's maximum length, nor the model's positions."""
+        """How many draft tokens the next step may verify. The step also chooses one more token; the
+        sequence may then exceed neither the request's maximum length nor the model's positions."""
         return max(0, self.request.max_num_tokens - self.num_tokens - 1)
 
     @property
@@ -185,13 +185,13 @@ class RopeNamespace(NamedTuple):
     """The namespace of prefixes computed with rotary factors that differ from the default ones."""
 
     default: Hashable  # the namespace with the default factors
-    factors_id: int  # of `Rope.factors_id`
+    factors_id: int  # as `Rope.factors_id` returns it
 
 
 class RowsError(Exception):
     """An error of a step that concerns only some of its requests; the others repeat the step."""
 
-    cause: Exception | None = None  # the error that these requests get; `None`: this one
+    cause: Exception | None = None  # the error that these requests get; `None`: this error
 
     def concerns(self, request: Request) -> bool:
         """Whether the error concerns this request."""
@@ -209,22 +209,21 @@ class Request:
     max_num_tokens: int  # maximum length of a sequence, including the prompt
     num_rows: int = 1  # number of sequences after forking
     priority: int = 0  # lower runs earlier
-    # the adapter, the cache salt, ...: only requests of one namespace share prefixes
+    # for example the adapter and the cache salt; only requests with equal namespaces share prefixes
     namespace: Hashable = None
     adapter: Hashable = None  # adapter of its forwards; `None`: the model as it is
     adapter_bytes: int = 0  # pool bytes that the adapter's weights occupy while the request runs
-    # for a prompt with inputs besides token ids, which the model's own forward computes as a whole:
+    # if the prompt has inputs besides token ids, so that the model's own forward computes it whole:
     # the call's `Prompts`, which the runner reads, and the prompt's row in them
     inputs: tuple[Any, int] | None = None
     num_encoder_tokens: int = 0  # length of the encoder output that all its rows attend to
     encoded: SequenceBlocks = NO_BLOCKS  # blocks of the encoder output, while the request runs
     # keys of the prompt's tokens in the prefix index; `None`: the token ids
     keys: list[Hashable] | None = None
-    # A reused prefix ends at `media_start` or before, or at `media_end` or after.
-    # tokens before the first media placeholder; 0 if the model's own forward cannot begin after
-    # cached tokens
+    # number of tokens before the first media placeholder; 0 if the model's own forward cannot begin
+    # after cached tokens. A reused prefix does not end between `media_start` and `media_end`
     media_start: int = 0
-    media_end: int = 0  # tokens up to the last placeholder
+    media_end: int = 0  # number of tokens up to and including the last media placeholder
     status: Status = Status.WAITING
     # in the scheduler: (arrival number plus weighted priority, arrival number)
     sort_key: tuple[float, int] = (0, 0)
@@ -238,8 +237,8 @@ class Request:
     drafts_first_token: bool = False
     # total length of its open sequences when it was last preempted while running alone; -1: never
     num_tokens_alone: int = -1
-    rope_factors_id: int = 0  # of `Rope.factors_id`
-    # maximum length of a sequence whose tokens can all be computed, by the table of positions
+    rope_factors_id: int = 0  # as `Rope.factors_id` returns it
+    # maximum length of a sequence whose tokens all have a position in the model's table
     max_computable_length: int = sys.maxsize
     num_hit_tokens: int = 0  # prompt tokens found in the prefix cache when it was first admitted
     # its own `max_time` criteria, whose clocks start with the first step that runs it
@@ -265,7 +264,7 @@ class Request:
         keys: Items[tuple[list[Hashable], int, int]] | None,
     ) -> None:
         """Makes a row of `Prompts` the request's prompt. `keys`: by row, the request's `keys`,
-        `media_end` and `media_start`; without them, it does not use the prefix cache. The text
+        `media_end` and `media_start`; if `None`, it does not use the prefix cache. The text
         before the first placeholder may be shared with any other prompt."""
         self.inputs, self.num_encoder_tokens = (prompts, row), prompts.num_encoder_tokens
         if keys is None or self.namespace is UNCACHED:
@@ -397,7 +396,7 @@ class Request:
         self.adopt(forks)
 
     def advance_shared_prefix(self, sequence: Sequence) -> int:
-        """Called if there are `num_shared_tokens`: once the first open row has computed them, forks
+        """Called if `num_shared_tokens` is not 0: once the first open row has computed them, forks
         its blocks for the other rows. Returns how many tokens a sequence may compute now: for the
         first open row, the missing shared tokens or, if none is missing, its remaining tokens; for
         the others, 0."""

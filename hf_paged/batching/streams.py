@@ -177,7 +177,7 @@ class RequestStream:
 
     @guarded
     def _end(self) -> None:
-        """Closes the span of a call's steps, and cancels the requests that still report to the
+        """Closes the span if this is a call of `results`. Cancels requests that still report to the
         output queue, which nobody reads any more. Cancelling waits for no lock, since the finalizer
         of a stream may run in any thread and under any lock: unless all locks are free, the
         requests end after the step in progress, or in the next step or call (`core.settle`)."""

@@ -39,20 +39,20 @@ from .candidate import RIGHT_PADDED, Candidate
 # this many tokens.
 MIN_CACHED_TOKENS = 128
 # Replays require reading the model's state, which takes at least as long as running this many steps
-# without them.
+# without replays.
 MIN_REPLAYED_STEPS = 16
 
 
 def batch_of(call: Call, loop: LoopCall) -> BatchCall | None:
-    """Prepares a call's decoding loop for the engine. If the engine cannot serve the loop, returns
-    `None`, after noting the reason in the call if the call has built the loop's cache; raises
-    `ValueError` instead if the call needs `batch_invariant`, which only the engine supports."""
+    """Prepares a call's decoding loop for the engine; returns `None` if the engine cannot serve it.
+    Adds the reason to `call.reason` if the call has built the loop's cache. Raises `ValueError`
+    instead of returning `None` if the call sets `batch_invariant`, which needs the engine."""
     with contextlib.ExitStack() as stack:
         adapters = adapters_room_for(call.model)
         adapter_names = None
         if adapters is not None:
-            # hides the names from PEFT, which would apply them to the rows of each forward instead
-            # of the call's rows
+            # hides the names from PEFT, which would match them with the rows of each forward, not
+            # with the rows of the call
             adapter_names = stack.enter_context(adapters.row_adapters(call.model))
         batch = _batch_of(call, loop, adapter_names)
         if batch is not None:
@@ -176,7 +176,7 @@ class BatchCall(Candidate):
             adapter = None if names is None else names[row * len(names) // len(self.paddings)]
             namespace: Hashable = UNCACHED
             if keeps_prefixes:
-                # as for requests of an engine
+                # the namespace that requests of a `PagedEngine` have
                 namespace = (adapter, self.paged_config.cache_salt)
             request = Request(
                 f"row {row}",
@@ -264,9 +264,9 @@ class BatchCall(Candidate):
 
 
 def _schedule(loop: StepLoop, sequences: list[Sequence]) -> StepPlan:
-    """Allocates blocks for missing tokens of these sequences, except the last token of each, as far
-    as the token budget and the free blocks allow, and returns the plan of a step that computes
-    them; the plan may be empty."""
+    """Returns the plan of a step that computes the missing tokens of these sequences, except each
+    sequence's last token, and allocates blocks for them. The step contains as many tokens as the
+    token budget and the free blocks allow; the plan may be empty."""
     items = []
     budget = loop.scheduler.max_num_batched_tokens
     with loop.memory.changing():

@@ -61,7 +61,7 @@ def first_rows(value: Any, repeats: int) -> Any:
     return map_tensors(lambda tensor: tensor[::repeats].contiguous(), value)
 
 
-# calls, of all threads, that may still join the decoding loop of other calls
+# calls of all threads that may still join the decoding loop of another call
 starting_calls = set[Any]()
 
 
@@ -70,12 +70,12 @@ class Call:
     functions, compiled layers), which is switched back when it ends."""
 
     def __init__(self, model: PreTrainedModel, has_custom_loop: bool = False) -> None:
-        """`has_custom_loop`: whether `custom_generate` is a function, or user code prepared the
-        cache, so that such code calls the decoding loop."""
+        """`has_custom_loop`: whether user code calls the decoding loop, because `custom_generate`
+        is a function or the model's `generate` is user code."""
         self.model = model
         self.has_custom_loop = has_custom_loop
         self.stack = contextlib.ExitStack()
-        # closed after the caches are dropped: holds the claim on blocks
+        # holds the claim on blocks; closed after the caches are dropped
         self.claim_stack = contextlib.ExitStack()
         self.memory: PagedMemory | None = None  # the model's memory, if the call uses it
         self.built_caches: list[PagedCache] = []
@@ -94,8 +94,8 @@ class Call:
         self.reads_in_place = False  # whether attention is switched to read blocks in place
         self.is_running = False  # whether `running` has begun
         self.has_prepared_cache = False  # whether the model has prepared its cache in this call
-        # whether code that ran instead, such as that of `custom_generate`, has requested a paged
-        # cache in another call
+        # whether code that this call ran, such as `custom_generate`, has requested a paged cache in
+        # an inner call
         self.is_delegated = False
         self.own_code_reason: str | None = None  # why attention other than ours runs
         self.slowed_by: set[str] = set()  # reasons why the call was slower than possible
@@ -175,8 +175,8 @@ class Call:
 
     @property
     def _is_noted(self) -> bool:
-        """Whether the call is the model's last one: its loop is not only captured, and no call
-        within it has taken its place."""
+        """Whether the call sets the route noted for the model: its loop runs, instead of being
+        captured for another call, and no inner call has taken its place."""
         is_replaced = self.is_delegated and not self.has_prepared_cache
         return capturing.get() is None and not is_replaced
 
@@ -201,8 +201,8 @@ class Call:
         self, caches: list[PagedCache], config: GenerationConfig, are_built: bool
     ) -> None:
         """Notes that the call stores keys and values in `caches`. Attention is switched to read
-        them in place, unless `config` asks for attention weights. `are_built`: whether they were
-        built for the call, so that they end with it."""
+        them in place, unless `config` asks for attention weights. `are_built`: whether the caches
+        were built for the call, which then drops them when it ends."""
         self.route_name = "hf_loop"
         self.repeats = rows_per_prompt(config)
         self.reason = "paged cache under the model's own decoding loop"
@@ -224,8 +224,8 @@ class Call:
 
     def page_caches(self, config: PagedConfig, arguments: dict[str, Any]) -> None:
         """Sets the call's memory, and replaces each `DynamicCache` that the model has just built by
-        a `PagedCache` in this memory. `arguments`: those with which the model prepared its
-        cache."""
+        a `PagedCache` in this memory. `arguments`: the arguments of the method that prepared the
+        model's cache."""
         generation_config = arguments["generation_config"]
         model_kwargs = arguments["model_kwargs"]
         length = arguments.get("max_cache_length") or 0
@@ -263,8 +263,8 @@ class Call:
 
     def claim_blocks(self, arguments: dict[str, Any]) -> None:
         """Claims blocks for all rows of a decoding loop with these arguments, in the caches that
-        the call built, until the call ends. First waits, as long as other calls progress, until the
-        blocks fit alongside the claims of earlier calls that cannot be preempted."""
+        the call built, until the call ends. First waits until the blocks fit alongside the claims
+        of earlier calls, or until no other call progresses."""
         model_kwargs = arguments.get("model_kwargs", {})
         embeds = model_kwargs.get("inputs_embeds")
         encoder_outputs = model_kwargs.get("encoder_outputs")

@@ -52,7 +52,7 @@ class Candidate:
         self.adapter_names = adapter_names
         self.inputs = loop.inputs()  # each prompt `call.repeats` times
         self.config = self.inputs.generation_config
-        # of this call: the memory's config may come from another thread's call
+        # this call's config: the config of its memory may come from another thread's call
         self.paged_config = PagedConfig.coerce(self.config.cache_config)
         # inputs of the model's forward
         self.model_kwargs: dict[str, Any] = arguments.get("model_kwargs", {})
@@ -68,7 +68,7 @@ class Candidate:
         self.capability = Capability(self.model, cache, make_runner)
         self.layout = Layout()
         self.paddings: list[int] = []  # left padding of each row
-        # with each prompt once; `None` if prompts are only token ids with consecutive positions
+        # one row per prompt; `None` if prompts are only token ids with consecutive positions
         self.prompts: Prompts | None = None
 
     def reasons_against(self) -> Iterator[str]:
@@ -238,8 +238,8 @@ class Candidate:
         self.paddings = list(columns[0])
 
     def _reason_of_inputs(self) -> str | None:
-        """Returns a reason that names the prompts' inputs other than token ids at positions 0, 1,
-        2, ...; `None` if there are none."""
+        """Returns a reason if prompts have inputs other than token ids, or position ids other than
+        0, 1, 2, ...; otherwise `None`."""
         names = list(uncommon_names(self.model_kwargs))
         if "labels" in names and is_stock(self.model, "prepare_inputs_for_generation"):
             names.remove("labels")  # transformers' code drops them
@@ -263,7 +263,7 @@ class Candidate:
         self.paddings = [padding for padding in prompts.paddings for _ in range(self.call.repeats)]
 
     def find_prompts(self) -> Prompts | None:
-        """Returns `Prompts` with each prompt once; `None` if the call did not see the prompts
+        """Returns `Prompts` with one row per prompt; `None` if the call did not see the prompts
         before the model expanded them to rows."""
         unexpanded = self.call.unexpanded
         if unexpanded is None and self.call.repeats == 1:

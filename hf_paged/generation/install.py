@@ -48,10 +48,10 @@ from .invocation import Invocation, Method, method_of, wrapper_of
 
 PAGED_IMPLEMENTATIONS = ("paged", NAME)  # values of `cache_implementation` for a paged cache
 _PEFT = "peft.peft_model"
-_OLD_CACHE_NAME = "past_key_values"  # of the cache argument before transformers 5.24
+_OLD_CACHE_NAME = "past_key_values"  # the cache argument before transformers 5.24
 
 _lock = forks.lock()
-_is_paged_by_default = False  # whether calls that name no cache use a paged cache
+_is_paged_by_default = False  # whether calls without `cache_implementation` use one
 
 
 # Replacements of `GenerationMixin` methods
@@ -219,10 +219,11 @@ def _prepare_cache(prepare: Invocation) -> Any:
     config = None
     if implementation in PAGED_IMPLEMENTATIONS or (implementation is None and uses_default):
         config = PagedConfig.coerce(generation_config.cache_config)
-        # not "dynamic": an assistant's config copies this value, and transformers refuses "dynamic"
+        # `None`, since an assistant's config copies this value, and transformers refuses "dynamic"
         # there
         generation_config.cache_implementation = None
-    with NOTHING if config is None else step_lock(model):  # as in `stock_cache`
+    # early exit in another thread changes the number of layers in the config while it drafts
+    with NOTHING if config is None else step_lock(model):
         result = prepare.run()
     with deferring_signals(model):
         if call is None:
@@ -341,8 +342,8 @@ def _encode_media(encode: Invocation) -> Any:
 
 
 def _warn_of_padding(warn: Invocation) -> Any:
-    """Skips transformers' check in paged forwards, which have a mask or no padding: the check would
-    wait for the device."""
+    """Skips transformers' padding check in paged forwards, since it would wait for the device. Such
+    forwards have a mask or no padding."""
     if compat.attention_of(warn.model.config) == NAME:
         return None
     return warn.run()
@@ -382,7 +383,7 @@ def _native() -> rooms.NativeRoom:
 def _add_to_peft(module: Any) -> None:
     """Replaces methods of `PeftModel` (`module` is `peft.peft_model`) with those of the optional
     package `adapters`. If `install` has replaced the methods of continuous batching, also adds
-    methods that call those of the wrapped model."""
+    the methods that call the wrapped model's methods of continuous batching."""
     adapters: rooms.AdaptersRoom | None = rooms.room_if_installed("adapters")
     methods = {} if adapters is None else adapters.wrapper_methods(module.PeftModel)
     with _lock:
@@ -409,17 +410,17 @@ def install(
     by_default: bool = False,
 ) -> None:
     """Makes `cache_implementation="paged"` and `attn_implementation="hf_paged"` work. Idempotent.
-    Importing hf_paged calls it with the options that the environment variable HF_PAGED_INSTALL
-    names, which `python -m hf_paged run` writes.
+    Importing hf_paged calls `install` with the options that the environment variable
+    HF_PAGED_INSTALL names; `python -m hf_paged run` sets this variable.
 
     Args:
         continuous_batching (`bool`, [`PagedConfig`] or `dict`): Also run `generate_batch`,
             `init_continuous_batching` and `continuous_batching_context_manager` of all models on a
             [`PagedEngine`]; a config passed here is their default. A later `install` without this
             option does not undo it.
-        by_default (`bool`): Also make `generate` paged where neither the call nor a configuration
-            names a `cache_implementation`, no cache is passed and `use_cache` is not `False`. A
-            later `install` without this option does not undo it.
+        by_default (`bool`): Also use a paged cache in calls of `generate` for which neither the
+            call nor a configuration names a `cache_implementation`, no cache is passed and
+            `use_cache` is not `False`. A later `install` without this option does not undo it.
     """
     global _is_paged_by_default
     native = None if continuous_batching is False else _native()

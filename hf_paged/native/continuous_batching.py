@@ -402,7 +402,7 @@ def _generate_batch(
 ) -> dict[str, GenerationOutput]:
     if not len(inputs):
         return {}
-    # raises for active adapters that PEFT's layers in the model do not compute on their own
+    # raises for active adapters that need more than PEFT's layers in the model
     adapters_package = adapters_room_for(unwrap_model(model))
     if adapters_package is not None:
         adapters_package.check_served(unwrap_model(model), None)

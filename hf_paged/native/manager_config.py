@@ -83,8 +83,8 @@ def make_paged_config(
     cb_config: ContinuousBatchingConfig, cache_config: PagedConfig | dict[str, Any] | None = None
 ) -> PagedConfig:
     """Returns `cache_config`, or the default config if it is `None`, overridden by the fields of a
-    `ContinuousBatchingConfig` that differ from their defaults. Raises `ValueError` for such
-    fields if they are unknown, and for values that cannot be served."""
+    `ContinuousBatchingConfig` that differ from their defaults. Raises `ValueError` if hf_paged does
+    not know one of these fields, or cannot serve a value."""
     changed_fields = _changed_fields(cb_config)
     unknown = sorted(set(changed_fields) - set(MAPPED_FIELDS) - set(IGNORED_FIELDS))
     if unknown:

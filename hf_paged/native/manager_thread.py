@@ -186,7 +186,7 @@ class ManagerThread:
             self.changed.notify_all()
 
     def get(self, output_id: str | None, timeout: float | None) -> GenerationOutput | None:
-        """As `PagedBatchingManager.get_result`."""
+        """Implements `PagedBatchingManager.get_result`."""
         with self.lock:
 
             def has_output() -> bool:
@@ -344,7 +344,7 @@ class ManagerThread:
                 self.waiting.remove(request)
         for request in removed_requests:
             self._deliver_all(request.fail(RuntimeError("the request was cancelled")))
-        # comes before new requests, which may have the ids of cancelled ones that have ended
+        # runs before new requests are added, since they may reuse the ids of cancelled requests
         for request in cancelled_requests:
             with contextlib.suppress(ValueError):  # the request has ended, or was removed
                 self.engine.cancel(request.output_ids[-1])

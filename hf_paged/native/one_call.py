@@ -77,7 +77,7 @@ def sample_together(
                 generation_config=config,
             )
             generated_tokens = sequences[:, input_ids.shape[1] :].tolist()
-    except (IndexError, OutOfBlocksError):  # the engine does the same for prompts that are too long
+    except (IndexError, OutOfBlocksError):  # too long: the engine fails only these requests
         return None
     ended_at = time.perf_counter()
     eos = effective.eos_token_id

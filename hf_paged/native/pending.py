@@ -39,13 +39,14 @@ class PendingRequest:
     # called in the engine's thread, before the last outputs are delivered
     on_result: Callable[[RequestResult], None] | None
     created_at: float = field(default_factory=time.perf_counter)  # seconds of `perf_counter`
-    # time of the first output or, once the request has ended, of its admission, on the same clock;
+    # `perf_counter` time of the first output; once the request has ended, of its admission;
     # -1 before the first output
     started_at: float = -1.0
 
     def __post_init__(self) -> None:
-        # by row of the engine's request: tokens so far, and the `time.perf_counter()` of each token
+        # tokens so far, by row of the engine's request
         self.tokens = defaultdict[int, list[int]](list)
+        # the `time.perf_counter()` of each of these tokens, by row of the engine's request
         self.times = defaultdict[int, list[float]](list)
         try:
             self.prompt_ids = prompt_ids(self.prompt, None)

@@ -68,10 +68,10 @@ class SampledTokens(NamedTuple):
     # with beams, row i continues row parents[i]; otherwise `None`: every row continues itself
     parents: list[int] | None
     finished: list[int]  # the `rows` that need no forward after this step
-    rows: list[int]  # rows that were open before the step
+    rows: list[int]  # the decoding's `open_rows` before the step
     # of the single row of a decoding with a draft: the step's new tokens except the last
     earlier_tokens: tuple[int, ...] = ()
-    num_ended: int = 0  # how many of `rows` had ended before the step
+    num_ended: int = 0  # how many of `rows` a criterion had ended before the step
 
 
 Result = int | SampledTokens | BaseException

@@ -386,7 +386,7 @@ def _checked_mode(config: Any, assistant: Any = None) -> Any:
     if config.token_healing:
         raise ValueError("an engine has no `token_healing`: leave it out, or call `generate`")
     for name in (*_MODEL_OUTPUTS, *_LOOP_OUTPUTS):
-        # the model's generation config may have turned it on
+        # the model's generation config may have turned this output on
         setattr(config, name, False)
     return mode
 

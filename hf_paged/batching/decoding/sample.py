@@ -180,8 +180,8 @@ class SampleDecoding(Decoding):
     def process(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the `(open rows, vocab)` logits as float32, and the scores that the processors
         compute from them; records both if the caller requested them. Without `record_logprobs`,
-        processors may have written to the logits. Raises `TypeError` or `RuntimeError` for an
-        invalid result of a processor."""
+        processors may have written to the returned logits. Raises `TypeError` or `RuntimeError` for
+        an invalid result of a processor."""
         rows = self.open_rows
         device = self._ids.device
         logits = logits.to(dtype=torch.float32, device=device, copy=True)
@@ -287,7 +287,7 @@ class SampleDecoding(Decoding):
                 ended_rows.append(row)
         finished_rows = self._close_rows(ended_rows)
         if self.streamer is not None:
-            self._stream(tokens_by_row, ended_rows)  # as chosen, not as criteria overwrote them
+            self._stream(tokens_by_row, ended_rows)  # as chosen; criteria may have changed `tokens`
         num_ended = len(rows) - len(running_rows)
         return SampledTokens(tokens, None, finished_rows, rows, num_ended=num_ended)
 

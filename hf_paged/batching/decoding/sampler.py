@@ -211,7 +211,7 @@ def _try_choose(
 ) -> None:
     """Samples the decodings at these indices as one batch and adds it to `batches`; the result of a
     beam search goes to `results`. If sampling fails, samples each decoding separately, and adds the
-    errors of decodings that fail to `results`. Raises an interrupt of a batch of several
+    errors of decodings that fail to `results`. Re-raises an interrupt that stops a batch of several
     decodings."""
     decoding, rows = ready[indices[0]]
     try:

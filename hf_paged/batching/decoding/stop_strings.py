@@ -1,5 +1,5 @@
 """Finds the stop strings of an engine's requests in the text of a row's last tokens. `sample.py`
-and `beams` decide when."""
+and the optional package `beams` call it."""
 
 from __future__ import annotations
 

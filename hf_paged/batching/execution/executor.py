@@ -133,9 +133,10 @@ class Executor:
     def commit(self, span: StableSpan, runs_user_code: bool = False) -> None:
         """Called before control returns to user code; in a call, after its first token at the
         latest. If blocks are cached, fingerprints the weights that computed the span's blocks,
-        once and only if needed (`WeightsGuard.commit`). If, in addition, user code may change the
-        model before the next step (after a span that is not a call, or with `runs_user_code`),
-        takes the reference with which `check_model` compares the model (`ModelState.watch`)."""
+        once and only if needed (`WeightsGuard.commit`). Then, if user code may change the model
+        before the next step, also takes the reference with which `check_model` compares the model
+        (`ModelState.watch`). User code may do so after a step of an engine, or with
+        `runs_user_code`."""
         should_watch = runs_user_code or not span.is_call
         is_done = span.is_committed and (not should_watch or self.guard.is_watched)
         if self.guard.is_on and not is_done:
@@ -175,7 +176,7 @@ class Executor:
         self.forget_model()
 
     def forget_model(self) -> None:
-        """Drops everything derived from the model, except a state on which the guard relies
+        """Drops everything derived from the model, except its last state if the guard relies on it
         (`is_watched`). No step is replayed until the model's state is read again (if
         `_is_state_due`). The next step collects again the configs whose attention it switches."""
         num_changes = self.guard.num_changes
@@ -205,7 +206,7 @@ class Executor:
             self.forget_model()
 
     def check_model(self) -> None:
-        """Called before a step, within `attention`: if user code may have run since the last step
+        """Called before a step, within `attention`. If user code may have run since the last step
         (`is_unchecked`) and has changed the model since its state was read, drops cached prefixes,
         recorded steps and the step launched ahead, and stops packing rows if the new structure
         rules packing out. Without the optional package `fingerprints`, user code counts as a

@@ -91,7 +91,7 @@ class PackedRunner(Runner):
 
     def keep_hidden(self, store: Callable[[Tensor], None]) -> None:
         """Called between forwards: from now on each forward, except forwards of whole prompts,
-        passes the last hidden states of its tokens, `(1, n, hidden_size)`, to `store`, while the
+        passes the last layer's hidden states, `(1, n, hidden_size)`, to `store`, while the
         cache still holds the forward's `StepMetadata`."""
         self.store_hidden = store
 
@@ -145,7 +145,7 @@ class PackedRunner(Runner):
 
     def _group_rows(self, plan: StepPlan, indices: list[int]) -> Iterable[list[int]]:
         """Divides rows, given by their indices in the step, among forwards, and returns the indices
-        of each forward. All rows of a packed forward that set positions have the same number of
+        of each forward. In a packed forward, rows with explicit positions have the same number of
         position axes. A padded forward has one row, or rows of one token each; without
         `can_mix_lengths`, these rows have equal lengths. Padded forwards of several tokens come
         first, since they may compute blocks that other rows share."""

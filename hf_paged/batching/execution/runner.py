@@ -52,7 +52,7 @@ class Runner:
     counters: ReadCounters  # count how its forwards read keys and values
     # a context for the matrix products of forwards that are not replays (`Executor.attention`)
     product_context: AbstractContextManager[Any] = NOTHING
-    _state: ModelState | None = None  # as `begin` was last given it
+    _state: ModelState | None = None  # the last argument of `begin`
 
     # makes the `Preemption` of the loop
     make_preemption: Callable[..., Preemption] = Preemption

@@ -80,8 +80,8 @@ class Preemption:
     blocks: BlockManager
     mode: str = "recompute"  # or "swap", or "auto", in which `cost_model` chooses
     swapper: BlockSwapper | None = None  # `None`: every preempted request is recomputed
-    # returns whether blocks cached before this span (`Epochs.begin_span`) are still valid, and
-    # drops them if not; called before a request uses such blocks, or blocks of the tier
+    # returns whether blocks cached before the current step or call (`Epochs.begin_span`) are still
+    # valid; drops them if not. Called before a request uses these blocks, or blocks of the tier
     verify: Callable[[], bool] | None = None
     # whether a sequence may be computed in chunks; if not, its prefill is split only at its stops
     # (`SequenceBlocks.stops`)
@@ -162,11 +162,10 @@ class Preemption:
         is_alone: bool,
     ) -> bool:
         """Swaps a waiting request in, or attaches its rows to their cached blocks. Returns whether
-        the free blocks, except `num_reserved_blocks` of them, suffice for the swap-in, or for all
-        tokens that the request has to compute, in chunks of at most `max_chunk_tokens`. While no
-        other request runs (`is_alone`), a request that cannot be swapped in is recomputed, since no
-        more blocks will become free. After an exception the request's tables may be partly
-        changed."""
+        enough blocks are free besides `num_reserved_blocks`: for the swap-in, or for all tokens
+        that the request has to compute, in chunks of at most `max_chunk_tokens`. `is_alone`: no
+        other request runs. A request that cannot be swapped in is then recomputed, since no more
+        blocks will become free. After an exception the request's tables may be partly changed."""
         manager = self.blocks
         if request.is_swapped:
             if self._swap_in(request, num_reserved_blocks, is_alone):
@@ -229,9 +228,9 @@ class Preemption:
 
     def _attach(self, request: Request) -> list[tuple[Sequence, int]]:
         """Attaches open rows to their cached blocks; returns each row with its number of cached
-        tokens. If there are several rows, as after a preemption, and not all of their common prefix
-        (`num_shared_tokens`) is cached, the first row will compute the prefix for all rows
-        (`Request.advance_shared_prefix`); the prefix then counts as cached for the other rows."""
+        tokens. After a preemption, several rows may have a common prefix (`num_shared_tokens`) that
+        is not fully cached. The first row then computes the prefix for all rows
+        (`Request.advance_shared_prefix`), and it counts as cached for the other rows."""
         rows = request.open_sequences
         for sequence in rows:
             self.match(sequence, sequence.keys)
@@ -254,9 +253,9 @@ class Preemption:
         return True
 
     def num_shared_tokens(self, request: Request, rows: list[Sequence]) -> int:
-        """Returns the length of the rows' common prefix: the prompt, if it has inputs besides token
-        ids and all rows are longer; without such inputs, the full blocks of tokens that are equal
-        in all rows."""
+        """Returns the length, in tokens, of the rows' common prefix. If a prompt has inputs besides
+        token ids, this is the prompt's length if all rows are longer, otherwise 0. Without such
+        inputs, it is the number of tokens in the leading full blocks that are equal in all rows."""
         if request.inputs is not None:
             num_tokens = request.num_prompt_tokens
             return num_tokens if min(row.num_tokens for row in rows) > num_tokens else 0

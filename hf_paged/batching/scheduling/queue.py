@@ -22,7 +22,8 @@ _by_key = attrgetter("sort_key")
 
 
 class NeverFitsError(OutOfBlocksError):
-    """`request` needs more blocks than are available, although nothing else holds any."""
+    """`request` needs more blocks than are available, although no other request, cache or model
+    holds any."""
 
     def __init__(self, request: Request, message: str) -> None:
         super().__init__(message)
@@ -81,7 +82,7 @@ class RequestQueue:
 
     preemption: Preemption
     timeline: RequestListener  # told when requests wait
-    # released by requests whose adapters take memory of the pool (`Request.adapter_bytes`)
+    # made on demand; admits and releases requests with `adapter_bytes`
     adapters: OnDemand[Adapters]
     suspects: Suspects = field(default_factory=Suspects)
     # the requests that this step may compute: the first group of suspects; `None` for all
@@ -90,7 +91,7 @@ class RequestQueue:
     # includes preempted requests, even those with nothing to compute until their next tokens
     waiting: list[Request] = field(default_factory=list)
     num_rows: int = 0  # open rows of running requests
-    # how many earlier requests a request overtakes if its `priority` is 1 less
+    # how many earlier requests a request overtakes if its `priority` is lower by 1
     arrivals_per_priority: float = 256.0
     _num_arrivals: int = 0
 
@@ -148,7 +149,7 @@ class RequestQueue:
 
     def out_of_blocks(self, request: Request) -> OutOfBlocksError:
         """Returns the error of a step that schedules nothing because `request` needs more blocks
-        than are free: `NeverFitsError` if nothing else holds any."""
+        than are free: `NeverFitsError` if no other request, cache or model holds blocks."""
         blocks = self.preemption.blocks
         available = ""
         if blocks.num_total < sys.maxsize:

@@ -14,7 +14,7 @@ class ScheduledRows:
     """The sequences that the step has scheduled so far, and the requests that it has admitted and
     preempted. `plan` makes the step's plan from them."""
 
-    decodes: list[Sequence] = field(default_factory=list)  # one token of each
+    decodes: list[Sequence] = field(default_factory=list)  # each computes one token
     num_partial_decodes: int = 0  # how many of `decodes` have further tokens to compute
     # sequences with a draft, each with its number of tokens: the last token and the draft
     drafted: list[tuple[Sequence, int]] = field(default_factory=list)

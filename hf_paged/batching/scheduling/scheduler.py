@@ -204,9 +204,10 @@ class Scheduler:
         self, request: Request, sequence: Sequence, limit: int, may_preempt: bool = True
     ) -> None:
         """Schedules up to `limit` tokens of `sequence`. A whole prompt may exceed `limit`, unless a
-        chunk of another forward is scheduled. If too few blocks are free, frees the drafter's
-        blocks, preempts later requests, shrinks the chunk if layers have windows, then preempts
-        `request` if none of its rows is scheduled; without `may_preempt`, preempts nothing."""
+        chunk of another forward is scheduled. If too few blocks are free, in turn frees the
+        drafter's blocks, preempts later requests, shrinks the chunk (if layers have windows) and
+        preempts `request` (if none of its rows is scheduled). Without `may_preempt`, preempts
+        nothing."""
         count = num_to_compute = sequence.num_to_compute
         is_whole = sequence.computes_whole_prompt
         if request.num_shared_tokens:
@@ -261,9 +262,10 @@ class Scheduler:
         return count
 
     def _preempt_last(self, request: Request) -> None:
-        """Preempts `request`, which lacks blocks although no later request runs. If then no request
-        runs, and no other model holds memory, raises `OutOfBlocksError` if `request` had the same
-        total length at its last such preemption, and otherwise releases unused memory."""
+        """Preempts `request`, which lacks blocks although no later request runs. That is all if
+        other requests still run, or if another model holds memory. Otherwise, raises
+        `OutOfBlocksError` if `request` had the same total length at its last preemption of this
+        kind; if not, releases unused memory."""
         is_only_model = not self.blocks.memory.num_held_by_others
         self._preempt(request)
         if self.queue.running or not is_only_model:
@@ -290,7 +292,7 @@ class Scheduler:
 
     def reserve_next(self, sequences: list[Sequence], num_ending: int = 0) -> bool:
         """Allocates a slot for the next token of each sequence, if the next step will consist of
-        exactly these decodes; `num_ending` other running sequences end before it. Returns `False`
+        exactly these decodes; `num_ending` other running rows end before that step. Returns `False`
         if the step may differ, if too few blocks are free, or if a block must be copied first."""
         if self.queue.num_rows != len(sequences) + num_ending:
             return False

@@ -86,12 +86,11 @@ class EngineReports:
     def check_integrity(self) -> None:
         """Frees the blocks of garbage-collected caches and streams, then raises `AssertionError`
         unless pools, block tables and reference counts agree."""
-        self.memory.free_abandoned()
         with self._core.lock:
             self._core.settle()
-            with self.memory.lock:
-                self.memory.check_integrity()
-                if self._core.loop is not None:
+            self.memory.check_integrity()
+            if self._core.loop is not None:
+                with self.memory.lock:
                     self._core.loop.blocks.check_integrity()
 
     @property

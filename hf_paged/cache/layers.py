@@ -168,6 +168,7 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
         is_first = not group.length
         while True:
             try:
+                group.memory.free_abandoned()  # a pool cannot be recounted in the middle of a step
                 with group.memory.lock:
                     old_blocks = self.blocks
                     if old_blocks is None or signature not in old_blocks.stores:

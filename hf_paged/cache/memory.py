@@ -151,7 +151,7 @@ class PagedMemory:
             return
         self.abandoned.append((rows, handles))
         if not self.lock._is_owned():  # type: ignore[attr-defined]  # else this thread may be in the middle of a change
-            self.free_abandoned()
+            self._free_rows()
 
     @restoring
     def changing(self) -> Iterator[None]:
@@ -189,18 +189,26 @@ class PagedMemory:
             group.pool.recount(table.block_ids for table in group.live_tables(self))
 
     def free_abandoned(self) -> None:
-        """Unless this thread holds the lock, finishes a recovery that is due, and recounts all
-        pools if a table with blocks was garbage-collected. Then frees the rows of garbage-collected
-        caches, unless another thread holds the lock."""
+        """Frees the rows of garbage-collected caches, unless another thread holds the lock. Unless
+        this thread holds it, also finishes a recovery that is due, and recounts all pools if a
+        table with blocks was garbage-collected."""
+        is_mid_change = self.lock._is_owned()  # type: ignore[attr-defined]
+        if not is_mid_change:
+            self._recount_if_due()
+        self._free_rows()
+        if not is_mid_change:  # caches in cycles only abandon their blocks
+            self._recount_if_due()
+
+    def _recount_if_due(self) -> None:
         groups = list(self.groups.values())
-        is_due = self.is_recovery_due
-        for group in groups:
-            is_due |= group.pool.needs_recount
-        if is_due and not self.lock._is_owned():  # type: ignore[attr-defined]
+        if self.is_recovery_due or any(group.pool.needs_recount for group in groups):
             with self.lock:
                 if self.is_recovery_due:
                     self.recover()
                 self._recount()
+
+    def _free_rows(self) -> None:
+        """Frees the rows of garbage-collected caches, unless another thread holds the lock."""
         while self.abandoned:
             with attempt(self.lock) as is_held:
                 if not is_held:
@@ -454,7 +462,10 @@ class PagedMemory:
     def check_integrity(self) -> None:
         """Raises `AssertionError` unless pools agree with live tables and with `num_blocks`."""
         self.free_abandoned()
+        is_mid_change = self.lock._is_owned()  # type: ignore[attr-defined]
         with self.lock:
+            if not is_mid_change:  # garbage collection may have run since `free_abandoned`
+                self._recount_if_due()
             for group in self.groups.values():
                 group.pool.check_integrity([table.block_ids for table in group.live_tables(self)])
             total = self.config.num_blocks

@@ -382,3 +382,25 @@ def test_the_check_counts_rows_that_are_collected_meanwhile() -> None:
     memory.check_integrity()
     cache.check_integrity()
     assert not memory.abandoned.garbage
+
+
+@pytest.mark.parametrize("is_locked", [False, True], ids=["between changes", "in a change"])
+@pytest.mark.parametrize("is_checked", [False, True], ids=["updated", "checked"])
+def test_blocks_of_a_cache_in_a_cycle_are_free_after_its_collection(
+    is_checked: bool, is_locked: bool
+) -> None:
+    cache = PagedCache(None, {"block_size": 8, "num_blocks": 3})
+    memory, states = cache.memory, torch.randn(1, 2, 8, 4)
+    cache.update(states, states, 0)
+    other = copy.deepcopy(cache)
+    other.update(states, states, 0)
+    other.itself = other
+    del other
+    with memory.lock if is_locked else contextlib.nullcontext():
+        gc.collect()
+    if is_checked:
+        cache.check_integrity()
+        assert memory.num_used == 1
+    for _ in range(2):
+        cache.update(states, states, 0)
+    cache.check_integrity()

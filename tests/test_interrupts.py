@@ -967,7 +967,7 @@ def test_other_threads_may_add_to_sets_that_are_being_read(name: str) -> None:
 
     register, run = {
         "owners": (interrupts.register_for_cleanup, interrupts._clean_up_owners),
-        "listeners": (forks.notify_around_forks, functools.partial(forks._notify, "before_fork")),
+        "listeners": (forks.add_listener, functools.partial(forks._notify, "before_fork")),
     }[name]
     members = [Member(), Member()]
     others = list[Member]()

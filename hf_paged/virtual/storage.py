@@ -311,7 +311,7 @@ class MappedStorage(BlockStorage):
         self._all_layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
-        forks.notify_around_forks(self)
+        forks.add_listener(self)
 
     @property
     def _regions(self) -> list[Region]:

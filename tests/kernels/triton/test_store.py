@@ -1,4 +1,4 @@
-"""The Triton store kernel against the PyTorch one of `cache.store`."""
+"""The Triton store kernel against the PyTorch one of `cache.kv_blocks`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from hf_paged.cache import store
-from hf_paged.cache.store import choose_store, store_portable
+from hf_paged.cache.kv_blocks import choose_store, store_portable
 from hf_paged.kernels import quantized
 from hf_paged.kernels.triton import store as kernel
 from tests.support.kernels.device import DEVICE, available

@@ -17,7 +17,7 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import compat
-from ..attention.observers import attention_observer
+from ..attention.masks import attention_observer
 from ..batching import request
 from ..batching.decoding.vocabulary import MEDIA_WORDS
 from ..batching.execution.prompts import Prompts, empty_blocks, is_plain_value, uncommon_names

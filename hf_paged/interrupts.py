@@ -14,7 +14,6 @@ import contextlib
 import functools
 import os
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -224,35 +223,10 @@ def ensure_done(undo: Callable[[], object]) -> None:
 def is_interrupt(error: BaseException) -> bool:
     """Whether an error must reach the caller instead of being handled as a failure of the running
     code: it is not an `Exception`, or a signal handler raised it."""
-    return not isinstance(error, Exception) or _is_from_handler(error)
+    return not isinstance(error, Exception) or is_from_handler(error)
 
 
-def interrupt_of(error: BaseException) -> BaseException | None:
-    """Returns the interrupt behind `error`: `error` itself or an error that it replaced, if that is
-    a `KeyboardInterrupt` or was raised by a signal handler. Returns `None` if there is none. Only
-    for errors of libraries that replace every error: other code that replaces an interrupt has
-    handled it. Errors that a running frame has caught do not count, since `error` was raised later,
-    in that frame's handler."""
-    running_ids = set[int]()
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        running_ids.add(id(frame))
-        frame = frame.f_back
-    errors, known_ids = [error], {id(error)}
-    for later in errors:  # the loop appends causes and contexts
-        if isinstance(later, KeyboardInterrupt) or _is_from_handler(later):
-            return later
-        for earlier in (later.__cause__, later.__context__):
-            trace = None if earlier is None else earlier.__traceback__
-            if earlier is None or trace is None or id(earlier) in known_ids:
-                continue
-            if id(trace.tb_frame) not in running_ids:
-                errors.append(earlier)
-                known_ids.add(id(earlier))
-    return None
-
-
-def _is_from_handler(error: BaseException) -> bool:
+def is_from_handler(error: BaseException) -> bool:
     """Whether an error's traceback passes through a signal handler."""
     handlers = map(signal.getsignal, signal.valid_signals())
     handler_codes = set(map(_code_of, handlers)) - {None}

@@ -86,14 +86,6 @@ class KVBlocks:
         return tuple((blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair)
 
     @property
-    def is_exact(self) -> bool:
-        """Whether blocks hold K/V of `dtypes` without rounding, being neither quantized nor of a
-        narrower dtype."""
-        return self.quantized_dtype is None and all(
-            torch.promote_types(tensor.dtype, dtype) == tensor.dtype for tensor, dtype in self.pair
-        )
-
-    @property
     def tiles(self) -> tuple[Tensor, ...]:
         """`data` as tensors `(num_blocks, heads, block_size, dim)`, of codes if quantized."""
         *_, code_format = self.form

@@ -19,8 +19,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _locks = weakref.WeakSet[Any]()
-_child_listeners = weakref.WeakSet[Any]()
-_fork_listeners = weakref.WeakSet[Any]()
+_listeners = weakref.WeakSet[Any]()
 
 imports = threading.RLock()
 """Held while a call imports a module. A fork waits for this lock: otherwise, if another thread is
@@ -63,28 +62,26 @@ class lazy_property(Generic[T]):
         return value
 
 
-def notify_in_child(listener: Any) -> None:
-    """Makes child processes call `listener.after_fork(freed)`. `freed` is the set of this module's
-    locks that other threads held at the fork: the state that they guard may be half changed. The
-    listener is referenced weakly."""
-    _child_listeners.add(listener)
+def add_listener(listener: Any) -> None:
+    """Makes each fork call these methods, as far as the listener has them: `before_fork()`, then
+    `after_in_parent()` in the parent, or `after_in_child()` and `after_fork(freed)` in the child.
+    `freed` is the set of this module's locks that other threads held at the fork: the state that
+    they guard may be half changed. No `after_fork` is called before the last `after_in_child`,
+    since it may drop listeners, which are referenced weakly."""
+    _listeners.add(listener)
 
 
-def notify_around_forks(listener: Any) -> None:
-    """Makes each fork call `listener.before_fork()`, then `listener.after_in_parent()` in the
-    parent and `listener.after_in_child()` in the child. `after_in_child` is called before any
-    `after_fork`, which may drop the last reference to a listener. Listeners are referenced
-    weakly."""
-    _fork_listeners.add(listener)
-
-
-def _notify(name: str) -> None:
-    """Calls the method `name` of each listener of `notify_around_forks`, even if others raise."""
-    for listener in members_of(_fork_listeners):
+def _notify(name: str, *arguments: Any) -> None:
+    """Calls the method `name` of each listener that has it, even if others raise."""
+    for listener in members_of(_listeners):
         try:
-            getattr(listener, name)()
+            if hasattr(listener, name):
+                getattr(listener, name)(*arguments)
         except Exception:
-            consequence = "a child process may lack the content of its blocks"
+            consequence = (
+                "a child process may lack the content of its blocks, or wait for threads that only"
+                " its parent has"
+            )
             logger.exception(Topic.MEMORY(f"`{name}` failed: {consequence}"))
 
 
@@ -108,12 +105,7 @@ def _after_fork() -> None:
             lock._at_fork_reinit()  # as the standard library does
             freed.add(lock)
     _notify("after_in_child")
-    for listener in list(_child_listeners):
-        try:
-            listener.after_fork(freed)
-        except Exception:  # the other listeners must still be notified
-            consequence = "a child process may wait for threads that only its parent has"
-            logger.exception(Topic.MEMORY(f"`after_fork` failed: {consequence}"))
+    _notify("after_fork", freed)
 
 
 if hasattr(os, "register_at_fork"):

@@ -83,7 +83,7 @@ def extend(
     """Appends a step's new K/V `(batch, heads, n, dim)` to the layer's `graph_states`, rounded as
     `blocks` store them. Returns all keys and all values that the step attends to."""
     new_states = [key_states, value_states]
-    if not blocks.is_exact:  # gradients pass through the rounding
+    if not _is_exact(blocks):  # gradients pass through the rounding
         pairs = zip(read_pair(step, blocks), new_states)
         new_states = [
             stored[:, :, stored.shape[2] - states.shape[2] :] + (states - states.detach())
@@ -101,6 +101,14 @@ def extend(
         states = states.last(layer.num_positions - first_visible)
     layer.graph_states = states
     return visible
+
+
+def _is_exact(blocks: KVBlocks) -> bool:
+    """Whether blocks hold K/V of their `dtypes` without rounding, being neither quantized nor of a
+    narrower dtype."""
+    return blocks.quantized_dtype is None and all(
+        torch.promote_types(tensor.dtype, dtype) == tensor.dtype for tensor, dtype in blocks.pair
+    )
 
 
 def detach(cache: PagedCache) -> None:

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import os
 import signal
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
@@ -227,35 +226,10 @@ def ensure_done(undo: Callable[[], object]) -> None:
 def is_interrupt(error: BaseException) -> bool:
     """Whether an error must reach the caller instead of being handled as a failure of the running
     code: it is not an `Exception`, or a signal handler raised it."""
-    return not isinstance(error, Exception) or _is_from_handler(error)
+    return not isinstance(error, Exception) or is_from_handler(error)
 
 
-def interrupt_of(error: BaseException) -> BaseException | None:
-    """Returns the interrupt behind `error`: a `KeyboardInterrupt` or an error from a signal handler
-    that is `error` itself or that `error` replaced. Returns `None` if there is none. Only for
-    errors of libraries that replace every error: other code that replaces an interrupt has handled
-    it. Ignores errors that a running frame has caught: `error` was raised later, in that frame's
-    `except` block."""
-    running_ids = set[int]()
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        running_ids.add(id(frame))
-        frame = frame.f_back
-    errors, known_ids = [error], {id(error)}
-    for current_error in errors:  # the loop appends causes and contexts
-        if isinstance(current_error, KeyboardInterrupt) or _is_from_handler(current_error):
-            return current_error
-        for previous_error in (current_error.__cause__, current_error.__context__):
-            trace = None if previous_error is None else previous_error.__traceback__
-            if previous_error is None or trace is None or id(previous_error) in known_ids:
-                continue
-            if id(trace.tb_frame) not in running_ids:
-                errors.append(previous_error)
-                known_ids.add(id(previous_error))
-    return None
-
-
-def _is_from_handler(error: BaseException) -> bool:
+def is_from_handler(error: BaseException) -> bool:
     """Whether an error's traceback passes through a signal handler."""
     handlers = map(signal.getsignal, signal.valid_signals())
     handler_codes = set(map(_code_of, handlers)) - {None}

@@ -44,7 +44,7 @@ class Switches(Generic[T]):
         # by `id`: a switched object, its functions, and a thread id for each of its open calls
         self.entries: dict[int, tuple[T, Switching, list[int]]] = {}
         self._on_all_restored = on_all_restored
-        forks.notify_in_child(self)
+        forks.add_listener(self)
         register_for_cleanup(self)
 
     def switched(self, items: Iterable[T]) -> contextlib.AbstractContextManager[None]:

@@ -68,7 +68,7 @@ def test_a_lock_of_another_thread_is_free_in_the_child(
     make: Callable[[], Any], elsewhere: Callable[[Any], None]
 ) -> None:
     held, free, survivor = make(), make(), Survivor()
-    forks.notify_in_child(survivor)
+    forks.add_listener(survivor)
     elsewhere(held)
     assert not held.acquire(blocking=False)
     assert holds_in_child(lambda: held.acquire(blocking=False) and free.acquire(blocking=False))
@@ -81,7 +81,7 @@ def test_a_lock_of_another_thread_is_free_in_the_child(
 
 def test_a_reentrant_lock_of_the_forking_thread_stays_its_own() -> None:
     lock, survivor = forks.rlock(), Survivor()
-    forks.notify_in_child(survivor)
+    forks.add_listener(survivor)
     with lock:
         assert holds_in_child(lambda: lock._is_owned() and lock not in (survivor.freed or ()))
 
@@ -103,8 +103,8 @@ def test_listeners_are_told_while_they_live_and_if_another_raises(
             raise ValueError("on purpose")
 
     first, survivor = Told(), Survivor()
-    forks.notify_in_child(first)
-    forks.notify_in_child(survivor)
+    forks.add_listener(first)
+    forks.add_listener(survivor)
     assert holds_in_child(lambda: told == [True] and survivor.freed is not None)
     assert holds_in_child(lambda: "`after_fork` failed" in caplog.text)
     del first

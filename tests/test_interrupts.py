@@ -36,6 +36,7 @@ from hf_paged.batching.ledger import Ledger
 from hf_paged.cache import free_memory, handles
 from hf_paged.fingerprints.state import StateReading
 from hf_paged.kernels.cpp import build
+from hf_paged.kernels.triton import launch
 from hf_paged.model import writes
 from hf_paged.rooms import ROOMS, is_installed
 from hf_paged.switches import Switches
@@ -665,7 +666,7 @@ def test_the_interrupt_that_an_error_replaces_is_found(replace: Callable[..., No
         for raises, kind in ((ring, TimedOut), (interrupt_by_keyboard, KeyboardInterrupt)):
             with pytest.raises(Replaced) as caught:
                 replace(raises)
-            assert type(interrupts.interrupt_of(caught.value)) is kind
+            assert type(launch.interrupt_of(caught.value)) is kind
             # the code that raised it may have dealt with the interrupt
             assert not interrupts.is_interrupt(caught.value)
 
@@ -679,7 +680,7 @@ def test_an_error_that_replaces_no_interrupt_is_none() -> None:
 
     with pytest.raises(Replaced) as caught:
         replace_twice(panic)
-    assert interrupts.interrupt_of(caught.value) is None
+    assert launch.interrupt_of(caught.value) is None
     # a call in a handler of an interrupt: the context of its errors is the interrupt
     with alarmed() as ring:
         try:
@@ -689,7 +690,7 @@ def test_an_error_that_replaces_no_interrupt_is_none() -> None:
                 replace_twice(lambda: [][0])
             except Replaced as error:
                 assert error.__context__ is not None
-                assert interrupts.interrupt_of(error) is None
+                assert launch.interrupt_of(error) is None
 
 
 class Stopped(TimeoutError, RuntimeError):
@@ -967,7 +968,7 @@ def test_other_threads_may_add_to_sets_that_are_being_read(name: str) -> None:
 
     register, run = {
         "owners": (interrupts.register_for_cleanup, interrupts._clean_up_owners),
-        "listeners": (forks.notify_around_forks, functools.partial(forks._notify, "before_fork")),
+        "listeners": (forks.add_listener, functools.partial(forks._notify, "before_fork")),
     }[name]
     members = [Member(), Member()]
     others = list[Member]()

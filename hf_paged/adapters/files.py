@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import logging
 import math
 import operator
 import os
@@ -38,8 +37,6 @@ from .peft_models import (
     wrapper_reason,
 )
 from .shards import local_shard
-
-logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _SUFFIXES = (".lora_A.weight", ".lora_B.weight", ".lora_B.bias")  # of the names of weights

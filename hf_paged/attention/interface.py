@@ -21,13 +21,13 @@ from . import backends, switch
 from .backends.reference import AttentionCall, paired_blocks
 from .masks import (
     PagedMask,
+    attention_observer,
     in_table_coordinates,
     mask_observer,
     packed_step,
     parse_mask,
     rectangle_step,
 )
-from .observers import attention_observer
 
 # Maximum queries per row for which attention outside packed steps reads blocks in place. Rows with
 # more queries are prefill chunks: gathering their keys and values once and calling sdpa takes less

@@ -28,6 +28,13 @@ mask_observer: ContextVar[Callable[[PagedMask], None] | None] = ContextVar(
     "mask_observer", default=None
 )
 
+Observer = Callable[[tuple[int, int, int], Tensor | None, bool], None]
+"""Called in every call of our attention function outside packed steps, with the numbers of rows,
+queries and keys, the mask, and whether attention without a mask is causal. Does not change the
+result."""
+
+attention_observer: ContextVar[Observer | None] = ContextVar("attention_observer", default=None)
+
 Columns = tuple[tuple[int, ...], tuple[int, ...]]
 """A range of columns for each row, as two tuples: the ranges' first columns, and their ends."""
 

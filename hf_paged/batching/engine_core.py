@@ -69,7 +69,7 @@ class EngineCore(EngineLoop):
         # set while steps wait for memory that other models hold
         self._shortage: Shortage | None = None
         self._id_numbers = itertools.count()  # for generated request ids
-        forks.notify_in_child(self)
+        forks.add_listener(self)
         register_for_cleanup(self)
 
     @lazy_property

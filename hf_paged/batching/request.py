@@ -27,7 +27,7 @@ class Sequence:
     waits for the next token."""
 
     token_ids: list[int]  # prompt and generated tokens; the sequence owns the list
-    request: Request = field(init=False)
+    request: Request = None  # type: ignore[assignment]  # set by `Request.adopt`
     index: int = 0  # in `request.sequences`
     # tokens whose K and V are in its blocks; a step's tokens count once the step is committed
     num_computed_tokens: int = 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..seams import Tier
@@ -244,13 +244,6 @@ class BlockManager:
         """Passes a block that the prefix cache is evicting to the tier."""
         assert self.tier is not None
         self.tier.keep(group_index, block_id, digest, self.epochs.are_verified)
-
-    def num_matching(self, token_ids: Sequence[Hashable], namespace: Hashable) -> int:
-        """Returns how many tokens `SequenceBlocks.match` would attach if no snapshot of states were
-        missing."""
-        max_nodes = (len(token_ids) - 1) // self.node_size
-        links = self.index.find(token_ids, namespace, max_nodes, ignored_group=self.state_group)
-        return len(links) * self.node_size
 
     def drop_cached(self) -> None:
         """Drops the prefix cache and the tier's unverified blocks. Current sequences keep their

@@ -3,9 +3,12 @@ decide how many blocks there are, and which tokens they hold."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,19 +17,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..forks import lazy_property
-from ..kernels import cpp, quantized
+from ..kernels import cpp, quantized, uses_triton
+from ..kernels.cpp import blocks as cpp_blocks
 from ..kernels.cpp.attention import Attention
 from ..kernels.cpp.blocks import Gather, StoreSignature
+from ..kernels.triton import DTYPES
+from ..kernels.triton.launch import LaunchFailedError
 from ..seams import MappedRows
 from .free_memory import commits_when_touched, reserved_tensor
 from .groups import GroupSpec
-from .store import Store, choose_store
 
 # Host tensors of at least this many bytes get separate mappings, as in glibc's allocator.
 MIN_RESERVED_BYTES = 32 << 20
 
 KVFormat = tuple[int, int, torch.dtype]
 """Heads, head dim and dtype of a token's keys or values."""
+
+Store = Callable[..., None]
+"""Called with keys, values, slots and, optionally, the `store_signature`, as `choose_store`
+describes."""
 
 
 @dataclass(eq=False)
@@ -75,14 +84,6 @@ class KVBlocks:
     def formats(self) -> tuple[KVFormat, ...]:
         """The formats in which the model computes keys and values."""
         return tuple((blocks.shape[1], blocks.shape[3], dtype) for blocks, dtype in self.pair)
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether blocks hold K/V of `dtypes` without rounding: they are neither quantized nor of a
-        narrower dtype."""
-        return self.quantized_dtype is None and all(
-            torch.promote_types(tensor.dtype, dtype) == tensor.dtype for tensor, dtype in self.pair
-        )
 
     @property
     def tiles(self) -> tuple[Tensor, ...]:
@@ -289,3 +290,103 @@ def empty_states(formats: Iterable[KVFormat], device: torch.device | str) -> lis
 def sizes_of(keys: Tensor, values: Tensor) -> list[tuple[int, int, torch.device]]:
     """Returns the heads, dim and device of keys and of values."""
     return [(states.shape[1], states.shape[3], states.device) for states in (keys, values)]
+
+
+def choose_store(
+    keys: Tensor,
+    values: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    slots: Tensor,
+) -> Store:
+    """Returns a `Store`, which writes K/V `(batch, heads, n, dim)` of any strides into blocks
+    `(num_blocks, heads, block_size, dim)`, converted to the blocks' dtypes or quantized. It may be
+    reused for K/V with an equal `store_signature` and any slots of the same shape. `slots` `(batch,
+    n)` int64: `block_id * block_size + offset` of each token, without duplicates; negative for
+    tokens that are not stored."""
+    write: Callable[..., None] = store_portable
+    has_equal_heads = keys.size(1) == values.size(1)
+    if uses_triton(key_blocks):
+        tensors = (keys, values, key_blocks, value_blocks)
+        supported_dtypes = (*DTYPES, *quantized.MAX_CODES)
+        device = key_blocks.device
+        are_supported = all(
+            tensor.dtype in supported_dtypes and tensor.device == device for tensor in tensors
+        )
+        are_supported &= quantized.are_quantized_alike(key_blocks, value_blocks)
+        if has_equal_heads and are_supported:
+            write = _store_triton
+    elif has_equal_heads and cpp.is_available():
+        key_dtype = keys.dtype
+        value_dtype = values.dtype
+        if not quantized.is_quantized(key_blocks):  # else the kernel itself quantizes K/V
+            key_dtype = key_blocks.dtype
+            value_dtype = value_blocks.dtype
+        with contextlib.suppress(TypeError):  # if the kernel does not support such tensors
+            store = cpp_blocks.Store(
+                keys.to(key_dtype), values.to(value_dtype), key_blocks, value_blocks, slots
+            )
+            if (keys.dtype, values.dtype) == (key_dtype, value_dtype):
+                return store
+            return lambda keys, values, slots, _=None: store(
+                keys.to(key_dtype), values.to(value_dtype), slots
+            )
+
+    return lambda keys, values, slots, _=None: write(keys, values, key_blocks, value_blocks, slots)
+
+
+def _store_triton(*tensors: Tensor) -> None:
+    from ..kernels.triton import store as triton_store  # needs Triton
+
+    try:
+        triton_store.store(*tensors)
+    except LaunchFailedError:
+        store_portable(*tensors)
+
+
+def store_portable(
+    keys: Tensor,
+    values: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    slots: Tensor,
+) -> None:
+    """Writes K/V as `choose_store` describes, in plain PyTorch on any device."""
+    block_size = key_blocks.shape[2]
+    index, token_indices = _targets(slots, block_size, key_blocks.device)
+    for blocks, states in ((key_blocks, keys), (value_blocks, values)):
+        tokens = states.transpose(1, 2).flatten(0, 1)  # [batch * n, heads, dim]
+        if token_indices is not None:
+            tokens = tokens[token_indices]
+        quantized.write(blocks, index, tokens)
+
+
+# `entry` holds a weak reference to the slots, the key and the result of the thread's last call of
+# `_targets`, since all layers of a step have the same slots. The three are one attribute, so that
+# an interrupt cannot leave a key beside the targets of other slots.
+_last_targets = threading.local()
+
+
+def _targets(
+    slots: Tensor,
+    block_size: int,
+    device: torch.device,
+) -> tuple[Any, Tensor | None]:
+    """Returns the index into blocks of the tokens to store, and these tokens' positions in the
+    flattened `slots` (`None`: all). Synchronizes with the device if called for new `slots`."""
+    version = None if slots.is_inference() else slots._version
+    key = (block_size, device, version)
+    entry = getattr(_last_targets, "entry", None)
+    if entry is not None:
+        last_slots, last_key, targets = entry
+        if last_key == key and last_slots() is slots:
+            return targets
+    flat_slots = slots.to(device).flatten()
+    token_indices = None
+    if (flat_slots < 0).any():
+        token_indices = (flat_slots >= 0).nonzero().squeeze(1)
+        flat_slots = flat_slots[token_indices]
+    index = (flat_slots // block_size, slice(None), flat_slots % block_size)
+    targets = (index, token_indices)
+    _last_targets.entry = (weakref.ref(slots), key, targets)
+    return targets

@@ -29,7 +29,7 @@ class Holder:
         self.memory = memory
         self.thread = threading.get_ident()
         self.is_waiting = False  # for blocks
-        forks.notify_in_child(self)
+        forks.add_listener(self)
         register_for_cleanup(self)
 
     def is_progressing(self, thread: int) -> bool:

@@ -1,4 +1,5 @@
-"""The types of values that `reading.py` distinguishes, besides those in `model.values`."""
+"""The types of values that `reading.py` distinguishes, besides those in `model.values`, and the
+attributes of an object."""
 
 from __future__ import annotations
 
@@ -12,7 +13,9 @@ import pathlib
 import threading
 import types
 import uuid
+from collections.abc import Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,3 +95,20 @@ def check_strided(tensor: Tensor) -> None:
         raise ValueError(f"a tensor of layout {tensor.layout} on {tensor.device}")
     if tensor.is_conj() or tensor.is_neg():  # views whose elements are computed when read
         raise ValueError("a lazily conjugated or negated tensor")
+
+
+def attributes_of(item: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the names and values in an object's `__dict__` and slots."""
+    yield from getattr(item, "__dict__", {}).items()
+    for name in _slots(type(item)):  # type: ignore[arg-type]
+        if hasattr(item, name):
+            yield name, getattr(item, name)
+
+
+@functools.cache
+def _slots(object_type: type) -> tuple[str, ...]:
+    names: list[str] = []
+    for base in object_type.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

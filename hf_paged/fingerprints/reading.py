@@ -26,7 +26,6 @@ from ..model.values import (
     LIBRARIES,
     SCALARS,
     STANDARD,
-    attributes_of,
     is_user_module,
     package_of,
 )
@@ -56,6 +55,7 @@ from .kinds import (
     SCALAR_TYPES,
     UNDESCRIBED_MODULES,
     UNDETECTABLE_TYPES,
+    attributes_of,
     check_strided,
 )
 

@@ -227,10 +227,11 @@ class BatchCall(Candidate):
         ids = decoding.input_ids  # (rows, cached tokens + 1)
         sequences = []
         for row, (blocks, num_tokens) in enumerate(kept_blocks):
+            request, _ = generation.rows[row]
             token_ids = self._tokens(ids, row)
-            sequence = Sequence(token_ids, num_computed_tokens=num_tokens, blocks=blocks)
-            sequence.request = generation.rows[row][0]
-            sequences.append(sequence)
+            sequences.append(
+                Sequence(token_ids, request, num_computed_tokens=num_tokens, blocks=blocks)
+            )
         executor = loop.executor
         shortage: Shortage | None = None
         while unfinished_sequences := [row for row in sequences if row.num_to_compute > 1]:

@@ -12,7 +12,7 @@ from ..attention.masks import PagedMask
 
 @dataclasses.dataclass(eq=False)
 class LookAhead:
-    """An observer (`attention.observers`) of a forward over prompts, which are rows of `length`
+    """An observer (`attention.masks`) of a forward over prompts, which are rows of `length`
     columns: finds the positions that attended to later ones. The forward computes the columns from
     `first_column` on; a cache holds the earlier ones."""
 

@@ -17,10 +17,10 @@ from torch.nn import functional
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .. import compat
-from ..attention.observers import attention_observer
+from ..attention.masks import attention_observer
 from ..batching import request
 from ..batching.decoding.vocabulary import MEDIA_WORDS
-from ..batching.execution.prompts import Prompts, empty_blocks, is_plain_value, uncommon_names
+from ..batching.execution.prompts import Prompts, empty_blocks, uncommon_names
 from ..cache.paged_cache import PagedCache
 from ..cache.prefix_index import MARSHAL_VERSION
 from ..forks import lazy_property
@@ -28,7 +28,7 @@ from ..interrupts import setting
 from ..model.own_loop import next_logits, padding_mask
 from ..model.structure import is_stock
 from ..model.trial import stock_cache
-from ..model.values import package_of
+from ..model.values import SCALARS, package_of
 from .look_ahead import LookAhead
 
 
@@ -231,7 +231,7 @@ class MediaPrompts(Prompts):
             key.append(tuple(sorted(ids[is_placeholder].tolist())))
         for name, value in sorted(self._kwargs_with_mask.items()):
             if not isinstance(value, Tensor):
-                if not is_plain_value(value):
+                if type(value) not in SCALARS:
                     return None
                 key.append((name, value))
             elif _is_per_token(name):
@@ -393,7 +393,7 @@ def digest_of(value: Any) -> bytes:
             return "dict", [(describe(name), describe(part)) for name, part in value.items()]
         if isinstance(value, (list, tuple)):
             return "list", [describe(part) for part in value]
-        if is_plain_value(value):
+        if type(value) in SCALARS:
             return value
         raise TypeError(f"cannot hash a model input of type {type(value).__name__}")
 

@@ -72,11 +72,6 @@ def next_inputs(model: Any, outputs: Any, inputs: dict[str, Any]) -> dict[str, A
     return compat.update_inputs(model, outputs, inputs, is_encoder_decoder=has_encoder)
 
 
-def cache_output(cache: Any) -> ModelOutput:
-    """Returns model outputs that contain only this cache."""
-    return ModelOutput({compat.OUTPUT_CACHE: cache})
-
-
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Returns an input of a model with `function` applied to all tensors in it."""
     if isinstance(value, Tensor):

@@ -79,20 +79,3 @@ def addresses_of(tensors: Iterable[Tensor]) -> set[int]:
     tensor subclasses (`plain_tensors`), have one."""
     parts = itertools.chain.from_iterable(map(plain_tensors, tensors))
     return {part.untyped_storage().data_ptr() for part in parts if part.layout is torch.strided}
-
-
-def attributes_of(item: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the names and values in an object's `__dict__` and slots."""
-    yield from getattr(item, "__dict__", {}).items()
-    for name in _slots(type(item)):  # type: ignore[arg-type]
-        if hasattr(item, name):
-            yield name, getattr(item, name)
-
-
-@functools.cache
-def _slots(object_type: type) -> tuple[str, ...]:
-    names: list[str] = []
-    for base in object_type.__mro__:
-        slots = vars(base).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))

@@ -54,7 +54,7 @@ class ManagerThread:
         # an event, so that the manager's finalizer, which sets it, does not refer to this object
         self.is_abandoned = threading.Event()
         self._reset(PagedEngine(model, config))
-        forks.notify_in_child(self)
+        forks.add_listener(self)
 
     def _reset(self, engine: PagedEngine) -> None:
         """Sets the initial state: no thread, no requests."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
@@ -191,7 +192,7 @@ class RectanglePreemption(Preemption):
         divergences = self._waiting_prompts.divergences(request)
         min_distances |= dict.fromkeys(divergences, 2 * FORWARD_TOKENS)
         if self.blocks.keeps_states:
-            num_indexed = self.blocks.num_matching(sequence.keys, request.namespace)
+            num_indexed = num_matching(self.blocks, sequence.keys, request.namespace)
             min_distances[num_indexed] = FORWARD_TOKENS
         stops: list[int] = []
         for stop, min_distance in sorted(min_distances.items()):
@@ -209,3 +210,11 @@ class RectanglePreemption(Preemption):
             if stop > num_computed:
                 count = min(count, stop - num_computed)
         return super().limit_tokens(request, sequence, count)
+
+
+def num_matching(manager: BlockManager, token_ids: Items[Hashable], namespace: Hashable) -> int:
+    """Returns how many tokens `SequenceBlocks.match` would attach if no snapshot of states were
+    missing."""
+    max_nodes = (len(token_ids) - 1) // manager.node_size
+    links = manager.index.find(token_ids, namespace, max_nodes, ignored_group=manager.state_group)
+    return len(links) * manager.node_size

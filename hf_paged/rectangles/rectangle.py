@@ -17,7 +17,7 @@ from transformers.utils import ModelOutput
 
 from .. import compat
 from ..attention.masks import Columns
-from ..batching.execution.prompts import Prompts, empty_blocks, is_plain_value
+from ..batching.execution.prompts import Prompts, empty_blocks
 from ..batching.request import Sequence
 from ..cache.paged_cache import PagedCache
 from ..cache.sequence_blocks import NO_BLOCKS, SequenceBlocks
@@ -31,6 +31,7 @@ from ..model.own_loop import (
     tensors_of,
 )
 from ..model.registry import warn_once
+from ..model.values import SCALARS
 from ..plan import StepPlan
 from ..topics import Topic
 from .states import num_state_bytes, state_layers
@@ -307,7 +308,7 @@ def _join_key(
             can_pad = tensor.dim() > 1 and tensor.shape[1] == prompts.num_encoder_tokens
             shape = tensor.shape[2:] if can_pad else tensor.shape[1:]
             shapes.append((name, str(tensor.dtype), *shape))
-    if not all(is_plain_value(value) for _, value in options):
+    if not all(type(value) in SCALARS for _, value in options):
         return None
     num_encoded = needs_equal_encoders and prompts.num_encoder_tokens
     return JoinKey(needs_equal_lengths, (*shapes, *options, num_encoded))

@@ -16,8 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import compat
-from ..attention.masks import Columns, PagedMask, unpadded_columns
-from ..attention.observers import attention_observer
+from ..attention.masks import Columns, PagedMask, attention_observer, unpadded_columns
 from ..batching.execution.runner import LogitsPart, Runner, WholePrompts, concat_in_order
 from ..cache.block_manager import BlockManager
 from ..cache.paged_cache import PagedCache

@@ -14,8 +14,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.utils import ModelOutput
 
+from .. import compat
 from ..cache.paged_cache import PagedCache
-from ..model.own_loop import cache_output, cache_parts
+from ..model.own_loop import cache_parts
 
 _CROSS_STATES = ("keys", "values")
 # limit on the row inputs of one recording, of which up to `graph_keys.MAX_GRAPHS` are kept. Steps
@@ -201,7 +202,7 @@ def passed_inputs(outputs: Mapping[str, Any], inputs: Mapping[str, Any]) -> Pass
 def outputs_of(passed: PassedInputs, inputs: Mapping[str, Any], cache: Any = None) -> ModelOutput:
     """Returns what is known of the outputs of a replay: its cache, and the inputs that the forward
     passes through."""
-    outputs = ModelOutput() if cache is None else cache_output(cache)
+    outputs = ModelOutput() if cache is None else ModelOutput({compat.OUTPUT_CACHE: cache})
     for name, source in passed.items():
         is_nested = isinstance(source, dict)
         outputs[name] = outputs_of(source, inputs) if is_nested else inputs[source]

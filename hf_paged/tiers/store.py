@@ -116,7 +116,7 @@ class PrefixStore:
         self.num_skipped = 0  # blocks evicted without a copy: the queue was full, or copying failed
         self._weights_hash_cache: tuple[Any, str] = (None, "")
         self.warned_errors: set[type] = set()  # types of errors that were already logged
-        forks.notify_in_child(self)
+        forks.add_listener(self)
         _stores.add(self)
 
     @property

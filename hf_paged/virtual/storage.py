@@ -21,11 +21,10 @@ from torch import Tensor
 
 from .. import compat, forks
 from ..cache.block_pool import BlockPool
-from ..cache.copies import BlockCopier
 from ..cache.free_memory import address_limit
 from ..cache.groups import GroupSpec
 from ..cache.kv_blocks import KVBlocks
-from ..cache.storage import BlockStorage
+from ..cache.storage import BlockCopier, BlockStorage
 from ..config import MAX_BLOCK_SIZE, MAX_VIRTUAL_BLOCK_SIZE, PagedConfig, VirtualStorage
 from ..step import StepMetadata
 from ..threads import attempt
@@ -311,7 +310,7 @@ class MappedStorage(BlockStorage):
         self._all_layer_rows: weakref.WeakSet[LayerRows] = weakref.WeakSet()
         self._before_move = before_move
         _storages.add(self)
-        forks.notify_around_forks(self)
+        forks.add_listener(self)
 
     @property
     def _regions(self) -> list[Region]:

@@ -18,7 +18,7 @@ from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather, reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.store import choose_store, store_portable
+from hf_paged.cache.kv_blocks import choose_store, store_portable
 from hf_paged.kernels import cpp
 from hf_paged.kernels.cpp.attention import Attention
 from hf_paged.kernels.cpp.blocks import Store

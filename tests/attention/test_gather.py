@@ -14,9 +14,8 @@ from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
 from hf_paged.attention.backends.parts import SCRATCH_BYTES, Part, plan_parts
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.kv_blocks import KVBlocks
+from hf_paged.cache.kv_blocks import KVBlocks, store_portable
 from hf_paged.cache.reading import BlockLayout
-from hf_paged.cache.store import store_portable
 from hf_paged.kernels import cpp
 from hf_paged.step import StepMetadata
 from tests.attention.test_backends import Case, build

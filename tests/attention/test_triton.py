@@ -15,8 +15,7 @@ import hf_paged
 from hf_paged import kernels
 from hf_paged.attention import backends
 from hf_paged.attention.backends import gather
-from hf_paged.cache.kv_blocks import KVBlocks
-from hf_paged.cache.store import choose_store
+from hf_paged.cache.kv_blocks import KVBlocks, choose_store
 from hf_paged.kernels import quantized, triton
 from hf_paged.kernels.triton.cascade import CascadeCosts
 from tests.attention.test_backends import Case, build

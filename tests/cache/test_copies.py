@@ -18,7 +18,7 @@ from tests.support.kernels.device import DEVICE, available
 def launches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Observes the kernel's launches; `None` if PyTorch makes the copies."""
     if request.param == "portable":
-        monkeypatch.setattr("hf_paged.cache.copies.uses_triton", lambda tensor: False)
+        monkeypatch.setattr("hf_paged.cache.storage.uses_triton", lambda tensor: False)
         return None
     from hf_paged.kernels.triton import copy
 

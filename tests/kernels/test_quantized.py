@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hf_paged.attention import backends
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.kv_blocks import KVBlocks
-from hf_paged.cache.store import store_portable
+from hf_paged.cache.kv_blocks import KVBlocks, store_portable
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.blocks import Store
 from hf_paged.step import StepMetadata

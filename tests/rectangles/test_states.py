@@ -14,6 +14,7 @@ from hf_paged.cache.groups import GroupSpec
 from hf_paged.cache.memory import PagedMemory
 from hf_paged.cache.sequence_blocks import SequenceBlocks
 from hf_paged.config import PagedConfig
+from hf_paged.rectangles.preemption import num_matching
 from hf_paged.rectangles.states import StateSpec
 from tests.support.pools import PoolGroup, manager_of
 
@@ -37,7 +38,7 @@ def hit(blocks: BlockManager, tokens: Sequence[int]) -> tuple[int, int]:
     """Prefix hit of a new sequence in tokens, and its hit if there were a snapshot after each
     block."""
     sequence = blocks.new()
-    found = sequence.match(tokens, None), blocks.num_matching(tokens, None)
+    found = sequence.match(tokens, None), num_matching(blocks, tokens, None)
     sequence.free()
     return found
 

@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.kv_blocks import KVBlocks
-from hf_paged.cache.store import store_portable
+from hf_paged.cache.kv_blocks import KVBlocks, store_portable
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.attention import Attention
 from hf_paged.kernels.cpp.blocks import Gather, Store

@@ -3,7 +3,6 @@ The scheduler chooses the rows; decodings sample the tokens."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,8 +34,6 @@ from ..generation import Generation
 from ..request import Sequence
 from ..scheduling.scheduler import Scheduler
 from .runner import Runner
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass

@@ -5,7 +5,6 @@ rows."""
 from __future__ import annotations
 
 import inspect
-import logging
 from array import array
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Items
@@ -35,8 +34,6 @@ from ..request import Sequence
 from .inputs import PackedTokens, TableRows, pack, recorded_prompts
 from .prompts import find_media
 from .runner import LogitsPart, Runner, WholePrompts, concat_in_order
-
-logger = logging.getLogger(__name__)
 
 MAX_GATHERED_EXPERT_TOKENS = 64
 """Maximum number of tokens in a forward that copies the expert weights of each token: an estimate

@@ -148,10 +148,6 @@ def uncommon_names(model_kwargs: dict[str, Any]) -> tuple[str, ...]:
     return tuple(names)
 
 
-def is_plain_value(value: Any) -> bool:
-    return value is None or type(value) in (bool, int, float, str)
-
-
 def find_media() -> MediaRoom:
     """Returns the optional package `media`. Raises `RoomMissingError` if it is not installed."""
     media: MediaRoom = room("media", "packing prompts of more than token ids")

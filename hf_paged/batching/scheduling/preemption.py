@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -17,9 +16,6 @@ from ..request import Request, Sequence
 
 if TYPE_CHECKING:  # not imported at run time: it uses tensors
     from ...cache.swap import BlockSwapper
-
-
-logger = logging.getLogger(__name__)
 
 
 class CostModel:

@@ -45,7 +45,6 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self.blocks = self.preemption.blocks
-        self._can_chunk = self.preemption.can_chunk
         # so that every running sequence can decode in every step
         self.max_num_seqs = min(self.max_num_seqs, self.max_num_batched_tokens)
         self.queue = RequestQueue(self.preemption, self.timeline, self.adapters)
@@ -224,7 +223,7 @@ class Scheduler:
             sequence.begin(self.blocks)
         num_computed = sequence.num_computed_tokens
         sequence.register(num_computed)
-        is_unchunked = is_whole or not self._can_chunk
+        is_unchunked = is_whole or not self.preemption.can_chunk
         count = self._append(request, sequence, count, is_unchunked, may_preempt)
         if not count:
             return
@@ -335,7 +334,7 @@ class Scheduler:
             num_reserved_blocks = 0 if is_alone else int(self.watermark * self.blocks.num_total)
             # a request that runs alone may shrink its chunks, and an unchunked prompt skips blocks
             # outside its windows: neither needs more blocks than it would in chunks of one token
-            chunk = 1 if is_alone or not self._can_chunk else self.max_num_batched_tokens
+            chunk = 1 if is_alone or not self.preemption.can_chunk else self.max_num_batched_tokens
             was_swapped = request.is_swapped
             admit: Callable[[], bool] = functools.partial(
                 self.preemption.admit, request, chunk, num_reserved_blocks, is_alone

@@ -1,5 +1,5 @@
 """A Triton kernel that copies blocks to other blocks of the same layer, in one launch for all
-layers. `cache.copies` calls it, or falls back to PyTorch."""
+layers. `cache.storage` calls it, or falls back to PyTorch."""
 
 from __future__ import annotations
 

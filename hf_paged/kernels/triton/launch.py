@@ -4,14 +4,16 @@ caller can compute the result with PyTorch."""
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Hashable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...interrupts import interrupt_of, is_interrupt
+from ...interrupts import is_from_handler, is_interrupt
 from ...topics import Topic
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,31 @@ def launch(
     seconds = time.perf_counter() - start
     if seconds >= MIN_COMPILE_SECONDS and device.type != "cpu":  # the interpreter compiles nothing
         _compile_log.note(_variant(kernel, args, kwargs, device), seconds)
+
+
+def interrupt_of(error: BaseException) -> BaseException | None:
+    """Returns the interrupt behind `error`: `error` itself or an error that it replaced, if that is
+    a `KeyboardInterrupt` or was raised by a signal handler. Returns `None` if there is none. Only
+    for errors of libraries that replace every error: other code that replaces an interrupt has
+    handled it. Errors that a running frame has caught do not count, since `error` was raised later,
+    in that frame's handler."""
+    running_ids = set[int]()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        running_ids.add(id(frame))
+        frame = frame.f_back
+    errors, known_ids = [error], {id(error)}
+    for later in errors:  # the loop appends causes and contexts
+        if isinstance(later, KeyboardInterrupt) or is_from_handler(later):
+            return later
+        for earlier in (later.__cause__, later.__context__):
+            trace = None if earlier is None else earlier.__traceback__
+            if earlier is None or trace is None or id(earlier) in known_ids:
+                continue
+            if id(trace.tb_frame) not in running_ids:
+                errors.append(earlier)
+                known_ids.add(id(earlier))
+    return None
 
 
 def is_recoverable(error: Exception, device: torch.device) -> bool:

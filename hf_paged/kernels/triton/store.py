@@ -1,5 +1,5 @@
 """A Triton kernel that stores a step's keys and values in their blocks, unquantized or quantized.
-If it cannot be launched, `cache.store` uses PyTorch."""
+If it cannot be launched, `cache.kv_blocks` uses PyTorch."""
 
 from __future__ import annotations
 

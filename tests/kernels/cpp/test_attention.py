@@ -10,7 +10,7 @@ import torch
 
 from hf_paged import kernels
 from hf_paged.attention import backends
-from hf_paged.cache.store import choose_store
+from hf_paged.cache.kv_blocks import choose_store
 from hf_paged.kernels import cpp, quantized
 from hf_paged.kernels.cpp.attention import Attention
 from hf_paged.kernels.cpp.blocks import Store

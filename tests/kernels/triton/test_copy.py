@@ -1,4 +1,4 @@
-"""The Triton copy of blocks against the PyTorch one of `cache.copies`."""
+"""The Triton copy of blocks against the PyTorch one of `cache.storage`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from hf_paged.cache.copies import copy_portable
+from hf_paged.cache.storage import copy_portable
 from hf_paged.kernels.triton import copy
 from tests.support.kernels.device import DEVICE, available
 

@@ -21,9 +21,9 @@ import hf_paged
 from hf_paged import PagedConfig, PagedEngine, kernels
 from hf_paged.attention import backends
 from hf_paged.batching.factory import empty_cache, make_runner
-from hf_paged.cache.copies import BlockCopier
+from hf_paged.cache.kv_blocks import choose_store
 from hf_paged.cache.memory import PagedMemory
-from hf_paged.cache.store import choose_store
+from hf_paged.cache.storage import BlockCopier
 from hf_paged.kernels import hashing, lora
 from hf_paged.kernels.triton import cascade as cascade_plans
 from hf_paged.kernels.triton import launch

@@ -1,4 +1,4 @@
-"""The Triton store kernel against the PyTorch one of `cache.store`."""
+"""The Triton store kernel against the PyTorch one of `cache.kv_blocks`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from hf_paged.cache import store
-from hf_paged.cache.store import choose_store, store_portable
+from hf_paged.cache import kv_blocks
+from hf_paged.cache.kv_blocks import choose_store, store_portable
 from hf_paged.kernels import quantized
 from hf_paged.kernels.triton import store as kernel
 from tests.support.kernels.device import DEVICE, available
@@ -74,7 +74,7 @@ def test_slots_outside_the_pool_are_not_written() -> None:
 def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[object] = []
     monkeypatch.setattr(kernel, "store", lambda *inputs: taken.append(inputs))
-    monkeypatch.setattr(store, "uses_triton", lambda tensor: True)
+    monkeypatch.setattr(kv_blocks, "uses_triton", lambda tensor: True)
     blocks, states = torch.zeros(4, 2, 8, 16, device=DEVICE), torch.zeros(1, 2, 1, 16).to(DEVICE)
     slots = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     for inputs, is_taken in (
@@ -90,7 +90,7 @@ def test_refuses_what_it_would_get_wrong(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_blocks_of_different_formats_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[object] = []
     monkeypatch.setattr(kernel, "store", lambda *inputs: taken.append(inputs))
-    monkeypatch.setattr(store, "uses_triton", lambda tensor: True)
+    monkeypatch.setattr(kv_blocks, "uses_triton", lambda tensor: True)
     blocks, states = torch.zeros(4, 2, 8, 16, device=DEVICE), torch.ones(1, 2, 1, 16).to(DEVICE)
     slots = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     tiles = torch.zeros(4, 2, quantized.tile_bytes(8, 16), dtype=torch.uint8, device=DEVICE)

@@ -20,7 +20,7 @@ import hf_paged
 from hf_paged.attention.backends import reference
 from hf_paged.attention.backends import triton as backend
 from hf_paged.attention.backends.reference import AttentionCall
-from hf_paged.cache.store import store_portable
+from hf_paged.cache.kv_blocks import store_portable
 from hf_paged.kernels import BACKEND_VARIABLE, triton
 from hf_paged.kernels.triton import store
 from tests.support import models, tools

@@ -30,7 +30,7 @@ scores, but not for sums of values."""
 
 def is_available() -> bool:
     """Whether the kernel can be called and agrees with PyTorch."""
-    return kernels_cpp.is_available() and _agrees()
+    return kernels_cpp.is_available() and _agrees_in_thread()
 
 
 @functools.cache
@@ -81,10 +81,10 @@ def _agrees(code_dtype: torch.dtype | None = None) -> bool:
     return True
 
 
-_agreements: dict[torch.dtype, bool] = {}  # results of `_agrees`, by dtype of codes
+_agreements: dict[torch.dtype | None, bool] = {}  # results of `_agrees`, by dtype of codes
 
 
-def _agrees_in_thread(code_dtype: torch.dtype) -> bool:
+def _agrees_in_thread(code_dtype: torch.dtype | None = None) -> bool:
     """Returns the result of `_agrees`, run in another thread, which the current forward's modes and
     recordings do not affect. If no thread can be started or the check raises an error, returns
     `False`, and the next call checks again."""

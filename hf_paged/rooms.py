@@ -157,7 +157,7 @@ class TapeRoom(Protocol):
 class FingerprintsRoom(Protocol):
     """`hf_paged.fingerprints`."""
 
-    read_state: Callable[[nn.Module], ModelState | None]
+    read_state: Callable[[nn.Module], ModelState]
     """Reads the state of a model; `None` if the model cannot be read."""
 
     fingerprint: Callable[[nn.Module, ModelState | None], bytes | None]

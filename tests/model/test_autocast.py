@@ -72,7 +72,6 @@ def test_the_kernel_is_checked_without_the_callers_modes(
     """A first call under autocast disabled the kernel for the process: PyTorch's products were in
     bfloat16."""
     monkeypatch.setattr(backend, "_agreements", {})
-    backend._agrees.cache_clear()
     with mode():
         assert backend.is_available()
 

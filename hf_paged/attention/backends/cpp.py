@@ -3,7 +3,6 @@ does not support go to `gather`."""
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import torch
@@ -33,13 +32,11 @@ def is_available() -> bool:
     return kernels_cpp.is_available() and _agrees_in_thread()
 
 
-@functools.cache
 @torch.no_grad()
-@torch.autocast("cpu", enabled=False)  # a process may make its first call under autocast
 def _agrees(code_dtype: torch.dtype | None = None) -> bool:
     """Whether the kernel agrees with PyTorch; with `code_dtype`, on quantized blocks of that dtype.
-    Each process checks this once per dtype, since our tests do not cover the user's compiler and
-    CPU. The check covers each number of query rows (queries times heads) per K/V head for which the
+    `_agrees_in_thread` checks this once per process and dtype, since our tests do not cover the
+    user's compiler and CPU. The check covers each number of query rows (queries times heads) per K/V head for which the
     kernel has separate code."""
     generator = torch.Generator().manual_seed(0)
     blocks_shape = (10, 1, 16, 64)

@@ -36,8 +36,8 @@ def is_available() -> bool:
 def _agrees(code_dtype: torch.dtype | None = None) -> bool:
     """Whether the kernel agrees with PyTorch; with `code_dtype`, on quantized blocks of that dtype.
     `_agrees_in_thread` checks this once per process and dtype, since our tests do not cover the
-    user's compiler and CPU. The check covers each number of query rows (queries times heads) per K/V head for which the
-    kernel has separate code."""
+    user's compiler and CPU. The check covers each number of query rows (queries times heads) per
+    K/V head for which the kernel has separate code."""
     generator = torch.Generator().manual_seed(0)
     blocks_shape = (10, 1, 16, 64)
     shapes = ((18, 9, 64), blocks_shape, blocks_shape)

@@ -158,8 +158,8 @@ class TapeRoom(Protocol):
 class FingerprintsRoom(Protocol):
     """`hf_paged.fingerprints`."""
 
-    read_state: Callable[[nn.Module], ModelState | None]
-    """Reads and returns the state of a model; `None` if the model cannot be read."""
+    read_state: Callable[[nn.Module], ModelState]
+    """Reads and returns the state of a model. Raises errors if the model cannot be read."""
 
     fingerprint: Callable[[nn.Module, ModelState | None], bytes | None]
     """Like `model.state.fingerprint`, for a model for which `model.state.carries_state` is

@@ -12,6 +12,7 @@ from transformers import BatchEncoding
 
 from hf_paged import PagedEngine
 from tests.support import models
+from tests.support.checks import assert_paged_is_plain
 from tests.support.engine_helpers import (
     MODES,
     assert_drained,
@@ -173,3 +174,14 @@ def test_use_cache_that_is_false_in_another_way(use_cache: Any) -> None:
     options = {"do_sample": False, "max_new_tokens": 12, "use_cache": use_cache}
     plain = model.generate(**inputs, **options)
     assert torch.equal(model.generate(**inputs, **options, **models.PAGED), plain)
+
+
+@pytest.mark.parametrize("config", [{}, {"speculation": "ngram"}], ids=str)
+@pytest.mark.parametrize(
+    "limit", [{"max_new_tokens": 8.0}, {"max_new_tokens": 8.5}, {"max_length": 21.0}], ids=str
+)
+def test_limits_that_are_floats(limit: dict[str, float], config: dict[str, Any]) -> None:
+    model, inputs = models.build("llama"), models.padded_prompt("llama")
+    for more in ({}, {"prefill_chunk_size": 64}):  # the second runs in transformers' own loop
+        options = {"do_sample": False, **limit, **more}
+        assert_paged_is_plain(model, inputs, options, {**models.PAGED, "cache_config": config})

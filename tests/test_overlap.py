@@ -28,6 +28,7 @@ from hf_paged.batching.ledger import Ledger
 from hf_paged.batching.loop import StepLoop
 from hf_paged.cache import waits
 from hf_paged.generation import batch_call, candidate
+from hf_paged.generation import call as call_module
 from hf_paged.overlap import Caller, SharedLoop, _loops
 from tests.support import models
 from tests.support.checks import in_threads, model_state
@@ -227,6 +228,23 @@ def test_calls_of_threads_share_forwards(name: str) -> None:
     assert hf_paged.last_route(model).road == "engine"
     assert model_state(model) == before
     assert_same(model, expected, found)
+
+
+def test_a_call_that_joins_counts_its_own_replays(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    routes: list[Any] = []
+    monkeypatch.setattr(call_module, "note_route", lambda model, route: routes.append(route))
+    threads: list[threading.Thread] = []
+
+    def join() -> None:
+        threads.append(threading.Thread(target=paged, args=(model, 1), kwargs=exactly(20)))
+        threads[-1].start()
+
+    paged(model, 0, at_token(60, join), **exactly(120))
+    threads[0].join()
+    counts = [route.num_captured_steps for route in routes]
+    assert (len(counts) == 2 and 0 < counts[0] <= 40 < counts[1]) or not records_on_cpu(), counts
 
 
 MIXED = [

@@ -316,7 +316,8 @@ def check_streamer(value: Any) -> None:
 def check_streamed_rows(streamer: Any, num_rows: int, remedy: str) -> None:
     """Raises `ValueError` if `streamer` takes only one row and there are more; the message ends
     with `remedy`."""
-    if isinstance(streamer, TextStreamer) and num_rows > 1:
+    put = getattr(streamer, "put", None)
+    if getattr(put, "__func__", None) is TextStreamer.put and num_rows > 1:
         raise ValueError(
             f"`streamer` is of type {type(streamer).__name__}, which takes one row, and there are"
             f" {num_rows}: {remedy}"

@@ -301,7 +301,9 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
             self.graph_states.check()
         rows = self.group.rows
         if self.num_operations == rows.num_operations:
+            num_rows = len(rows.sequences)
             operation(*args)
+            rows.num_rows_before = num_rows
             rows.num_operations += 1
         self.num_operations += 1
 
@@ -332,7 +334,10 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
 
     @property
     def _num_rows(self) -> int:
-        return len(self.group.rows.sequences)
+        """The number of rows for this layer's next operation, which other layers may have run."""
+        rows = self.group.rows
+        is_current = self.num_operations == rows.num_operations
+        return len(rows.sequences) if is_current else rows.num_rows_before
 
     def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Removes the last `-tokens_to_remove` positions and, in a sliding layer, tokens outside

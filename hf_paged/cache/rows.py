@@ -39,6 +39,7 @@ class CacheRows:
         self.is_borrowed = is_borrowed
         self.manager = memory.manager(self.specs)
         self.num_operations = num_operations
+        self.num_rows_before = 0  # the number of rows before the last operation
         self.sequences = list(sequences)
         # weak, since the groups refer to their rows: a cycle would delay `__del__`
         self.groups = weakref.WeakValueDictionary[GroupSpec, LayerGroup]()

@@ -35,7 +35,8 @@ _HASHED_ATTRIBUTES = (
 _SETUP_METHODS = {"__init__", "__init_subclass__", "__new__", "_init_weights"}
 # Modules of the standard library whose functions may return a different value in each call.
 _VARYING_MODULES = {"contextvars", "random", "threading", "time"}
-_ENVIRONMENT_NAMES = {"environ", "getenv"}  # of `os`
+# by Python module, attributes with such values
+_VARYING_ATTRIBUTES = {"numpy": {"random"}, "os": {"environ", "getenv"}}
 # instructions that load a global and an attribute, in all versions of Python
 _GLOBAL_LOADS = {"LOAD_FROM_DICT_OR_GLOBALS", "LOAD_GLOBAL", "LOAD_NAME"}
 _ATTRIBUTE_LOADS = {"LOAD_ATTR", "LOAD_METHOD"}
@@ -120,8 +121,9 @@ def module_of(value: Any) -> str:
 def varies(value: Any, code: types.CodeType) -> bool:
     """Whether a global that `code` reads may have or return a different value each time."""
     module_name = module_of(value)
-    reads_environment = module_name == "os" and bool(names_of(code) & _ENVIRONMENT_NAMES)
-    is_varying = module_name in _VARYING_MODULES or reads_environment
+    reads_varying = not names_of(code).isdisjoint(_VARYING_ATTRIBUTES.get(module_name, ()))
+    is_of_module = module_name in _VARYING_MODULES or module_name.startswith("numpy.random")
+    is_varying = is_of_module or reads_varying
     return is_varying and (isinstance(value, types.ModuleType) or callable(value))
 
 
@@ -159,6 +161,27 @@ def _chains_of(code: types.CodeType) -> frozenset[tuple[str, ...]]:
         if isinstance(constant, types.CodeType):
             chains |= _chains_of(constant)
     return frozenset(chains)
+
+
+def globals_read(function: Any) -> list[tuple[dict[str, Any], str]]:
+    """The globals that a function may read, and the modules that it imports by absolute names: the
+    namespace and the name of each."""
+    code = function.__code__
+    parts = (function.__globals__, names_of(code)), (sys.modules, _imports_of(code))
+    return [(owner, name) for owner, names in parts for name in sorted(names & owner.keys())]
+
+
+@functools.lru_cache(maxsize=8192)
+def _imports_of(code: types.CodeType) -> frozenset[str]:
+    """The names of the modules that `code` and the code that it contains import."""
+    names = set[str]()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname == "IMPORT_NAME":
+            names.add(instruction.argval)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _imports_of(constant)
+    return frozenset(names)
 
 
 @functools.lru_cache(maxsize=8192)

@@ -10,6 +10,7 @@ import enum
 import functools
 import numbers
 import pathlib
+import random
 import threading
 import types
 import uuid
@@ -53,8 +54,14 @@ REPR_TYPES: tuple[type, ...] = (
     slice,
     ctypes._SimpleCData,
 )
-# Types whose values differ between threads or contexts.
-UNDETECTABLE_TYPES = (ContextVar, threading.local)
+# Types whose values differ between threads, contexts or calls.
+UNDETECTABLE_TYPES = (
+    ContextVar,
+    threading.local,
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+)
 # Besides `SCALARS`, the types of globals of user code whose values are read.
 DATA_TYPES: tuple[type, ...] = (
     *CONTAINER_TYPES,

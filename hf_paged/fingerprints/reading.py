@@ -37,6 +37,7 @@ from .code import (
     code_hash,
     function_of,
     globals_module,
+    globals_read,
     is_source_module,
     module_of,
     names_of,
@@ -405,9 +406,8 @@ class Reading:
         names = names_of(function.__code__)
         self._reads_training |= "training" in names
         self._functions.add_names(names)
-        namespace = function.__globals__
-        names_read = sorted(names & namespace.keys())
-        return [(name, self._global(namespace, name, function.__code__)) for name in names_read]
+        read = globals_read(function)
+        return [(name, self._global(owner, name, function.__code__)) for owner, name in read]
 
     def _global(
         self,

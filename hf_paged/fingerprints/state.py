@@ -7,7 +7,6 @@ import ctypes
 import gc
 import hashlib
 import itertools
-import logging
 import marshal
 import operator
 import random
@@ -23,8 +22,6 @@ from ..model.state import warn_uncached
 from .code import MARSHAL_VERSION
 from .reading import Reading
 
-logger = logging.getLogger(__name__)
-
 LINE = 64  # bytes of a tensor that `is_same` compares
 _version_of = operator.attrgetter("_version")
 _dtype_of = operator.attrgetter("dtype")
@@ -32,18 +29,12 @@ _dtype_of = operator.attrgetter("dtype")
 _StateValues = tuple[tuple[Any, ...], bytes, list[bytes]]
 
 
-def read_state(model: nn.Module) -> StateReading | None:
-    """Returns the state of `model`, after calling its `hold`; `None` if the model cannot be
-    read."""
-    try:
-        state = StateReading(model)
-        state.hold()
-        return state
-    except Exception as error:  # must not fail a call
-        if is_interrupt(error):
-            raise
-        logger.debug("the state of %s cannot be read: %s", type(model).__name__, error)
-        return None
+def read_state(model: nn.Module) -> StateReading:
+    """Returns the state of `model`, after calling its `hold`. Raises the errors of
+    `StateReading`."""
+    state = StateReading(model)
+    state.hold()
+    return state
 
 
 def fingerprint(model: nn.Module, state: StateReading | None) -> bytes | None:

@@ -33,7 +33,7 @@ from ..rooms import room, room_if_installed
 from ..switches import NOTHING
 from ..topics import Topic
 from .call import Call, caches_in
-from .candidate import RIGHT_PADDED, Candidate
+from .candidate import RIGHT_PADDED, SOFT_MASK, Candidate
 
 # The prefix cache requires a fingerprint of all weights, which takes about as long as computing
 # this many tokens.
@@ -79,8 +79,9 @@ def _batch_of(call: Call, loop: LoopCall, adapter_names: list[str] | None) -> Ba
     reason = next(batch.reasons_against(), None)
     if loop.arguments.get("synced_gpus"):
         reason = Topic.OPTIONS("`synced_gpus` is set")
-    if RIGHT_PADDED in f"{reason} {batch.layout.unsupported_reason}":
-        call.slowed_by.add(RIGHT_PADDED)
+    for mask_reason in (RIGHT_PADDED, SOFT_MASK):
+        if mask_reason in f"{reason} {batch.layout.unsupported_reason}":
+            call.slowed_by.add(mask_reason)
     if reason is not None:
         call.reason += f"; not on the engine: {reason}"
         return None
@@ -128,6 +129,7 @@ class BatchCall(Candidate):
         context = holding(CallLoop(make())) if overlap is None else overlap.call_loop(self, make)
         with context as call_loop:
             loop = call_loop.loop
+            num_captured = loop.executor.runner.num_captured_steps  # in steps of earlier calls
             finish = functools.partial(self._result, generation)
             claim = NOTHING
             if generation.keep_blocks:  # rows then keep their blocks until the call ends
@@ -140,7 +142,7 @@ class BatchCall(Candidate):
             finally:
                 drafts = generation.draft_counts
                 call.route_fields.update(
-                    num_captured_steps=loop.executor.runner.num_captured_steps,
+                    num_captured_steps=loop.executor.runner.num_captured_steps - num_captured,
                     num_draft_tokens=drafts["num_draft_tokens"],
                     num_accepted_tokens=drafts["num_accepted_tokens"],
                 )

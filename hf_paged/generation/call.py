@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -80,6 +82,8 @@ class Call:
         self.memory: PagedMemory | None = None  # the model's memory, if the call uses it
         self.built_caches: list[PagedCache] = []
         self.caches: list[PagedCache] = []  # `built_caches`, or the caller's
+        # before `running`, in a call that may never run: `caches`, and whether each was built
+        self._released_caches: list[tuple[weakref.ref[PagedCache], bool]] = []
         self.counters: list[ReadCounters] = []  # of the caches, and of the engine's runner
         self.repeats = 1  # number of rows per prompt
         # token ids and inputs before they are expanded to rows
@@ -124,6 +128,7 @@ class Call:
                 for variable, value in variables.items():
                     self.stack.callback(variable.reset, variable.set(value))
                 self.is_running = True
+                self._regain_caches()
                 if self.memory is not None:
                     self.memory.begin_call(self)
                 if self.caches:
@@ -222,13 +227,30 @@ class Call:
         if is_first and self.is_running:
             self._switch()
 
+    def release_caches(self) -> None:
+        """Keeps only weak references to the caches until `running`, so that their blocks are freed
+        with them if a loop of the model's own never runs the call."""
+        self._released_caches = [
+            (weakref.ref(cache), cache in self.built_caches) for cache in self.caches
+        ]
+        self.caches, self.built_caches = [], []
+        if self.memory is not None:
+            end_use(self.memory)
+
+    def _regain_caches(self) -> None:
+        for reference, is_built in self._released_caches:
+            cache = reference()
+            if cache is not None:
+                self.caches.append(cache)
+                self.built_caches += [cache] if is_built else []
+
     def page_caches(self, config: PagedConfig, arguments: dict[str, Any]) -> None:
         """Sets the call's memory, and replaces each `DynamicCache` that the model has just built by
         a `PagedCache` in this memory. `arguments`: the arguments of the method that prepared the
         model's cache."""
         generation_config = arguments["generation_config"]
         model_kwargs = arguments["model_kwargs"]
-        length = arguments.get("max_cache_length") or 0
+        length = math.ceil(arguments.get("max_cache_length") or 0)
         num_prompts = arguments.get("batch_size") or 1
         num_rows = num_prompts * rows_per_prompt(generation_config)
         if self.is_running:
@@ -269,7 +291,7 @@ class Call:
         embeds = model_kwargs.get("inputs_embeds")
         encoder_outputs = model_kwargs.get("encoder_outputs")
         num_rows = len(arguments["input_ids"])
-        lengths = {"self": arguments["generation_config"].max_length, "cross": 0}
+        lengths = {"self": math.ceil(arguments["generation_config"].max_length), "cross": 0}
         if embeds is not None:
             lengths["self"] += embeds.shape[1]
         if encoder_outputs is not None:

@@ -30,6 +30,7 @@ from .call import Call, first_rows
 RIGHT_PADDED = Topic.RIGHT_PADDING(
     "the batch is right-padded: set `tokenizer.padding_side = 'left'`"
 )
+SOFT_MASK = Topic.INPUTS("the attention mask has values other than 0 and 1")
 
 
 def applicable_reasons(reasons: dict[str, Any]) -> Iterator[str]:
@@ -124,9 +125,13 @@ class Candidate:
         returns_internals = config.output_attentions or config.output_hidden_states
         is_chunked = config.prefill_chunk_size is not None
         mismatch = None
+        is_soft = False
         num_rows = len(self.inputs.input_ids)
         if not model.config.is_encoder_decoder:  # an encoder's inputs may have fewer rows (Dia)
             mismatch = mismatched_rows(model_kwargs, num_rows)
+            mask = model_kwargs.get("attention_mask")
+            if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+                is_soft = bool((mask != mask.bool()).any())
         return applicable_reasons(
             {
                 Topic.OPTIONS(str(missing_beams)): missing_beams is not None,
@@ -152,6 +157,7 @@ class Candidate:
                 Topic.INPUTS("transformers repeats images one by one instead of per row"): (
                     self.call.has_misassigned_images
                 ),
+                SOFT_MASK: is_soft,
                 Topic.INPUTS(f"{mismatch}, but `input_ids` has {num_rows}"): mismatch is not None,
             }
         )

@@ -211,6 +211,7 @@ def _prepare_cache(prepare: Invocation) -> Any:
     generation_config = arguments["generation_config"]
     model_kwargs = arguments["model_kwargs"]
     call = prepare.value_of(current_call)
+    is_bypassed = call is None  # by the model's own `generate`
     is_passed = bool(caches_in(model_kwargs))
     uses_default = (
         _is_paged_by_default and not is_passed and generation_config.use_cache is not False
@@ -248,6 +249,8 @@ def _prepare_cache(prepare: Invocation) -> Any:
             starting_calls.discard(call)
         if config is not None and config.batch_invariant and not call.built_caches:
             raise batch_invariant_error(model, call.reason)
+        if is_bypassed:
+            call.release_caches()
     return result
 
 

@@ -81,7 +81,7 @@ def sample_together(
         return None
     ended_at = time.perf_counter()
     eos = effective.eos_token_id
-    eos_ids = set(eos) if isinstance(eos, (list, tuple)) else {eos}
+    eos_ids = set() if eos is None else {*torch.as_tensor(eos).flatten().tolist()}
     outputs: dict[str, GenerationOutput] = {}
     for index, prompt in enumerate(prompts):
         for output_id in make_output_ids(f"req_{index}", num_sequences):

@@ -385,6 +385,7 @@ class CudaPages:
 
     def map(self, address: int, offset: int, size: int) -> None:
         page = self.granularity
+        new_offsets = [x for x in range(offset, offset + size, page) if x not in self._handles]
         try:
             for start in range(0, size, page):
                 handle = self._handles.get(offset + start)
@@ -397,6 +398,8 @@ class CudaPages:
             self._call_in_context("cuMemSetAccess", address, size, [self._access], 1)
         except BaseException:
             self.unmap(address, size)
+            for new_offset in new_offsets:
+                self.release(new_offset, page)
             raise
 
     def unmap(self, address: int, size: int) -> None:

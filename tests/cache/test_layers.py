@@ -17,6 +17,7 @@ from hf_paged.cache.handles import PagedTensor
 from hf_paged.cache.layer_group import LayerGroup
 from hf_paged.step import ReadCounters
 from tests.cache.test_paged_cache import CONFIGS, tokens
+from tests.support import models
 from tests.support.architecture_configs import tiny_model
 
 
@@ -77,6 +78,29 @@ def test_rows_of_an_empty_cache_can_be_selected_by_any_mask() -> None:
     for cache in (DynamicCache(config=CONFIGS["full"]), PagedCache(CONFIGS["full"])):
         cache.batch_select_indices(torch.tensor([True, False]))
         assert cache.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("has_gradients", [True, False])
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda layer: layer.batch_repeat_interleave(2),
+        lambda layer: layer.batch_select_indices(torch.tensor([True, False, True])),
+    ],
+    ids=["repeat", "select"],
+)
+def test_operations_on_rows_layer_by_layer(operation: Any, has_gradients: bool) -> None:
+    model, kept = models.get("llama"), []
+    for cache in (DynamicCache(config=model.config), PagedCache(model.config)):
+        with torch.set_grad_enabled(has_gradients):
+            model(models.token_ids(3, 7), **{compat.cache_name(model): cache})
+            for layer in cache.layers:
+                operation(layer)
+            kept.append(
+                [value + 0 for layer in cache.layers for value in (layer.keys, layer.values)]
+            )
+    assert len(kept[0]) > 2
+    torch.testing.assert_close(*kept)
 
 
 def crop_of_older_versions(layer: Any, tokens_to_remove: int) -> None:

@@ -292,10 +292,26 @@ def test_the_mode_counts_where_user_code_reads_it(
 
 
 CONTEXT: ContextVar[float] = ContextVar("factor", default=1.0)
+
+
+def drawing(imports: str, draw: str) -> Any:
+    """A function whose globals are only what is imported, and the function."""
+    namespace: dict[str, Any] = {"__name__": "user_draws"}
+    exec(f"{imports}\ndef forward(x): {draw}", namespace)
+    return namespace["forward"]
+
+
 CHANGING: dict[str, Callable[[Any], Any]] = {
     "context variable": lambda x: x * CONTEXT.get(),
     "clock": lambda x: x * time.time(),
     "random": lambda x: x * random.random(),
+    "random, imported late": drawing("", "import random; return x * random.random()"),
+    "random of an object": drawing("from random import Random; R = Random()", "return R.random()"),
+    "random of numpy": drawing("import numpy as np", "return x * np.random.random()"),
+    "function of numpy": drawing("from numpy.random import uniform", "return x * uniform()"),
+    "generator of numpy": drawing(
+        "import numpy as np; draws = np.random.default_rng(0)", "return x * draws.random()"
+    ),
     "environment": lambda x: x * float(os.environ["FACTOR"]),
 }
 

@@ -19,6 +19,7 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
     LogitsProcessorList,
+    TextStreamer,
 )
 from transformers.generation.utils import GenerationMixin
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -28,7 +29,7 @@ from hf_paged import compat
 from hf_paged.rooms import is_installed
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
-from tests.support.checks import assert_paged_is_plain, generate_both
+from tests.support.checks import assert_paged_is_plain, assert_pool_empty, generate_both
 from tests.support.engine_helpers import Recorder
 from tests.support.rooms import needs_shared_prefill
 
@@ -287,6 +288,25 @@ def test_code_that_calls_the_loop_may_go_on_with_the_cache(how: str) -> None:
         assert hf_paged.last_route(model).road == "hf_loop"
 
 
+class OwnForwards(LlamaForCausalLM):
+    """Generates one token, without transformers' loop."""
+
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        own, config, arguments = self, self.generation_config, dict[str, Any](use_cache=True)
+        own._prepare_cache_for_generation(config, arguments, None, len(input_ids), 64)
+        with torch.no_grad():
+            return own(input_ids, **arguments).logits[:, -1].argmax(-1)
+
+
+def test_a_loop_of_the_models_own_keeps_no_blocks_after_its_end() -> None:
+    model, ids = models.build("llama"), models.token_ids(2, 9)
+    expected = model.generate(ids, max_new_tokens=1, do_sample=False)[:, -1]
+    model.__class__ = OwnForwards
+    model.generation_config.cache_implementation = "paged"
+    assert torch.equal(model.generate(ids), expected)
+    assert_pool_empty(model)
+
+
 def test_code_in_a_folder_that_generates_is_paged(tmp_path: Path, messages: Any) -> None:
     """Like that of repositories on the Hub (`custom_generate="owner/name"`)."""
     (tmp_path / "custom_generate").mkdir()
@@ -321,6 +341,17 @@ def test_the_streamer_of_a_row_ends_with_the_row(road: str) -> None:
             del new_tokens[new_tokens.index(end) + 1 :]
         assert prompt == row[: len(mask)][mask.bool()].tolist() and streamer.ended == 1
         assert [token for part in tokens for token in part] == new_tokens
+
+
+def test_a_text_streamer_that_takes_rows_is_served() -> None:
+    class Rows(Recorder, TextStreamer):
+        """A subclass with a `put` of its own."""
+
+    model, inputs = models.get("llama"), models.padded_prompt("llama")
+    plain, paged = Rows(), Rows()
+    expected = model.generate(**inputs, **OPTIONS, streamer=plain)
+    output = model.generate(**inputs, **OPTIONS, **models.PAGED, streamer=paged)
+    assert torch.equal(output, expected) and paged.values == plain.values
 
 
 def test_streamers_of_rows_of_an_encoder_decoder_get_the_decoders_prompts() -> None:

@@ -17,6 +17,7 @@ from hf_paged import PagedEngine, Route, last_route
 from hf_paged.kernels import cpp
 from tests.support import models
 from tests.support.architecture_configs import tiny_model
+from tests.support.checks import assert_paged_is_plain
 from tests.support.engine_helpers import assert_served_as_lone, prompts
 
 OPTIONS = {"max_new_tokens": 4, "do_sample": False}
@@ -128,3 +129,27 @@ def test_a_call_says_nothing_unless_the_kernel_is_missing(
     for reason in route.slowed_by:
         assert "the C++ kernel is unavailable" in reason and "HF_PAGED_CPP=0" in reason
     assert warnings(caplog) == [] or not has_kernel
+
+
+class Weighted(transformers.LlamaForCausalLM):
+    """Weights tokens by a float mask of one value per token, without positions in `forward`."""
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **options: Any) -> Any:
+        if attention_mask is not None and attention_mask.dim() == 2:
+            shape = (input_ids.shape[1], attention_mask.shape[1])
+            causal = torch.ones(shape, dtype=torch.bool).tril(shape[1] - shape[0])
+            attention_mask = (causal * attention_mask[:, None, None]).log()
+        return super().forward(input_ids, attention_mask=attention_mask, **options)
+
+
+@pytest.mark.parametrize("weight", [0.01, 1.0])
+def test_a_mask_of_weights_is_not_dropped(weight: float, caplog: pytest.LogCaptureFixture) -> None:
+    model: Any = models.build("llama")
+    model.__class__ = Weighted
+    mask = torch.ones(2, 9)
+    mask[:, 2:7] = weight
+    inputs = {"input_ids": models.token_ids(2, 9), "attention_mask": mask}
+    route = assert_paged_is_plain(model, inputs, {**OPTIONS, "max_new_tokens": 40})
+    reason = "the attention mask has values other than 0 and 1 [troubleshooting.md#inputs]"
+    said = [f"Weighted runs slower than it could: {reason}"] if weight != 1 else []
+    assert route.road == ("hf_loop" if said else "engine") and warnings(caplog) == said

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_paged import PagedEngine, check_integrity, last_route
 from hf_paged.attention.backends import cpp as backend
@@ -62,11 +63,16 @@ def test_other_backends(name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
-def test_the_kernel_is_checked_without_autocast() -> None:
+@pytest.mark.parametrize(
+    "mode", [lambda: torch.autocast("cpu", torch.bfloat16), FakeTensorMode], ids=str
+)
+def test_the_kernel_is_checked_without_the_callers_modes(
+    mode: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A first call under autocast disabled the kernel for the process: PyTorch's products were in
     bfloat16."""
-    backend._agrees.cache_clear()
-    with torch.autocast("cpu", torch.bfloat16):
+    monkeypatch.setattr(backend, "_agreements", {})
+    with mode():
         assert backend.is_available()
 
 

@@ -91,6 +91,7 @@ def test_sampled_batches_are_the_rows_of_one_plain_call(num_sequences: int, mode
     torch.manual_seed(3)
     expected = model.generate(**inputs, generation_config=config)[:, 13:].tolist()
     torch.manual_seed(3)
+    config.eos_token_id = torch.tensor([config.eos_token_id])  # as after `generate`'s preparation
     outputs = model.generate_batch(prompts, config)
     assert len(outputs) == len(expected) == 3 * num_sequences
     ended = 0

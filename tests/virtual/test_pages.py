@@ -44,6 +44,18 @@ def test_any_thread_maps_pages_and_its_context_stays(before: list[Any]) -> None:
     assert after == before and not driver.broken
 
 
+def test_pages_that_a_failed_map_made_are_released() -> None:
+    driver = Driver(PAGE, memory=3 * PAGE)
+    pages = StandInPages(driver)
+    addresses, offset = pages.reserve(8 * PAGE), pages.extend(8 * PAGE)
+    pages.map(addresses.address, offset, PAGE)
+    with pytest.raises(MemoryError):
+        pages.map(addresses.address + PAGE, offset, 4 * PAGE)
+    assert pages.physical_bytes() == len(driver.handles) * PAGE == len(driver.mapped) * PAGE == PAGE
+    pages.map(addresses.address + PAGE, offset, 3 * PAGE)
+    assert not driver.broken
+
+
 class Reserved(mmap.mmap):
     """Addresses that are reserved until the object's end."""
 

@@ -3,7 +3,6 @@ does not support go to `gather`."""
 
 from __future__ import annotations
 
-import functools
 import logging
 
 import torch
@@ -30,17 +29,15 @@ scores, but not for sums of values."""
 
 def is_available() -> bool:
     """Whether the kernel can be called and agrees with PyTorch."""
-    return kernels_cpp.is_available() and _agrees()
+    return kernels_cpp.is_available() and _agrees_in_thread()
 
 
-@functools.cache
 @torch.no_grad()
-@torch.autocast("cpu", enabled=False)  # a process may make its first call under autocast
 def _agrees(code_dtype: torch.dtype | None = None) -> bool:
     """Whether the kernel agrees with PyTorch; with `code_dtype`, on quantized blocks of that dtype.
-    Each process checks this once per dtype, since our tests do not cover the user's compiler and
-    CPU. The check covers each number of query rows (queries times heads) per K/V head for which the
-    kernel has separate code."""
+    `_agrees_in_thread` checks this once per process and dtype, since our tests do not cover the
+    user's compiler and CPU. The check covers each number of query rows (queries times heads) per
+    K/V head for which the kernel has separate code."""
     generator = torch.Generator().manual_seed(0)
     blocks_shape = (10, 1, 16, 64)
     shapes = ((18, 9, 64), blocks_shape, blocks_shape)
@@ -81,10 +78,10 @@ def _agrees(code_dtype: torch.dtype | None = None) -> bool:
     return True
 
 
-_agreements: dict[torch.dtype, bool] = {}  # results of `_agrees`, by dtype of codes
+_agreements: dict[torch.dtype | None, bool] = {}  # results of `_agrees`, by dtype of codes
 
 
-def _agrees_in_thread(code_dtype: torch.dtype) -> bool:
+def _agrees_in_thread(code_dtype: torch.dtype | None = None) -> bool:
     """Returns the result of `_agrees`, run in another thread, which the current forward's modes and
     recordings do not affect. If no thread can be started or the check raises an error, returns
     `False`, and the next call checks again."""

@@ -3,6 +3,7 @@ holds no keys, values or blocks."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -116,7 +117,7 @@ class StopChecker:
             if kind is stock.EosTokenCriteria:
                 self.eos_ids.update(criterion.eos_token_id.flatten().tolist())
             elif kind is stock.MaxLengthCriteria:
-                max_length: int = criterion.max_length
+                max_length = math.ceil(criterion.max_length)  # `generate` also accepts 8.5
                 if self.max_length is not None:
                     max_length = min(max_length, self.max_length)
                 self.max_length = max_length
@@ -158,14 +159,18 @@ def hits(
     criterion: Any,
     ids: Tensor,
     scores: tuple[Tensor, ...] | None,
+    may_be_column: bool = False,
 ) -> list[bool]:
     """Returns, for each row of `(rows, length)` ids, whether a criterion ends the row. As in
     transformers' `StoppingCriteriaList`, the criterion may return a single bool for all rows.
-    Raises the criterion's error, or `TypeError` for a result that is neither a single value nor one
-    value per row."""
+    `may_be_column`: whether it may also return one value per row as `(rows, 1)`. Raises the
+    criterion's error, or `TypeError` for other results."""
     result = criterion(ids, scores)
     try:
-        return torch.as_tensor(result).expand(len(ids)).tolist()
+        values = torch.as_tensor(result)
+        if may_be_column and values.shape == (len(ids), 1):
+            values = values.flatten()
+        return values.expand(len(ids)).tolist()
     except Exception as error:
         check_criterion_result(criterion, result, len(ids), error)
         raise

@@ -270,8 +270,12 @@ class SampleDecoding(Decoding):
         are_hits: list[list[bool]] = []
         if checker.callers_criteria:
             with self.running_model():
+                # in transformers' loop, `(rows, 1)` broadcasts: an error where padding follows EOS,
+                # and with other criteria, each row ends by those of all rows
+                num_others = len(checker.callers_criteria) + len(checker.stop_strings) - 1
+                may_be_column = not checker.has_eos and (self.num_rows == 1 or not num_others)
                 are_hits = [
-                    hits(criterion, self.input_ids, self.scores)
+                    hits(criterion, self.input_ids, self.scores, may_be_column)
                     for criterion in checker.callers_criteria
                 ]
             # a criterion may force a token by writing to the ids

@@ -132,7 +132,7 @@ def unknown_token_error(result: Result, num_embeddings: int) -> IndexError | Non
             return IndexError(  # the type of error that the embedding would raise
                 f"token id {token} was chosen, but only ids from 0 to {num_embeddings - 1} have an"
                 " embedding: the model's head is wider than its embedding, a logits processor"
-                " widened the scores, or a stopping criterion wrote the id"
+                " widened the scores, a stopping criterion wrote the id, or it is `pad_token_id`"
             )
     return None
 

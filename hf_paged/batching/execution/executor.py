@@ -17,7 +17,7 @@ from ...attention.masks import mask_observer
 from ...attention.switch import compiled_modules, switch_attention
 from ...cache.memory import PagedMemory, autocast_dtype
 from ...compiled import running_eagerly
-from ...interrupts import restoring
+from ...interrupts import is_interrupt, restoring
 from ...model.forwards import compute_device
 from ...model.state import ModelState
 from ...model.weights import WeightsGuard
@@ -228,7 +228,15 @@ class Executor:
         launched ahead."""
         assert self._fingerprints is not None
         previous = self._state
-        state = self._fingerprints.read_state(self.model)
+        state: ModelState | None = None
+        try:
+            state = self._fingerprints.read_state(self.model)
+        except Exception as error:  # must not fail a step
+            if is_interrupt(error):
+                raise
+            if self.runner.recorder is not None:
+                reason = f"decode steps are not recorded: changes cannot be detected ({error})"
+                self.slowed_by.add(Topic.RECORDING(reason))
         has_changed = False
         if previous is not None:
             if state is not None and self.guard.is_watched:

@@ -88,8 +88,8 @@ def test_code_that_returns_something_wrong_is_named(mode: str) -> None:
 
 UNKNOWN = (
     f"token id 200 was chosen, but only ids from 0 to {models.VOCAB_SIZE - 1} have an embedding:"
-    " the model's head is wider than its embedding, a logits processor widened the scores, or a"
-    " stopping criterion wrote the id"
+    " the model's head is wider than its embedding, a logits processor widened the scores, a"
+    " stopping criterion wrote the id, or it is `pad_token_id`"
 )
 
 
@@ -216,6 +216,39 @@ def test_an_unknown_id_that_ends_its_row_is_no_error() -> None:
 def test_a_criterion_that_writes_tokens() -> None:
     options = {"max_new_tokens": 9, "stopping_criteria": [Writes(16, 99)]}
     assert_paged_is_plain(models.get("llama"), models.prompt("llama"), options)
+
+
+def ends_in_column(input_ids: torch.Tensor, scores: Any) -> torch.Tensor:
+    return input_ids[:, -1:] % 4 == 0
+
+
+@pytest.mark.parametrize("lengths", [(9,), (5, 9, 3)], ids=str)
+def test_a_criterion_that_returns_a_column(lengths: tuple[int, ...]) -> None:
+    """In transformers' loop, it broadcasts with the results of other criteria."""
+    model, inputs = models.get("llama"), models.padded_prompt("llama", lengths)
+    options = {**GREEDY, "max_new_tokens": 30, "stopping_criteria": [ends_in_column]}
+    expected = model.generate(**inputs, **options)
+    assert expected.shape[1] < inputs["input_ids"].shape[1] + 30, "no criterion ends it"
+    assert_paged_is_plain(model, inputs, options)
+    with_others = {**options, "stopping_criteria": [ends_in_column, Returns(False)]}
+    with_eos = {**options, "eos_token_id": models.VOCAB_SIZE - 1}
+    with pytest.raises(RuntimeError):
+        model.generate(**inputs, **with_eos)
+    if len(lengths) == 1:
+        assert_paged_is_plain(model, inputs, with_others)
+    for refused in [with_eos, with_others][: len(lengths)]:
+        with pytest.raises(TypeError, match="a tensor of shape"):
+            model.generate(**inputs, **refused, **models.PAGED)
+
+
+def test_a_padding_token_without_an_embedding_is_named() -> None:
+    model, inputs = models.get("llama"), models.padded_prompt("llama", (5, 3))
+    eos = model.generate(**inputs, **GREEDY)[0, 6].item()
+    options = {**GREEDY, "eos_token_id": eos, "pad_token_id": 200, **code_of(double)}
+    for paged in ({}, models.PAGED):
+        with pytest.raises(IndexError) as caught:
+            model.generate(**inputs, **options, **paged)
+    assert str(caught.value) == UNKNOWN
 
 
 def test_a_criterion_is_not_blamed_for_the_error_of_an_earlier_kernel() -> None:

@@ -21,7 +21,7 @@ PIECE = struct.Struct("3Q3q2Q")  # struct LinearPiece
 MAX_PIECES = 4
 # maximum number of rows for which reading the weights takes most of the time, by the names in
 # `build.PATHS`; PyTorch computes products of more rows
-MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
+MAX_ROWS = {"wide": 64, "avx512_bf16": 128, "amx": 256}
 # the same for float32, by `compiler.cpu_vendor`: CPUs on which MKL computes PyTorch's products; the
 # kernel was not compared with PyTorch on others
 FLOAT32_MAX_ROWS = {"AuthenticAMD": 64, "GenuineIntel": 4}

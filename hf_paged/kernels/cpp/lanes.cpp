@@ -114,6 +114,17 @@ inline void sum4(const vf* x, float* out) {
     const __m256 pairs = _mm256_add_ps(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
     const vf sums = (vf)_mm256_add_ps(_mm256_shuffle_ps(pairs, pairs, 0x88), _mm256_shuffle_ps(pairs, pairs, 0xdd));
     out[0] = sums[0], out[1] = sums[4], out[2] = sums[1], out[3] = sums[5];
+#elif defined(__AVX512F__) && LANES == 16
+    const auto halves = [](vf a, vf b) {  // lanes of 128 bits: the sums of a's halves, then of b's
+        const __m512 low = _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0x44);
+        return _mm512_add_ps(low, _mm512_shuffle_f32x4((__m512)a, (__m512)b, 0xee));
+    };
+    const __m512 ab = halves(x[0], x[1]), cd = halves(x[2], x[3]);
+    __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
+    sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
+    const __m512i each_lane = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(each_lane, sums)));
 #else
     for (int i = 0; i < 4; ++i) out[i] = reduce(x[i], plus);
 #endif

@@ -23,7 +23,14 @@ struct LinearCall {
 
 namespace {
 
-constexpr int kUnit = 4;               // weight rows in a unit of work of path kDots
+// Path kDots: a unit of work is `kUnit` weight rows, multiplied with up to `kDotColumns` rows of x at a time, as registers
+// allow. Up to `kPanel` units, which stay in the L2 cache, are multiplied with rows of x that stay in the L1 cache: as
+// many as have `kNearBytes`, at most `kNearRows`.
+constexpr int kUnit = 4;
+constexpr int64_t kDotColumns = 6, kPanel = 8, kNearBytes = 20000, kNearRows = 24;
+constexpr int64_t kPanelStride = (kPanel + 1) * kUnit;  // floats between rows of a panel's sums
+constexpr int64_t kUnitsAhead = 3;                      // to the unit that is prefetched: enough to hide its latency
+constexpr int64_t kPageElements = 2048;                 // bfloat16 in a page of memory
 constexpr int64_t kMinGroup = 16;       // a group fills at least a register of lanes
 constexpr int64_t kFewBytes = 1 << 16;  // bytes of weights below which one thread is faster than several
 
@@ -145,37 +152,81 @@ void wide_block(const W* w, int64_t stride, const float* x, int64_t x_stride, in
     for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) sums[b * kWideUnit + r] = acc[r][b];
 }
 
-#if defined(__AVX512BF16__)
-template <int R, int B>
-void dot_block(const BFloat16* w, int64_t stride, const BFloat16* x, int64_t x_stride, int64_t depth, const char* ahead,
-               float (*sums)[4]) {
-    __m512 acc[R][B];
-    for (auto& row : acc) for (auto& a : row) a = _mm512_setzero_ps();
-    int64_t k = 0;
-    for (; k + 32 <= depth; k += 32)
-        for (int r = 0; r < R; ++r) {
-            const __m512bh v = (__m512bh)_mm512_loadu_si512(w + r * stride + k);
-            _mm_prefetch(ahead + (k * R + r * 32) * 2, _MM_HINT_T1);
-            for (int b = 0; b < B; ++b)
-                acc[r][b] = _mm512_dpbf16_ps(acc[r][b], v, (__m512bh)_mm512_loadu_si512(x + b * x_stride + k));
-        }
-    if (k < depth) {
-        const __mmask32 mask = (1u << (depth - k)) - 1;
-        for (int r = 0; r < R; ++r)
-            for (int b = 0; b < B; ++b)
-                acc[r][b] = _mm512_dpbf16_ps(acc[r][b], (__m512bh)_mm512_maskz_loadu_epi16(mask, w + r * stride + k),
-                                             (__m512bh)_mm512_maskz_loadu_epi16(mask, x + b * x_stride + k));
-    }
-    for (int r = 0; r < R; ++r) for (int b = 0; b < B; ++b) sums[r][b] = _mm512_reduce_add_ps(acc[r][b]);
-}
-#endif
-
 template <class F> void with_count(int64_t n, F f) {
     if (n == 1) f(std::integral_constant<int, 1>());
     else if (n == 2) f(std::integral_constant<int, 2>());
     else if (n == 3) f(std::integral_constant<int, 3>());
-    else f(std::integral_constant<int, 4>());
+    else if (n == 4) f(std::integral_constant<int, 4>());
+    else if (n == 5) f(std::integral_constant<int, 5>());
+    else f(std::integral_constant<int, 6>());
 }
+
+#if defined(__AVX512BF16__)
+// Writes the sums of R weight rows and B rows of x to `sums` [B][kPanelStride]; `I`: 0 to R * B - 1. Prefetches P lines of
+// memory for each 32 elements of depth, from `ahead` on. Only packs expand to code in which GCC keeps `acc` in registers.
+template <int P, int R, int B, size_t... I>
+__attribute__((noinline)) void dot_block(const BFloat16* w, int64_t stride, const BFloat16* x, int64_t x_stride,
+                                         int64_t depth, const char* ahead, float* sums, std::index_sequence<I...>) {
+    vf acc[kUnit * B] = {};
+    const auto add = [&](const auto& load_row) __attribute__((always_inline)) {
+        ((acc[I] = (vf)_mm512_dpbf16_ps((__m512)acc[I], (__m512bh)load_row(w + I / B * stride),
+                                        (__m512bh)load_row(x + I % B * x_stride))), ...);
+    };
+    int64_t k = 0;
+    for (; k + 32 <= depth; k += 32) {
+        for (int i = 0; i < P; ++i) _mm_prefetch(ahead + (k * P + i * 32) * 2, _MM_HINT_T1);
+        add([&](const BFloat16* row) { return _mm512_loadu_si512(row + k); });
+    }
+    if (k < depth) {  // masked loads are slower
+        const __mmask32 mask = (1u << (depth - k)) - 1;
+        add([&](const BFloat16* row) { return _mm512_maskz_loadu_epi16(mask, row + k); });
+    }
+    const auto write = [&](int64_t b, vf r0, vf r1, vf r2, vf r3) {
+        const vf rows[] = {r0, r1, r2, r3};
+        sum4(rows, sums + b * kPanelStride);
+    };
+    ((I < B ? write(I, acc[I % B], acc[B + I % B], acc[2 * B + I % B], acc[3 * B + I % B]) : void()), ...);
+}
+
+// Writes the sums of `count` weight rows, `kUnit` or the last ones of a piece, and `rows` rows of x to `sums`
+// [rows][kPanelStride]. While it multiplies the first rows of x, it prefetches a later unit.
+void multiply_unit(const LinearCall& c, const LinearPiece& p, int64_t first, int64_t count, int64_t from, int64_t rows,
+                   float* sums) {
+    using std::integral_constant;
+    const int64_t blocks = (rows + kDotColumns - 1) / kDotColumns, stride = p.weight_stride;
+    const int64_t lines = blocks == 1 ? kUnit : blocks < kUnit ? kUnit / 2 : 1;
+    const BFloat16* w = (const BFloat16*)p.weight + first * stride;
+    for (int64_t b = 0; b < blocks; ++b) {
+        const int64_t m = rows * b / blocks;
+        const BFloat16* x = (const BFloat16*)c.x + (from + m) * c.x_stride;
+        with_count(rows * (b + 1) / blocks - m, [&](auto B) {
+            const auto block = [&](auto P, auto R, int64_t r) {
+                const char* ahead = (const char*)(w + kUnitsAhead * kUnit * stride + b * P() * c.depth);
+                dot_block<P(), R(), B()>(w + r * stride, stride, x, c.x_stride, c.depth, ahead,
+                                         sums + m * kPanelStride + r, std::make_index_sequence<R() * B()>());
+            };
+            const integral_constant<int, 0> none;
+            const integral_constant<int, kUnit> all;
+            if (count < kUnit) for (int64_t r = 0; r < count; ++r) block(none, integral_constant<int, 1>(), r);
+            else if (from || b * lines >= kUnit) block(none, all, 0);
+            else if (lines == 1) block(integral_constant<int, 1>(), all, 0);
+            else if (lines == kUnit) block(all, all, 0);
+            else block(integral_constant<int, kUnit / 2>(), all, 0);
+        });
+    }
+}
+
+// Writes `width` sums of row `m` of x, from output `first` on, to the output.
+void finish_row(const LinearPiece& p, int64_t m, int64_t first, int64_t width, const float* sums) {
+    int64_t n = 0;
+    for (; n + kLanes <= width; n += kLanes) {
+        vf sum = load<vf>(sums + n);
+        if (p.bias) sum = sum + load_floats((const BFloat16*)p.bias + first + n);
+        put_lanes((BFloat16*)p.out + m * p.out_stride + first + n, sum);
+    }
+    for (; n < width; ++n) finish<BFloat16>(p, m, first + n, sums[n]);
+}
+#endif
 
 // Floats that a thread of `run_wide` needs for sums: vectors [rows][kWideUnit] of a unit, and their totals. Both numbers
 // are rounded up to a multiple of four.
@@ -250,28 +301,21 @@ template <class T, class W> void run_wide(const LinearCall& c, const float* wide
 }
 
 #if defined(__AVX512BF16__)
-// Computes units [low, high) of `kUnit` weight rows, for four rows of x at a time.
+// Computes units [low, high).
 void run_dots(const LinearCall& c, int64_t low, int64_t high) {
-    alignas(64) float sums[kUnit][4];
-    for (int64_t u = low; u < high; ++u) {
-        const LinearUnit unit = linear_unit(c, kUnit, u);
-        const LinearPiece* p = unit.piece;
-        const int64_t first = unit.first, stride = p->weight_stride;
-        const int64_t count = std::min<int64_t>(kUnit, p->width - first);
-        const BFloat16* w = (const BFloat16*)p->weight + first * stride;
-        for (int64_t m = 0; m < c.rows; m += 4) {
-            const int64_t rows = std::min<int64_t>(4, c.rows - m);
-            with_count(rows, [&](auto B) {
-                auto block = [&](auto R, int64_t r) {
-                    const BFloat16 *at = w + r * stride, *x = (const BFloat16*)c.x + m * c.x_stride;
-                    const char* ahead = (const char*)(at + kUnit * stride);
-                    dot_block<R(), B()>(at, stride, x, c.x_stride, c.depth, ahead, sums + r);
-                };
-                if (count == kUnit) block(std::integral_constant<int, kUnit>(), 0);
-                else for (int64_t r = 0; r < count; ++r) block(std::integral_constant<int, 1>(), r);
-            });
-            for (int64_t r = 0; r < count; ++r)
-                for (int64_t b = 0; b < rows; ++b) finish<BFloat16>(*p, m + b, first + r, sums[r][b]);
+    alignas(64) float sums[kNearRows * kPanelStride];
+    const int64_t fitting = kNearBytes / 2 / std::max<int64_t>(1, c.depth);
+    const int64_t groups = (c.rows - 1) / std::clamp(fitting, kDotColumns, kNearRows) + 1;
+    for (int64_t u = low, units; u < high; u += units) {
+        const LinearUnit panel = linear_unit(c, kUnit, u);
+        const LinearPiece* p = panel.piece;
+        units = std::min({kPanel, high - u, (p->width - panel.first + kUnit - 1) / kUnit});
+        const int64_t width = std::min(p->width - panel.first, units * kUnit);
+        for (int64_t g = 0; g < groups; ++g) {
+            const int64_t from = c.rows * g / groups, rows = c.rows * (g + 1) / groups - from;
+            for (int64_t n = 0; n < width; n += kUnit)
+                multiply_unit(c, *p, panel.first + n, std::min<int64_t>(kUnit, width - n), from, rows, sums + n);
+            for (int64_t m = 0; m < rows; ++m) finish_row(*p, from + m, panel.first, width, sums + m * kPanelStride);
         }
     }
 }
@@ -498,8 +542,20 @@ template <class T, class W = T> int run_linear(const LinearCall& c, int64_t thre
 #endif
 #if defined(__AVX512BF16__)
     if (path == kDots) {
+        LinearCall call = c;
+        if (c.rows > 4 && c.x_stride % kPageElements == 0) {
+            // rows that begin at equal offsets within pages of memory would displace each other in the L1 cache
+            call.x_stride = c.depth + 32;
+            BFloat16* copy = (BFloat16*)scratch.get((c.rows * call.x_stride + 1) / 2);
+            if (!copy) return kNoMemory;
+            call.x = copy;
+            split_range(c.rows, threads, [&](int64_t low, int64_t high, int64_t) {
+                for (int64_t m = low; m < high; ++m)
+                    std::memcpy((void*)(copy + m * call.x_stride), (const BFloat16*)c.x + m * c.x_stride, c.depth * 2);
+            });
+        }
         const int64_t units = linear_units(c, kUnit);
-        split_range(units, threads, [&](int64_t low, int64_t high, int64_t) { run_dots(c, low, high); });
+        split_range(units, threads, [&](int64_t low, int64_t high, int64_t) { run_dots(call, low, high); });
         return 0;
     }
 #endif

@@ -19,9 +19,9 @@ from .compiler import cpu_vendor
 LINEAR = struct.Struct("Q11q")  # struct LinearCall, followed by `MAX_PIECES` pieces
 PIECE = struct.Struct("3Q3q2Q")  # struct LinearPiece
 MAX_PIECES = 4
-# maximum number of rows that the kernel multiplies, by the names in `build.PATHS`: up to about as
-# many, reading the weights takes most of the time. PyTorch computes products of more rows.
-MAX_ROWS = {"wide": 64, "avx512_bf16": 64, "amx": 256}
+# maximum number of rows for which the kernel is faster than PyTorch, by the names in `build.PATHS`;
+# PyTorch computes products of more rows
+MAX_ROWS = {"wide": 64, "avx512_bf16": 128, "amx": 256}
 # the same for float32, by `compiler.cpu_vendor`, for CPUs on which MKL computes PyTorch's products.
 # For other CPUs, on which the kernel was not compared with PyTorch, `max_rows` returns 0.
 FLOAT32_MAX_ROWS = {"AuthenticAMD": 64, "GenuineIntel": 4}

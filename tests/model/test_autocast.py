@@ -64,7 +64,9 @@ def test_other_backends(name: str, backend: str, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler")
 @pytest.mark.parametrize(
-    "mode", [lambda: torch.autocast("cpu", torch.bfloat16), FakeTensorMode], ids=str
+    "mode",
+    [lambda: torch.autocast("cpu", torch.bfloat16), FakeTensorMode],
+    ids=["autocast", "fake tensors"],
 )
 def test_the_kernel_is_checked_without_the_callers_modes(
     mode: Any, monkeypatch: pytest.MonkeyPatch

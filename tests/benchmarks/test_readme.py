@@ -293,7 +293,7 @@ def test_figures_older_than_a_kernel_are_not_released(write, tmp_path, capsys):
     assert "all.json, " in line and line.endswith(f" of revision {first}: changed since: {step}")
     write(last)
     assert said(capsys, "--fresh", 0) == []
-    new = "hf_paged/tape/new.py"
+    new = "hf_paged/tape/__init__.py"
     for name in (step, new):  # not committed
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("step = 2\n")

@@ -66,8 +66,8 @@ class PositionReads(TorchDispatchMode):
 
     def _axis_reads(self, operation: Any, args: tuple[Any, ...]) -> list[tuple[int, set[int]]]:
         """Returns the size of each axis that an operation indexes or slices, and the indices that
-        it reads. A slice counts as one index: its last or, for `x[start:]`, its first, counted from
-        the end of the axis."""
+        it reads. A slice counts as one index: its last or, for `x[start:]` and `x[-length:]`, its
+        first, counted from the end of the axis."""
         if operation is _aten.embedding:
             return [(len(args[0]), _index_values(args[1]))]
         if operation in (_aten.gather, _aten.index_select) and args[0].dim():
@@ -82,13 +82,16 @@ class PositionReads(TorchDispatchMode):
             return []
         _, axis, start, end = args[:4]
         size = args[0].shape[axis]
-        is_head_slice = not start or start < 0  # `x[:end]`
-        is_tail_slice = not is_head_slice and (end is None or end >= size)
-        # Code slices intermediate tensors for many reasons, so only their slices `x[start:]`
-        # count (MPT reads its table from the end). Every slice of the model's own tensors counts.
-        if not is_tail_slice and self._addresses.isdisjoint(addresses_of(args[:1])):
+        start = start or 0
+        reads_end = start > 0 and (end is None or end >= size)
+        # Code slices intermediate tensors for many reasons, so only their slices `x[start:]` with a
+        # positive start count (MPT reads its table from the end). Every slice of the model's own
+        # tensors counts.
+        if not reads_end and self._addresses.isdisjoint(addresses_of(args[:1])):
             return []
-        if is_head_slice:
+        if start < 0:  # `x[-length:]`
+            start += size
+        if start <= 0:  # `x[:end]`
             return [(size, {end - 1})] if end is not None and 0 < end < size else []
         if end is None or end > size:  # `x[size - length:]`: a table read from its end
             # an empty slice reads no index

@@ -172,7 +172,7 @@ def state_layers(cache: Any) -> list[Any]:
     return [layer for layer in layers if hasattr(layer, "recurrent_states")]
 
 
-def dense_layers(cache: Any) -> list[Any]:
+def state_or_indexer_layers(cache: Any) -> list[Any]:
     """Returns the layers of a cache that hold states or may hold indexer keys."""
     return [
         layer

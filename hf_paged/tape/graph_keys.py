@@ -63,8 +63,8 @@ class GraphKey(NamedTuple):
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """The graph's sizes. Each must be at least the same size of a step that the graph
-        serves."""
+        """The graph's sizes. Each must be at least the corresponding size of every step that the
+        graph serves."""
         return (self.num_decodes, self.num_chunks, self.num_chunk_tokens, *self.widths)
 
     def serves(self, step: GraphKey) -> bool:

@@ -25,7 +25,7 @@ from ..cache.paged_cache import PagedCache
 from ..interrupts import is_interrupt, setting
 from ..model.own_loop import cache_parts, next_inputs
 from ..model.state import ModelState
-from ..rectangles.states import dense_layers, state_specs, state_tensors
+from ..rectangles.states import state_or_indexer_layers, state_specs, state_tensors
 from ..seams import ForwardContext
 from ..step import NotCapturable, StepMetadata
 from ..switches import NOTHING
@@ -152,7 +152,7 @@ class RectangleReplays:
         self._unused_layers = rectangle.unused_layers
         self._prepared = without_encoder_inputs(prepared, self._encoder_parameters)
         self._constants = constants_of(self._prepared), tuple(self._token_types.items())
-        layers = dense_layers(cache_parts(rectangle.cache)[0])
+        layers = state_or_indexer_layers(cache_parts(rectangle.cache)[0])
         self._input_names = ()
         if rectangle.row_inputs is not None:
             layers.append(rectangle.row_inputs)
@@ -211,7 +211,7 @@ class RectangleReplays:
         lacks."""
         results = [(expected, replayed)]
         copied = state_tensors(self._recorder.checks.copied_states)
-        layers = dense_layers(cache_parts(rectangle.cache)[0])
+        layers = state_or_indexer_layers(cache_parts(rectangle.cache)[0])
         # `copied` ends with the `row_inputs`, which the forward does not change
         results += zip(state_tensors(layers), copied)
         pairs = []
@@ -375,7 +375,7 @@ class RectangleReplays:
         arguments = self._arguments(token_ids, positions, column_steps, position_ids)
         running_cache, *_ = cache_parts(self._prepared[self._cache_name])
         reads_keys = self._recorder.reads_keys
-        layers = dense_layers(running_cache)
+        layers = state_or_indexer_layers(running_cache)
         input_tensors = {}
         if self._input_names:
             num_states = len(states) - len(self._input_names)

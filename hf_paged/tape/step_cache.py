@@ -25,9 +25,9 @@ from ..cache.reading import gather
 from ..kernels.cpp.blocks import store_signature
 from ..rectangles.states import (
     copy_state_attributes,
-    dense_layers,
     is_same_memory,
     set_state_tensors,
+    state_or_indexer_layers,
     state_tensors,
 )
 from ..step import KeysReadError, NotCapturable, StepMetadata
@@ -234,8 +234,8 @@ def step_cache(
 ) -> Any:
     """Returns the cache of a recorded forward. `cache`: the model's empty cache. `steps`: one per
     layer group of `cache`, then of its cross-attention cache. `running_layers`: the running step's
-    `dense_layers`, whose attributes are copied. `states`: the tensors `(n, ...)` of their states,
-    which the forward reads and changes. `length` and `reads_keys`: as in `StepLayer`.
+    `state_or_indexer_layers`, whose attributes are copied. `states`: the tensors `(n, ...)` of
+    their states, which the forward reads and changes. `length` and `reads_keys`: as in `StepLayer`.
     `unused_layers`: as in `Rectangle`. Raises `NotCapturable` for unsupported layers."""
     self_steps = steps[: len(cache.groups)]
     self_cache = _cache_of_one_kind(cache, self_steps, length, reads_keys, unused_layers)
@@ -289,6 +289,6 @@ def _cache_of_one_kind(
 
 def store_states(cache: Any, states: Sequence[Tensor]) -> None:
     """Copies into `states` those states of `cache` that the forward replaced by new tensors."""
-    for state, current in zip(states, state_tensors(dense_layers(cache)), strict=True):
+    for state, current in zip(states, state_tensors(state_or_indexer_layers(cache)), strict=True):
         if not is_same_memory(current, state):
             state.copy_(current)

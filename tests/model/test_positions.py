@@ -141,6 +141,7 @@ def test_each_way_to_read_one_place() -> None:
         "slice": lambda: table[:, 5:6],
         "beginning": lambda: table[:, :6],
         "end": lambda: table[:, 9 - 6 :],
+        "last": lambda: table[:, -6:],
     }
     for name, read in reads.items():
         with PositionReads(3, model) as found:
@@ -154,8 +155,7 @@ def test_each_way_to_read_one_place() -> None:
             reads[name]()
     with PositionReads(3, model) as found:
         torch.nn.functional.embedding(torch.tensor([[1, 2]]), weight)
-        computed[:, :6]
-        computed[:, 5:6]
+        computed[:, :6], computed[:, 5:6], computed[:, -6:]
     assert not found.tables
     with PositionReads(3, model) as found:
         computed[:, 9 - 6 :]

@@ -69,7 +69,7 @@ def _schedule(memory: PagedMemory, seconds: float) -> None:
     try:
         try_start(thread)
     finally:
-        if not thread.is_alive():
+        if thread.ident is None:  # it never ran
             with _lock:  # so that the next `end_use` tries again
                 _is_running = False
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not cpp.is_available(), reason="no C++ compiler"
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 # widths and depths that fill no tile, no register and no unit of rows, and some that do
 SHAPES = [(1, 1), (5, 7), (16, 32), (17, 33), (40, 100), (70, 96), (256, 512), (33, 1030)]
-SHAPES += [(20, 2100)]
+SHAPES += [(20, 2100), (35, 2048)]  # rows of whole pages of memory are copied
 ROWS = [1, 2, 3, 5, 16, 17, 31, 33, 64, 70]
 PATHS = list(range(best_path() + 1)) if cpp.is_available() else []
 
@@ -52,7 +52,9 @@ def test_products_are_as_exact_as_pytorchs(shape: tuple[int, int], dtype: torch.
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(33, 1030), (96, 768), (300, 100), (20, 2100)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(33, 1030), (96, 768), (300, 100), (20, 2100), (35, 2048)], ids=str
+)
 def test_a_row_is_the_same_beside_any_others(shape: tuple[int, int], dtype: torch.dtype) -> None:
     """And for any number of threads."""
     x, floats, bias = make(*shape, 70, dtype)

@@ -543,7 +543,7 @@ template <class T, class W = T> int run_linear(const LinearCall& c, int64_t thre
 #if defined(__AVX512BF16__)
     if (path == kDots) {
         LinearCall call = c;
-        if (c.rows > 4 && c.x_stride % kPageElements == 0) {
+        if (c.rows > 4 && c.x_stride > 0 && c.x_stride % kPageElements == 0) {
             // rows that begin at equal offsets within pages of memory would displace each other in the L1 cache
             call.x_stride = c.depth + 32;
             BFloat16* copy = (BFloat16*)scratch.get((c.rows * call.x_stride + 1) / 2);

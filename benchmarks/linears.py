@@ -1,10 +1,9 @@
 """The linear layers of one decode step, one after the other as in a model: PyTorch's `F.linear` and
 the C++ kernel that reads the weights in place, in turns, for 1 to 512 rows. The floor is the bytes
 of the weights over the best streaming-read bandwidth of the same run. Targets: 1.4 up to 64 rows
-with AMX, 1.05 up to 32 without. Above 256 rows with AMX, 128 with AVX512-BF16, or 64 without,
-steps leave products to PyTorch; where PyTorch has none in bfloat16, products of more than 128 rows
-are computed in float32. In float32 the kernel computes up to 64 rows on AMD's processors, 4 on
-Intel's."""
+with AMX, 1.05 up to 32 without. Above 256 rows with AMX, 128 with AVX512-BF16, 64 with
+neither, steps leave products to PyTorch; where it has none in bfloat16, products of more than 128
+rows are computed in float32. In float32 the kernel computes 64 rows on AMD's CPUs, 4 on Intel's."""
 
 from __future__ import annotations
 

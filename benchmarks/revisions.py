@@ -7,14 +7,8 @@ import ast
 from benchmarks import machine, report
 from benchmarks.all import NAME, STAGES
 
-COMPUTES = (
-    "hf_paged/kernels",
-    "hf_paged/attention",
-    "hf_paged/batching",
-    "hf_paged/cache",
-    "hf_paged/rectangles",
-    "hf_paged/tape",
-)
+_ROOMS = ("attention", "batching", "cache", "kernels", "rectangles", "tape")
+COMPUTES = tuple(f"hf_paged/{name}" for name in _ROOMS)
 """Folders whose changes make figures old."""
 OF_ONE = {"revision": ("revision",), "machine": ("cpu", "cores", "threads")}
 """Facts that all files have in common."""

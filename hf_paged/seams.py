@@ -46,9 +46,8 @@ if TYPE_CHECKING:  # types of the core alone
 
 class Drafter(Protocol):
     """Drafts the next tokens of a loop's rows; each row is a separate `Generation`. Drafts do not
-    change the tokens that a row generates, unless they are drawn (`Draft.is_drawn`): then the
-    tokens may change, but not their distribution. To add another way to guess tokens, write a
-    `speculation.sources.Source`, and a branch in `Speculator.attach` that chooses it."""
+    change a row's tokens, but drawn ones (`Draft.is_drawn`) keep only their distribution. To guess
+    in another way, write a `speculation.sources.Source` and a branch in `Speculator.attach`."""
 
     def attach(self, generation: Generation) -> tuple[bool, Hashable]:
         """Begins to draft for a row, before its request is queued. Returns whether the row's first
@@ -65,8 +64,7 @@ class Drafter(Protocol):
         """Called before each step. Returns drafts (`decoding.base.Draft`) of token ids below
         `num_embeddings`, for attached rows that have a `Generation.sequence_to_draft`. `num_rows`:
         the number of unfinished rows of running requests, attached or not. An error returned for a
-        row ends that row. A raised error ends the step; once the loop has recovered, the error
-        reaches the step's caller."""
+        row ends it. A raised error ends the step and, after recovery, reaches the step's caller."""
 
     def note_verified(
         self, generation: Generation, num_draft_tokens: int, num_accepted: int
@@ -149,8 +147,7 @@ class Adapters(Protocol):
         """Called when an admitted request stops running: it has ended or is preempted."""
 
     def prefetch(self, waiting: Sequence[Request]) -> None:
-        """Called in each step, after scheduling: may already load adapters of `waiting`
-        requests."""
+        """Called in each step, after scheduling: may load adapters of `waiting` requests."""
 
     def run(self, plan: StepPlan, executor: Executor) -> Tensor:
         """Like `Runner.run`, but with the adapter of each row, in as few forwards
@@ -205,21 +202,18 @@ class Recorder(Protocol):
         computed, the context and other model inputs. `token_ids` `(n,)`, int64, on the device,
         replace the ids in `tokens`, which must then hold only decodes. `keeps_hidden`: whether the
         forward also stores hidden states. `kind`: steps of different kinds have separate
-        recordings. `states`: cache layers with the rows' states, which the step changes. The
-        layers' tensors then belong to the recording until it runs other rows. `checked_as`:
-        identifies the steps that one check covers; `None`: only steps whose forward reads keys are
-        checked."""
+        recordings. `states`: cache layers with the rows' states, which the step changes; their
+        tensors then belong to the recording until it runs other rows. `checked_as`: identifies the
+        steps that one check covers; `None`: only steps that read keys are checked."""
 
     def check(self, results: Iterable[tuple[Tensor, Tensor]], reason: str | None = None) -> None:
-        """Compares pairs of results, each `(rows, ...)`. The first of a pair comes from the model's
-        own forward, the second from the last replay. If any pair differs by more than rounding, or
-        if there is a `reason` against replays, steps of the replay's kind run eagerly from then
-        on."""
+        """Compares results `(rows, ...)` of the model's own forward, each with that of the last
+        replay. If any pair differs by more than rounding, or if there is a `reason` against
+        replays, steps of the replay's kind run eagerly from then on."""
 
     def rectangles(self, model: PreTrainedModel, cache: PagedCache) -> RectangleRecorder:
-        """Returns the part that records the decode steps of the model's padded batches
-        (`rectangles.rectangle.Rectangle`). `cache`: an empty cache of the model. Only the optional
-        package `rectangles` calls this method."""
+        """Returns the part that records decode steps of padded batches (`rectangles.rectangle`).
+        `cache`: an empty cache of the model. Only the optional package `rectangles` calls this."""
 
     def in_order(self) -> AbstractContextManager[None]:
         """A context for a step: its work on the device follows the previous step's, even across
@@ -281,8 +275,7 @@ class Storage(Protocol):
 
     @property
     def max_bytes(self) -> int | None:
-        """Maximum bytes of all blocks of the pool together; `None`: the number of blocks times
-        `block_bytes`."""
+        """Maximum bytes of all blocks; `None`: the number of blocks times `block_bytes`."""
 
     @property
     def num_allocated_blocks(self) -> int:
@@ -331,8 +324,7 @@ pool."""
 
 
 class MappedRows(Protocol):
-    """The rows of a layer as strided tensors, which share memory with its blocks
-    (`KVBlocks.rows`)."""
+    """The rows of a layer as strided tensors in the memory of its blocks (`KVBlocks.rows`)."""
 
     def place(self, step: StepMetadata) -> PlacedRows | None:
         """Returns the rows of a step as tensors; `None` if they can be read only in blocks."""
@@ -354,8 +346,7 @@ class PlacedRows(Protocol):
     """The rows of a step as tensors, valid while the step and the views are alive."""
 
     def parts(self, kv_heads: int) -> PartPlan:
-        """Returns the parts of the step for the portable attention (`attention/backends/gather.py`
-        and `parts.py`)."""
+        """Returns the parts of the step for the portable attention."""
 
     def view(self, part: Part) -> tuple[Tensor, Tensor]:
         """Returns the keys and values of a part, each `(rows, kv_heads, length, dim)`."""
@@ -393,8 +384,7 @@ class Tier(Protocol):
     def discard(self) -> None:
         """Drops kept blocks that are not verified."""
 
-    def counts(self) -> TierCounts:
-        """Returns the tier's figures in `MemoryStats`."""
+    def counts(self) -> TierCounts: ...
 
 
 MakeTier = Callable[
@@ -448,8 +438,7 @@ class Processes(Protocol):
 
     def call_adapters(self, method: str, *arguments: Any) -> str | None:
         """Makes the other processes call this method of their adapters, at the latest before the
-        next forward. For `"load"`, returns the end of an error message if some of them cannot load
-        the adapter; otherwise `None`."""
+        next forward. For `"load"`, returns the end of a message if some cannot load the adapter."""
         return None
 
 

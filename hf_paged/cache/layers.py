@@ -301,9 +301,8 @@ class PagedLayer(RowOperations, cache_utils.DynamicLayer):
             self.graph_states.check()
         rows = self.group.rows
         if self.num_operations == rows.num_operations:
-            num_rows = len(rows.sequences)
+            rows.num_rows_before = len(rows.sequences)
             operation(*args)
-            rows.num_rows_before = num_rows
             rows.num_operations += 1
         self.num_operations += 1
 

@@ -192,11 +192,11 @@ class PagedMemory:
         """Frees the rows of garbage-collected caches, unless another thread holds the lock. Unless
         this thread holds it, also finishes a recovery that is due, and recounts all pools if a
         table with blocks was garbage-collected."""
-        is_mid_change = self.lock._is_owned()  # type: ignore[attr-defined]
-        if not is_mid_change:
+        may_recount = not self.lock._is_owned()  # type: ignore[attr-defined]
+        if may_recount:
             self._recount_if_due()
         self._free_rows()
-        if not is_mid_change:  # caches in cycles only abandon their blocks
+        if may_recount:  # caches in cycles only abandon their blocks
             self._recount_if_due()
 
     def _recount_if_due(self) -> None:

@@ -71,8 +71,7 @@ _GLOBAL_HOOKS = (torch_module._global_forward_pre_hooks, torch_module._global_fo
 class Reading:
     """The parts of a model on which its forward depends: their description in `structure`, and the
     objects that hold them, so that they can be read again. Each private method named after a kind
-    of value, such as `_module`, returns the description of one value of that kind. Descriptions
-    consist of lists, tuples and scalars, which `marshal` can write."""
+    of value, such as `_module`, describes one such value by lists, tuples and scalars."""
 
     def __init__(self, model: nn.Module) -> None:
         # message about a value that user code reads and whose changes cannot be detected, if any
@@ -261,8 +260,7 @@ class Reading:
 
     def _note_depth(self, value: Any, depth: int) -> bool:
         """Notes that a value is nested this deep. Returns whether that is too deep; the caller then
-        describes only its type. (A value that contains itself was described before, at a smaller
-        depth.)"""
+        describes only its type. A value that contains itself was described before."""
         is_too_deep = depth >= _MAX_DEPTH
         values = self._too_deep if is_too_deep else self._described
         values[id(value)] = value

@@ -242,7 +242,8 @@ class Call:
             cache = reference()
             if cache is not None:
                 self.caches.append(cache)
-                self.built_caches += [cache] if is_built else []
+                if is_built:
+                    self.built_caches.append(cache)
 
     def page_caches(self, config: PagedConfig, arguments: dict[str, Any]) -> None:
         """Sets the call's memory, and replaces each `DynamicCache` that the model has just built by

@@ -232,15 +232,15 @@ class BlockPool:
     def check_integrity(self, tables: Iterable[Sequence[int]], is_complete: bool = True) -> None:
         """Raises `AssertionError` unless refcounts, free and cached blocks and the ids in `tables`
         agree, or if `check_writable` ever raised. Unless `is_complete`, further tables may hold
-        blocks. Refcounts may differ from the tables while a recount is due: garbage collection may
-        drop a table even during the check."""
+        blocks. While a recount is due, refcounts may exceed the tables: garbage collection may drop
+        a table even during the check."""
         num_holders = Counter(block_id for table in tables for block_id in table)
         refcounts = dict(enumerate(self._refcounts))
         for block_id in {*num_holders, *refcounts}:
             refcount = refcounts.get(block_id, 0)
             num_tables = num_holders[block_id]
-            is_wrong = num_tables > refcount or (is_complete and num_tables < refcount)
-            if is_wrong and not self.needs_recount:
+            is_leaked = is_complete and num_tables < refcount and not self.needs_recount
+            if num_tables > refcount or is_leaked:
                 raise AssertionError(
                     f"block {block_id}: refcount {refcount}, held by {num_tables} tables"
                 )

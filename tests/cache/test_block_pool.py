@@ -76,6 +76,8 @@ def test_checks_see_leaks_stale_tables_and_writes_to_blocks_that_others_read() -
             pool.check_integrity(wrong)
     pool.needs_recount = True  # tables may have been garbage-collected since they were listed
     pool.check_integrity([])
+    with pytest.raises(AssertionError, match="held by 1 tables"):  # collection adds no tables
+        pool.check_integrity([*tables, [3]])
     pool.needs_recount = False
     for block_id, state in ((shared, "refcount 2, kept: False"), (kept, "refcount 1, kept: True")):
         message = f"block {block_id} would be overwritten: {state}"

@@ -123,8 +123,8 @@ inline void sum4(const vf* x, float* out) {
     __m512 sums = _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
     sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0x4e));
     sums = _mm512_add_ps(sums, _mm512_permute_ps(sums, 0xb1));
-    const __m512i each_lane = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
-    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(each_lane, sums)));
+    const __m512i first_lanes = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+    _mm_storeu_ps(out, _mm512_castps512_ps128(_mm512_permutexvar_ps(first_lanes, sums)));
 #else
     for (int i = 0; i < 4; ++i) out[i] = reduce(x[i], plus);
 #endif
